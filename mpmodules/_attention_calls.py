@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 
 from mpmodules import attention
 from mpmodules.fused_attention import Attention, fused_kernel
@@ -86,7 +87,7 @@ def kernel_of_call(
     *,
     dropout: Dropout,
     is_sown: bool,
-    precision: Any,
+    precision: PrecisionLike,
     others: dict[str, bool],
     **masks: Any,
 ) -> Attention | None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from mpmodules._defined_in import is_flax
 from mpmodules._promotion import mixing_allowed
@@ -147,7 +148,7 @@ def takes_exact_moments(
 
 
 def normalized(
-    layer: Any, x: jax.Array, region: Region, scale: Any, bias: Any, dtype: Any
+    layer: Any, x: jax.Array, region: Region, scale: Any, bias: Any, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns a layer's result for `x`, and the mean and the variance of its region.
 
@@ -273,7 +274,7 @@ class NormalizationCall(abc.ABC):
 
     method: Callable[..., Any]
     policy: Policy
-    output_dtype: Any
+    output_dtype: DTypeLike
     shifts: bool
     args: tuple[Any, ...]
     rest: tuple[tuple[str, Any], ...]

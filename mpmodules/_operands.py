@@ -36,7 +36,9 @@ class PromoteToAccumulator:
     compute_dtype: np.dtype
     accumulator_dtype: np.dtype
 
-    def __call__(self, *arrays: Any, dtype: Any = None, inexact: bool = True) -> Operands:
+    def __call__(
+        self, *arrays: Any, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> Operands:
         inputs, kernel, *bias = operands_of(arrays)
         return (
             jnp.asarray(inputs, self.compute_dtype),
@@ -59,7 +61,9 @@ class DetachedOperands:
         """Returns the kernel as it was cast, before its gradient was stopped."""
         return self._kernels[0]
 
-    def __call__(self, *arrays: Any, dtype: Any = None, inexact: bool = True) -> Operands:
+    def __call__(
+        self, *arrays: Any, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> Operands:
         inputs, kernel, *bias = self._promote(*arrays)
         self._kernels.append(kernel)
         return (lax.stop_gradient(inputs), lax.stop_gradient(kernel), *bias)
@@ -76,7 +80,9 @@ class DetachedBiases:
         self._promote_dtype = promote_dtype
         self._added: list[tuple[jax.Array, Operands]] = []
 
-    def __call__(self, *arrays: Any, dtype: Any = None, inexact: bool = True) -> Operands:
+    def __call__(
+        self, *arrays: Any, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> Operands:
         promoted = tuple(self._promote_dtype(*arrays, dtype=dtype, inexact=inexact))
         if len(promoted) < 3 or promoted[2] is None or not is_half(promoted[2].dtype):
             return promoted

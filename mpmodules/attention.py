@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from mpmodules._promotion import mixing_allowed
@@ -90,7 +91,7 @@ def dot_product_attention(
     bias: Array | None = None,
     mask: Array | None = None,
     is_causal: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     reduction_dtype: DTypeLike = jnp.float32,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v where the weights themselves are not needed.
@@ -155,7 +156,7 @@ def _attention(
     mask: Array | None,
     *,
     is_causal: bool,
-    precision: Any,
+    precision: PrecisionLike,
     reduction_dtype: DTypeLike,
 ) -> Array:
     """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
@@ -173,7 +174,7 @@ def _attention(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(precision: Any, logits: Array, value: Array) -> Array:
+def _attend(precision: PrecisionLike, logits: Array, value: Array) -> Array:
     """Computes softmax(logits) value, rounded once.
 
     Its residual is the exponentials in the values' dtype.
@@ -181,7 +182,9 @@ def _attend(precision: Any, logits: Array, value: Array) -> Array:
     return _exponentials(precision, logits, value)[2].astype(value.dtype)
 
 
-def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, Array, Array]:
+def _exponentials(
+    precision: PrecisionLike, logits: Array, value: Array
+) -> tuple[Array, Array, Array]:
     """Returns the exponentials (B..., N, T, S) in half, their sums (B..., T, N, 1), and the
     unrounded result.
     """
@@ -195,7 +198,7 @@ def _exponentials(precision: Any, logits: Array, value: Array) -> tuple[Array, A
 
 
 def _attend_jvp(
-    precision: Any, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+    precision: PrecisionLike, primals: tuple[Array, Array], tangents: tuple[Any, Any]
 ) -> tuple[Array, Array]:
     logits, value = primals
     exponentials, total, exact = _exponentials(precision, logits, value)
@@ -245,7 +248,7 @@ def dot_product_attention_weights(
     bias: Array | None = None,
     mask: Array | None = None,
     is_causal: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     einsum: Callable[..., Array] | None = None,
     reduction_dtype: DTypeLike = jnp.float32,
     dtype: DTypeLike | None = None,
@@ -292,7 +295,7 @@ def _logits(
     bias: Array | None,
     mask: Array | None,
     is_causal: bool,
-    precision: Any,
+    precision: PrecisionLike,
     einsum: Callable[..., Array] | None,
     reduction_dtype: DTypeLike,
 ) -> Array:
@@ -384,7 +387,7 @@ def weighted_values(
     weights: Array,
     value: Array,
     *,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Array:
     """Sums the values by attention weight.
@@ -415,7 +418,9 @@ def weighted_values(
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
 
-def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLike) -> Array:
+def _dot(
+    subscripts: str, lhs: Array, rhs: Array, precision: PrecisionLike, dtype: DTypeLike
+) -> Array:
     """Computes an einsum of two operands.
 
     Returns its accumulator where `dtype` is wider than they are.
@@ -428,7 +433,9 @@ def _dot(subscripts: str, lhs: Array, rhs: Array, precision: Any, dtype: DTypeLi
     return traced_once(_accumulated, subscripts, precision, dtype)(lhs, rhs)
 
 
-def _accumulated(subscripts: str, precision: Any, dtype: np.dtype, lhs: Array, rhs: Array) -> Array:
+def _accumulated(
+    subscripts: str, precision: PrecisionLike, dtype: np.dtype, lhs: Array, rhs: Array
+) -> Array:
     return accumulating(functools.partial(jnp.einsum, subscripts, precision=precision), dtype)(
         lhs, rhs
     )

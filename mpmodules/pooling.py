@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from mpmodules._promotion import mixing_allowed
 from policy.reductions import reduction_dtype_of, widely
@@ -74,7 +74,7 @@ def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) ->
     return math.prod(-(-width // step) for step, width in zip(steps, window_shape, strict=False))
 
 
-def _start(init: Any, dtype: Any) -> Any:
+def _start(init: Any, dtype: DTypeLike) -> Any:
     """Returns the initial value in the reduction's dtype.
 
     A concrete one stays concrete, since JAX reads its value.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.reduction_dtype import reduction_dtype_of
@@ -16,7 +17,9 @@ from policy.reduction_dtype import reduction_dtype_of
 Array = jax.Array
 
 
-def einsum(subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: Any = None) -> Array:
+def einsum(
+    subscripts: str, lhs: ArrayLike, rhs: ArrayLike, *, precision: PrecisionLike = None
+) -> Array:
     """Contracts two operands as `jnp.einsum` does and returns the unrounded accumulator.
 
     Use it for matmuls whose result goes into a softmax, a loss or a sum, such as the logits of a

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import jax
+from jax.typing import DTypeLike
 
 from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 from policy.callables import require_function
@@ -72,7 +73,7 @@ def full_precision(fn: F | None = None) -> F | _Block:
     return island  # type: ignore[return-value]
 
 
-def _cast(tree: Any, dtype: Any) -> Any:
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
     return cast_floating(tree, dtype, is_leaf=is_reference)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from policy.policy import Policy
 from policy.provenance import NO_SOURCE, Source
@@ -48,8 +49,8 @@ def with_explicit_dtypes(
     base: Policy | None,
     *,
     source: Source,
-    dtype: Any = None,
-    param_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
     what: str,
     where: str,
 ) -> Effective:

@@ -337,7 +337,11 @@ def cumprod(
 
 
 def _running(
-    operation: Callable[..., jax.Array], x: Any, axis: int | None, dtype: Any, reverse: bool
+    operation: Callable[..., jax.Array],
+    x: Any,
+    axis: int | None,
+    dtype: DTypeLike | None,
+    reverse: bool,
 ) -> jax.Array:
     x = jnp.atleast_1d(jnp.asarray(x))
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
@@ -349,7 +353,9 @@ def _running(
     return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
 
 
-def _exactly_or_widely(function: Callable[[jax.Array], jax.Array], x: Any, dtype: Any) -> jax.Array:
+def _exactly_or_widely(
+    function: Callable[[jax.Array], jax.Array], x: Any, dtype: DTypeLike | None
+) -> jax.Array:
     """Calls ``widely(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
     counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (

@@ -6,9 +6,9 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from policy._jaxpr.paths import Path, divided, once
 from policy.policy import Policy
@@ -75,7 +75,7 @@ def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
         asked.obeyed.setdefault((model, path), set()).add(policy.compute_dtype)
 
 
-def note_given(model: str, path: str, dtype: Any) -> None:
+def note_given(model: str, path: str, dtype: DTypeLike | None) -> None:
     """Records the dtype that a layer was given as an argument, if a collection is open."""
     asked = _asked.get()
     if asked is not None and dtype is not None:

@@ -423,7 +423,7 @@ def _names(dtype: DTypes) -> frozenset[str]:
     return frozenset(map(_dtype_name, given))
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     if isinstance(dtype, str) and (dtype in _KNOWN or dtype == "backend"):
         return dtype if dtype == "backend" else parse_dtype(dtype).name
     try:

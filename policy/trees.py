@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Flax's collection of fp8 scales. Its "gradient" from `jax.grad` is its new value."""
@@ -80,7 +81,7 @@ def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
 
 
-def working_dtype(dtype: Any) -> Any:
+def working_dtype(dtype: DTypeLike) -> Any:
     """Returns the dtype that a leaf is updated in: float32, or its own if float64 or complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)

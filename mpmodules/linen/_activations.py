@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mpmodules import activations, functional
 from mpmodules.linen._layer import Layer
@@ -24,7 +25,7 @@ class PReLU(Layer, flax_nn.PReLU):
     multiplied in reduction_dtype and rounded once.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _call_layer(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
+from jax.typing import DTypeLike
 
 from mpmodules import attention
 from mpmodules.linen._adoption import layers_inside
@@ -27,7 +28,7 @@ class Attention(Module):
     _dtype_fields: ClassVar[bool] = True
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         fields = dtype_fields(self, policy)
         if declared_field(self, "attention_fn") is flax_nn.dot_product_attention:
@@ -59,19 +60,19 @@ class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttenti
     user's own is obeyed.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention
 
 
 class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
     """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention
 
 
 class SelfAttention(Attention, flax_nn.SelfAttention):
     """`flax.linen.SelfAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention

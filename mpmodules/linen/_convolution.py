@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as flax_nn
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules.linen._linear import Accumulating, Biased, accumulator_fields
@@ -20,10 +21,10 @@ class Conv(Biased, flax_nn.Conv):
     convolution's accumulator.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "conv_general_dilated", functional.accumulating_conv
@@ -37,10 +38,10 @@ class ConvLocal(Biased, flax_nn.ConvLocal):
     widens its result.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class ConvTranspose(Accumulating, flax_nn.ConvTranspose):
     """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None

@@ -10,6 +10,8 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from flax.typing import PrecisionLike
+from jax.typing import DTypeLike
 
 from mpmodules import attention
 from mpmodules._attention_calls import Dropout, kernel_of_call, weights_of_call, without_weights
@@ -26,8 +28,8 @@ def dot_product_attention_weights(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     module: flax_nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., jax.Array] | None = None,
@@ -98,8 +100,8 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     module: flax_nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., jax.Array] | None = None,

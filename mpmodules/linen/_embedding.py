@@ -10,6 +10,7 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._boundary import returned_dtype
@@ -29,13 +30,13 @@ class Embed(Layer, flax_nn.Embed):
     boundary with a wider output_dtype it returns its accumulator.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _accumulates_in: ClassVar[Any] = None
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
         return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
@@ -89,7 +90,7 @@ class Embed(Layer, flax_nn.Embed):
         stored: list[Any] = []
 
         def as_stored(
-            table: jax.Array, *, dtype: Any = None, inexact: bool = True
+            table: jax.Array, *, dtype: DTypeLike | None = None, inexact: bool = True
         ) -> list[jax.Array]:
             stored.append(table.dtype)
             return [functional.widen(table, reduction_dtype)]

@@ -34,7 +34,7 @@ class Layer(Module):
     _takes_inputs_as_they_come: ClassVar[bool] = False
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         """Returns the dataclass fields to set for a call of `method_name` that is to return
         `output_dtype`.

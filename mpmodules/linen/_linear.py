@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._operands import DetachedBiases, DetachedOperands, Operands, PromoteToAccumulator
@@ -22,7 +23,7 @@ from policy.precedence import Effective
 
 
 def accumulator_fields(
-    layer: Any, policy: Policy | None, output_dtype: Any, hook: str, operation: Any
+    layer: Any, policy: Policy | None, output_dtype: DTypeLike | None, hook: str, operation: Any
 ) -> dict:
     """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is
     wider than compute.
@@ -163,10 +164,10 @@ class Dense(Biased, flax_nn.Dense):
     accumulator.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
@@ -176,10 +177,10 @@ class Dense(Biased, flax_nn.Dense):
 class DenseGeneral(Biased, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` that obeys policies; dtypes as in `Dense`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
             self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
@@ -199,7 +200,7 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
 class Einsum(Accumulating, flax_nn.Einsum):
     """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     @flax_nn.nowrap
     def _bias_shape(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from mpmodules.functional import trailing, with_bias_gradient
 
@@ -93,7 +94,7 @@ class GateBiases:
     function is applied to it.
     """
 
-    def __init__(self, cell: Any, gates: Gates, reduction_dtype: Any):
+    def __init__(self, cell: Any, gates: Gates, reduction_dtype: DTypeLike):
         self.cell, self.reduction_dtype = cell, reduction_dtype
         self.functions = {name: getattr(cell, name) for name in gates}
         self.gates = {name: list(calls) for name, calls in gates.items()}

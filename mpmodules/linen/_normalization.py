@@ -13,6 +13,7 @@ import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 from flax.core import meta
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._boundary import returned_dtype
@@ -82,7 +83,7 @@ class Normalization(Layer):
     _running: ClassVar[tuple[str, ...]] = ()  # the running statistics
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
         if policy is None:
@@ -134,7 +135,7 @@ class Normalization(Layer):
             self.put_variable("batch_stats", name, value)
         return y
 
-    def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array:
+    def _normalized(self, x: jax.Array, output_dtype: DTypeLike) -> jax.Array:
         """Returns the result, from exact statistics, and updates running statistics.
 
         Raises:
@@ -295,7 +296,7 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
     the end.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     use_fast_variance: Any = None  # a bool, or None
 
     _region = layer_norm_region
@@ -306,7 +307,7 @@ class RMSNorm(Normalization, flax_nn.RMSNorm):
     end.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     use_fast_variance: Any = None  # a bool, or None
 
 
@@ -315,7 +316,7 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
     the end.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     use_fast_variance: Any = None  # a bool, or None
 
     _region = group_norm_region
@@ -326,7 +327,7 @@ class InstanceNorm(Normalization, flax_nn.InstanceNorm):
     the end.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     use_fast_variance: Any = None  # a bool, or None
 
     _region = instance_norm_region
@@ -343,7 +344,7 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     Without a policy they become NaN, as in Flax.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     use_fast_variance: Any = None  # a bool, or None
 
     _running: ClassVar[tuple[str, ...]] = ("mean", "var")

@@ -11,6 +11,7 @@ import flax.linen as flax_nn
 import jax
 from flax.core import meta
 from flax.errors import TransformedMethodReturnValueError
+from jax.typing import DTypeLike
 
 from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules._references import is_reference
@@ -38,7 +39,7 @@ def param(
     init_fn: Callable[..., Any],
     *init_args: Any,
     unbox: bool = True,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     **init_kwargs: Any,
 ) -> Any:
     """Declares a parameter, and returns it in the compute_dtype of the policy in force.

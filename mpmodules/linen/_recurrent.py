@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mpmodules._boundary import Crossing
 from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
@@ -49,7 +50,7 @@ class Cell(Layer):
     """
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         fields = super()._policy_fields(policy, output_dtype, method_name)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
@@ -110,14 +111,14 @@ class Cell(Layer):
         return cast_floating(carry, dtype) if _is_floating(dtype) else carry
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 class SimpleCell(Cell, flax_nn.SimpleCell):
     """`flax.linen.SimpleCell` that obeys policies; dtypes as in `LSTMCell`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class LSTMCell(Cell, flax_nn.LSTMCell):
@@ -130,7 +131,7 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
     half precision run in float32.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
@@ -140,7 +141,7 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     matches nothing but its parts is refused.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     _is_whole: ClassVar[bool] = True
 
     def _call_layer(
@@ -168,19 +169,19 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
 class GRUCell(Cell, flax_nn.GRUCell):
     """`flax.linen.GRUCell` that obeys policies; dtypes as in `LSTMCell`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class MGUCell(Cell, flax_nn.MGUCell):
     """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
     """`flax.linen.ConvLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
 
 class RNN(Module, flax_nn.RNN):

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from mpmodules.linen._calls import calls
 from policy.casting import is_floating
@@ -26,7 +27,7 @@ class Read:
     """
 
     stored: Any
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def value(self) -> Any:
         """Returns the parameter for the code that reads it now: in compute_dtype in a call, else as

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._promotion import mixing_allowed
@@ -39,7 +40,7 @@ class ReparameterizedWeights(Module):
     )
 
     def _policy_fields(
-        self, policy: Policy | None, output_dtype: Any, method_name: str
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy)
 
@@ -112,7 +113,7 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
     kept in param_dtype.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _l2_normalize(self, path: Any, vs: Any) -> Any:
         return self._normalised(
@@ -128,7 +129,7 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
     param_dtype.
     """
 
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
 
     def _spectral_normalize(self, path: Any, vs: Any, update_stats: bool) -> Any:
         def normalise(weights: jax.Array) -> jax.Array:

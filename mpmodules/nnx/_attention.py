@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
 from mpmodules import attention
 from mpmodules.nnx._dot_product_attention import dot_product_attention
@@ -47,7 +48,7 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
 
     __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
 
-    def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
+    def init_cache(self, input_shape: Any, dtype: DTypeLike | None = None) -> None:
         """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype`
         is given.
         """

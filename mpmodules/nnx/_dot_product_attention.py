@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
+from flax.typing import PrecisionLike
+from jax.typing import DTypeLike
 
 from mpmodules import attention
 from mpmodules._attention_calls import (
@@ -33,8 +35,8 @@ def dot_product_attention_weights(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,
@@ -84,8 +86,8 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     module: flax_nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _flax_promote_dtype,
     is_causal: bool = False,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._boundary import returned_dtype
@@ -29,7 +30,7 @@ class AsStored:
     reduction_dtype: np.dtype
 
     def __call__(
-        self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+        self, arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
     ) -> tuple[Any, ...]:
         return tuple(functional.widen(x, self.reduction_dtype) for x in arrays)
 
@@ -77,7 +78,7 @@ class Embed(Layer, flax_nnx.Embed):
         return method(self, *args, **kwargs)
 
     def _attend_accumulating(
-        self, dtype: Any, query: jax.Array, out_sharding: Any = None
+        self, dtype: DTypeLike, query: jax.Array, out_sharding: Any = None
     ) -> jax.Array:
         query, table = promote_dtype((query, self.embedding[...]), dtype=self.dtype)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from jax.typing import DTypeLike
+
 from mpmodules.nnx._adoption import adopt_children
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import dtype_arguments
@@ -18,7 +20,7 @@ from policy.provenance import Source
 class BuiltWithDtypes(Module):
     """Base class of layers, and of modules that take dtype arguments as layers do."""
 
-    dtype: Any  # what Flax's constructors store
+    dtype: DTypeLike  # what Flax's constructors store
     param_dtype: Any
 
     _adopts_children: ClassVar[bool] = (

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._boundary import returned_dtype
@@ -130,7 +131,7 @@ class _Factor:
     accumulator.
     """
 
-    def __init__(self, x: jax.Array, dtype: Any, *, is_last: bool = False):
+    def __init__(self, x: jax.Array, dtype: DTypeLike, *, is_last: bool = False):
         self.x, self.dtype, self.is_last = x, dtype, is_last
 
     def __matmul__(self, other: jax.Array) -> Any:
@@ -143,13 +144,13 @@ def _plain(x: Any) -> Any:
     return x.x if isinstance(x, _Factor) else x
 
 
-def _accumulating(lora: Any, dtype: Any) -> Any:
+def _accumulating(lora: Any, dtype: DTypeLike) -> Any:
     """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider
     than its operands.
     """
 
     def promote(
-        arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+        arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
     ) -> tuple[Any, ...]:
         x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
         return (
@@ -162,7 +163,7 @@ def _accumulating(lora: Any, dtype: Any) -> Any:
     return viewed(lora, promote_dtype=promote)
 
 
-def _returning(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+def _returning(function: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """Wraps `function`: its result is cast to `dtype`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

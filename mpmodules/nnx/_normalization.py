@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
+from jax.typing import DTypeLike
 
 from mpmodules import functional
 from mpmodules._boundary import returned_dtype
@@ -52,7 +53,7 @@ class PromoteTo:
     reduction_dtype: np.dtype
 
     def __call__(
-        self, arrays: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
+        self, arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
     ) -> tuple[Any, ...]:
         return tuple(None if x is None else jnp.asarray(x, self.reduction_dtype) for x in arrays)
 
@@ -91,7 +92,7 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _normalized(self, x: jax.Array, output_dtype: Any) -> jax.Array | None:
+    def _normalized(self, x: jax.Array, output_dtype: DTypeLike) -> jax.Array | None:
         """Returns the result from exact statistics, and updates running ones.
 
         Returns None where Flax's code is to run.
@@ -267,7 +268,7 @@ def _run_apart(
     return run(layer, x)
 
 
-def _in(module: Any, reduction_dtype: Any) -> Any:
+def _in(module: Any, reduction_dtype: np.dtype) -> Any:
     return viewed(module, promote_dtype=PromoteTo(reduction_dtype), dtype=reduction_dtype)
 
 

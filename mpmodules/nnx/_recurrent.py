@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
 from mpmodules._boundary import Crossing
 from mpmodules._carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
@@ -216,7 +217,7 @@ class RNN(Module, flax_nnx.RNN):
         return any(is_half(x.dtype) for x in jax.tree.leaves(flax_nnx.state(cell, flax_nnx.Param)))
 
 
-def _widened(cell: Any, dtype: Any) -> Any:
+def _widened(cell: Any, dtype: DTypeLike) -> Any:
     """Copies a cell with parameters at least as wide as `dtype`."""
     graphdef, params, rest = flax_nnx.split(cell, flax_nnx.Param, ...)
     return flax_nnx.merge(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
 from mpmodules._constructors import policy_set_by_hand, require_dtypes
 from mpmodules._initializers import half_safe_inits
@@ -132,7 +133,7 @@ def is_initialiser(name: str) -> bool:
     )  # a carry's is no parameter's
 
 
-def is_complex(dtype: Any) -> bool:
+def is_complex(dtype: DTypeLike | None) -> bool:
     """Returns whether a dtype argument was given, and is complex: no policy can hold it."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 

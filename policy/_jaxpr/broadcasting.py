@@ -11,9 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+
+from policy._jaxpr.protocols import Equation
 
 
-def sharding_of(equation: Any) -> Any:
+def sharding_of(equation: Equation) -> Any:
     """Returns the sharding of a result if the axes of its mesh are explicit, otherwise None."""
     sharding = getattr(equation.outvars[0].aval, "sharding", None)
     is_explicit = (
@@ -22,12 +25,12 @@ def sharding_of(equation: Any) -> Any:
     return sharding if is_explicit else None
 
 
-def repeated(array: Any, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> Any:
+def repeated(array: Any, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> Any:
     """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
     return jnp.broadcast_to(array, shape, out_sharding=sharding).astype(dtype)
 
 
-def product(equation: Any, a: Any, b: Any, dtype: Any) -> Any:
+def product(equation: Equation, a: Any, b: Any, dtype: DTypeLike) -> Any:
     """Returns the product or quotient of two arrays in half precision.
 
     Operands that are broadcast are given in float32.
@@ -45,7 +48,7 @@ def product(equation: Any, a: Any, b: Any, dtype: Any) -> Any:
 class _Repeats(tuple):
     """A shape, dtype and sharding, as a static argument."""
 
-    def __new__(cls, shape: tuple[Any, ...], dtype: Any, sharding: Any) -> _Repeats:
+    def __new__(cls, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> _Repeats:
         return super().__new__(cls, (shape, dtype, sharding))
 
     def __call__(self, tangent: Any) -> Any:

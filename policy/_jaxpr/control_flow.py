@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from policy._jaxpr.interpreter import Handler, Interpreter, Notes, V
 from policy._jaxpr.primitives import INLINED, REMATS
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import (
     Role,
     Subprogram,
@@ -107,14 +108,14 @@ def _like(
     return run.refilled(kinds, arrays)
 
 
-def call(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def call(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Inlines a program that is called once."""
     program = subprogram(equation, "call")
     inner = run.inside(equation)
     return inner.run(program.body, [inner.constant(const) for const in program.consts], values)
 
 
-def jit(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def jit(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a jit with its shardings, donated operands and compiler options.
 
     Each value should be one array of the shape that the operand was traced with.
@@ -124,7 +125,7 @@ def jit(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     return _bound(run, equation, body, values, lambda closed: (closed, []))
 
 
-def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def remat(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a checkpoint by binding the same primitive.
 
     This keeps its policy, whether it was differentiated already, and its recomputations apart from
@@ -138,7 +139,7 @@ def remat(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
 
 def _bound(
     run: Interpreter[V],
-    equation: Any,
+    equation: Equation,
     body: Body[V],
     values: Sequence[V],
     as_bound: Callable[[Any], tuple[Any, list[Any]]],
@@ -152,7 +153,7 @@ def _bound(
     return run.refilled(body.outputs, outputs)
 
 
-def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def scan(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a scan. Notes of its body are stacked along a new first axis."""
     params, program = equation.params, subprogram(equation, "loop")
     given, inner = program.given(values), run.inside(equation)
@@ -178,7 +179,7 @@ def scan(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     return _like(run, like, body.outputs, [*after, *ys])
 
 
-def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def while_loop(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a while. Notes of its body are the largest of all steps."""
     test, program = subprogram(equation, "cond"), subprogram(equation, "loop")
     inner, given, tested = (
@@ -207,7 +208,7 @@ def while_loop(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     return _like(run, like, body.outputs, after)
 
 
-def cond(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def cond(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a conditional. Notes of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
     branches = [
@@ -237,7 +238,7 @@ def cond(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     return _like(run, like, branches[0].outputs, outputs)
 
 
-def shard_map(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
+def shard_map(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a `shard_map`. Notes should be the same on every device."""
     params = equation.params
     like = run.merge(equation, values)
@@ -264,13 +265,13 @@ def shard_map(run: Interpreter[V], equation: Any, values: list[V]) -> list[V]:
     return run.refilled(body.outputs, arrays)
 
 
-def manual_axes(equation: Any) -> tuple[str, ...]:
+def manual_axes(equation: Equation) -> tuple[str, ...]:
     """Returns the mesh axes along which the devices run a `shard_map`'s program each on its own."""
     params = equation.params
-    return tuple(params.get("newly_manual_axes", params.get("manual_axes")))
+    return tuple(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
 
 
-def is_placed(equation: Any) -> bool:
+def is_placed(equation: Equation) -> bool:
     """Returns whether a jit gives shardings for its operands or results."""
     shardings = (
         *equation.params.get("in_shardings", ()),
@@ -279,7 +280,7 @@ def is_placed(equation: Any) -> bool:
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
-def has_options(equation: Any) -> bool:
+def has_options(equation: Equation) -> bool:
     """Returns whether a jit gives shardings, donates operands, or sets options of the compiler."""
     params = equation.params
     return (
@@ -289,7 +290,7 @@ def has_options(equation: Any) -> bool:
     )
 
 
-def is_for_platforms(equation: Any) -> bool:
+def is_for_platforms(equation: Equation) -> bool:
     """Returns whether an equation holds a branch for each platform, chosen when it is lowered."""
     return equation.params.get("branches_platforms") is not None
 
@@ -305,7 +306,7 @@ CONTROL_FLOW: Mapping[str, Handler] = {
 """The function that rebuilds each primitive, where nothing is differentiated any more."""
 
 
-def handler_of(equation: Any) -> Handler | None:
+def handler_of(equation: Equation) -> Handler | None:
     """Returns the function that rebuilds an equation.
 
     Returns None for branches by platform, and for primitives without such a function.

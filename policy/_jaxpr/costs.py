@@ -8,6 +8,7 @@ from typing import Any
 
 from policy._jaxpr.operations import dtype_name_of, is_inexact_name, kind_of
 from policy._jaxpr.primitives import FREE, WINDOWED
+from policy._jaxpr.protocols import Equation
 
 
 def size(shape: Sequence[Any]) -> int:
@@ -15,7 +16,7 @@ def size(shape: Sequence[Any]) -> int:
     return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)
 
 
-def bytes_of(equation: Any) -> int:
+def bytes_of(equation: Equation) -> int:
     """Returns the bytes of the operands and results of an equation, its traffic if not fused."""
     return sum(array_bytes(atom.aval) for atom in (*equation.invars, *equation.outvars))
 
@@ -30,7 +31,7 @@ def array_bytes(aval: Any) -> int:
     )
 
 
-def flops_of(equation: Any) -> int:
+def flops_of(equation: Equation) -> int:
     """Returns the floating-point operations of an equation.
 
     A product in a matmul counts as two operations; each number that is summed or computed counts as
@@ -56,7 +57,7 @@ def flops_of(equation: Any) -> int:
     return result
 
 
-def _dot(equation: Any, result: int) -> int:
+def _dot(equation: Equation, result: int) -> int:
     numbers = equation.params.get("dimension_numbers")
     if numbers is None:  # fused attention: queries, keys and values
         return 0
@@ -70,7 +71,7 @@ def _dot(equation: Any, result: int) -> int:
     return 2 * result * size([left[axis] for axis in contracted])
 
 
-def _convolution(equation: Any, result: int) -> int:
+def _convolution(equation: Equation, result: int) -> int:
     kernel = equation.invars[1].aval.shape
     numbers = equation.params["dimension_numbers"]
     outputs = kernel[numbers.rhs_spec[0]]

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 F32 = np.dtype(np.float32)
 
 
 @functools.cache
-def is_floating_dtype(dtype: Any) -> bool:
+def is_floating_dtype(dtype: DTypeLike) -> bool:
     """Returns whether a dtype is a real floating one."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 

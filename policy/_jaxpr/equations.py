@@ -6,10 +6,11 @@ import collections
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import opened, programs_of, subprograms
 
 
-def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
+def equations_within(jaxpr: OpenJaxpr, *, once: bool = False) -> Iterator[Equation]:
     """Yields every equation of an open jaxpr and of programs inside it, in any role and order.
 
     Args:
@@ -25,7 +26,7 @@ def equations_within(jaxpr: Any, *, once: bool = False) -> Iterator[Any]:
             waiting.extend(inner)
 
 
-def runs_any(jaxpr: Any, names: Collection[str]) -> bool:
+def runs_any(jaxpr: OpenJaxpr, names: Collection[str]) -> bool:
     """Returns whether an open jaxpr, or a program that it runs, has one of these primitives.
 
     Kernels and the functions that reductions apply to two numbers are not looked into.
@@ -39,7 +40,7 @@ def runs_any(jaxpr: Any, names: Collection[str]) -> bool:
     return False
 
 
-def combines_by(equation: Any, names: Collection[str]) -> bool:
+def combines_by(equation: Equation, names: Collection[str]) -> bool:
     """Returns whether a program of an equation contains one of these primitives."""
     return any(
         inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
@@ -61,7 +62,7 @@ def maker_of(jaxpr: Any, place: int) -> Any:
     return None
 
 
-def held_program(equation: Any) -> Any:
+def held_program(equation: Equation) -> Any:
     """Returns the one program that an equation runs, closed or open as the equation holds it.
 
     Returns None for equations that run no program, or several, as a while and a conditional do.
@@ -71,7 +72,7 @@ def held_program(equation: Any) -> Any:
     return inner[0].jaxpr if is_one else None
 
 
-def repeated_programs(jaxpr: Any) -> frozenset[int]:
+def repeated_programs(jaxpr: OpenJaxpr) -> frozenset[int]:
     """Returns the `id`s of programs that several equations of a jaxpr, or of its `jit`s, hold."""
     counts: collections.Counter[int] = collections.Counter()
     bodies = [jaxpr]

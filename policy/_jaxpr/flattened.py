@@ -13,6 +13,7 @@ import numpy as np
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.placed_interpreter import EnclosingEquations, module_path
 from policy._jaxpr.primitives import INLINED, LOOPS_AND_BRANCHES, REMATS, VIEWS
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import Subprogram, opened, subprograms
 from policy._jaxpr.upcast import dtype_of
 from policy._jaxpr.walk import written_at
@@ -68,7 +69,7 @@ class FlatOperation:
       stacked: the rows that a scan returns.
     """
 
-    equation: Any
+    equation: Equation
     operands: list[Operand]
     path: Path
     is_backward: bool
@@ -132,7 +133,7 @@ class _Around(NamedTuple):
     chain: EnclosingEquations = ()
     loop: FlatOperation | None = None
 
-    def place_of(self, equation: Any) -> _Around:
+    def place_of(self, equation: Equation) -> _Around:
         """Returns the position of a program inside of an equation."""
         stack = str(equation.source_info.name_stack)
         is_backward = self.is_backward or "transpose(" in stack
@@ -169,7 +170,9 @@ class _Builder:
             values.update(zip(equation.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def equation(self, equation: Any, operands: list[Operand], place: _Around) -> list[Operand]:
+    def equation(
+        self, equation: Equation, operands: list[Operand], place: _Around
+    ) -> list[Operand]:
         name, inside = equation.primitive.name, subprograms(equation)
         if name in INLINED or name in REMATS or name == "shard_map":
             return self.inner(inside[0], operands, place, is_scope=name not in INLINED)
@@ -232,7 +235,7 @@ class _Builder:
         return _results(operation)
 
 
-def is_float_cast(equation: Any) -> bool:
+def is_float_cast(equation: Equation) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     source, target = dtype_of(equation.invars[0]), equation.params["new_dtype"]

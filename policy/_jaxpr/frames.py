@@ -16,6 +16,7 @@ import numpy as np
 from policy._jaxpr.dtypes import is_floating_dtype
 from policy._jaxpr.equations import equations_within
 from policy._jaxpr.primitives import ELEMENTWISE, FORWARDS, REWRITTEN_INSIDE
+from policy._jaxpr.protocols import OpenJaxpr
 from policy._jaxpr.subprograms import Subprogram, subprograms
 
 # Pseudo-primitives: a value enters the body of a loop or a shard, and leaves it.
@@ -92,7 +93,7 @@ class FrameGraph:
       top: the frame of the program itself.
     """
 
-    def __init__(self, jaxpr: Any, yields: Sequence[bool]):
+    def __init__(self, jaxpr: OpenJaxpr, yields: Sequence[bool]):
         """Reads an open jaxpr; `yields` tells which of its arguments are parameters."""
         self.operations: list[FrameOperation] = []
         self.top = Frame()
@@ -103,7 +104,7 @@ class FrameGraph:
             output.is_returned = True
 
     def _run(
-        self, jaxpr: Any, arguments: Sequence[Data], frame: Frame, is_backward: bool
+        self, jaxpr: OpenJaxpr, arguments: Sequence[Data], frame: Frame, is_backward: bool
     ) -> list[Data]:
         known: dict[Any, Data] = {v: _data(v.aval, False, True) for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, arguments, strict=True))
@@ -226,6 +227,6 @@ def _literal(atom: Any) -> Data:
     return data
 
 
-def holds(jaxpr: Any, names: frozenset[str]) -> bool:
+def holds(jaxpr: OpenJaxpr, names: frozenset[str]) -> bool:
     """Returns whether an open jaxpr, or one inside it, has one of these primitives."""
     return any(equation.primitive.name in names for equation in equations_within(jaxpr, once=True))

@@ -11,11 +11,12 @@ import numpy as np
 from policy._jaxpr.control_flow import CONTROL_FLOW, is_for_platforms
 from policy._jaxpr.equations import equations_within
 from policy._jaxpr.primitives import EXACT, HOST, STATES_BITS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import Subprogram, programs_of, subprogram, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half
 
 
-def rounds(equation: Any) -> bool:
+def rounds(equation: Equation) -> bool:
     """Returns whether an equation without programs gives another result in float32."""
     dtypes = [
         dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None
@@ -48,7 +49,7 @@ def _widens(source: Any, target: Any) -> bool:
     )
 
 
-def depends(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
+def depends(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
     """Returns which outputs of an equation depend on half precision, if these operands do.
 
     `apart`: the `id`s of equations that float32 has other constants or other code for.
@@ -83,7 +84,7 @@ def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[in
         arguments[one.carry] = carry
 
 
-def _of_body(body: Any, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
+def _of_body(body: OpenJaxpr, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
     found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, arguments, strict=True))
     for equation in body.eqns:
         outputs = depends(equation, [_found(found, atom) for atom in equation.invars], apart)
@@ -95,7 +96,7 @@ def _found(found: dict[Any, bool], atom: Any) -> bool:
     return False if hasattr(atom, "val") else found[atom]
 
 
-def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
+def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
     """Returns whether float32 may take a different control flow through an equation's programs.
 
     It may take another branch, or run more steps.
@@ -110,7 +111,7 @@ def is_apart(equation: Any, given: Sequence[bool], apart: Collection[int] = ()) 
     return _of_body(cond.body, [*cond.given(given)[cond.fixed], *carry], apart)[0]
 
 
-def calls_host(equation: Any) -> bool:
+def calls_host(equation: Equation) -> bool:
     """Returns whether there is a callback in an equation or in one of its programs."""
     if equation.primitive.name in HOST:
         return True

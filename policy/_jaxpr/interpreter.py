@@ -12,6 +12,8 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
+from policy._jaxpr.protocols import Equation, OpenJaxpr
+
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
 Notes = dict[int, Any]
@@ -75,11 +77,11 @@ class Interpreter(abc.ABC, Generic[V]):
     # Equations ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def equation(self, equation: Any, values: list[V]) -> list[V]:
+    def equation(self, equation: Equation, values: list[V]) -> list[V]:
         """Returns the outputs of an equation on some operands."""
 
     def merge(
-        self, equation: Any, values: Sequence[V], branches: Sequence[TracedBody[V]] = ()
+        self, equation: Equation, values: Sequence[V], branches: Sequence[TracedBody[V]] = ()
     ) -> Sequence[V | None]:
         """Returns a value like each output of an equation; None leaves it to its program.
 
@@ -96,7 +98,7 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns values like those of a loop's carry and rows, as they are inside of it."""
         return list(values)
 
-    def inside(self, equation: Any) -> Self:
+    def inside(self, equation: Equation) -> Self:
         """Returns the interpreter of the programs inside an equation, within the same trace."""
         return self
 
@@ -106,13 +108,13 @@ class Interpreter(abc.ABC, Generic[V]):
         inner.notes = {}
         return inner
 
-    def body(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+    def body(self, jaxpr: OpenJaxpr, consts: Sequence[V], args: Sequence[V]) -> list[V]:
         """Returns the outputs of a program that is traced by itself."""
         return self.run(jaxpr, consts, args)
 
     # The run --------------------------------------------------------------------------------------
 
-    def run(self, jaxpr: Any, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+    def run(self, jaxpr: OpenJaxpr, consts: Sequence[V], args: Sequence[V]) -> list[V]:
         """Returns the outputs of an open jaxpr."""
         values: dict[Any, V] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
@@ -134,12 +136,14 @@ class Interpreter(abc.ABC, Generic[V]):
                 values.pop(variable, None)
         return read(jaxpr.outvars)
 
-    def step(self, equation: Any, values: list[V]) -> list[V]:
+    def step(self, equation: Equation, values: list[V]) -> list[V]:
         """Evaluates one equation of a program; a subclass may do something before and after."""
         return self.equation(equation, values)
 
 
-def contexts_of(equation: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def contexts_of(
+    equation: Equation,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns contexts in which new equations get the source and the settings of an equation.
 
     The first is its source line and name stack, the second its settings.
@@ -151,7 +155,7 @@ def contexts_of(equation: Any) -> tuple[AbstractContextManager[Any], AbstractCon
     ), equation.ctx.manager
 
 
-def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
+def _last_reads(jaxpr: OpenJaxpr) -> dict[int, list[Any]]:
     """Returns the variables that no later equation reads, by equation: their arrays are freed."""
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
     last: dict[Any, int] = {}
@@ -166,7 +170,7 @@ def _last_reads(jaxpr: Any) -> dict[int, list[Any]]:
     return found
 
 
-def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
+def readers_of(jaxpr: OpenJaxpr) -> dict[Any, set[str]]:
     """Returns the primitives that read each variable; "" stands for the caller of the program."""
     readers: dict[Any, set[str]] = {}
     for equation in jaxpr.eqns:
@@ -179,7 +183,7 @@ def readers_of(jaxpr: Any) -> dict[Any, set[str]]:
     return readers
 
 
-def equations_of(jaxpr: Any) -> Sequence[Any]:
+def equations_of(jaxpr: OpenJaxpr) -> Sequence[Any]:
     """Returns the equations of an open jaxpr itself."""
     return jaxpr.eqns
 

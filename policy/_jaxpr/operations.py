@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from policy._jaxpr.primitives import (
     CASTS,
@@ -19,6 +20,7 @@ from policy._jaxpr.primitives import (
     SUMMING_COLLECTIVES,
     TRANSCENDENTALS,
 )
+from policy._jaxpr.protocols import Equation
 
 HALVES = frozenset(("bfloat16", "float16"))
 WIDES = frozenset(("float32", "float64"))
@@ -60,7 +62,7 @@ def is_steep(name: str) -> bool:
     return name in STEEP
 
 
-def sums(equation: Any) -> bool:
+def sums(equation: Equation) -> bool:
     """Returns whether an equation adds numbers one by one, as a sum, a scatter or a collective."""
     name = equation.primitive.name
     return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
@@ -72,19 +74,19 @@ def dtype_name_of(atom: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DTypeLike) -> str:
     """Returns the name of a dtype, also of one for random keys; "" for None."""
     return "" if dtype is None else str(dtype)
 
 
-def operands_of(equation: Any) -> tuple[str, ...]:
+def operands_of(equation: Equation) -> tuple[str, ...]:
     """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact."""
     dtypes = [dtype for atom in equation.invars if (dtype := dtype_name_of(atom))]
     numbers = [dtype for dtype in dtypes if is_inexact_name(dtype)]
     return tuple(numbers or dtypes)
 
 
-def result_of(equation: Any) -> str:
+def result_of(equation: Equation) -> str:
     """Returns the dtype of the first result of an equation; "" if it has none."""
     return dtype_name_of(equation.outvars[0]) if equation.outvars else ""
 
@@ -95,7 +97,7 @@ def is_inexact_name(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def accumulation_of(equation: Any) -> str:
+def accumulation_of(equation: Equation) -> str:
     """Returns the declared accumulation dtype of an equation; see `Operation.accumulation`."""
     kind, operands = kind_of(equation.primitive.name), operands_of(equation)
     if kind in ("dot", "convolution"):
@@ -105,7 +107,7 @@ def accumulation_of(equation: Any) -> str:
     return ""
 
 
-def _of_matmul(equation: Any, operands: tuple[str, ...]) -> str:
+def _of_matmul(equation: Equation, operands: tuple[str, ...]) -> str:
     """Returns the accumulation dtype of a matmul.
 
     It is the declared one, or else that of a wide result; "backend" if both the operands and the

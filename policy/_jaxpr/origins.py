@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jaxlib
+
+from policy._jaxpr.protocols import Equation
 
 _JAX = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (jax, jaxlib)
@@ -51,7 +52,7 @@ _CASTS = frozenset(
 _ASKED = _CASTS | _SUMS
 
 
-def is_promotion(equation: Any) -> bool:
+def is_promotion(equation: Equation) -> bool:
     """Returns whether a cast is a promotion of mixed dtypes that no function was asked for.
 
     Functions of libraries that are named for it, as Flax's ``promote_dtype``, count as promoting.
@@ -65,17 +66,17 @@ def is_promotion(equation: Any) -> bool:
     return _promotes(author) or (bool(inner) and not _ASKED.intersection(inner))
 
 
-def author_of(equation: Any) -> tuple[str, str]:
+def author_of(equation: Equation) -> tuple[str, str]:
     """Returns the file and function of the innermost code outside of JAX; ("", "") if unknown."""
     return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
 
 
-def authors_of(equation: Any) -> Iterator[tuple[str, str]]:
+def authors_of(equation: Equation) -> Iterator[tuple[str, str]]:
     """Returns the files and functions outside of JAX around an equation, innermost first."""
     return (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
 
 
-def is_by_layers(equation: Any) -> bool:
+def is_by_layers(equation: Equation) -> bool:
     """Returns whether a library makes this cast at each use of a weight.
 
     The library is this one, or one with a ``promote_dtype``.
@@ -83,17 +84,17 @@ def is_by_layers(equation: Any) -> bool:
     return is_ours(equation) or _promotes(author_of(equation)[1])
 
 
-def is_ours(equation: Any) -> bool:
+def is_ours(equation: Equation) -> bool:
     """Returns whether this library wrote an equation."""
     return author_of(equation)[0].startswith((_OURS, _OUR_LAYERS))
 
 
-def is_written(equation: Any) -> bool:
+def is_written(equation: Equation) -> bool:
     """Returns whether a cast was written out, not made by a JAX function that sums in float32."""
     return not _SUMS.intersection(function for file, function in _until_author(equation))
 
 
-def _until_author(equation: Any) -> Iterator[tuple[str, str]]:
+def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:
     """Yields the frames of JAX between an equation and its author, innermost first."""
     for frame in _frames(equation):
         if not is_jax_file(frame[0]):
@@ -101,7 +102,7 @@ def _until_author(equation: Any) -> Iterator[tuple[str, str]]:
         yield frame
 
 
-def _frames(equation: Any) -> list[tuple[str, str]]:
+def _frames(equation: Equation) -> list[tuple[str, str]]:
     """Returns the file and function of each frame, innermost first."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None:

@@ -8,9 +8,9 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from policy._jaxpr.module_names import is_noted, is_repeated, is_root, module_and_method, noted
+from policy._jaxpr.protocols import OpenJaxpr
 from policy._jaxpr.scope_names import AUTOCAST, REGION
 from policy._jaxpr.subprograms import programs_of
 
@@ -143,7 +143,7 @@ def parts_of(text: str) -> list[str]:
     return [f"{model}:", *filter(None, below.split("/"))]
 
 
-def scanned_path(body: Any, above: Path) -> Path:
+def scanned_path(body: OpenJaxpr, above: Path) -> Path:
     """Returns the path of a loop's body as a module: the common part of its equations' paths.
 
     Args:
@@ -161,7 +161,7 @@ def scanned_path(body: Any, above: Path) -> Path:
     return above if common is None else common
 
 
-def _paths(body: Any, above: Path) -> Iterator[Path]:
+def _paths(body: OpenJaxpr, above: Path) -> Iterator[Path]:
     """Yields the paths of equations that stand below a path."""
     for equation in body.eqns:
         path = path_of(str(equation.source_info.name_stack), above)

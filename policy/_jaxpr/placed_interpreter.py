@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 from policy._jaxpr.control_flow import manual_axes
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.paths import Path, path_of
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
@@ -42,13 +43,15 @@ class PlacedValue:
 class Lane(Protocol):
     """The values of a float32 program beside this one: see `policy.compare.float32_values`."""
 
-    def enter(self, chain: EnclosingEquations, jaxpr: Any, args: Sequence[PlacedValue]) -> None: ...
-    def given(self, chain: EnclosingEquations, equation: Any) -> Iterable[tuple[int, Any]]: ...
+    def enter(
+        self, chain: EnclosingEquations, jaxpr: OpenJaxpr, args: Sequence[PlacedValue]
+    ) -> None: ...
+    def given(self, chain: EnclosingEquations, equation: Equation) -> Iterable[tuple[int, Any]]: ...
     def made(
-        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
     ) -> Iterable[tuple[int, Any]]: ...
     def keep(
-        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
     ) -> None: ...
     def outputs(self, values: Sequence[PlacedValue]) -> Iterable[tuple[int, Any]]: ...
     def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
@@ -94,14 +97,14 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
     # Programs inside equations --------------------------------------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
     ) -> list[PlacedValue]:
         return [PlacedValue([None]) for _ in equation.outvars]
 
     def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         return [PlacedValue(value.arrays) for value in values]
 
-    def place_of(self, equation: Any) -> ModulePass:
+    def place_of(self, equation: Equation) -> ModulePass:
         """Returns the position of an equation."""
         name_stack = str(equation.source_info.name_stack)
         is_again = "rematted_computation" in name_stack
@@ -111,7 +114,7 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
             path, "again" if is_again else "backward" if is_backward else self.place.direction
         )
 
-    def inside(self, equation: Any) -> Self:
+    def inside(self, equation: Equation) -> Self:
         inner = copy.copy(self)
         inner.place, inner.chain = self.place_of(equation), (*self.chain, id(equation))
         if equation.primitive.name == "shard_map":
@@ -133,22 +136,22 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
     # The run, with replaced float32 values --------------------------------------------------------
 
     def run(
-        self, jaxpr: Any, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
     ) -> list[PlacedValue]:
         if self.lane is not None:
             self.lane.enter(self.chain, jaxpr, args)
         return super().run(jaxpr, consts, args)
 
-    def step(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def step(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         return self._made(equation, self.equation(equation, self.given(equation, values)))
 
-    def given(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         """Returns the operands of an equation, with their float32 values replaced."""
         for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
             values[k] = self.replaced(self.place_of(equation), values[k], array)
         return values
 
-    def _made(self, equation: Any, outputs: list[PlacedValue]) -> list[PlacedValue]:
+    def _made(self, equation: Equation, outputs: list[PlacedValue]) -> list[PlacedValue]:
         if self.lane is None:
             return outputs
         for i, array in self.lane.made(self.chain, equation, outputs):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.paths import Path, path_of, spelled
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.source_lines import source_of
 from policy._jaxpr.subprograms import is_jaxpr, opened
 
@@ -188,11 +189,11 @@ def _equal_literals(a: Any, b: Any) -> bool:
     )
 
 
-def _path_of(equation: Any, above: Path) -> Path:
+def _path_of(equation: Equation, above: Path) -> Path:
     return path_of(str(equation.source_info.name_stack), above)
 
 
-def _path(equation: Any, above: Path) -> str:
+def _path(equation: Equation, above: Path) -> str:
     return spelled(_path_of(equation, above))
 
 
@@ -206,7 +207,7 @@ def _atom(atom: Any) -> str:
     return f"the number {atom.val}" if hasattr(atom, "val") else f"a {_aval(atom.aval)}"
 
 
-def _text(equation: Any) -> str:
+def _text(equation: Equation) -> str:
     operands, results = (
         ", ".join(_aval(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)
     )

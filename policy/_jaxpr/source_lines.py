@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from policy._jaxpr.origins import is_jax_file
 from policy._jaxpr.paths import Path, spelled
+from policy._jaxpr.protocols import Equation
 
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
@@ -26,7 +27,7 @@ _BASES = frozenset(
 )  # of Flax, whose methods call those of layers
 
 
-def source_of(equation: Any) -> str:
+def source_of(equation: Equation) -> str:
     """Returns the line of the user's code that an equation comes from; "" if there is none.
 
     It reads ``model.py:12 (Net.__call__)``, and is the innermost line outside of JAX, Flax, Optax,
@@ -44,7 +45,7 @@ def source_of(equation: Any) -> str:
     return ""
 
 
-def layer_of(equation: Any, path: Path) -> str:
+def layer_of(equation: Equation, path: Path) -> str:
     """Returns the module of an equation that no line of the user's code called.
 
     It reads ``encoder/out (Dense)``.
@@ -65,7 +66,7 @@ def is_users_file(file: str) -> bool:
     return _owner(file) == "user"
 
 
-def _frames(equation: Any) -> Iterator[tuple[Any, int]]:
+def _frames(equation: Equation) -> Iterator[tuple[Any, int]]:
     """Yields the code objects in which an equation was traced, with the place, innermost first."""
     traceback = getattr(equation.source_info, "traceback", None)
     return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import jax.extend.core as jex_core
 
 from policy._jaxpr.primitives import COMBINES, ELEMENTWISE, KERNELS, REMATS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 
 Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
 """The part that a program plays in its equation.
@@ -67,7 +68,7 @@ class Subprogram:
     axes: tuple[tuple[str, int], ...] = ()
 
     @property
-    def body(self) -> Any:
+    def body(self) -> OpenJaxpr:
         """The open jaxpr."""
         return opened(self.jaxpr)[0]
 
@@ -123,7 +124,7 @@ class Subprogram:
         return [values[i] for i in self.operands]
 
 
-def subprograms(equation: Any) -> tuple[Subprogram, ...]:
+def subprograms(equation: Equation) -> tuple[Subprogram, ...]:
     """Returns the programs inside an equation, in the order of its parameters.
 
     The condition of a while comes before its body. Most equations hold none.
@@ -137,7 +138,7 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, _JAXPRS)
 
 
-def _found(equation: Any) -> list[tuple[Any, str, int | None]]:
+def _found(equation: Equation) -> list[tuple[Any, str, int | None]]:
     found: list[tuple[Any, str, int | None]] = []
     if equation.primitive.name in ELEMENTWISE:  # most equations
         return found
@@ -156,7 +157,7 @@ def _found(equation: Any) -> list[tuple[Any, str, int | None]]:
 
 
 def _described(
-    equation: Any, found: Sequence[tuple[Any, str, int | None]]
+    equation: Equation, found: Sequence[tuple[Any, str, int | None]]
 ) -> tuple[Subprogram, ...]:
     name, count = equation.primitive.name, len(equation.invars)
     if name == "scan":
@@ -182,7 +183,7 @@ def _described(
     return (Subprogram(*found[0], role, tuple(range(count)), axes=axes),)
 
 
-def _of_while(equation: Any, jaxpr: Any, parameter: str, place: int | None) -> Subprogram:
+def _of_while(equation: Equation, jaxpr: Any, parameter: str, place: int | None) -> Subprogram:
     of_cond, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     count = len(equation.invars)
     carried = count - of_cond - of_body
@@ -192,20 +193,20 @@ def _of_while(equation: Any, jaxpr: Any, parameter: str, place: int | None) -> S
     return Subprogram(jaxpr, parameter, place, "cond", operands, carried)
 
 
-def _fits(jaxpr: Any, equation: Any) -> bool:
+def _fits(jaxpr: Any, equation: Equation) -> bool:
     """Returns whether a program takes its equation's operands and returns its results."""
     body, _ = opened(jaxpr)
     return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
 
 
-def _axes(equation: Any) -> tuple[tuple[str, int], ...]:
+def _axes(equation: Equation) -> tuple[tuple[str, int], ...]:
     params = equation.params
     manual = params.get("manual_axes", params.get("axis_names"))
     sizes = dict(getattr(params.get("mesh"), "shape", {}) or {})
     return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
 
 
-def subprogram(equation: Any, role: Role) -> Subprogram:
+def subprogram(equation: Equation, role: Role) -> Subprogram:
     """Returns the one program of an equation that has a role.
 
     Raises:
@@ -219,7 +220,7 @@ def subprogram(equation: Any, role: Role) -> Subprogram:
     return found[0]
 
 
-def with_subprograms(equation: Any, jaxprs: Sequence[Any]) -> dict[str, Any]:
+def with_subprograms(equation: Equation, jaxprs: Sequence[Any]) -> dict[str, Any]:
     """Returns the parameters of an equation with `jaxprs` in place of its subprograms, in order."""
     params = dict(equation.params)
     for one, jaxpr in zip(subprograms(equation), jaxprs, strict=True):
@@ -234,7 +235,7 @@ def with_subprograms(equation: Any, jaxprs: Sequence[Any]) -> dict[str, Any]:
     return params
 
 
-def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
+def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
     """Returns a jaxpr, open or closed, as an open one and its constants.
 
     Since jax 0.12, one class is both.
@@ -245,7 +246,8 @@ def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
-    body, consts = opened(jaxpr)
+    consts = opened(jaxpr)[1]
+    body: Any = opened(jaxpr)[0]
     if not consts:
         return body, []
     if body is jaxpr:  # jax 0.12: the constants stand before the invars already
@@ -253,7 +255,7 @@ def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     return body.replace(constvars=(), invars=(*body.constvars, *body.invars)), consts
 
 
-def scan_arity(equation: Any) -> tuple[int, int]:
+def scan_arity(equation: Equation) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a scan.
 
     Read from shapes: the parameters that say so were renamed and made private in jax 0.11. An array
@@ -271,13 +273,15 @@ def scan_arity(equation: Any) -> tuple[int, int]:
     return sum(whole) - sum(carried), sum(carried)
 
 
-def programs_of(equation: Any) -> Iterator[Any]:
+def programs_of(equation: Equation) -> Iterator[OpenJaxpr]:
     """Yields the open jaxpr of each program inside an equation, in any role."""
     for jaxpr, *_ in _found(equation):
         yield opened(jaxpr)[0]
 
 
-def bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind(
+    equation: Equation, arrays: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
     """Returns the outputs of an equation's primitive on other operands, or with other `params`."""
     given = equation.primitive.get_bind_params(equation.params if params is None else params)
     outputs = equation.primitive.bind(*arrays, **given)

@@ -10,21 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from policy._jaxpr.control_flow import handler_of
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import HOST, MATMULS, READS_BITS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, is_jaxpr, opened, programs_of
 
 
 @functools.cache
-def is_half(dtype: Any) -> bool:
+def is_half(dtype: DTypeLike) -> bool:
     """Returns whether a dtype is floating and narrower than float32."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DTypeLike) -> Any:
     """Returns float32 for a half float; any other dtype as it is."""
     return F32 if is_half(dtype) else dtype
 
@@ -40,7 +42,7 @@ def widen(array: Any) -> Any:
     return lax.convert_element_type(array, F32) if dtype is not None and is_half(dtype) else array
 
 
-def narrowed(array: Any, dtype: Any) -> Any:
+def narrowed(array: Any, dtype: DTypeLike) -> Any:
     """Returns an array in the half dtype that its variable was traced with."""
     if dtype is None or not is_half(dtype) or array.dtype == dtype:
         return array
@@ -50,7 +52,7 @@ def narrowed(array: Any, dtype: Any) -> Any:
 class Upcast(PlacedInterpreter):
     """Runs a program with its half values in float32. Each value is one array."""
 
-    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
@@ -64,7 +66,7 @@ class Upcast(PlacedInterpreter):
         return PlacedValue([array], value.origin)
 
 
-def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation on widened operands; as traced where it takes none."""
     name = equation.primitive.name
     half = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.invars)]
@@ -91,7 +93,7 @@ def bound_wide(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+def _as_traced(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on operands rounded to the dtypes that it was traced with."""
     operands = [
         narrowed(array, dtype_of(atom)) for atom, array in zip(equation.invars, arrays, strict=True)
@@ -99,13 +101,13 @@ def _as_traced(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return [widen(output) for output in bind(equation, operands)]
 
 
-def _keeps(equation: Any) -> bool:
+def _keeps(equation: Equation) -> bool:
     """Returns whether a `reduce_precision` rounds nothing: its operand has no more bits."""
     info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 
 
-def _highest(equation: Any) -> Any:
+def _highest(equation: Equation) -> Any:
     """Returns the precision of full float32, as GPUs and TPUs multiply in fewer bits by default."""
     is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
     precision = equation.params.get("precision")
@@ -152,7 +154,7 @@ def wide_program(program: Any) -> Any:
     return closed if hasattr(program, "consts") else closed.jaxpr
 
 
-def dtypes_of(jaxpr: Any) -> list[Any]:
+def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     """Returns the dtypes in an open jaxpr and in the programs inside it."""
     variables = [
         *jaxpr.constvars,

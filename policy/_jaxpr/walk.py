@@ -13,6 +13,7 @@ from policy._jaxpr.module_names import noted
 from policy._jaxpr.origins import is_jax_file
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import REMATS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY, ISLAND
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import Subprogram, opened, subprograms
@@ -41,7 +42,7 @@ class Site:
       around: the place of the equation whose program it stands in; None at the top.
     """
 
-    equation: Any
+    equation: Equation
     path: Path
     is_backward: bool = False
     count: int = 1
@@ -88,7 +89,7 @@ def walk(jaxpr: Any) -> Iterator[Site]:
     return _walk(opened(jaxpr)[0], None)
 
 
-def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
+def _walk(jaxpr: OpenJaxpr, around: Site | None) -> Iterator[Site]:
     for equation in jaxpr.eqns:
         site = site_of(equation, around)
         yield site
@@ -97,7 +98,7 @@ def _walk(jaxpr: Any, around: Site | None) -> Iterator[Site]:
                 yield from _walk(one.body, entered(site, one))
 
 
-def site_of(equation: Any, around: Site | None) -> Site:
+def site_of(equation: Equation, around: Site | None) -> Site:
     """Returns the position of an equation. `around` is the result of `entered`.
 
     At the top, `around` is None.
@@ -175,6 +176,6 @@ def _is_of_jax(debug_info: Any) -> bool:
     return bool(at) and is_jax_file(place)
 
 
-def written_at(equation: Any) -> str:
+def written_at(equation: Equation) -> str:
     """Returns the innermost line outside of JAX that an equation comes from."""
     return source_info_util.summarize(equation.source_info)

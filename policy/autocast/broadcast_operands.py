@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from policy._jaxpr import broadcasting as repeats
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.primitives import BROADCASTS
+from policy._jaxpr.protocols import Equation
 from policy.autocast.values import CastValue, as_dtype
 
 # Primitives that repeat elements of their operand: the transpose sums over the copies.
@@ -24,7 +27,7 @@ def broadcasts_half(value: CastValue, shape: tuple[Any, ...] | None, half: Any) 
 
 
 def broadcast_product(
-    equation: Any, values: list[CastValue], arrays: list[Any], dtype: Any
+    equation: Equation, values: list[CastValue], arrays: list[Any], dtype: DTypeLike
 ) -> list[CastValue]:
     """Returns the product or quotient of half values, of which at least one is broadcast.
 

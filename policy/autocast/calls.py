@@ -11,6 +11,7 @@ from policy._jaxpr import control_flow
 from policy._jaxpr.control_flow import Body
 from policy._jaxpr.equations import runs_any
 from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, subprogram, subprograms, with_subprograms
 from policy.autocast.derivative_rules import custom_jvp, custom_vjp
 from policy.autocast.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
@@ -18,7 +19,7 @@ from policy.autocast.memoization import once_for_all_alike
 from policy.autocast.values import CastValue
 
 
-def _jit(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
         return control_flow.call(evaluator, equation, values)
@@ -30,7 +31,7 @@ def _jit(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[C
     return control_flow.jit(evaluator, equation, like)
 
 
-def _scan(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     carry = subprogram(equation, "loop").carry
     values = _carrying_as_traced(equation, values, carry)
     before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
@@ -38,7 +39,7 @@ def _scan(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[
     return control_flow.scan(evaluator, equation, values)
 
 
-def _while(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def _while(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     carry = slice(len(values) - len(equation.outvars), len(values))
     return control_flow.while_loop(
         evaluator, equation, _carrying_as_traced(equation, values, carry)
@@ -46,14 +47,14 @@ def _while(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list
 
 
 def _carrying_as_traced(
-    equation: Any, values: Sequence[CastValue], carry: slice
+    equation: Equation, values: Sequence[CastValue], carry: slice
 ) -> list[CastValue]:
     """Returns the operands of a loop, the carry in the dtypes that it was traced with."""
     init = map(CastValue, as_traced(equation.invars[carry], values[carry]))
     return [*values[: carry.start], *init, *values[carry.stop :]]
 
 
-def _cond(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     if control_flow.is_for_platforms(
         equation
     ):  # the branches of all platforms must return the same dtypes
@@ -61,7 +62,7 @@ def _cond(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[
     return control_flow.cond(evaluator, equation, values)
 
 
-def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[CastValue]:
+def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
     if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
@@ -75,7 +76,7 @@ def _platforms(inside: Evaluator, equation: Any, arrays: list[Any]) -> list[Cast
     ]
 
 
-def _may_narrow(evaluator: Evaluator, program: Any) -> bool:
+def _may_narrow(evaluator: Evaluator, program: OpenJaxpr) -> bool:
     """Returns whether a program has to be rewritten or reported if its operands are as traced."""
     settings = evaluator.settings
     names = MATMULS | settings.allow

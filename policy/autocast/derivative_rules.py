@@ -10,6 +10,7 @@ import numpy as np
 
 from policy._jaxpr.control_flow import Body
 from policy._jaxpr.dtypes import float_dtype
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import bind, subprogram
 from policy.autocast.evaluator import Evaluator, as_traced, opaque_kind
 from policy.autocast.settings import UnknownPrimitiveError
@@ -31,7 +32,9 @@ def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) 
     return filled
 
 
-def custom_jvp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def custom_jvp(
+    evaluator: Evaluator, equation: Equation, values: list[CastValue]
+) -> list[CastValue]:
     """Rebuilds a function with a custom_jvp rule: both are rewritten."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
@@ -72,7 +75,9 @@ def custom_jvp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> 
     return evaluator.refilled(body.outputs, results)
 
 
-def custom_vjp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def custom_vjp(
+    evaluator: Evaluator, equation: Equation, values: list[CastValue]
+) -> list[CastValue]:
     """Rebuilds a function with custom_vjp rules, or leaves it as traced if that fails."""
     values = evaluator.saved(equation, values)
     try:
@@ -89,7 +94,9 @@ def custom_vjp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> 
         return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
-def _rebuilt_vjp(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+def _rebuilt_vjp(
+    evaluator: Evaluator, equation: Equation, values: list[CastValue]
+) -> list[CastValue]:
     """Rebuilds the rules only if the function is differentiated, as a rule may call it."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)

@@ -25,6 +25,7 @@ from policy._jaxpr.primitives import (
     READS_LOGITS,
     REBUILT,
 )
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast import marks
@@ -105,7 +106,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def merge(
         self,
-        equation: Any,
+        equation: Equation,
         values: Sequence[CastValue],
         branches: Sequence[TracedBody[CastValue]] = (),
     ) -> Sequence[CastValue | None]:
@@ -134,26 +135,26 @@ class Evaluator(Interpreter[CastValue]):
             value.array if dtype is None else cast(value.array, dtype), narrows=like.narrows
         )
 
-    def inside(self, equation: Any, *, reports: bool = True) -> Evaluator:
+    def inside(self, equation: Equation, *, reports: bool = True) -> Evaluator:
         inner = copy.copy(self)
         inner.path, inner.held = self.path_of(equation), self.held_by(equation)
         inner.is_whole, inner.regions = self._is_whole(equation), NOWHERE
         inner.report = self.report if reports else None
         return inner
 
-    def held_by(self, equation: Any) -> dict[int, Regions]:
+    def held_by(self, equation: Equation) -> dict[int, Regions]:
         """Returns the regions of the programs of an equation, by identity."""
         known = self.regions.within(equation)
         return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
 
-    def _is_whole(self, equation: Any) -> bool:
+    def _is_whole(self, equation: Equation) -> bool:
         """Returns whether the programs of an equation belong to a normalisation as a whole."""
         if self.is_whole or not self.regions.programs:
             return self.is_whole
         held = [*self.held_by(equation).values()] if self.regions.within(equation) else []
         return bool(held) and all(regions.is_whole for regions in held)
 
-    def place_of(self, equation: Any) -> Place:
+    def place_of(self, equation: Equation) -> Place:
         """Returns the dtypes of an equation, by its path and its part in a normalisation."""
         place = self.places[self.path_of(equation)]
         region: Literal["applies", "measures"] | None = None
@@ -163,7 +164,7 @@ class Evaluator(Interpreter[CastValue]):
             region = "measures"
         return place.within(region)
 
-    def saved(self, equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
+    def saved(self, equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
         """Returns operands to save as residuals: half precision if the body would narrow them."""
         place = self.place_of(equation)
         return (
@@ -175,7 +176,7 @@ class Evaluator(Interpreter[CastValue]):
     # The run --------------------------------------------------------------------------------------
 
     def run(
-        self, jaxpr: Any, consts: Sequence[CastValue], args: Sequence[CastValue]
+        self, jaxpr: OpenJaxpr, consts: Sequence[CastValue], args: Sequence[CastValue]
     ) -> list[CastValue]:
         regions = None if self.held is None else self.held.get(id(jaxpr))
         if regions is None:
@@ -192,16 +193,16 @@ class Evaluator(Interpreter[CastValue]):
         }
         return super(Evaluator, inner).run(jaxpr, consts, args)
 
-    def equation(self, equation: Any, values: list[CastValue]) -> list[CastValue]:
+    def equation(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
         category = self._category(equation)
         if category == "passthrough" and equation.primitive.name == "reduce_max":
             category = "fp32" if equation.invars[0] in self.widened else category
         return self._equation(equation, category, values)
 
-    def path_of(self, equation: Any) -> Path:
+    def path_of(self, equation: Equation) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
-    def _category(self, equation: Any) -> str:
+    def _category(self, equation: Equation) -> str:
         """Returns the category of an equation.
 
         A sum or difference that only float32 operations read runs in float32, such as a softmax's
@@ -220,7 +221,9 @@ class Evaluator(Interpreter[CastValue]):
         # like its logarithm.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
 
-    def _equation(self, equation: Any, category: str, values: list[CastValue]) -> list[CastValue]:
+    def _equation(
+        self, equation: Equation, category: str, values: list[CastValue]
+    ) -> list[CastValue]:
         name, place = equation.primitive.name, self.place_of(equation)
         if place.is_layer:
             return _of_layer(equation, values)
@@ -274,7 +277,7 @@ class Evaluator(Interpreter[CastValue]):
         return value.narrowed
 
     def _wide(
-        self, equation: Any, values: list[CastValue], place: Place
+        self, equation: Equation, values: list[CastValue], place: Place
     ) -> tuple[str, list[CastValue]]:
         outputs = _as_traced(equation, values)
         floats = [value for value in values if is_floating_dtype(value.dtype)]
@@ -287,7 +290,7 @@ class Evaluator(Interpreter[CastValue]):
         return "float32", outputs
 
     def _accumulated(
-        self, equation: Any, values: list[CastValue], place: Place
+        self, equation: Equation, values: list[CastValue], place: Place
     ) -> tuple[str, list[CastValue]]:
         """Returns the sum of two cotangents in float32.
 
@@ -302,7 +305,7 @@ class Evaluator(Interpreter[CastValue]):
         ]
 
     def _passed(
-        self, equation: Any, values: list[CastValue], place: Place
+        self, equation: Equation, values: list[CastValue], place: Place
     ) -> tuple[str, list[CastValue]]:
         if _holds_program(equation):
             return "as traced", _as_traced(equation, values)
@@ -357,7 +360,7 @@ class Evaluator(Interpreter[CastValue]):
         return "as it comes", outputs
 
     def _mixed(
-        self, equation: Any, values: list[CastValue], place: Place
+        self, equation: Equation, values: list[CastValue], place: Place
     ) -> tuple[str, list[CastValue]]:
         floats = [value for value in values if is_floating_dtype(value.dtype)]
         if _holds_program(equation) or not floats:
@@ -378,7 +381,7 @@ class Evaluator(Interpreter[CastValue]):
         return done, _bound_or_traced(equation, values, arrays)
 
 
-def _extent(equation: Any) -> tuple[Any, ...] | None:
+def _extent(equation: Equation) -> tuple[Any, ...] | None:
     """Returns the shape of a result; None if it has as many elements as the operand."""
     operand, result = equation.invars[0].aval, equation.outvars[0].aval
     return None if operand.size == result.size else result.shape
@@ -402,7 +405,7 @@ def _merged(variable: Any, outputs: Sequence[CastValue]) -> CastValue:
     return CastValue(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
 
 
-def _fits(value: CastValue, dtype: Any) -> bool:
+def _fits(value: CastValue, dtype: np.dtype) -> bool:
     return value.constant is None or fits(value.constant, dtype)
 
 
@@ -410,7 +413,9 @@ def _only_float(values: Sequence[CastValue]) -> CastValue:
     return next(value for value in values if is_floating_dtype(value.dtype))
 
 
-def _operand(value: CastValue, dtype: Any, shape: tuple[int, ...] | None, equation: Any) -> Any:
+def _operand(
+    value: CastValue, dtype: np.dtype, shape: tuple[int, ...] | None, equation: Equation
+) -> Any:
     """Returns the array of a value in `dtype`.
 
     It is broadcast before the cast, so that its cotangent is summed in float32.
@@ -439,11 +444,11 @@ def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
     ]
 
 
-def _as_traced(equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
+def _as_traced(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
     return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
 
 
-def _is_complex(equation: Any) -> bool:
+def _is_complex(equation: Equation) -> bool:
     """Returns whether an operand or a result is complex; matmuls may mix real and complex ones."""
     return any(
         jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
@@ -451,7 +456,7 @@ def _is_complex(equation: Any) -> bool:
     )
 
 
-def _of_layer(equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
+def _of_layer(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
     """Evaluates an equation of a layer that obeys a policy itself, in its traced dtypes.
 
     The casts at its boundary are dropped if the code around it already computes in the layer's
@@ -466,7 +471,7 @@ def _of_layer(equation: Any, values: Sequence[CastValue]) -> list[CastValue]:
 
 
 def _bound_or_traced(
-    equation: Any, values: Sequence[CastValue], arrays: Sequence[Any]
+    equation: Equation, values: Sequence[CastValue], arrays: Sequence[Any]
 ) -> list[CastValue]:
     try:
         return [CastValue(output) for output in bind(equation, arrays)]
@@ -474,22 +479,22 @@ def _bound_or_traced(
         return _as_traced(equation, values)
 
 
-def _kind_of_opaque(equation: Any, traced: set[Any], category: str) -> str:
+def _kind_of_opaque(equation: Equation, traced: set[Any], category: str) -> str:
     if traced and traced != {F32}:
         return "author's dtypes"
     return opaque_kind(equation) if category in ("opaque", "control") else "as traced"
 
 
-def opaque_kind(equation: Any) -> str:
+def opaque_kind(equation: Equation) -> str:
     """Returns the word of reports for an equation that is left as it was traced."""
     return OPAQUE_MATMUL if any(map(_has_matmul, programs_of(equation))) else "opaque"
 
 
-def _has_matmul(program: Any) -> bool:
+def _has_matmul(program: OpenJaxpr) -> bool:
     return any(site.name in MATMULS for site in walk(program))
 
 
-def _holds_program(equation: Any) -> bool:
+def _holds_program(equation: Equation) -> bool:
     """Returns whether an equation holds a program, whose dtypes are fixed.
 
     One is the scatter of `x.at[i].apply`.
@@ -497,7 +502,7 @@ def _holds_program(equation: Any) -> bool:
     return any(True for _ in programs_of(equation))
 
 
-def _follows(equation: Any, place: Place) -> bool:
+def _follows(equation: Equation, place: Place) -> bool:
     """Returns whether a power can run in half precision.
 
     x**3, as in gelu, is two products. x**2 may be part of a variance.
@@ -507,7 +512,7 @@ def _follows(equation: Any, place: Place) -> bool:
 
 
 def _computed(
-    equation: Any, values: Sequence[CastValue], place: Place
+    equation: Equation, values: Sequence[CastValue], place: Place
 ) -> tuple[str, list[CastValue]]:
     """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     params, dtype = dict(equation.params), place.compute
@@ -524,7 +529,7 @@ def _computed(
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
 
-def _converted(equation: Any, value: CastValue) -> CastValue:
+def _converted(equation: Equation, value: CastValue) -> CastValue:
     """Evaluates the author's own cast."""
     source, target = float_dtype(equation.invars[0].aval), np.dtype(equation.params["new_dtype"])
     if source == target == F32:

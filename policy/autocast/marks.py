@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from policy._jaxpr.dtypes import F32, is_floating_dtype
 from policy._jaxpr.paths import Path
@@ -29,7 +30,7 @@ def layer() -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(LAYER)
 
 
-def computes_in(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def computes_in(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
     """Marks the code of a module: autocast runs it in `dtype`, except inside other marks."""
     return jax.named_scope(f"{_COMPUTE}{np.dtype(dtype).name}")
 

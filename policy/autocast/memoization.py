@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from policy._jaxpr.equations import held_program
+from policy._jaxpr.protocols import Equation
 from policy.autocast.evaluator import AutocastHandler, Evaluator
 from policy.autocast.values import CastValue
 
@@ -27,7 +28,7 @@ class _Shared:
       known: the outputs without their arrays, set by the trace.
     """
 
-    equation: Any
+    equation: Equation
     call: Any = None
     known: list[CastValue] = dataclasses.field(default_factory=list)
 
@@ -41,7 +42,9 @@ def once_for_all_alike(handler: AutocastHandler) -> AutocastHandler:
     """
 
     @functools.wraps(handler)
-    def shared(evaluator: Evaluator, equation: Any, values: list[CastValue]) -> list[CastValue]:
+    def shared(
+        evaluator: Evaluator, equation: Equation, values: list[CastValue]
+    ) -> list[CastValue]:
         values = evaluator.saved(equation, values)
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
@@ -76,7 +79,7 @@ def _call(
     return jax.jit(rewritten, inline=True)
 
 
-def _key(evaluator: Evaluator, equation: Any, values: Sequence[CastValue]) -> Hashable:
+def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> Hashable:
     """Returns a key that is equal for equations with the same rewritten program.
 
     Without rules, the place of an equation decides for the equations inside it. Their relative

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from policy._jaxpr.frames import MOVES, Data, Frame, FrameGraph, FrameOperation, holds
 from policy._jaxpr.primitives import FORWARD_ADDITIONS, JOINS_ROOTS, MATMULS, PRODUCTS, SQUARE_ROOTS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy.autocast.normalization_backward import backward_of
 from policy.autocast.second_moments import (
     SUMS,
@@ -58,7 +58,7 @@ class Regions:
     def __hash__(self) -> int:
         return hash((self.measures, self.applies, self.is_whole, frozenset(self.programs.items())))
 
-    def within(self, equation: Any) -> dict[int, Regions]:
+    def within(self, equation: Equation) -> dict[int, Regions]:
         """Returns the regions of the programs of an equation, by identity."""
         identity = id(equation)
         return {
@@ -71,7 +71,7 @@ class Regions:
 NOWHERE = Regions()
 
 
-def normalizations(jaxpr: Any, is_param: Sequence[bool]) -> Regions:
+def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
     """Returns the normalisations of a program.
 
     Args:

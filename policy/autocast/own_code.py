@@ -14,6 +14,7 @@ from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.paths import Path
 from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.trace import is_array
@@ -147,11 +148,11 @@ def _is_own(site: Site) -> bool:
     return marks.LAYER not in names and not site.in_island and dtype is not None and dtype != F32
 
 
-def _is_wide(equation: Any) -> bool:
+def _is_wide(equation: Equation) -> bool:
     return all(float_dtype(atom.aval) == F32 for atom in equation.invars[:2])
 
 
-def _sums(equation: Any) -> bool:
+def _sums(equation: Equation) -> bool:
     """Returns whether a matmul contracts anything."""
     numbers = equation.params.get("dimension_numbers")
     if equation.primitive.name in CONVOLUTIONS or numbers is None:

@@ -13,6 +13,7 @@ from policy._jaxpr.control_flow import Body
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.paths import scanned_path
 from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import subprogram
 from policy._jaxpr.walk import walk
 from policy.autocast.values import CastValue, cast
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def carries_handed_on(
-    evaluator: Evaluator, equation: Any, values: Sequence[CastValue]
+    evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]
 ) -> list[CastValue]:
     """Returns a value like each carry of a scan.
 
@@ -42,7 +43,7 @@ def carries_handed_on(
     ]
 
 
-def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[CastValue]) -> Any:
+def _handed_on_in(evaluator: Evaluator, equation: Equation, xs: Sequence[CastValue]) -> Any:
     """Returns the half dtype of the carry between layers, or None."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
@@ -55,7 +56,7 @@ def _handed_on_in(evaluator: Evaluator, equation: Any, xs: Sequence[CastValue]) 
 
 def _stable(
     evaluator: Evaluator,
-    equation: Any,
+    equation: Equation,
     given: Sequence[CastValue],
     traced: Sequence[Any],
     half: Any,
@@ -91,7 +92,7 @@ def _stable(
         out = stable
 
 
-def _has_layers(body: Any, xs: Sequence[CastValue]) -> bool:
+def _has_layers(body: OpenJaxpr, xs: Sequence[CastValue]) -> bool:
     """Returns whether each step has weights of its own and a matmul."""
     has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
     return has_weights and any(site.name in MATMULS for site in walk(body))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.scope_names import AUTOCAST
@@ -45,7 +46,7 @@ class CastValue:
         return self.array.dtype
 
 
-def cast(array: Any, dtype: Any) -> Any:
+def cast(array: Any, dtype: DTypeLike) -> Any:
     """Casts `array` to `dtype`; returns it unchanged if it has that dtype."""
     if array.dtype == dtype:
         return array
@@ -53,7 +54,7 @@ def cast(array: Any, dtype: Any) -> Any:
         return lax.convert_element_type(array, dtype)
 
 
-def as_dtype(value: CastValue, dtype: Any) -> Any:
+def as_dtype(value: CastValue, dtype: np.dtype) -> Any:
     """Returns `value` in `dtype`.
 
     A half-precision value is widened once for all readers, so that its cotangents are summed in
@@ -74,7 +75,7 @@ def as_dtype(value: CastValue, dtype: Any) -> Any:
     return value.widened
 
 
-def fits(constant: Any, dtype: Any) -> bool:
+def fits(constant: Any, dtype: DTypeLike) -> bool:
     """Returns whether a number neither overflows nor vanishes in `dtype`."""
     with np.errstate(over="ignore", under="ignore"):
         narrow = np.asarray(constant).astype(dtype)
@@ -83,7 +84,7 @@ def fits(constant: Any, dtype: Any) -> bool:
     return not (overflows or vanishes)
 
 
-def saturates(constant: Any, dtype: Any) -> bool:
+def saturates(constant: Any, dtype: DTypeLike) -> bool:
     """Returns whether a number overflows in `dtype` by rounding alone.
 
     For example, float32's lowest number becomes -inf in bfloat16.
@@ -92,13 +93,13 @@ def saturates(constant: Any, dtype: Any) -> bool:
     return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
 
 
-def saturated(array: Any, dtype: Any) -> Any:
+def saturated(array: Any, dtype: DTypeLike) -> Any:
     """Casts `array` to `dtype`, clamped to its finite range."""
     limits = jnp.finfo(dtype)
     return cast(lax.clamp(array.dtype.type(limits.min), array, array.dtype.type(limits.max)), dtype)
 
 
-def has_range_of_float32(dtype: Any) -> bool:
+def has_range_of_float32(dtype: DTypeLike) -> bool:
     return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from policy._jaxpr.control_flow import CONTROL_FLOW
 from policy._jaxpr.dtypes import F32
@@ -18,6 +19,7 @@ from policy._jaxpr.origins import is_by_layers
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import INLINED, MATMULS, category_of
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
@@ -48,7 +50,7 @@ class Measurement:
     key: int
     primitive: str
     source: str
-    dtype: Any
+    dtype: DTypeLike
     made: ModulePass
     bodies: tuple[Any, ...] = ()
     left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
@@ -99,7 +101,7 @@ class Paired(PlacedInterpreter):
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
-    def inside(self, equation: Any) -> Self:
+    def inside(self, equation: Equation) -> Self:
         inner = super().inside(equation)
         inner._line_around = source_of(equation) or self._line_around
         return inner
@@ -111,7 +113,7 @@ class Paired(PlacedInterpreter):
 
     # Equations ------------------------------------------------------------------------------------
 
-    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         place = self.place_of(equation)
         self._met(place)
         if equation.primitive.name not in INLINED:
@@ -148,7 +150,7 @@ class Paired(PlacedInterpreter):
         ]
 
     def _made_by(
-        self, equation: Any, place: ModulePass, values: Sequence[PlacedValue]
+        self, equation: Equation, place: ModulePass, values: Sequence[PlacedValue]
     ) -> tuple[str, str]:
         """Returns the user's operation that made a result, and its source line.
 
@@ -181,7 +183,7 @@ class Paired(PlacedInterpreter):
 
     # Measurements ---------------------------------------------------------------------------------
 
-    def _read(self, value: PlacedValue, reader: ModulePass, dtype: Any) -> None:
+    def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
         """Measures a value when it is first read outside of the path that computed it."""
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
@@ -195,7 +197,7 @@ class Paired(PlacedInterpreter):
         measurement.left.update((ModulePass(path, reader.direction), None) for path in left)
         measurement.entered.update((ModulePass(path, reader.direction), None) for path in entered)
 
-    def _measured(self, value: PlacedValue, origin: Origin, dtype: Any) -> Measurement:
+    def _measured(self, value: PlacedValue, origin: Origin, dtype: DTypeLike) -> Measurement:
         measurement = Measurement(
             len(self.log.measurements),
             origin.primitive,
@@ -281,7 +283,7 @@ class Paired(PlacedInterpreter):
     # Bodies ---------------------------------------------------------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
     ) -> list[PlacedValue]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
@@ -309,7 +311,7 @@ class Paired(PlacedInterpreter):
         ]
 
     def body(
-        self, jaxpr: Any, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
     ) -> list[PlacedValue]:
         """Runs a body, whose measurements are known only inside it."""
         args = [
@@ -332,7 +334,7 @@ class Paired(PlacedInterpreter):
         )
 
 
-def _is_cheap(equation: Any) -> bool:
+def _is_cheap(equation: Equation) -> bool:
     """Returns whether an equation may be rematerialised.
 
     It must take negligible time, and have no effects.

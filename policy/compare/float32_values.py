@@ -13,6 +13,7 @@ from policy._jaxpr.flattened import FlatOperation, Known, Operand, Token
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import EnclosingEquations, PlacedValue
 from policy._jaxpr.primitives import HOST
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.upcast import bound_wide, widen
 from policy.traced.pairing import Reference
 
@@ -68,7 +69,9 @@ class ReferenceLane:
     # Values given by the run
     # ----------------------------------------------------------------------------------------------
 
-    def enter(self, chain: EnclosingEquations, jaxpr: Any, args: Sequence[PlacedValue]) -> None:
+    def enter(
+        self, chain: EnclosingEquations, jaxpr: OpenJaxpr, args: Sequence[PlacedValue]
+    ) -> None:
         """Records the arguments of a body."""
         for root, value in zip(
             self.reference.inputs.get((chain, id(jaxpr)), ()), args, strict=False
@@ -76,7 +79,7 @@ class ReferenceLane:
             self._know(root, value)
 
     def keep(
-        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
     ) -> None:
         """Records the results of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
@@ -96,7 +99,7 @@ class ReferenceLane:
     # Values computed in float32
     # --------------------------------------------------------------------------------------------
 
-    def given(self, chain: EnclosingEquations, equation: Any) -> Iterator[tuple[int, Any]]:
+    def given(self, chain: EnclosingEquations, equation: Equation) -> Iterator[tuple[int, Any]]:
         """Yields the operands that float32 reads in place of those of an equation."""
         operation = self.reference.made.get((chain, id(equation)))
         if operation is None:
@@ -107,7 +110,7 @@ class ReferenceLane:
                 yield k, array
 
     def made(
-        self, chain: EnclosingEquations, equation: Any, outputs: Sequence[PlacedValue]
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
     ) -> Iterator[tuple[int, Any]]:
         """Yields the results of an equation that float32 computes in another way."""
         operation = self.reference.made.get((chain, id(equation)))
@@ -198,7 +201,7 @@ def _as(array: Any, aval: Any) -> Any:
     return array if shape in (None, jnp.shape(array)) else jnp.reshape(array, shape)
 
 
-def _bound(equation: Any, arrays: Iterable[Any]) -> list[Any]:
+def _bound(equation: Equation, arrays: Iterable[Any]) -> list[Any]:
     try:
         with equation.ctx.manager:
             operands = zip(arrays, equation.invars, strict=True)

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 
 # Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
+from jax.typing import DTypeLike
+
 _FILL = 1e18
 # In the order of `measured`. For each, larger is worse, so the largest of several is the worst.
 NAMES = (
@@ -162,7 +164,7 @@ def _named(sums: Any, largest: Any) -> Any:
     return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
 
 
-def limit_of(dtype: Any) -> float:
+def limit_of(dtype: DTypeLike) -> float:
     """Returns the largest finite number of a dtype."""
     if dtype == np.bool_:
         return 1.0
@@ -171,11 +173,11 @@ def limit_of(dtype: Any) -> float:
     )
 
 
-def is_discrete(dtype: Any) -> bool:
+def is_discrete(dtype: DTypeLike) -> bool:
     """Returns whether a dtype holds integers or booleans."""
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer))
 
 
-def is_measurable(dtype: Any) -> bool:
+def is_measurable(dtype: DTypeLike) -> bool:
     """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))

@@ -19,13 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Literal, Var
+from jax.typing import DTypeLike
 
 from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import product, repeated, sharding_of
 from policy._jaxpr.control_flow import Body, is_placed
+from policy._jaxpr.dtypes import float_dtype
 from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS, REMATS
+from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.scope_names import REGION
 from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
@@ -45,7 +48,7 @@ class Wide:
     """
 
     value: Any
-    dtype: Any
+    dtype: DTypeLike
     is_exact: bool = True
 
 
@@ -85,7 +88,7 @@ class Float32Cotangents(Interpreter[Any]):
         (array,) = arrays
         return dataclasses.replace(value, value=array) if isinstance(value, Wide) else array
 
-    def equation(self, equation: Any, values: list[Any]) -> list[Any]:
+    def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         moved = _moved(equation, values)
         if moved is not None:
             return moved
@@ -98,7 +101,7 @@ class Float32Cotangents(Interpreter[Any]):
         return bind(equation, [read(x) for x in values])
 
     def merge(
-        self, equation: Any, values: Sequence[Any], branches: Sequence[Any] = ()
+        self, equation: Equation, values: Sequence[Any], branches: Sequence[Any] = ()
     ) -> list[Any]:
         """Returns arrays: a carry is new each turn, and branches read their results."""
         return [variable.aval for variable in equation.outvars]
@@ -107,7 +110,7 @@ class Float32Cotangents(Interpreter[Any]):
         return read(value)
 
 
-def _moved(equation: Any, operands: list[Any]) -> list[Any] | None:
+def _moved(equation: Equation, operands: list[Any]) -> list[Any] | None:
     """Returns the results of an equation that moves wide operands or reads a parameter, or None."""
     name, is_wide = equation.primitive.name, [isinstance(x, Wide) for x in operands]
     if not any(is_wide):
@@ -135,12 +138,12 @@ def _is_repeated(atom: Any, is_wide: bool, result: Any) -> bool:
     return is_wide and atom.aval.ndim > 0 and atom.aval.shape != result.aval.shape
 
 
-def _repeats_wide(equation: Any, is_wide: list[bool]) -> bool:
+def _repeats_wide(equation: Equation, is_wide: list[bool]) -> bool:
     pairs = zip(equation.invars, is_wide, strict=True)
     return any(_is_repeated(atom, wide, equation.outvars[0]) for atom, wide in pairs)
 
 
-def _repeating(equation: Any, operands: list[Any], is_wide: list[bool]) -> Any:
+def _repeating(equation: Equation, operands: list[Any], is_wide: list[bool]) -> Any:
     """Applies an elementwise operation that broadcasts axes of size 1 of wide operands."""
     result = equation.outvars[0]
     if equation.primitive.name in PRODUCTS:
@@ -160,22 +163,25 @@ def _repeating(equation: Any, operands: list[Any], is_wide: list[bool]) -> Any:
     return output
 
 
-def is_read(equation: Any) -> bool:
+def is_read(equation: Equation) -> bool:
     """Returns whether an equation is the cast that stands for the read of a parameter."""
     if equation.primitive.name != "convert_element_type" or not isinstance(equation.invars[0], Var):
         return False
     innermost = re.split("[/(]", str(equation.source_info.name_stack).rstrip(")"))[-1]
-    return innermost == READ and _itemsize(equation.params["new_dtype"]) < _itemsize(
-        equation.invars[0].aval.dtype
+    source = float_dtype(equation.invars[0].aval)
+    return (
+        innermost == READ
+        and source is not None
+        and _itemsize(equation.params["new_dtype"]) < source.itemsize
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_reads(program: Any) -> bool:
+def _has_reads(program: OpenJaxpr) -> bool:
     return any(map(is_read, equations_within(program)))
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: DTypeLike) -> int:
     return np.dtype(dtype).itemsize
 
 
@@ -198,7 +204,7 @@ def _jitted(
     return jax.jit(call), body
 
 
-def _jit(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+def _jit(run: Float32Cotangents, equation: Equation, operands: list[Any]) -> list[Any] | None:
     """Donates no operand: a wide one may be a parameter that is read elsewhere."""
     name = equation.params["name"]
     move = MOVING_JITS.get(name)
@@ -212,12 +218,14 @@ def _jit(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any
     return run.refilled(body.outputs, results)
 
 
-def _checkpoint(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+def _checkpoint(
+    run: Float32Cotangents, equation: Equation, operands: list[Any]
+) -> list[Any] | None:
     is_differentiated = equation.params["differentiated"]
     return None if is_differentiated else control_flow.remat(run, equation, operands)
 
 
-def _cond(run: Float32Cotangents, equation: Any, operands: list[Any]) -> list[Any] | None:
+def _cond(run: Float32Cotangents, equation: Equation, operands: list[Any]) -> list[Any] | None:
     return (
         None
         if control_flow.is_for_platforms(equation)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from policy.grads.scaled_losses import note_scaled, note_unscaled
 from policy.trees import is_inexact, working_dtype
@@ -560,7 +560,7 @@ def fusion_barrier(flag: jax.Array) -> jax.Array:
     return lax.sort(jnp.stack([flag.astype(jnp.int32), jnp.int32(1)]))[0] > 0
 
 
-def _strong_scalar(x: Any, dtype: Any) -> Any:
+def _strong_scalar(x: Any, dtype: DTypeLike) -> Any:
     """Returns `x` in a strong dtype: a weak one would change in the first adjustment."""
     if isinstance(x, jax.Array):
         return (

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from policy._jaxpr.control_flow import handler_of
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import bind
 from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
 
@@ -37,7 +39,7 @@ class Emulated(Upcast):
         super().__init__()
         self.flags, self.candidates = flags, candidates
 
-    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
@@ -50,7 +52,7 @@ class Emulated(Upcast):
             ]
         return self._half(equation, values)
 
-    def _half(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def _half(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         """Evaluates an equation with half operands or results.
 
         Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
@@ -86,7 +88,7 @@ class Emulated(Upcast):
             for o, half in zip(outputs, halves, strict=True)
         ]
 
-    def given(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         """Returns the operands, with unrounded constants if the other operands are in float32."""
         wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
         if not wide:
@@ -111,7 +113,7 @@ class Emulated(Upcast):
     # Loops and branches return the dtypes of their variables --------------------------------------
 
     def merge(
-        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
     ) -> list[PlacedValue]:
         flag = self.flag(self.place_of(equation))
         return [PlacedValue([None], (dtype_of(variable), flag)) for variable in equation.outvars]
@@ -122,7 +124,7 @@ class Emulated(Upcast):
         return PlacedValue([array if len(value.arrays) == 1 else rounded(array, dtype, flag)])
 
 
-def rounded(array: Any, dtype: Any, unless: Any) -> Any:
+def rounded(array: Any, dtype: DTypeLike, unless: Any) -> Any:
     """Returns a float32 array rounded to a half dtype, unless a flag is set.
 
     Any other array or dtype is left unchanged.
@@ -133,7 +135,7 @@ def rounded(array: Any, dtype: Any, unless: Any) -> Any:
     return jnp.where(unless, array, lax.convert_element_type(half, array.dtype))
 
 
-def _decides(equation: Any) -> bool:
+def _decides(equation: Equation) -> bool:
     """Returns whether the dtypes of an equation do not depend on those of its operands."""
     name = equation.primitive.name
     if name == "convert_element_type":
@@ -167,7 +169,7 @@ class Ruled(PlacedInterpreter):
     def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
         return PlacedValue([array]) if self.is_wide(place) else value
 
-    def equation(self, equation: Any, values: list[PlacedValue]) -> list[PlacedValue]:
+    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         arrays = [value.arrays[0] for value in values]
@@ -181,7 +183,7 @@ class Ruled(PlacedInterpreter):
         return [PlacedValue([output]) for output in bind(equation, operands)]
 
     def merge(
-        self, equation: Any, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
     ) -> list[PlacedValue]:
         return [PlacedValue([None], dtype_of(variable)) for variable in equation.outvars]
 

@@ -13,6 +13,7 @@ import numpy as np
 from policy._jaxpr.costs import bytes_of, flops_of
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.placed_interpreter import PlacedValue, lost_prefixes, module_path
+from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import opened, subprograms
 from policy._jaxpr.upcast import dtype_of, is_half, widen
 from policy._jaxpr.walk import walk
@@ -181,7 +182,7 @@ def _shares(
     return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}, lost
 
 
-def _is_in_half(equation: Any) -> bool:
+def _is_in_half(equation: Equation) -> bool:
     """Returns whether an equation without programs reads or returns half precision."""
     dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
     return not any(one.is_run for one in subprograms(equation)) and any(
