@@ -14,9 +14,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
+from policy import scaled_matmul
 from policy.accumulators import accumulating, bilinear_tangent
 from policy.checkpointing import traced_once
 from policy.materialize import materialized
+from policy.scaled_matmul import ScaledMatmul
 
 Array = jax.Array
 
@@ -196,6 +198,75 @@ def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
       Array(2., dtype=float32)
     """
     return _AccumulatingEinsum(jnp.einsum, jnp.dtype(accumulator_dtype))
+
+
+def scaled_dot_general(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
+    """Makes a stand-in for `lax.dot_general` that multiplies in 8 bits and returns `dtype`.
+
+    See `policy.scaled_matmul.scaled_dot_general`. The right operand is the weight.
+
+    Example:
+      >>> import policy, warnings
+      >>> warnings.simplefilter("ignore", policy.DtypePolicyWarning)  # a CPU emulates 8 bits
+      >>> by = policy.ScaledMatmul("int8", "int8")
+      >>> dot_general = functional.scaled_dot_general(by, jnp.bfloat16)
+      >>> x = jnp.ones(2, jnp.bfloat16)
+      >>> dot_general(x, x, (((0,), (0,)), ((), ())))
+      Array(2, dtype=bfloat16)
+    """
+    return _ScaledOp(by, jnp.dtype(dtype))
+
+
+def scaled_einsum(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
+    """Makes a stand-in for `jnp.einsum` of two operands that multiplies in 8 bits.
+
+    See `scaled_dot_general`.
+
+    Example:
+      >>> import policy, warnings
+      >>> warnings.simplefilter("ignore", policy.DtypePolicyWarning)  # a CPU emulates 8 bits
+      >>> einsum = functional.scaled_einsum(policy.ScaledMatmul("int8", "int8"), jnp.bfloat16)
+      >>> einsum("i,i->", jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16))
+      Array(2, dtype=bfloat16)
+    """
+    return _ScaledEinsum(by, jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScaledOp:
+    """A matmul in 8 bits. Equal ones compare equal, and so do layers that hold them."""
+
+    by: ScaledMatmul
+    dtype: np.dtype
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: scaled_matmul.DimensionNumbers,
+        *_: Any,
+        preferred_element_type: DTypeLike | None = None,
+        **options: Any,
+    ) -> Array:
+        product = scaled_matmul.scaled_dot_general(lhs, rhs, dimension_numbers, self.by)
+        return product.astype(preferred_element_type or self.dtype)
+
+
+class _ScaledEinsum(_ScaledOp):
+    def __call__(  # type: ignore[override]
+        self,
+        subscripts: str,
+        lhs: Array,
+        rhs: Array,
+        *,
+        preferred_element_type: DTypeLike | None = None,
+        **options: Any,
+    ) -> Array:
+        dtype = preferred_element_type or self.dtype
+        product = scaled_matmul.scaled_einsum(subscripts, lhs, rhs, self.by)
+        if product is None:  # no single matmul
+            return accumulating_einsum(dtype)(subscripts, lhs, rhs, **options)
+        return product.astype(dtype)
 
 
 class _AccumulatingOp:

@@ -23,6 +23,7 @@ from policy.grads.loss_scale import (
 )
 from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
 from policy.islands import full_precision
+from policy.matmul_dtypes import ScaledMatmul
 from policy.optim import (
     MixedPrecision,
     MixedPrecisionState,
@@ -50,6 +51,7 @@ __all__ = [
     "Policy",
     "PolicyRules",
     "ScaledGradients",
+    "ScaledMatmul",
     "StaticLossScale",
     "Suggestion",
     "all_finite",

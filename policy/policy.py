@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.casting import cast_floating
+from policy.matmul_dtypes import ScaledMatmul, scaled_matmul_of
 
 T = TypeVar("T")
 
@@ -27,8 +29,14 @@ _name_to_dtype = {
     name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
 }
 
-_MIXED = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
+_MIXED = {
+    "mixed_bfloat16": (jnp.bfloat16, None),
+    "mixed_float16": (jnp.float16, None),
+    "mixed_float8": (jnp.bfloat16, "f8"),
+    "mixed_int8": (jnp.bfloat16, "i8"),
+}
 _INSIDE = ("f32_inside", "float32_inside")
+_EIGHT_BITS = re.compile(r"(u?int8|float8|fp8|f8|i8)")
 # the output dtype of a policy that hands on the compute_dtype of the code around it
 CALLER = "caller"
 _KEYS = {
@@ -40,6 +48,8 @@ _KEYS = {
     "output": "output_dtype",
     "r": "reduction_dtype",
     "reduction": "reduction_dtype",
+    "m": "matmul",
+    "matmul": "matmul",
     "inputs": "cast_inputs",
 }
 
@@ -93,7 +103,8 @@ def parse_dtype(name: str) -> np.dtype:
         return _name_to_dtype[name]
     except KeyError:
         known = ", ".join(dtype_names())
-        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.") from None
+        hint = " Matmuls in 8 bits are m=f8 and m=i8." if _EIGHT_BITS.match(name) else ""
+        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.{hint}") from None
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
@@ -122,9 +133,8 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     if dtype.itemsize < 2:
         raise ValueError(
             f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands "
-            "only; use float16 "
-            "or bfloat16 here and give the layer an 8-bit dot_general "
-            "(flax.linen.Fp8DirectDotGeneralOp)."
+            "only. Use float16 or bfloat16 here, and matmul='f8' (m=f8 in a text) for matmuls in "
+            "8 bits."
         )
     return dtype
 
@@ -177,10 +187,12 @@ class Policy:
         the wider of float32 and `compute_dtype`, and is stored as that dtype.
       cast_inputs: True if a boundary casts floating inputs to `compute_dtype`. False leaves them
         uncast (positions, rotary tables, diffusion times).
+      matmul: the 8-bit dtypes of matmuls with weights, and how they are scaled; None for matmuls in
+        compute_dtype. A text such as ``f8`` is parsed by `policy.matmul_dtypes.scaled_matmul_of`.
 
     Raises:
-      ValueError: a field is not a floating dtype of at least 16 bits.
-      TypeError: `cast_inputs` is not a bool.
+      ValueError: a field is not a floating dtype of at least 16 bits, or `matmul` is unknown.
+      TypeError: `cast_inputs` is not a bool, or `matmul` neither a ScaledMatmul nor a text.
     """
 
     param_dtype: np.dtype
@@ -188,6 +200,7 @@ class Policy:
     output_dtype: np.dtype
     reduction_dtype: np.dtype
     cast_inputs: bool
+    matmul: ScaledMatmul | None
     follows_caller: bool = dataclasses.field(init=False)
 
     @_naming_get_policy
@@ -199,10 +212,23 @@ class Policy:
         *,
         reduction_dtype: DTypeLike | None = None,
         cast_inputs: bool = True,
+        matmul: ScaledMatmul | str | None = None,
     ):
         if not isinstance(cast_inputs, bool):
             raise TypeError(f"Policy(cast_inputs={cast_inputs!r}): it should be True or False.")
+        if isinstance(matmul, str):
+            matmul = scaled_matmul_of(matmul)
+        if not isinstance(matmul, (ScaledMatmul, type(None))):
+            raise TypeError(
+                f"Policy(matmul={matmul!r}): it should be a ScaledMatmul, its text such as 'f8', "
+                "or None."
+            )
         compute = _floating_dtype("compute_dtype", compute_dtype)
+        if matmul is not None and compute.itemsize > 4:
+            raise ValueError(
+                f"Policy(compute_dtype={compute}, matmul={matmul.text!r}): matmuls in 8 bits need "
+                "a compute_dtype of 16 or 32 bits."
+            )
         if reduction_dtype is None:
             reduction = _default_reduction_dtype(compute)
         else:
@@ -215,6 +241,7 @@ class Policy:
         object.__setattr__(self, "follows_caller", follows_caller)
         object.__setattr__(self, "reduction_dtype", reduction)
         object.__setattr__(self, "cast_inputs", cast_inputs)
+        object.__setattr__(self, "matmul", matmul)
 
     def replace(self, **changes: Any) -> Policy:
         """Returns a copy with some fields changed.
@@ -280,6 +307,8 @@ class Policy:
             parts.append(f"reduction={self.reduction_dtype.name}")
         if not self.cast_inputs:
             parts.append("inputs=keep")
+        if self.matmul is not None:
+            parts.append(f"matmul={self.matmul.text}")
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -313,14 +342,15 @@ def get_policy(policy: Policy | str) -> Policy:
 
     - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields),
       ``mixed_bfloat16`` = (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16,
-      float32), or ``f32_inside`` = (float32, float32, caller) for a layer inside a model that
+      float32), ``mixed_float8`` and ``mixed_int8`` = mixed_bfloat16 with matmuls of weights in 8
+      bits, or ``f32_inside`` = (float32, float32, caller) for a layer inside a model that
       computes in float32 and returns the compute_dtype of the surrounding code;
     - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (the
       backend's preferred one);
     - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
-      ``reduction=DTYPE`` and ``inputs=keep`` if they are not the default. Spaces are allowed.
-      Missing parts follow jmp's grammar: params default to float32, compute to params, output to
-      compute. ``output=caller`` is the compute_dtype of the code around the module.
+      ``reduction=DTYPE``, ``inputs=keep`` and ``matmul=f8`` if they are not the default. Spaces
+      are allowed. Missing parts follow jmp's grammar: params default to float32, compute to params,
+      output to compute. ``output=caller`` is the compute_dtype of the code around the module.
 
     `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
 
@@ -344,7 +374,8 @@ def get_policy(policy: Policy | str) -> Policy:
         )
     text = policy.replace(" ", "")
     if text in _MIXED:
-        return Policy(jnp.float32, _MIXED[text], jnp.float32)
+        compute, matmul = _MIXED[text]
+        return Policy(jnp.float32, compute, jnp.float32, matmul=matmul)
     if text in _INSIDE:
         return Policy(jnp.float32, jnp.float32, CALLER)
     if "=" not in text:
@@ -367,9 +398,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
         key, _, value = part.partition("=")
         if key not in _KEYS:
             raise ValueError(
-                f"Unknown key '{key}' in '{text}': it should be params, compute, output, reduction "
-                "or inputs "
-                "(short p, c, o, r)."
+                f"Unknown key '{key}' in '{text}': it should be params, compute, output, "
+                "reduction, matmul or inputs (short p, c, o, r, m)."
             )
         field = _KEYS[key]
         if field in fields:
@@ -381,6 +411,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
                     "'cast'."
                 )
             fields[field] = value == "cast"
+        elif field == "matmul":
+            fields[field] = scaled_matmul_of(value)
         elif field == "output_dtype" and value == CALLER:
             fields[field] = CALLER
         else:

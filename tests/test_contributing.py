@@ -282,7 +282,13 @@ seen = str(erf.invars[0].aval.dtype)
     ),
     Task(
         "A preset policy",
-        (("policy/policy.py", "_MIXED = {", '_MIXED = {"mixed_float32": jnp.float32, '),),
+        (
+            (
+                "policy/policy.py",
+                "_MIXED = {",
+                '_MIXED = {"mixed_float32": (jnp.float32, None), ',
+            ),
+        ),
         """
 try:
     seen = policy.get_policy("mixed_float32").short

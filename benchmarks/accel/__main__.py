@@ -17,6 +17,7 @@ sharded     a whole training step, fully sharded
 scale       a model of 8 billion parameters: whether it fits
 bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
             product
+eight_bits  matmuls in 8 bits beside bfloat16, by width
 
 It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no
 accelerator.
@@ -58,6 +59,7 @@ TABLES = {
     "sharded": Table("benchmarks.accel.sharded", ("v5e",)),
     "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
     "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
+    "eight_bits": Table("benchmarks.accel.eight_bits", tuple(targets.CHIPS)),
 }
 QUICK = ("models", "layers", "optimizer")
 

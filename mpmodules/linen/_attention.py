@@ -18,6 +18,7 @@ from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.policy import Policy
 from policy.precedence import Effective
+from policy.scaled_matmul import shared_operands
 
 
 class Attention(Module):
@@ -48,7 +49,8 @@ class Attention(Module):
             fields["dtype"] = effective.dtype
         declared = declared_dtypes(self)
         decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
-        with fields_set(self, fields), layers_inside(effective.policy, declared), decoding:
+        inside = layers_inside(effective.policy, declared)
+        with fields_set(self, fields), inside, decoding, shared_operands():
             return method(self, *args, **kwargs)
 
 

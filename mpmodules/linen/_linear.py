@@ -15,6 +15,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
 from mpmodules import functional
+from mpmodules._boundary import returned_dtype
 from mpmodules._operands import DetachedBiases, DetachedOperands, Operands, PromoteToAccumulator
 from mpmodules.linen._layer import Layer, declared_field
 from mpmodules.linen._resolution import dtype_fields, fields_set
@@ -23,10 +24,15 @@ from policy.precedence import Effective
 
 
 def accumulator_fields(
-    layer: Any, policy: Policy | None, output_dtype: DTypeLike | None, hook: str, operation: Any
+    layer: Any,
+    policy: Policy | None,
+    output_dtype: DTypeLike | None,
+    hook: str,
+    operation: Any,
+    scaled: Any = None,
 ) -> dict:
     """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is
-    wider than compute.
+    wider than compute, or that make it multiply in 8 bits.
 
     An operation or a `promote_dtype` of the user's own is left in place: then the result is widened
     afterwards.
@@ -34,12 +40,14 @@ def accumulator_fields(
     Args:
       hook: the name of the field that takes the operation.
       operation: makes the operation from the accumulator's dtype.
+      scaled: makes the operation in 8 bits from the policy's `matmul` and the dtype of the result;
+        None for one that has none.
     """
-    if (
-        policy is None
-        or output_dtype is None
-        or not functional.is_wider(output_dtype, policy.compute_dtype)
-    ):
+    if policy is None or output_dtype is None:
+        return {}
+    by = None if scaled is None else policy.matmul
+    is_wider = functional.is_wider(output_dtype, policy.compute_dtype)
+    if not is_wider and by is None:
         return {}
     given = (declared_field(layer, hook), declared_field(layer, f"{hook}_cls"))
     if (
@@ -47,8 +55,16 @@ def accumulator_fields(
         or declared_field(layer, "promote_dtype") is not promote_dtype
     ):
         return {}
-    promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(output_dtype))
-    return {hook: operation(output_dtype), "promote_dtype": promote}
+    returned = output_dtype if is_wider else policy.compute_dtype
+    if scaled is not None and by is not None:
+        fields = {hook: scaled(by, returned)}
+    else:
+        fields = {hook: operation(returned)}
+    if is_wider:
+        fields["promote_dtype"] = PromoteToAccumulator(
+            policy.compute_dtype, jnp.dtype(output_dtype)
+        )
+    return fields
 
 
 class Biased(Layer):
@@ -170,7 +186,12 @@ class Dense(Biased, flax_nn.Dense):
         self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
-            self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
+            self,
+            policy,
+            output_dtype,
+            "dot_general",
+            functional.accumulating_dot_general,
+            functional.scaled_dot_general,
         )
 
 
@@ -183,7 +204,12 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
         self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
-            self, policy, output_dtype, "dot_general", functional.accumulating_dot_general
+            self,
+            policy,
+            output_dtype,
+            "dot_general",
+            functional.accumulating_dot_general,
+            functional.scaled_dot_general,
         )
 
     @flax_nn.nowrap
@@ -197,15 +223,73 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
         return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
 
 
+class _AtMatmul(Exception):
+    """Ends Flax's method where its operands are known, and hands them on: input, kernel, bias."""
+
+    def __init__(self, operands: Operands):
+        super().__init__()
+        self.operands = operands
+
+
 class Einsum(Accumulating, flax_nn.Einsum):
     """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`."""
 
     param_dtype: DTypeLike | None = None
 
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        policy = effective.policy
+        is_own = (
+            effective.dtype is not None
+            or functional.complex_input((*args, *kwargs.values())) is not None
+            or declared_field(self, "promote_dtype") is not promote_dtype
+            or declared_field(self, "preferred_element_type") is not None
+        )
+        if policy is None or policy.matmul is None or is_own:
+            return super()._call_layer(effective, crosses, method, args, kwargs)
+        returned = returned_dtype(policy, crosses)
+        if not functional.is_wider(returned, policy.compute_dtype):
+            returned = policy.compute_dtype
+        scaled = functional.scaled_einsum(policy.matmul, returned)
+
+        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            def stop(*arrays: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
+                raise _AtMatmul(arrays)
+
+            # Flax calls `jnp.einsum` itself: its method makes the parameters, and no more.
+            with fields_set(layer, {"promote_dtype": stop}):
+                try:
+                    return method(layer, *args, **kwargs)
+                except _AtMatmul as at:
+                    inputs, kernel, bias = at.operands
+            promote = PromoteToAccumulator(policy.compute_dtype, returned)
+            biases = DetachedBiases(lambda *arrays, dtype=None, inexact=True: promote(*arrays))
+            operands = biases(inputs, kernel, *([] if bias is None else [bias]))
+            y = scaled(self._equation(args, kwargs), *operands[:2])
+            if bias is not None:
+                y += operands[2].reshape(self._bias_shape(y, operands, args, kwargs))
+            return biases.with_gradients(
+                y,
+                policy.reduction_dtype,
+                lambda y, operands: self._bias_shape(y, operands, args, kwargs),
+            )
+
+        run = functools.wraps(method)(run)
+        return Layer._call_layer(self, effective, crosses, run, args, kwargs)
+
+    @flax_nn.nowrap
+    def _equation(self, args: tuple[Any, ...], kwargs: dict) -> str:
+        equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
+        return flax_nn.merge_param("einsum_str", self.einsum_str, equation).replace(" ", "")
+
     @flax_nn.nowrap
     def _bias_shape(
         self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
     ) -> Any:
-        equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
-        equation = flax_nn.merge_param("einsum_str", self.einsum_str, equation)
-        return self._get_bias_shape(equation.replace(" ", ""), *operands[:2])[1]
+        return self._get_bias_shape(self._equation(args, kwargs), *operands[:2])[1]

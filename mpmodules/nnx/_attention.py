@@ -15,15 +15,16 @@ from jax.typing import DTypeLike
 from mpmodules import attention
 from mpmodules.nnx._dot_product_attention import dot_product_attention
 from mpmodules.nnx._layer import BuiltWithDtypes
+from policy.scaled_matmul import shared_operands
 
 
 def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's `__call__`, which may decode in x64 mode."""
+    """Wraps a layer's `__call__`, which may decode in x64 mode, and projects one input."""
 
     @functools.wraps(call)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
-        with attention.adding_indices(bool(decodes)):
+        with attention.adding_indices(bool(decodes)), shared_operands():
             return call(self, *args, **kwargs)
 
     return wrapped

@@ -35,6 +35,8 @@ class Matmul(Layer):
     _operation: ClassVar[str | None] = None
     _default_operations: ClassVar[tuple[Any, ...]] = ()
     _accumulating: ClassVar[Callable[..., Any]]
+    # The operation in 8 bits, from the policy's `matmul` and the result's dtype; None without one.
+    _scaled: ClassVar[Callable[..., Any] | None] = None
 
     def _call_layer(
         self,
@@ -55,6 +57,17 @@ class Matmul(Layer):
             return self._call_biased(policy, method, args, kwargs)
         output_dtype = returned_dtype(policy, crosses)
         wide = output_dtype if preferred is None else preferred
+        scaled = type(self)._scaled
+        if policy.matmul is not None and scaled is not None and self._has_default_operation():
+            is_wider = functional.is_wider(wide, policy.compute_dtype)
+            returned = wide if is_wider else policy.compute_dtype
+            view = viewed(self, **{str(self._operation): scaled(policy.matmul, returned)})
+            if not is_wider:
+                return self._call_biased(policy, method, args, kwargs, view)
+            promote = PromoteToAccumulator(policy.compute_dtype, jnp.dtype(wide))
+            return cast_array(
+                method(viewed(view, promote_dtype=promote), *args, **kwargs), output_dtype
+            )
         accumulating: Any = getattr(self, "_call_accumulating", None)
         if accumulating is not None and functional.is_wider(wide, policy.compute_dtype):
             return cast_array(accumulating(policy, wide, method, args, kwargs), output_dtype)
@@ -76,11 +89,19 @@ class Matmul(Layer):
         return method(view, *args, **kwargs)
 
     def _call_biased(
-        self, policy: Policy | None, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
+        self,
+        policy: Policy | None,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+        view: Any = None,
     ) -> Any:
-        """Runs Flax's method; the gradient of a half bias is summed in reduction_dtype."""
+        """Runs Flax's method, on a view of the layer if one is given.
+
+        The gradient of a half bias is summed in reduction_dtype.
+        """
         biases = DetachedBiases(promote_dtype)
-        y = method(viewed(self, promote_dtype=biases), *args, **kwargs)
+        y = method(viewed(self if view is None else view, promote_dtype=biases), *args, **kwargs)
         wide = jnp.float32 if policy is None else policy.reduction_dtype
         return biases.with_gradients(
             y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs)
@@ -115,6 +136,7 @@ class Linear(Matmul, flax_nnx.Linear):
     _operation = "dot_general"
     _default_operations = (lax.dot_general,)
     _accumulating = staticmethod(functional.accumulating_dot_general)
+    _scaled = staticmethod(functional.scaled_dot_general)
 
 
 class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
@@ -123,6 +145,7 @@ class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
     _operation = "dot_general"
     _default_operations = (None, lax.dot_general)
     _accumulating = staticmethod(functional.accumulating_dot_general)
+    _scaled = staticmethod(functional.scaled_dot_general)
 
     def _bias_shape(
         self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
@@ -140,6 +163,7 @@ class Einsum(Matmul, flax_nnx.Einsum):
     _operation = "einsum_op"
     _default_operations = (jnp.einsum,)
     _accumulating = staticmethod(functional.accumulating_einsum)
+    _scaled = staticmethod(functional.scaled_einsum)
 
     def _bias_shape(
         self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict

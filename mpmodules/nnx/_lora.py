@@ -66,6 +66,7 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
     _operation = Linear._operation
     _default_operations = Linear._default_operations
     _accumulating = Linear._accumulating
+    _scaled = Linear._scaled
 
     def _construct(
         self,

@@ -35,12 +35,17 @@ def flops_of(equation: Equation) -> int:
     """Returns the floating-point operations of an equation.
 
     A product in a matmul counts as two operations; each number that is summed or computed counts as
-    one, also that of an exponential. Operations on integers count as zero, and so does the work
-    inside kernels, factorisations and transforms.
+    one, also that of an exponential. Operations on integers count as zero, but for matmuls of
+    int8, and so does the work inside kernels, factorisations and transforms.
     """
     name = equation.primitive.name
     kind = kind_of(name)
-    numbers = [atom.aval for atom in equation.invars if is_inexact_name(dtype_name_of(atom))]
+    counted = ("int8", "uint8") if kind == "dot" else ()
+    numbers = [
+        atom.aval
+        for atom in equation.invars
+        if is_inexact_name(dtype_name_of(atom)) or dtype_name_of(atom) in counted
+    ]
     if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))

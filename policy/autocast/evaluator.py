@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy import scaled_matmul
 from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.dtypes import F32, float_dtype, is_floating_dtype
 from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, readers_of
@@ -526,7 +527,29 @@ def _computed(
         as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
         for value in values
     ]
+    weights = [side for side, value in enumerate(values) if value.yields]
+    if place.matmul is not None and len(weights) == 1 and _may_be_scaled(equation):
+        product = scaled_matmul.scaled_dot_general(
+            arrays[0],
+            arrays[1],
+            params["dimension_numbers"],
+            place.matmul,
+            weight="rhs" if weights[0] else "lhs",
+        )
+        return str(place.matmul.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+
+
+def _may_be_scaled(equation: Equation) -> bool:
+    """Returns whether a matmul is one that runs in 8 bits if one of its operands is a parameter.
+
+    Those of a backward pass that was traced are not: backward of the matmuls in 8 bits has its own.
+    """
+    return (
+        equation.primitive.name == "dot_general"
+        and equation.params.get("out_sharding") is None
+        and "transpose(" not in str(equation.source_info.name_stack)
+    )
 
 
 def _converted(equation: Equation, value: CastValue) -> CastValue:

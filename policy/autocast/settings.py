@@ -12,6 +12,7 @@ from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.primitives import MATMULS, category_of
 from policy._jaxpr.scope_names import ISLAND
 from policy.autocast import marks
+from policy.matmul_dtypes import ScaledMatmul
 from policy.policy import Policy
 from policy.requested_dtypes import note_obeyed
 from policy.rules import PolicyRules
@@ -75,6 +76,7 @@ class Place:
 
     Attributes:
       compute: the dtype of matmuls there; float32 keeps everything there in float32.
+      matmul: the 8-bit dtypes of matmuls of one parameter there, or None.
       region: "applies" where a normalisation computes values as large as its input, in float32, and
         returns half precision; "measures" where it computes statistics, which are float32 for every
         reader.
@@ -84,6 +86,7 @@ class Place:
     """
 
     compute: np.dtype
+    matmul: ScaledMatmul | None = None
     region: Literal["applies", "measures"] | None = None
     is_ruled: bool = False
     is_layer: bool = False
@@ -124,9 +127,10 @@ class Places:
             compute = F32
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        matmul = None if compute == F32 else (policy or settings.policy).matmul
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, policy or settings.policy)
-        return Place(compute, "applies" if named else None, policy is not None)
+        return Place(compute, matmul, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""

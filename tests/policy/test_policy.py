@@ -166,8 +166,8 @@ def test_every_field_is_checked():
         ("p=f32,c=int8", r"Unknown dtype 'int8'"),
         (
             "p=f32,d=bf16",
-            r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, reduction "
-            r"or inputs",
+            r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, "
+            r"reduction, matmul or inputs",
         ),
         (
             "p=f32,params=bf16",

@@ -16,7 +16,15 @@ from policy.audit.render.tree import ModuleNode, tree_of
 from policy.audit.report import Audit, Finding, Operation
 from policy.render.units import amount
 
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool"}
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+    "bool": "bool",
+}
 _STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
 _LISTED = (
     "dot",

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from policy import audit
-from policy.autocast import broadcast_operands
-from policy.autocast import evaluator
+from policy.autocast import broadcast_operands, evaluator
 from policy.autocast.transform import autocast
 from tests.programs import named, operations
 

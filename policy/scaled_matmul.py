@@ -1,0 +1,424 @@
+"""Matrix multiplications in 8 bits, with scales that are computed from the operands at hand.
+
+Nothing is stored between calls: an operand is divided by a scale that takes its largest magnitude
+to the largest number of the 8-bit dtype, cast, multiplied by the 8-bit units of an accelerator into
+a float32 or int32 accumulator, and the product is multiplied by the scales of both.
+
+Formats and scaling by row are those of Micikevicius et al., "FP8 formats for deep learning"
+(arXiv:2209.05433), and of torchao's float8 training recipes; scales that are powers of two are
+those of the row-wise recipe there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
+from policy.precedence import warn_once
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""As of `jax.lax.dot_general`: contracted axes of both operands, and batch axes of both."""
+
+_SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
+
+
+def warn_if_emulated(by: ScaledMatmul) -> None:
+    """Warns once if the default backend has no 8-bit matmul of this kind: it emulates one, slower.
+
+    The numbers are the same.
+    """
+    platform, kind = backend()
+    has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
+    # GPUs from Turing on, and newer TPUs, multiply int8 too, though not faster than float8.
+    if not has_it and not (by.operands == INT8 and platform != "cpu"):
+        warn_once(
+            f"{kind} has no matmuls of {by.operands}: they are emulated, with the same numbers, "
+            "slower than in compute_dtype. m=8bit takes 8 bits where the backend has them."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Operands in 8 bits
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """An array as 8-bit codes times a scale.
+
+    Attributes:
+      codes: the array divided by its scale, in float8 or int8; its shape.
+      scale: float32, with size 1 along the axes that share a scale.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def quantise(
+    x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
+) -> Quantised:
+    """Returns an array in 8 bits.
+
+    The scale is at least 2**-126, a power of two for float8, so that scaling is exact, and the
+    quotient of the largest magnitude and 127 for int8. It is NaN where a number is not finite.
+
+    Args:
+      x: floating.
+      axes: the axes that are contracted, which share a scale by "row".
+      dtype: of the codes.
+      scaling: "row", or "tensor" for one scale.
+    """
+    shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
+    wide = x.astype(jnp.float32)
+    largest = _largest_magnitude(wide, shared)
+    if dtype == INT8:
+        scale = jnp.maximum(largest / 127, _SMALLEST_SCALE)
+        codes = jnp.clip(jnp.round(wide / scale), -127, 127)
+    else:
+        limit = float(jnp.finfo(dtype).max)
+        scale = jnp.maximum(_next_power_of_two(largest / limit), _SMALLEST_SCALE)
+        codes = jnp.clip(wide / scale, -limit, limit)
+    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    return Quantised(codes.astype(dtype), scale)
+
+
+def _largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the largest magnitude of a float32 along some axes, kept with size 1.
+
+    It is NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
+    that are not negative have the order of the floats, and those of NaN come last.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True, initial=0), jnp.float32)
+
+
+def _next_power_of_two(x: jax.Array) -> jax.Array:
+    """Returns the smallest power of two that is not below a float32, of normal numbers exactly."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    mantissa = np.uint32(2**23 - 1)
+    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# The matmul and its gradients
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The axes of a `dot_general`: results have those of the batch, then the left's, the right's.
+
+    Attributes:
+      contracted, batch, free: of the left operand and of the right one.
+    """
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, numbers: DimensionNumbers, ndims: tuple[int, int]) -> _Axes:
+        (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
+        taken = (*lhs_contracted, *lhs_batch), (*rhs_contracted, *rhs_batch)
+        lhs_free, rhs_free = (
+            tuple(axis for axis in range(ndim) if axis not in used)
+            for ndim, used in zip(ndims, taken, strict=True)
+        )
+        return cls(
+            (tuple(lhs_contracted), tuple(rhs_contracted)),
+            (tuple(lhs_batch), tuple(rhs_batch)),
+            (lhs_free, rhs_free),
+        )
+
+    @property
+    def numbers(self) -> DimensionNumbers:
+        return self.contracted, self.batch
+
+    def of_result(self, side: int) -> tuple[int, ...]:
+        """Returns the axes of the result that are an operand's own."""
+        start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
+        return tuple(range(start, start + len(self.free[side])))
+
+    def beside_result(self, scale: jax.Array, side: int) -> jax.Array:
+        """Returns the scale of an operand in a shape that broadcasts with the result."""
+        kept = (*self.batch[side], *self.free[side])
+        ones = [1] * len(self.free[1 - side])
+        rows = lax.squeeze(
+            jnp.transpose(scale, (*kept, *self.contracted[side])),
+            tuple(range(len(kept), scale.ndim)),
+        )
+        shape = rows.shape
+        split = len(self.batch[side])
+        if side:
+            return rows.reshape((*shape[:split], *ones, *shape[split:]))
+        return rows.reshape((*shape, *ones))
+
+    def transposed(self, side: int) -> tuple[DimensionNumbers, tuple[int, ...]]:
+        """Returns the dimension numbers of an operand's gradient, and how to transpose its result.
+
+        The gradient of an operand contracts the cotangent, at the left, and the other operand.
+        """
+        other = 1 - side
+        batch = tuple(range(len(self.batch[0])))
+        numbers = ((self.of_result(other), self.free[other]), (batch, self.batch[other]))
+        # The other operand's contracted axes follow, in its order, not in the pairs' order.
+        in_order = sorted(
+            range(len(self.contracted[other])), key=self.contracted[other].__getitem__
+        )
+        axes = (
+            *self.batch[side],
+            *self.free[side],
+            *(self.contracted[side][i] for i in in_order),
+        )
+        return numbers, tuple(axes.index(axis) for axis in range(len(axes)))
+
+
+def _product(
+    lhs: Quantised, rhs: jax.Array, numbers: DimensionNumbers, options: ScaledMatmul
+) -> jax.Array:
+    """Returns the float32 product of codes and codes, in units of both scales."""
+    is_integer = lhs.codes.dtype == INT8
+    product = lax.dot_general(
+        lhs.codes,
+        rhs,
+        numbers,
+        # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_MATMUL_
+        # DESC_FAST_ACCUM, which XLA sets by the precision).
+        precision=None if options.fast_accumulation else lax.Precision.HIGHEST,
+        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
+    )
+    return product.astype(jnp.float32)
+
+
+_shared: contextvars.ContextVar[dict[Any, tuple[jax.Array, Quantised]] | None] = (
+    contextvars.ContextVar("shared_operands", default=None)
+)
+
+
+@contextlib.contextmanager
+def shared_operands() -> Iterator[None]:
+    """Quantises an operand of several matmuls once in a block, as attention's projections have it.
+
+    Its codes and scales are one set of residuals.
+    """
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def quantise_for(
+    x: jax.Array, side: int, numbers: DimensionNumbers, ndims: tuple[int, int], by: ScaledMatmul
+) -> Quantised:
+    """Returns an operand of a matmul in 8 bits, as a constant of differentiation.
+
+    Inside `shared_operands`, matmuls of the same operand share it.
+    """
+    contracted = _Axes.of(numbers, ndims).contracted[side]
+    known = _shared.get()
+    key = (id(x), contracted, by.operands, by.scaling)
+    if known is not None and key in known:
+        return known[key][1]
+    codes = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
+    if known is not None:
+        known[key] = x, codes  # the array is kept: no other one gets its identity
+    return codes
+
+
+def scaled_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    by: ScaledMatmul,
+    *,
+    weight: Literal["lhs", "rhs"] = "rhs",
+    quantised: tuple[Quantised | None, Quantised | None] = (None, None),
+) -> jax.Array:
+    """Multiplies two operands in 8 bits, and returns the float32 accumulator, rescaled.
+
+    Backward multiplies in 8 bits too. Its residuals are the codes and the scales of the operands.
+    The scale of an operand that was contracted differently then is folded into the cotangent.
+    Gradients have the dtypes of the operands.
+
+    Args:
+      lhs, rhs: floating arrays.
+      dimension_numbers: as of `jax.lax.dot_general`.
+      by: the dtypes and scales.
+      weight: the operand whose gradient `by.weight_gradient` is about.
+      quantised: the operands in 8 bits, where `quantise_for` made them before.
+
+    Raises:
+      NotImplementedError: the gradient is differentiated again.
+    """
+    warn_if_emulated(by)
+    axes = _Axes.of(dimension_numbers, (lhs.ndim, rhs.ndim))
+    codes = [
+        quantise_for(x, side, dimension_numbers, (lhs.ndim, rhs.ndim), by)
+        if given is None
+        else given
+        for side, (x, given) in enumerate(zip((lhs, rhs), quantised, strict=True))
+    ]
+    return _dot(axes, by, int(weight == "rhs"), lhs, rhs, *codes)
+
+
+def scaled_einsum(
+    subscripts: str, lhs: jax.Array, rhs: jax.Array, by: ScaledMatmul
+) -> jax.Array | None:
+    """Contracts two operands in 8 bits, as `scaled_dot_general`.
+
+    Returns None where that is no matmul: where a name stands twice in an operand, or in one operand
+    and not in the result.
+
+    Args:
+      subscripts: as in `jax.numpy.einsum`, for two operands, with "->".
+      lhs, rhs: floating arrays; the right one is the weight.
+      by: the dtypes and scales.
+    """
+    names = _names(subscripts, lhs.ndim, rhs.ndim)
+    if names is None:
+        return None
+    left, right, out = names
+    shared = [name for name in left if name in right]
+    is_matmul = all(len(set(part)) == len(part) for part in names) and all(
+        name in out for name in (*left, *right) if name not in shared
+    )
+    if not is_matmul or not set(out) <= {*left, *right}:
+        return None
+    summed, kept = ([n for n in shared if (n in out) == is_kept] for is_kept in (False, True))
+    numbers = (
+        ([*map(left.index, summed)], [*map(right.index, summed)]),
+        ([*map(left.index, kept)], [*map(right.index, kept)]),
+    )
+    axes = _Axes.of(numbers, (lhs.ndim, rhs.ndim))
+    found = [
+        *(left[axis] for axis in (*axes.batch[0], *axes.free[0])),
+        *(right[axis] for axis in axes.free[1]),
+    ]
+    product = scaled_dot_general(lhs, rhs, numbers, by)
+    return jnp.transpose(product, [found.index(name) for name in out])
+
+
+def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str]] | None:
+    """Returns the names of the axes of both operands and of the result.
+
+    The axes of an ellipsis are named by their numbers from the end.
+    """
+    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
+    parts = inputs.split(",")
+    if not arrow or len(parts) != 2:
+        return None
+    longest = 0
+    found: list[list[str]] = []
+    for part, ndim in zip(parts, ndims, strict=True):
+        count = ndim - len(part.replace("...", ""))
+        if "..." in part:
+            longest = max(longest, count)
+        before, _, after = part.partition("...")
+        inside = [str(i) for i in range(count, 0, -1)] if "..." in part else []
+        found.append([*before, *inside, *after])
+    before, _, after = output.partition("...")
+    inside = [str(i) for i in range(longest, 0, -1)] if "..." in output else []
+    return found[0], found[1], [*before, *inside, *after]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dot(
+    axes: _Axes,
+    by: ScaledMatmul,
+    weight: int,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_codes: Quantised,
+    rhs_codes: Quantised,
+) -> jax.Array:
+    del weight, lhs, rhs
+    product = _product(lhs_codes, rhs_codes.codes, axes.numbers, by)
+    return product * axes.beside_result(lhs_codes.scale, 0) * axes.beside_result(rhs_codes.scale, 1)
+
+
+def _forward(
+    axes: _Axes,
+    by: ScaledMatmul,
+    weight: int,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_codes: Quantised,
+    rhs_codes: Quantised,
+) -> tuple[jax.Array, Any]:
+    operands, codes = (lhs, rhs), (lhs_codes, rhs_codes)
+    # Of no bytes, but they depend on the operands: see `_differentiated_once`.
+    marks = tuple(x.reshape(-1)[:0] for x in operands)
+    of_weight = operands[1 - weight] if by.weight_gradient == "compute" else None
+    return _dot(axes, by, weight, *operands, *codes), (codes, of_weight, marks)
+
+
+def _backward(
+    axes: _Axes, by: ScaledMatmul, weight: int, saved: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
+    codes, of_weight, marks = saved
+    cotangent = _differentiated_once(cotangent, *marks)
+    gradients = [
+        _gradient_in_compute_dtype(axes, side, cotangent, of_weight)
+        if side == weight and of_weight is not None
+        else _gradient(axes, by, side, cotangent, codes[1 - side])
+        for side in (0, 1)
+    ]
+    return *(x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True)), None, None
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _gradient(
+    axes: _Axes, by: ScaledMatmul, side: int, cotangent: jax.Array, other: Quantised
+) -> jax.Array:
+    """Returns the gradient of an operand from the 8-bit codes of the other one, in float32."""
+    numbers, permutation = axes.transposed(side)
+    folded = cotangent * axes.beside_result(other.scale, 1 - side)
+    contracted = axes.of_result(1 - side)
+    given = quantise(folded, contracted, by.gradients, by.scaling)
+    product = _product(given, other.codes, numbers, by)
+    rows = lax.squeeze(given.scale, contracted)
+    ones = [1] * (product.ndim - rows.ndim)
+    return jnp.transpose(product * rows.reshape((*rows.shape, *ones)), permutation)
+
+
+def _gradient_in_compute_dtype(
+    axes: _Axes, side: int, cotangent: jax.Array, other: jax.Array
+) -> jax.Array:
+    numbers, permutation = axes.transposed(side)
+    product = lax.dot_general(
+        cotangent.astype(other.dtype), other, numbers, preferred_element_type=jnp.float32
+    )
+    return jnp.transpose(product, permutation)
+
+
+@jax.custom_jvp
+def _differentiated_once(cotangent: jax.Array, *marks: jax.Array) -> jax.Array:
+    """Returns a cotangent. Its derivative, and that by what the marks depend on, is an error: the
+    operands' values that it would need are not saved.
+    """
+    del marks
+    return cotangent
+
+
+@_differentiated_once.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "The gradient of a matmul in 8 bits is differentiated again: only 8-bit operands are "
+        "saved. Take second derivatives under a policy without m=, or leave the layer out by a "
+        "rule."
+    )
