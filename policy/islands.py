@@ -105,6 +105,7 @@ def in_island(policy: Policy | None) -> Policy | None:
         compute_dtype=policy.reduction_dtype,
         output_dtype=policy.reduction_dtype,
         reduction_dtype=policy.reduction_dtype,
+        matmul=None,
     )
 
 

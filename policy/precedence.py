@@ -82,6 +82,8 @@ def with_explicit_dtypes(
         else:
             _require_honourable(explicit, "dtype", what, where)
             changes["compute_dtype"] = explicit
+            if explicit != base.compute_dtype:
+                changes["matmul"] = None
             if not source.own:
                 changes["output_dtype"] = explicit
     if param_dtype is not None and not jnp.issubdtype(jnp.dtype(param_dtype), jnp.complexfloating):
@@ -112,9 +114,8 @@ def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -
         raise ValueError(
             f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should "
             "be a floating dtype "
-            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: give the "
-            "layer an 8-bit "
-            "dot_general instead."
+            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: a policy "
+            "with m=f8 has them."
         )
 
 

@@ -247,7 +247,7 @@ LINEN = [
         "8 bits under a policy",
         dtype_against_the_policy(lambda: nn.Dense(4, dtype=jnp.float8_e4m3fn).init(KEY, X)),
         ValueError,
-        ("Dense", "dtype=float8_e4m3fn", "8-bit dot_general"),
+        ("Dense", "dtype=float8_e4m3fn", "m=f8"),
     ),
     Mistake(
         "float64 without x64",

@@ -54,7 +54,7 @@ MISTAKES = [
         "8 bits in the class",
         lambda: Policy("f32", jnp.float8_e4m3fn, "f32"),
         ValueError,
-        ("compute_dtype=float8_e4m3fn", "use float16 or bfloat16", "8-bit dot_general"),
+        ("compute_dtype=float8_e4m3fn", "Use float16 or bfloat16", "m=f8"),
     ),
     Mistake(
         "an integer dtype",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -250,3 +251,18 @@ def test_compare_measures_the_error_of_8_bits_by_module():
         params = layer.init(jax.random.key(0), X)
         rows = policy.compare(layer.apply, params, X).rows
     assert 0.02 < max(row.error for row in rows) < 0.06
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("way", ["island", "dtype"])
+def test_an_island_and_an_explicit_dtype_keep_a_layer_out(wing, way):
+    options = {"dtype": jnp.float32} if way == "dtype" else {}
+    with use_policy("mixed_float8"):
+        if wing == "linen":
+            layer: Any = linen.Dense(8, name="layer", **options)
+        else:
+            layer = nnx.Linear(32, 8, rngs=rngs(), **options)
+        run, params = loss_of(layer)
+        island = policy.full_precision() if way == "island" else contextlib.nullcontext()
+        with island:
+            assert dots(run, params, X) == {("float32", "float32"): 1}

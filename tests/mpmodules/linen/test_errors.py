@@ -87,8 +87,7 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
     text = (
         f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating "
         "dtype of at least 16 "
-        "bits, such as bfloat16. 8-bit floats are for matmul operands: give the layer an 8-bit "
-        "dot_general instead."
+        "bits, such as bfloat16. 8-bit floats are for matmul operands: a policy with m=f8 has them."
     )
 
     class Model(nn.Module):

@@ -62,8 +62,7 @@ def test_a_dtype_that_a_layer_can_t_honour_is_refused_under_a_policy(name, dtype
         rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it "
         rf"should be a "
         r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul "
-        r"operands: give the "
-        r"layer an 8-bit dot_general instead\.$"
+        r"operands: a policy with m=f8 has them\.$"
     )
     with pytest.raises(ValueError, match=expected), use_policy("mixed_bfloat16"):
         BUILDERS[name](**{argument: dtype})
