@@ -246,9 +246,12 @@ class _ScaledOp:
         dimension_numbers: scaled_matmul.DimensionNumbers,
         *_: Any,
         preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
         **options: Any,
     ) -> Array:
-        product = scaled_matmul.scaled_dot_general(lhs, rhs, dimension_numbers, self.by)
+        product = scaled_matmul.scaled_dot_general(
+            lhs, rhs, dimension_numbers, self.by, out_sharding=out_sharding
+        )
         return product.astype(preferred_element_type or self.dtype)
 
 
@@ -263,7 +266,9 @@ class _ScaledEinsum(_ScaledOp):
         **options: Any,
     ) -> Array:
         dtype = preferred_element_type or self.dtype
-        product = scaled_matmul.scaled_einsum(subscripts, lhs, rhs, self.by)
+        # The axes of an einsum's result stand in another order than its matmul's.
+        is_placed = options.get("out_sharding") is not None
+        product = None if is_placed else scaled_matmul.scaled_einsum(subscripts, lhs, rhs, self.by)
         if product is None:  # no single matmul
             return accumulating_einsum(dtype)(subscripts, lhs, rhs, **options)
         return product.astype(dtype)

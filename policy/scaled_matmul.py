@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
 from policy.precedence import warn_once
@@ -154,21 +155,17 @@ class _Axes:
     def beside_result(self, scale: jax.Array, side: int) -> jax.Array:
         """Returns the scale of an operand in a shape that broadcasts with the result."""
         kept = (*self.batch[side], *self.free[side])
-        ones = [1] * len(self.free[1 - side])
         rows = lax.squeeze(
             jnp.transpose(scale, (*kept, *self.contracted[side])),
             tuple(range(len(kept), scale.ndim)),
         )
-        shape = rows.shape
-        split = len(self.batch[side])
-        if side:
-            return rows.reshape((*shape[:split], *ones, *shape[split:]))
-        return rows.reshape((*shape, *ones))
+        return lax.expand_dims(rows, self.of_result(1 - side))
 
     def transposed(self, side: int) -> tuple[DimensionNumbers, tuple[int, ...]]:
-        """Returns the dimension numbers of an operand's gradient, and how to transpose its result.
+        """Returns the dimension numbers of an operand's gradient, and the axes of their result.
 
-        The gradient of an operand contracts the cotangent, at the left, and the other operand.
+        The gradient of an operand contracts the cotangent, at the left, and the other operand. The
+        axes are those of the operand, in another order.
         """
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
@@ -177,16 +174,51 @@ class _Axes:
         in_order = sorted(
             range(len(self.contracted[other])), key=self.contracted[other].__getitem__
         )
-        axes = (
-            *self.batch[side],
-            *self.free[side],
-            *(self.contracted[side][i] for i in in_order),
-        )
-        return numbers, tuple(axes.index(axis) for axis in range(len(axes)))
+        contracted = (self.contracted[side][i] for i in in_order)
+        return numbers, (*self.batch[side], *self.free[side], *contracted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matmul:
+    """A matmul but for its operands.
+
+    Attributes:
+      axes: of the operands and of the result.
+      by: the dtypes and scales.
+      weight: the operand that is the weight: 0 is the left one.
+      sharding: of the result, as in `jax.lax.dot_general`, or None.
+      shardings: of the operands where the axes of their mesh are explicit, otherwise None.
+    """
+
+    axes: _Axes
+    by: ScaledMatmul
+    weight: int
+    sharding: Any
+    shardings: tuple[Any, Any]
+
+    def of_gradient(self, side: int, axes: Sequence[int]) -> Any:
+        """Returns the sharding of an operand's gradient with its axes in another order."""
+        sharding = self.shardings[side]
+        if sharding is None:
+            return None
+        names = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
+        return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
+
+
+def _explicit_sharding(x: jax.Array) -> Any:
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    is_explicit = (
+        sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
+    )
+    return sharding if is_explicit else None
 
 
 def _product(
-    lhs: Quantised, rhs: jax.Array, numbers: DimensionNumbers, options: ScaledMatmul
+    lhs: Quantised,
+    rhs: jax.Array,
+    numbers: DimensionNumbers,
+    options: ScaledMatmul,
+    sharding: Any = None,
 ) -> jax.Array:
     """Returns the float32 product of codes and codes, in units of both scales."""
     is_integer = lhs.codes.dtype == INT8
@@ -198,6 +230,7 @@ def _product(
         # DESC_FAST_ACCUM, which XLA sets by the precision).
         precision=None if options.fast_accumulation else lax.Precision.HIGHEST,
         preferred_element_type=jnp.int32 if is_integer else jnp.float32,
+        out_sharding=sharding,
     )
     return product.astype(jnp.float32)
 
@@ -245,7 +278,7 @@ def scaled_dot_general(
     by: ScaledMatmul,
     *,
     weight: Literal["lhs", "rhs"] = "rhs",
-    quantised: tuple[Quantised | None, Quantised | None] = (None, None),
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Multiplies two operands in 8 bits, and returns the float32 accumulator, rescaled.
 
@@ -258,20 +291,20 @@ def scaled_dot_general(
       dimension_numbers: as of `jax.lax.dot_general`.
       by: the dtypes and scales.
       weight: the operand whose gradient `by.weight_gradient` is about.
-      quantised: the operands in 8 bits, where `quantise_for` made them before.
+      out_sharding: of the result, as in `jax.lax.dot_general`.
 
     Raises:
       NotImplementedError: the gradient is differentiated again.
     """
     warn_if_emulated(by)
     axes = _Axes.of(dimension_numbers, (lhs.ndim, rhs.ndim))
+    ndims = (lhs.ndim, rhs.ndim)
     codes = [
-        quantise_for(x, side, dimension_numbers, (lhs.ndim, rhs.ndim), by)
-        if given is None
-        else given
-        for side, (x, given) in enumerate(zip((lhs, rhs), quantised, strict=True))
+        quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
     ]
-    return _dot(axes, by, int(weight == "rhs"), lhs, rhs, *codes)
+    shardings = (_explicit_sharding(lhs), _explicit_sharding(rhs))
+    matmul = _Matmul(axes, by, int(weight == "rhs"), out_sharding, shardings)
+    return _dot(matmul, lhs, rhs, *codes)
 
 
 def scaled_einsum(
@@ -334,46 +367,41 @@ def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str
     return found[0], found[1], [*before, *inside, *after]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
-    axes: _Axes,
-    by: ScaledMatmul,
-    weight: int,
+    matmul: _Matmul,
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_codes: Quantised,
     rhs_codes: Quantised,
 ) -> jax.Array:
-    del weight, lhs, rhs
-    product = _product(lhs_codes, rhs_codes.codes, axes.numbers, by)
+    del lhs, rhs
+    axes = matmul.axes
+    product = _product(lhs_codes, rhs_codes.codes, axes.numbers, matmul.by, matmul.sharding)
     return product * axes.beside_result(lhs_codes.scale, 0) * axes.beside_result(rhs_codes.scale, 1)
 
 
 def _forward(
-    axes: _Axes,
-    by: ScaledMatmul,
-    weight: int,
+    matmul: _Matmul,
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_codes: Quantised,
     rhs_codes: Quantised,
 ) -> tuple[jax.Array, Any]:
     operands, codes = (lhs, rhs), (lhs_codes, rhs_codes)
-    # Of no bytes, but they depend on the operands: see `_differentiated_once`.
-    marks = tuple(x.reshape(-1)[:0] for x in operands)
-    of_weight = operands[1 - weight] if by.weight_gradient == "compute" else None
-    return _dot(axes, by, weight, *operands, *codes), (codes, of_weight, marks)
+    marks = tuple(map(_mark, operands))
+    keeps_input = matmul.by.weight_gradient == "compute"
+    of_weight = operands[1 - matmul.weight] if keeps_input else None
+    return _dot(matmul, *operands, *codes), (codes, of_weight, marks)
 
 
-def _backward(
-    axes: _Axes, by: ScaledMatmul, weight: int, saved: Any, cotangent: jax.Array
-) -> tuple[Any, ...]:
+def _backward(matmul: _Matmul, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     codes, of_weight, marks = saved
     cotangent = _differentiated_once(cotangent, *marks)
     gradients = [
-        _gradient_in_compute_dtype(axes, side, cotangent, of_weight)
-        if side == weight and of_weight is not None
-        else _gradient(axes, by, side, cotangent, codes[1 - side])
+        _gradient_in_compute_dtype(matmul, side, cotangent, of_weight)
+        if side == matmul.weight and of_weight is not None
+        else _gradient(matmul, side, cotangent, codes[1 - side])
         for side in (0, 1)
     ]
     return *(x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True)), None, None
@@ -382,28 +410,43 @@ def _backward(
 _dot.defvjp(_forward, _backward)
 
 
-def _gradient(
-    axes: _Axes, by: ScaledMatmul, side: int, cotangent: jax.Array, other: Quantised
-) -> jax.Array:
+def _gradient(matmul: _Matmul, side: int, cotangent: jax.Array, other: Quantised) -> jax.Array:
     """Returns the gradient of an operand from the 8-bit codes of the other one, in float32."""
-    numbers, permutation = axes.transposed(side)
-    folded = cotangent * axes.beside_result(other.scale, 1 - side)
-    contracted = axes.of_result(1 - side)
+    by, (numbers, axes) = matmul.by, matmul.axes.transposed(side)
+    folded = cotangent * matmul.axes.beside_result(other.scale, 1 - side)
+    contracted = matmul.axes.of_result(1 - side)
     given = quantise(folded, contracted, by.gradients, by.scaling)
-    product = _product(given, other.codes, numbers, by)
+    product = _product(given, other.codes, numbers, by, matmul.of_gradient(side, axes))
     rows = lax.squeeze(given.scale, contracted)
-    ones = [1] * (product.ndim - rows.ndim)
-    return jnp.transpose(product * rows.reshape((*rows.shape, *ones)), permutation)
+    scale = lax.expand_dims(rows, range(rows.ndim, product.ndim))
+    return jnp.transpose(product * scale, np.argsort(axes))
 
 
 def _gradient_in_compute_dtype(
-    axes: _Axes, side: int, cotangent: jax.Array, other: jax.Array
+    matmul: _Matmul, side: int, cotangent: jax.Array, other: jax.Array
 ) -> jax.Array:
-    numbers, permutation = axes.transposed(side)
+    numbers, axes = matmul.axes.transposed(side)
     product = lax.dot_general(
-        cotangent.astype(other.dtype), other, numbers, preferred_element_type=jnp.float32
+        cotangent.astype(other.dtype),
+        other,
+        numbers,
+        preferred_element_type=jnp.float32,
+        out_sharding=matmul.of_gradient(side, axes),
     )
-    return jnp.transpose(product, permutation)
+    return jnp.transpose(product, np.argsort(axes))
+
+
+@jax.custom_jvp
+def _mark(x: jax.Array) -> jax.Array:
+    """Returns an array of no bytes whose derivative is not known to be zero where that of `x` is
+    not: see `_differentiated_once`.
+    """
+    return jnp.zeros((0,), x.dtype)
+
+
+@_mark.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _mark(*primals), _mark(*tangents)
 
 
 @jax.custom_jvp

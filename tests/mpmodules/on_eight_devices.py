@@ -249,3 +249,31 @@ def test_no_gradient_gathers_activations(kind):
     sizes = {leaf.size for leaf in jax.tree.leaves(variables)}
     assert {c.size for c in found} <= sizes and max(sizes) < 32 * 16  # an activation's
     assert ("float32", (16,)) in of_arrays(found)  # the sum of the first bias's gradient
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+@pytest.mark.parametrize("text", ["m=f8", "m=i8", "m=i8:tensor", "m=i8:compute"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_params(kind, text):
+    layer = nn.Dense(8, dtype_policy=f"p=f32,c=bf16,{text}")
+    params = layer.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(layer.apply(params, x).astype(jnp.float32)))
+
+    y, truth = jax.value_and_grad(loss)(params, X)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        specs = {"bias": PartitionSpec("model"), "kernel": PartitionSpec(None, "model")}
+        split = {
+            name: jax.device_put(params["params"][name], NamedSharding(mesh, spec))
+            for name, spec in specs.items()
+        }
+        x = jax.device_put(X, NamedSharding(mesh, SPLIT))
+        found, gradients = jax.jit(jax.value_and_grad(loss))({"params": split}, x)
+    assert np.isclose(found, y, rtol=1e-5)
+    for name, gradient in gradients["params"].items():
+        # the sums of devices are rounded to bfloat16 one by one
+        assert np.allclose(gradient, truth["params"][name], rtol=0.02, atol=2e-3)
+        if kind == AxisType.Explicit:
+            assert gradient.sharding.spec == specs[name]
