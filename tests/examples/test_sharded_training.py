@@ -26,6 +26,8 @@ pytest.importorskip("orbax.checkpoint")
 import sharded_training
 from sharded_training import mesh_sizes, param_spec, parse_arguments, run_together
 
+pytestmark = pytest.mark.slow  # the runs that most of these tests read take two minutes
+
 STEPS, DIES = 8, 5  # a checkpoint every second step
 MIX = "data=2,fsdp=2,tensor=2"
 WORDS = (
