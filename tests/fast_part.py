@@ -26,8 +26,8 @@ from pathlib import Path
 
 import pytest
 
-BUDGET = 0.2  # seconds of a function, in the fast part
-LONGEST = 0.7  # seconds of a case, in the fast part
+BUDGET = 0.1  # seconds of a function, in the fast part
+LONGEST = 0.5  # seconds of a case, in the fast part
 UNLISTED = 0.02  # seconds of a case that is not listed, about
 DURATIONS = Path(__file__).with_name("durations.txt")
 
