@@ -266,3 +266,23 @@ def test_an_island_and_an_explicit_dtype_keep_a_layer_out(wing, way):
         island = policy.full_precision() if way == "island" else contextlib.nullcontext()
         with island:
             assert dots(run, params, X) == {("float32", "float32"): 1}
+
+
+class FlaxNet(flax_nnx.Module):
+    def __init__(self, rngs: flax_nnx.Rngs):
+        self.stem = flax_nnx.Linear(32, 64, rngs=rngs)
+        self.mix = flax_nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.head = flax_nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(jax.nn.relu(self.mix(self.stem(x))))
+
+
+def test_an_nnx_model_of_flaxs_multiplies_in_8_bits_where_rules_let_it():
+    model = FlaxNet(rngs())
+    graphdef, state = flax_nnx.split(model)
+    cast = policy.autocast(lambda s, x: flax_nnx.merge(graphdef, s)(x), "mixed_int8", params=0)
+    assert dots(cast, state, X) == {("int8", "int8"): 6, ("bfloat16", "bfloat16"): 2}
+    nnx.apply_policy(model, "mixed_int8", rules=[("head", "p=f32,c=bf16")])
+    run, params = loss_of(model)
+    assert dots(run, params, X) == {("int8", "int8"): 5, ("bfloat16", "bfloat16"): 3}
