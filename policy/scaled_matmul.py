@@ -16,12 +16,13 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
@@ -235,8 +236,22 @@ def _product(
     return product.astype(jnp.float32)
 
 
-_shared: contextvars.ContextVar[dict[Any, tuple[jax.Array, Quantised]] | None] = (
-    contextvars.ContextVar("shared_operands", default=None)
+class _Known(NamedTuple):
+    """An operand in 8 bits.
+
+    Attributes:
+      array: the operand itself, which is kept so that no other array gets its identity.
+      trace: where it was quantised.
+      codes: its codes and scales.
+    """
+
+    array: jax.Array
+    trace: Any
+    codes: Quantised
+
+
+_shared: contextvars.ContextVar[dict[Any, _Known] | None] = contextvars.ContextVar(
+    "shared_operands", default=None
 )
 
 
@@ -263,11 +278,14 @@ def quantise_for(
     contracted = _Axes.of(numbers, ndims).contracted[side]
     known = _shared.get()
     key = (id(x), contracted, by.operands, by.scaling)
-    if known is not None and key in known:
-        return known[key][1]
+    # What a checkpoint inside the block computes is its own.
+    trace = get_opaque_trace_state(convention="flax")
+    found = None if known is None else known.get(key)
+    if found is not None and found.trace == trace:
+        return found.codes
     codes = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
-    if known is not None:
-        known[key] = x, codes  # the array is kept: no other one gets its identity
+    if known is not None and found is None:
+        known[key] = _Known(x, trace, codes)
     return codes
 
 
@@ -419,7 +437,7 @@ def _gradient(matmul: _Matmul, side: int, cotangent: jax.Array, other: Quantised
     product = _product(given, other.codes, numbers, by, matmul.of_gradient(side, axes))
     rows = lax.squeeze(given.scale, contracted)
     scale = lax.expand_dims(rows, range(rows.ndim, product.ndim))
-    return jnp.transpose(product * scale, np.argsort(axes))
+    return jnp.transpose(product * scale, _inverse(axes))
 
 
 def _gradient_in_compute_dtype(
@@ -433,7 +451,11 @@ def _gradient_in_compute_dtype(
         preferred_element_type=jnp.float32,
         out_sharding=matmul.of_gradient(side, axes),
     )
-    return jnp.transpose(product, np.argsort(axes))
+    return jnp.transpose(product, _inverse(axes))
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    return [permutation.index(place) for place in range(len(permutation))]
 
 
 @jax.custom_jvp

@@ -226,6 +226,18 @@ def test_a_shared_operand_is_quantised_once():
     assert quantise_for(x, 0, MATMUL, (2, 2), by) is not first
 
 
+def test_an_operand_that_a_checkpoint_quantised_is_quantised_again_outside_of_it():
+    x, w, by = jnp.ones((2, 3)), jnp.ones((3, 2)), scaled("i8")
+
+    def run(x: jax.Array) -> jax.Array:
+        with shared_operands():
+            inside = jax.checkpoint(lambda: scaled_dot_general(x, w, MATMUL, by))()
+            return inside + scaled_dot_general(x, w, MATMUL, by)
+
+    assert jnp.allclose(jax.jit(run)(x), 6, rtol=0.01)
+    assert jnp.allclose(jax.grad(lambda x: run(x).sum())(x), 4, rtol=0.01)
+
+
 def test_a_backend_without_8_bit_matmuls_warns_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
