@@ -259,7 +259,8 @@ def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_para
     params = layer.init(jax.random.key(0), X)
 
     def loss(params, x):
-        return jnp.mean(jnp.square(layer.apply(params, x).astype(jnp.float32)))
+        y: Any = layer.apply(params, x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     y, truth = jax.value_and_grad(loss)(params, X)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
