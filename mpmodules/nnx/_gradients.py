@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
+from mpmodules.nnx._pure_calls import StatefulCall
+from policy._jaxpr.pure_calls import PureCall
+from policy.grads.accumulator_gradients import accumulated
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.policy import Policy
@@ -48,8 +52,10 @@ def value_and_grad(
       policy: a Policy or its text form, in force while `f` is traced; a built model keeps its own.
       loss_scale: None, a loss scale such as `loss_scale_of(optimizer.opt_state)`, or a positive
         number.
-      grads: "float32" for `nnx.Optimizer.update`; "compute" returns `ScaledGradients`, for
-        `apply_gradients`.
+      grads: "float32" for `nnx.Optimizer.update`; "accumulator" the same, but each gradient is the
+        float32 accumulator of the matmuls and sums that make it, also of params stored in half
+        precision (`f` is traced then, and should not branch on values); "compute" returns
+        `ScaledGradients`, for `apply_gradients`.
       **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`, `holomorphic`,
         `allow_int`).
 
@@ -98,6 +104,8 @@ def value_and_grad(
     differentiated = nnx.value_and_grad(
         scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
     )
+    if grads == "accumulator":
+        differentiated = _accumulating(differentiated)
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -138,6 +146,36 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return gradients_only
+
+
+def _accumulating(differentiated: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function like Flax's `value_and_grad` of a loss, whose gradients are accumulators.
+
+    See `policy.grads.accumulator_gradients`.
+    """
+
+    @functools.wraps(differentiated)
+    def accumulated_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        structure: list[Any] = []
+
+        def flat(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+            value, gradients = differentiated(*args, **kwargs)
+            leaves, treedef = jax.tree.flatten(gradients)
+            structure[:] = [treedef]
+            return value, leaves
+
+        call = StatefulCall(flat, args, kwargs)
+        traced = PureCall.of(call.inside(contextlib.nullcontext), *call.trees)
+        value, leaves = traced.treedef.children()[0].children()
+        before, count = value.num_leaves, leaves.num_leaves
+        is_gradient = [
+            before <= i < before + count for i, one in enumerate(traced.is_dynamic) if one
+        ]
+        results = accumulated(traced.jaxpr, traced.arrays, is_gradient)
+        value, gradients = call.finish(traced.returned(results))
+        return value, jax.tree.unflatten(structure[0], gradients)
+
+    return accumulated_gradients
 
 
 def _widened(x: Any) -> Any:

@@ -82,7 +82,7 @@ def call_port(
         return plainly()
     try:
         with inside():
-            call = StatefulCall(module, name, args, kwargs, named=True)
+            call = StatefulCall.of_method(module, name, args, kwargs, named=True)
             ported = traced(call.inside(tracing), *call.trees)
     except Exception:
         if shown is not None:

@@ -247,7 +247,7 @@ def call_reading(module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
       name: the method's name.
       args, kwargs: its arguments.
     """
-    call = StatefulCall(module, name, args, kwargs, named=False)
+    call = StatefulCall.of_method(module, name, args, kwargs)
     policy = as_in_force(module.dtype_policy, current_scope())
     key = type(module), name, key_of_call(args, kwargs)
     written = _written_by(key)

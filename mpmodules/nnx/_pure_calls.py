@@ -1,5 +1,5 @@
-"""Calls of nnx methods as calls of pure functions: state goes in and out, and is put in place
-afterwards.
+"""Calls of nnx methods, and of functions of modules, as calls of pure functions: state goes in and
+out, and is put in place afterwards.
 """
 
 from __future__ import annotations
@@ -88,43 +88,64 @@ class _Results:
 
 
 class StatefulCall:
-    """A call of a module as one of a pure function.
+    """A call of a function of modules as one of a pure function.
 
     Args:
-      module: the module.
-      name: of its method.
-      args, kwargs: the method's arguments.
+      function: the function.
+      args, kwargs: its arguments.
       named: whether the paths of the modules are put on JAX's name stack.
 
     Attributes:
-      nodes: the module, and the modules and variables among the arguments.
+      nodes: the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
-      copies: while the method runs, the copies of the nodes; just after it, also the objects that
+      copies: while the function runs, the copies of the nodes; just after it, also the objects that
         it returned.
     """
 
     def __init__(
-        self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, named: bool
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        named: bool = False,
     ):
-        leaves, self._treedef = jax.tree.flatten((module, args, kwargs), is_leaf=is_reference)
+        leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
         self._is_node = [_is_object(leaf) for leaf in leaves]
         self.nodes = tuple(
             leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
         )
         inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
         self._graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
-        self._name, self._named = name, named
+        self._function, self._named = function, named
         self.trees = params, rest, inputs
         self.copies: tuple[Any, ...] = ()
         self._edits: list[_Edit] = []
 
+    @classmethod
+    def of_method(
+        cls,
+        module: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        named: bool = False,
+    ) -> StatefulCall:
+        """Returns the call of a module's method, by its name."""
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, name)(*args, **kwargs)
+
+        return cls(call, (module, *args), kwargs, named=named)
+
     def inside(
         self, context: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> Callable[..., Any]:
-        """Returns the pure function, whose method runs in a context.
+        """Returns the pure function, which calls the function in a context.
 
-        Raises (the function):
-          UnreturnableError: an object that the method returned, or set, can't be told apart from
+        Raises (the pure function):
+          UnreturnableError: an object that the function returned, or set, can't be told apart from
             the copies that it ran on.
         """
 
@@ -149,11 +170,11 @@ class StatefulCall:
         return pure
 
     def _called(self, nodes: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
-        """Calls the method of a copy."""
+        """Calls the function with copies."""
         merged, given = iter(nodes), iter(inputs)
         filled = [next(merged) if is_one else next(given) for is_one in self._is_node]
-        root, args, kwargs = jax.tree.unflatten(self._treedef, filled)
-        return getattr(root, self._name)(*args, **kwargs)
+        args, kwargs = jax.tree.unflatten(self._treedef, filled)
+        return self._function(*args, **kwargs)
 
     def _edited(
         self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results

@@ -1,5 +1,11 @@
 """Names that this library puts on JAX's name stack, to tell its own casts and marks."""
 
+from __future__ import annotations
+
+import re
+
+from policy._jaxpr.protocols import Equation
+
 BOUNDARY = "policy_boundary"
 """The scope of the casts where a call crosses from one policy to another."""
 
@@ -11,3 +17,11 @@ AUTOCAST = "policy_autocast"
 
 REGION = "policy_region_"
 """The prefix of the marks of `policy.autocast.marks`, and of reads of parameters."""
+
+EXCHANGE = f"{REGION}exchange"
+"""The scope of a sum over devices in a dtype that the caller asked for."""
+
+
+def innermost_scope(equation: Equation) -> str:
+    """Returns the innermost name on the stack of an equation, transforms aside."""
+    return re.split("[/(]", str(equation.source_info.name_stack).rstrip(")"))[-1]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS, REMATS
 from policy._jaxpr.protocols import Equation, OpenJaxpr
-from policy._jaxpr.scope_names import REGION
+from policy._jaxpr.scope_names import REGION, innermost_scope
 from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
 READ = f"{REGION}parameter_read"
@@ -167,10 +166,9 @@ def is_read(equation: Equation) -> bool:
     """Returns whether an equation is the cast that stands for the read of a parameter."""
     if equation.primitive.name != "convert_element_type" or not isinstance(equation.invars[0], Var):
         return False
-    innermost = re.split("[/(]", str(equation.source_info.name_stack).rstrip(")"))[-1]
     source = float_dtype(equation.invars[0].aval)
     return (
-        innermost == READ
+        innermost_scope(equation) == READ
         and source is not None
         and _itemsize(equation.params["new_dtype"]) < source.itemsize
     )

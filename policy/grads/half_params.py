@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.grads.differentiated_leaves import DifferentiatedLeaves
 from policy.grads.float32_cotangents import Wide, evaluate, read
-from policy.trees import is_overwritten
 
 
 def widened_value_and_grad(
@@ -32,35 +32,27 @@ def widened_value_and_grad(
     """Returns `jax.value_and_grad` with aux and float32 gradients for half-precision leaves."""
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        chosen = tuple(args[position] for position in positions)
-        with_paths, treedef = jax.tree_util.tree_flatten_with_path(chosen)
-        leaves = [leaf for _, leaf in with_paths]
-        narrow = [not is_overwritten(path) and _is_half(leaf) for path, leaf in with_paths]
+        by = DifferentiatedLeaves.of(args, kwargs, argnums)
+        pairs = zip(by.leaves, by.overwritten, strict=True)
+        narrow = [not overwritten and _is_half(leaf) for leaf, overwritten in pairs]
         if not any(narrow):
             return jax.value_and_grad(function, argnums, has_aux=True)(*args, **kwargs)
 
-        def of_leaves(*leaves: Any) -> Any:
-            full = list(args)
-            for position, value in zip(positions, jax.tree.unflatten(treedef, leaves), strict=True):
-                full[position] = value
-            return function(*full, **kwargs)
-
-        traced, rebuild = _trace(of_leaves, leaves)
+        traced, rebuild = by.traced(function)
 
         def of_wide_leaves(wide: list[Any]) -> Any:
             inputs = [
                 Wide(w, leaf.dtype) if n else w
-                for w, leaf, n in zip(wide, leaves, narrow, strict=True)
+                for w, leaf, n in zip(wide, by.leaves, narrow, strict=True)
             ]
             return rebuild([read(x) for x in evaluate(traced, inputs)])
 
         wide = [
-            leaf.astype(jnp.float32) if n else leaf for leaf, n in zip(leaves, narrow, strict=True)
+            leaf.astype(jnp.float32) if n else leaf
+            for leaf, n in zip(by.leaves, narrow, strict=True)
         ]
         value, gradients = jax.value_and_grad(of_wide_leaves, has_aux=True)(wide)
-        gradients = jax.tree.unflatten(treedef, gradients)
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        return value, by.gradients(gradients)
 
     return differentiated
 
@@ -70,30 +62,3 @@ def _is_half(leaf: Any) -> bool:
     return (
         dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     )
-
-
-def _trace(
-    function: Callable[..., Any], leaves: list[Any]
-) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """Returns the jaxpr of `function`, and a function that rebuilds its output with non-arrays."""
-    found: list[Any] = []
-
-    def arrays_of(*leaves: Any) -> list[Any]:
-        flat, treedef = jax.tree.flatten(function(*leaves))
-        is_array = [
-            isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) for x in flat
-        ]
-        others = [None if a else x for x, a in zip(flat, is_array, strict=True)]
-        found[:] = [treedef, is_array, others]
-        return [x for x, a in zip(flat, is_array, strict=True) if a]
-
-    traced = jax.make_jaxpr(arrays_of)(*leaves)
-
-    def rebuild(arrays: list[Any]) -> Any:
-        treedef, is_array, others = found
-        remaining = iter(arrays)
-        return jax.tree.unflatten(
-            treedef, [next(remaining) if a else x for x, a in zip(others, is_array, strict=True)]
-        )
-
-    return traced, rebuild

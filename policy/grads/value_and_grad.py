@@ -12,7 +12,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
+from policy.grads.accumulator_gradients import accumulating_value_and_grad
 from policy.grads.half_params import widened_value_and_grad
 from policy.grads.known_gradients import note_gradients
 from policy.grads.loss_scale import (
@@ -41,7 +42,7 @@ from policy.trees import (
     working_dtype,
 )
 
-GradientKind = Literal["float32", "compute"]
+GradientKind = Literal["float32", "accumulator", "compute"]
 
 _WAY_OUT = (
     "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, "
@@ -239,9 +240,11 @@ def value_and_grad(
         in force.
       loss_scale: None, a loss scale such as `loss_scale_of(opt_state)`, or a positive number.
       grads: "float32" returns a plain tree: unscaled, float32 (float64 and complex leaves keep
-        their dtype). "compute" returns `ScaledGradients`: still scaled, rounded once, at the end,
-        to the policy's compute_dtype; not rounded if there is no policy or its compute_dtype is
-        wider.
+        their dtype). "accumulator" returns the same tree, in which the gradient of a weight is the
+        float32 accumulator of its matmul or convolution, where "float32" widens a rounded one; see
+        `policy.grads.accumulator_gradients`. "compute" returns `ScaledGradients`: still scaled,
+        rounded once, at the end, to the policy's compute_dtype; not rounded if there is no policy
+        or its compute_dtype is wider.
 
     Returns:
       A function of `loss_fn`'s arguments that returns `(loss, gradients)` or `((loss, aux),
@@ -264,6 +267,8 @@ def value_and_grad(
             differentiated = widened_value_and_grad(
                 scaled_loss(loss_fn, finish.scale, has_aux), argnums
             )
+            if grads == "accumulator":
+                differentiated = accumulating_value_and_grad(differentiated, argnums)
             (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
             gradients = finish(gradients)
         return ((loss, aux) if has_aux else loss), gradients
@@ -309,7 +314,7 @@ class Finish:
     Attributes:
       policy: in force while the loss is traced, or None.
       scale: the () scale, a Python number or an array.
-      grads: "float32" or "compute".
+      grads: "float32", "accumulator" or "compute".
     """
 
     def __init__(self, policy: Policy | None, scale: ArrayLike, grads: GradientKind):
@@ -318,8 +323,9 @@ class Finish:
     @classmethod
     def of(cls, policy: Policy | str | None, loss_scale: Any, grads: str) -> Finish:
         """Checks the three arguments. Raises as `value_and_grad` says."""
-        if grads not in ("float32", "compute"):
-            raise ValueError(f"grads should be 'float32' or 'compute', but got {grads!r}.")
+        if grads not in get_args(GradientKind):
+            kinds = " or ".join(map(repr, get_args(GradientKind)))
+            raise ValueError(f"grads should be {kinds}, but got {grads!r}.")
         return cls(None if policy is None else get_policy(policy), _scale_value(loss_scale), grads)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:

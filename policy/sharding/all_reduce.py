@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy._jaxpr.scope_names import EXCHANGE
 from policy.casting import require_available
 from policy.grads.float32_cotangents import MOVING_JITS
 from policy.grads.value_and_grad import ScaledGradients
@@ -102,11 +103,9 @@ def _reducing_vary(
         if overwritten:
             return (lax.pmax(cotangent, axes),)
         floating = jnp.issubdtype(cotangent.dtype, jnp.floating)
-        return (
-            lax.psum(cotangent.astype(dtype) if floating else cotangent, axes).astype(
-                cotangent.dtype
-            ),
-        )
+        with jax.named_scope(EXCHANGE):
+            total = lax.psum(cotangent.astype(dtype) if floating else cotangent, axes)
+        return (total.astype(cotangent.dtype),)
 
     def vary(x: jax.Array) -> jax.Array:
         return move(x)

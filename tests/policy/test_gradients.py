@@ -325,7 +325,9 @@ def test_scaled_gradients_index_like_their_tree_and_stay_scaled():
 
 
 def test_bad_calls_are_refused_by_name():
-    with pytest.raises(ValueError, match="grads should be 'float32' or 'compute', but got 'half'"):
+    with pytest.raises(
+        ValueError, match="grads should be 'float32' or 'accumulator' or 'compute', but got 'half'"
+    ):
         value_and_grad(loss_of, grads="half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got 0"):
         value_and_grad(loss_of, loss_scale=0)
