@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from policy import scaled_matmul
+from policy import scaled_convolution, scaled_matmul
 from policy.accumulators import accumulating, bilinear_tangent
 from policy.checkpointing import traced_once
 from policy.materialize import materialized
@@ -232,6 +232,22 @@ def scaled_einsum(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
     return _ScaledEinsum(by, jnp.dtype(dtype))
 
 
+def scaled_conv(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
+    """Makes a stand-in for `lax.conv_general_dilated` that convolves in 8 bits and returns `dtype`.
+
+    See `policy.scaled_convolution.scaled_conv`.
+
+    Example:
+      >>> import policy, warnings
+      >>> warnings.simplefilter("ignore", policy.DtypePolicyWarning)  # a CPU emulates 8 bits
+      >>> conv = functional.scaled_conv(policy.ScaledMatmul("int8", "int8"), jnp.bfloat16)
+      >>> x, kernel = jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16)
+      >>> conv(x, kernel, (1,), "VALID")
+      Array([[[2, 2, 2]]], dtype=bfloat16)
+    """
+    return _ScaledConv(by, jnp.dtype(dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class _ScaledOp:
     """A matmul in 8 bits. Equal ones compare equal, and so do layers that hold them."""
@@ -272,6 +288,28 @@ class _ScaledEinsum(_ScaledOp):
         if product is None:  # no single matmul
             return accumulating_einsum(dtype)(subscripts, lhs, rhs, **options)
         return product.astype(dtype)
+
+
+class _ScaledConv(_ScaledOp):
+    def __call__(  # type: ignore[override]
+        self,
+        lhs: Array,
+        rhs: Array,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        *,
+        batch_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+        **options: Any,
+    ) -> Array:
+        dtype = preferred_element_type or self.dtype
+        options |= {"window_strides": window_strides, "padding": padding}
+        if batch_group_count != 1 or out_sharding is not None:
+            options |= {"batch_group_count": batch_group_count, "out_sharding": out_sharding}
+            return accumulating_conv(dtype)(lhs, rhs, **options, precision=precision)
+        return scaled_convolution.scaled_conv(lhs, rhs, self.by, **options).astype(dtype)
 
 
 class _AccumulatingOp:

@@ -20,97 +20,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
-from policy.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
-from policy.precedence import warn_once
+from policy.matmul_dtypes import INT8, ScaledMatmul
+from policy.once_differentiable import differentiated_once, mark
+from policy.quantisation import Quantised, quantise, warn_if_emulated
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As of `jax.lax.dot_general`: contracted axes of both operands, and batch axes of both."""
-
-_SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
-
-
-def warn_if_emulated(by: ScaledMatmul) -> None:
-    """Warns once if the default backend has no 8-bit matmul of this kind: it emulates one, slower.
-
-    The numbers are the same.
-    """
-    platform, kind = backend()
-    has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
-    # GPUs from Turing on, and newer TPUs, multiply int8 too, though not faster than float8.
-    if not has_it and not (by.operands == INT8 and platform != "cpu"):
-        warn_once(
-            f"{kind} has no matmuls of {by.operands}: they are emulated, with the same numbers, "
-            "slower than in compute_dtype. m=8bit takes 8 bits where the backend has them."
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# Operands in 8 bits
-# --------------------------------------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Quantised:
-    """An array as 8-bit codes times a scale.
-
-    Attributes:
-      codes: the array divided by its scale, in float8 or int8; its shape.
-      scale: float32, with size 1 along the axes that share a scale.
-    """
-
-    codes: jax.Array
-    scale: jax.Array
-
-
-def quantise(
-    x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
-) -> Quantised:
-    """Returns an array in 8 bits.
-
-    The scale is at least 2**-126, a power of two for float8, so that scaling is exact, and the
-    quotient of the largest magnitude and 127 for int8. It is NaN where a number is not finite.
-
-    Args:
-      x: floating.
-      axes: the axes that are contracted, which share a scale by "row".
-      dtype: of the codes.
-      scaling: "row", or "tensor" for one scale.
-    """
-    shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
-    wide = x.astype(jnp.float32)
-    largest = _largest_magnitude(wide, shared)
-    if dtype == INT8:
-        scale = jnp.maximum(largest / 127, _SMALLEST_SCALE)
-        codes = jnp.clip(jnp.round(wide / scale), -127, 127)
-    else:
-        limit = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(_next_power_of_two(largest / limit), _SMALLEST_SCALE)
-        codes = jnp.clip(wide / scale, -limit, limit)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised(codes.astype(dtype), scale)
-
-
-def _largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the largest magnitude of a float32 along some axes, kept with size 1.
-
-    It is NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
-    that are not negative have the order of the floats, and those of NaN come last.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True, initial=0), jnp.float32)
-
-
-def _next_power_of_two(x: jax.Array) -> jax.Array:
-    """Returns the smallest power of two that is not below a float32, of normal numbers exactly."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    mantissa = np.uint32(2**23 - 1)
-    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -407,7 +326,7 @@ def _forward(
     rhs_codes: Quantised,
 ) -> tuple[jax.Array, Any]:
     operands, codes = (lhs, rhs), (lhs_codes, rhs_codes)
-    marks = tuple(map(_mark, operands))
+    marks = tuple(map(mark, operands))
     keeps_input = matmul.by.weight_gradient == "compute"
     of_weight = operands[1 - matmul.weight] if keeps_input else None
     return _dot(matmul, *operands, *codes), (codes, of_weight, marks)
@@ -415,14 +334,14 @@ def _forward(
 
 def _backward(matmul: _Matmul, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     codes, of_weight, marks = saved
-    cotangent = _differentiated_once(cotangent, *marks)
+    cotangent = differentiated_once(cotangent, *marks)
     gradients = [
         _gradient_in_compute_dtype(matmul, side, cotangent, of_weight)
         if side == matmul.weight and of_weight is not None
         else _gradient(matmul, side, cotangent, codes[1 - side])
         for side in (0, 1)
     ]
-    return *(x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True)), None, None
+    return *(x.astype(one.dtype) for x, one in zip(gradients, marks, strict=True)), None, None
 
 
 _dot.defvjp(_forward, _backward)
@@ -456,34 +375,3 @@ def _gradient_in_compute_dtype(
 
 def _inverse(permutation: Sequence[int]) -> list[int]:
     return [permutation.index(place) for place in range(len(permutation))]
-
-
-@jax.custom_jvp
-def _mark(x: jax.Array) -> jax.Array:
-    """Returns an array of no bytes whose derivative is not known to be zero where that of `x` is
-    not: see `_differentiated_once`.
-    """
-    return jnp.zeros((0,), x.dtype)
-
-
-@_mark.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _mark(*primals), _mark(*tangents)
-
-
-@jax.custom_jvp
-def _differentiated_once(cotangent: jax.Array, *marks: jax.Array) -> jax.Array:
-    """Returns a cotangent. Its derivative, and that by what the marks depend on, is an error: the
-    operands' values that it would need are not saved.
-    """
-    del marks
-    return cotangent
-
-
-@_differentiated_once.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "The gradient of a matmul in 8 bits is differentiated again: only 8-bit operands are "
-        "saved. Take second derivatives under a policy without m=, or leave the layer out by a "
-        "rule."
-    )

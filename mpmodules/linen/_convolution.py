@@ -27,7 +27,12 @@ class Conv(Biased, flax_nn.Conv):
         self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
     ) -> dict[str, Any]:
         return dtype_fields(self, policy) | accumulator_fields(
-            self, policy, output_dtype, "conv_general_dilated", functional.accumulating_conv
+            self,
+            policy,
+            output_dtype,
+            "conv_general_dilated",
+            functional.accumulating_conv,
+            functional.scaled_conv,
         )
 
 

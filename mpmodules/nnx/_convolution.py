@@ -28,6 +28,7 @@ class Conv(Matmul, flax_nnx.Conv):
     _operation = "conv_general_dilated"
     _default_operations = (lax.conv_general_dilated,)
     _accumulating = staticmethod(functional.accumulating_conv)
+    _scaled = staticmethod(functional.scaled_conv)
 
 
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy import scaled_matmul
+from policy import scaled_convolution, scaled_matmul
 from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.dtypes import F32, float_dtype, is_floating_dtype
 from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, readers_of
@@ -528,27 +528,45 @@ def _computed(
         for value in values
     ]
     weights = [side for side, value in enumerate(values) if value.yields]
-    if place.matmul is not None and len(weights) == 1 and _may_be_scaled(equation):
-        product = scaled_matmul.scaled_dot_general(
-            arrays[0],
-            arrays[1],
-            params["dimension_numbers"],
-            place.matmul,
-            weight="rhs" if weights[0] else "lhs",
-        )
+    if place.matmul is not None and len(weights) == 1 and _may_be_scaled(equation, weights[0]):
+        product = _scaled(equation, arrays, place.matmul, weights[0])
         return str(place.matmul.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
 
-def _may_be_scaled(equation: Equation) -> bool:
-    """Returns whether a matmul is one that runs in 8 bits if one of its operands is a parameter.
+def _may_be_scaled(equation: Equation, weight: int) -> bool:
+    """Returns whether a matmul or convolution runs in 8 bits, of which one operand is a parameter.
 
-    Those of a backward pass that was traced are not: backward of the matmuls in 8 bits has its own.
+    Those of a backward pass that was traced do not: backward of operations in 8 bits has its own.
+
+    Args:
+      weight: the operand that is a parameter, by index.
     """
+    name, params = equation.primitive.name, equation.params
+    is_one = name == "dot_general" or (
+        name == "conv_general_dilated" and weight == 1 and params["batch_group_count"] == 1
+    )
     return (
-        equation.primitive.name == "dot_general"
-        and equation.params.get("out_sharding") is None
+        is_one
+        and params.get("out_sharding") is None
         and "transpose(" not in str(equation.source_info.name_stack)
+    )
+
+
+def _scaled(
+    equation: Equation, arrays: Sequence[Any], by: scaled_matmul.ScaledMatmul, weight: int
+) -> jax.Array:
+    """Returns the float32 result of a matmul or convolution in 8 bits."""
+    if equation.primitive.name == "conv_general_dilated":
+        names = scaled_convolution.OPTIONS
+        options = {name: equation.params[name] for name in names}
+        return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
+    return scaled_matmul.scaled_dot_general(
+        arrays[0],
+        arrays[1],
+        equation.params["dimension_numbers"],
+        by,
+        weight="rhs" if weight else "lhs",
     )
 
 

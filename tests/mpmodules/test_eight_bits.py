@@ -37,22 +37,28 @@ LINEN: dict[str, Callable[[], Any]] = {
     "DenseGeneral, batched": lambda: linen.DenseGeneral(4, axis=2, batch_dims=(0,)),
     "Einsum": lambda: linen.Einsum((32, 5), "abc,cd->abd"),
     "Einsum without a bias": lambda: linen.Einsum((32, 5), "...c,cd->...d", use_bias=False),
+    "Conv": lambda: linen.Conv(8, (3,)),
+    "Conv, strided": lambda: linen.Conv(
+        8, (3,), 2, "CAUSAL", kernel_dilation=2, feature_group_count=2, use_bias=False
+    ),
 }
 NNX: dict[str, Callable[[], Any]] = {
     "Linear": lambda: nnx.Linear(32, 8, rngs=rngs()),
     "Linear without a bias": lambda: nnx.Linear(32, 8, use_bias=False, rngs=rngs()),
     "LinearGeneral": lambda: nnx.LinearGeneral((16, 32), (2, 4), axis=(-2, -1), rngs=rngs()),
     "Einsum": lambda: nnx.Einsum("abc,cd->abd", (32, 5), (5,), rngs=rngs()),
+    "Conv": lambda: nnx.Conv(32, 8, (3,), rngs=rngs()),
+    "Conv, circular": lambda: nnx.Conv(32, 8, (3,), padding="CIRCULAR", rngs=rngs()),
 }
 
 
 def dots(function: Any, *args: Any) -> collections.Counter[tuple[str, ...]]:
-    """Returns the dtypes of both operands of each matmul of a program."""
+    """Returns the dtypes of both operands of each matmul and convolution of a program."""
     jaxpr = jax.make_jaxpr(function)(*args)
     return collections.Counter(
         tuple(str(variable.aval.dtype) for variable in equation.invars)
         for equation in equations_within(jaxpr.jaxpr)
-        if equation.primitive.name == "dot_general"
+        if equation.primitive.name in ("dot_general", "conv_general_dilated")
     )
 
 
@@ -88,6 +94,8 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
             if policy_text == text:
                 seen = dots(grads, params, X)
     operands, cotangents = EIGHT[text]
+    if "Conv" in kind:  # JAX convolves no two dtypes
+        cotangents = operands
     expected = collections.Counter({(operands, operands): 1})
     expected[cotangents, operands] += 2
     assert seen == expected
@@ -181,12 +189,48 @@ def test_an_operation_of_the_users_stays(wing):
         assert dots(run, params, X) == {("bfloat16", "bfloat16"): 1}
 
 
-def test_convolutions_stay_in_compute_dtype():
-    with use_policy("mixed_float8"):
-        layer = linen.Conv(4, (3,))
-        run, params = loss_of(layer)
-        text = str(jax.make_jaxpr(run)(params, X))
-    assert "float8" not in text and "conv_general_dilated" in text
+def test_transposed_and_local_convolutions_stay_in_compute_dtype():
+    for layer in (linen.ConvTranspose(4, (3,)), linen.ConvLocal(4, (3,))):
+        with use_policy("mixed_float8"):
+            run, params = loss_of(layer)
+            assert set(dots(run, params, X)) == {("bfloat16", "bfloat16")}
+
+
+def test_a_rule_keeps_convolutions_out():
+    class Image(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.Dense(3)(linen.Conv(4, (3,))(x))
+
+    with use_policy("mixed_int8", rules=[(linen.Conv, "p=f32,c=bf16,o=bf16")]):
+        run, params = loss_of(Image())
+        assert dots(run, params, X) == {("bfloat16", "bfloat16"): 1, ("int8", "int8"): 1}
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_a_convolution_that_is_a_boundary_hands_on_the_accumulator(wing):
+    text = "p=f32,c=bf16,o=f32,m=i8"
+    if wing == "linen":
+        layer: Any = linen.Conv(8, (3,), dtype_policy=text)
+    else:
+        layer = nnx.Conv(32, 8, (3,), dtype_policy=text, rngs=rngs())
+    run, params = loss_of(layer)
+    y = run(params, X)
+    assert y.dtype == jnp.float32
+    assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_ports_and_autocast_convolve_in_8_bits():
+    model = flax.linen.Conv(8, (3,))
+    params = model.init(jax.random.key(0), X)
+    plain: Any = model.apply
+    truth = jax.grad(lambda p: (plain(p, X) ** 2).sum())(params)
+    cast = policy.autocast(model.apply, "mixed_int8", params=0)
+    for run in (linen.apply_policy(model, "mixed_int8").apply, cast):
+        grads = jax.grad(squared(run))
+        assert dots(grads, params, X) == {("int8", "int8"): 3}
+        for ours, true in zip(*map(jax.tree.leaves, (grads(params, X), truth)), strict=True):
+            assert error(ours, true) < 0.04
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
