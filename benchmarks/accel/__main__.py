@@ -18,6 +18,8 @@ scale       a model of 8 billion parameters: whether it fits
 bias        a bias in the accumulator, which the layers don't do, beside one added to the rounded
             product
 eight_bits  matmuls in 8 bits beside bfloat16, by width
+accumulators
+            gradients that are accumulators beside those that were rounded
 
 It needs the compilers, which `pip install 'mpmodules[accel]'` installs on x86 Linux, and no
 accelerator.
@@ -60,6 +62,7 @@ TABLES = {
     "scale": Table("benchmarks.accel.scale", ("v5e", "v5p")),
     "bias": Table("benchmarks.accel.bias", tuple(targets.CHIPS)),
     "eight_bits": Table("benchmarks.accel.eight_bits", tuple(targets.CHIPS)),
+    "accumulators": Table("benchmarks.accel.accumulators", tuple(targets.CHIPS)),
 }
 QUICK = ("models", "layers", "optimizer")
 

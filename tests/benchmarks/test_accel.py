@@ -336,6 +336,7 @@ def test_a_table_is_of_the_chips_that_it_has():
         "scale": ["v5p"],
         "bias": ["v5p", "h100:8"],
         "eight_bits": ["v5p", "h100:8"],
+        "accumulators": ["v5p", "h100:8"],
     }
     assert command.chosen([], quick=True) == {"models": [], "layers": [], "optimizer": []}
     assert list(command.chosen([])) == list(command.TABLES)
