@@ -1,0 +1,128 @@
+"""The language model of the examples, trained from the same seeds under each policy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from benchmarks.eight_bits.control import without_scales
+from benchmarks.eight_bits.report import Table
+from policy import PolicyRules, get_policy, use_policy
+
+SEEDS = (0, 1, 2)
+WITHIN = 0.02  # nats a character that 8 bits may differ by from bfloat16, of each seed
+WORSE = 0.5  # nats a character that the control has to be worse by, of each seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+      name: as the table shows it.
+      policy: its text.
+      rules: texts of `PolicyRules`.
+      is_control: trains without scales.
+      quick: runs in the quick run too.
+    """
+
+    name: str
+    policy: str
+    rules: tuple[str, ...] = ()
+    is_control: bool = False
+    quick: bool = True
+
+
+BF16 = "p=f32,c=bf16,o=f32"
+REFERENCE = Variant("mixed_bfloat16", "mixed_bfloat16")
+VARIANTS = (
+    REFERENCE,
+    Variant("mixed_float8", "mixed_float8", quick=False),
+    Variant("mixed_int8", "mixed_int8"),
+    Variant("mixed_float8 without scales", "mixed_float8", is_control=True, quick=False),
+    Variant("mixed_int8 without scales", "mixed_int8", is_control=True),
+    Variant("mixed_float8, head in bfloat16", "mixed_float8", (f"head={BF16}",), quick=False),
+    Variant("mixed_int8, head in bfloat16", "mixed_int8", (f"head={BF16}",), quick=False),
+)
+SMALL = {
+    "width": 32,
+    "layers": 1,
+    "heads": 2,
+    "mlp_width": 64,
+    "length": 32,
+    "batch_size": 32,
+    "steps": 150,
+    "learning_rate": 1e-2,
+}
+
+
+def held_out_losses(
+    variant: Variant, seeds: Sequence[int], sizes: Mapping[str, float]
+) -> list[float]:
+    """Trains a model from each seed, and returns the losses of the held-out text, in nats a
+    character. Seeds have the same parameters and batches under each policy.
+
+    Args:
+      variant: how to train.
+      seeds: of the parameters and of the batches.
+      sizes: fields of the example's `Config`; others are the example's own.
+    """
+    from examples import language_model as job
+
+    text = job.Text.split(job.load_text())
+    if sizes:
+        text = dataclasses.replace(text, held_out=text.held_out[:50_000])
+    config = dataclasses.replace(job.Config(), vocab_size=text.vocab_size, **sizes)
+    policy = get_policy(variant.policy)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_policy(policy, PolicyRules.from_texts(variant.rules)))
+        if variant.is_control:
+            stack.enter_context(without_scales())
+        programs = job.programs(policy, config)
+        for seed in seeds:
+            of_seed = dataclasses.replace(config, seed=seed)
+            losses.append(job.train(variant.name, programs, text, of_seed)[0].held_out)
+    jax.clear_caches()
+    return losses
+
+
+def missed(losses: Mapping[Variant, Sequence[float]]) -> tuple[str, ...]:
+    """Returns what should hold of each seed and does not, a line each."""
+    reference, found = losses[REFERENCE], []
+    for variant, own in losses.items():
+        for seed, (ours, theirs) in enumerate(zip(own, reference, strict=True)):
+            off, what = ours - theirs, f"{variant.name}, seed {seed}: {ours - theirs:+.4f} nats"
+            if variant.is_control and not off > WORSE:
+                found.append(f"{what}, not worse than mixed_bfloat16 by {WORSE}")
+            if not variant.is_control and not abs(off) <= WITHIN:
+                found.append(f"{what}, not within {WITHIN} of mixed_bfloat16")
+    return tuple(found)
+
+
+def tabulated(losses: Mapping[Variant, Sequence[float]]) -> Table:
+    """Returns the table: a row for each policy, a column for each seed."""
+    reference = losses[REFERENCE]
+    rows = []
+    for variant, own in losses.items():
+        off = [ours - theirs for ours, theirs in zip(own, reference, strict=True)]
+        worst = "" if variant == REFERENCE else f"{max(off, key=abs):+.4f}"
+        rows.append((variant.name, *(f"{loss:.4f}" for loss in own), worst))
+    seeds = tuple(f"seed {seed}" for seed in range(len(reference)))
+    header = ("held-out nats a character", *seeds, "largest difference")
+    return Table(header, tuple(rows), missed(losses))
+
+
+def table(quick: bool = False) -> Table:
+    """Trains under every policy; the quick run has a small model, one seed and fewer policies."""
+    seeds, sizes = (SEEDS[:1], SMALL) if quick else (SEEDS, {})
+    losses = {}
+    for variant in VARIANTS:
+        if variant.quick or not quick:
+            losses[variant] = held_out_losses(variant, seeds, sizes)
+            print(f"{variant.name}: {losses[variant]}", file=sys.stderr, flush=True)
+    return tabulated(losses)
