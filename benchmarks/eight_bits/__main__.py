@@ -11,21 +11,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.eight_bits import characters
+from benchmarks.eight_bits import characters, errors, images, published
 from benchmarks.eight_bits.report import Table, environment, into
 from policy import DtypePolicyWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "eight_bits.md"
-TABLES: dict[str, Callable[[bool], Table]] = {
+TABLES: dict[str, Callable[[], Table]] = {
+    "errors": errors.table,
     "language_model": characters.table,
+    "digits": images.of_digits,
+    "fashion_mnist": images.of_fashion,
+    "smollm2": published.smollm2,
+    "minilm": published.minilm,
 }
-QUICK = ("language_model",)
+QUICK: dict[str, Callable[[], Table]] = {
+    "errors": errors.table,
+    "language_model": functools.partial(characters.table, quick=True),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write and options.quick:
         parser.error("--write is for the figures of the whole run: leave out --quick.")
     warnings.simplefilter("ignore", DtypePolicyWarning)  # a CPU emulates 8 bits: see the page
+    known = QUICK if options.quick else TABLES
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"{', '.join(unknown)}: the quick run has {' and '.join(QUICK)} alone.")
     print(environment())
     tables = {}
-    for name in options.only or (QUICK if options.quick else TABLES):
-        tables[name] = TABLES[name](options.quick)
+    for name in options.only or known:
+        tables[name] = known[name]()
         print(f"\n{name}\n\n{tables[name].markdown}", flush=True)
         if options.write:
             PAGE.write_text(into(PAGE.read_text(), name, tables[name]))
