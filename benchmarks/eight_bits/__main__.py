@@ -1,10 +1,10 @@
 """Matmuls in 8 bits beside bfloat16: their errors, where training ends, published models.
 
-    python -m benchmarks.eight_bits                  # all tables: 90 minutes on two idle cores
-    python -m benchmarks.eight_bits --only errors    # one, or several
-    python -m benchmarks.eight_bits --check          # exits with 1 where a bound is missed
-    python -m benchmarks.eight_bits --quick --check  # errors, and a small language model: seconds
-    python -m benchmarks.eight_bits --only smollm2 --write  # puts the table into docs/eight_bits.md
+python -m benchmarks.eight_bits                  # all tables: 90 minutes on two idle cores
+python -m benchmarks.eight_bits --only errors    # one, or several
+python -m benchmarks.eight_bits --check          # exits with 1 where a bound is missed
+python -m benchmarks.eight_bits --quick --check  # errors, and a small language model: seconds
+python -m benchmarks.eight_bits --only smollm2 --write  # puts the table into docs/eight_bits.md
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.eight_bits.control import without_scales
 from benchmarks.eight_bits.report import Table
-from policy import PolicyRules, get_policy, use_policy
+from policy import get_policy, use_policy
 
 SEEDS = (0, 1, 2)
 WITHIN = 0.02  # nats a character that 8 bits may differ by from bfloat16, of each seed
@@ -25,7 +25,6 @@ class Variant:
     Attributes:
       name: as the table shows it.
       policy: its text.
-      rules: texts of `PolicyRules`.
       seeds: how many of `SEEDS` it trains from.
       is_control: trains without scales.
       quick: runs in the quick run too.
@@ -33,13 +32,11 @@ class Variant:
 
     name: str
     policy: str
-    rules: tuple[str, ...] = ()
     seeds: int = len(SEEDS)
     is_control: bool = False
     quick: bool = True
 
 
-HEAD = ("head=p=f32,c=bf16,o=f32",)
 REFERENCE = Variant("mixed_bfloat16", "mixed_bfloat16")
 VARIANTS = (
     REFERENCE,
@@ -47,8 +44,6 @@ VARIANTS = (
     Variant("mixed_int8", "mixed_int8"),
     Variant("mixed_float8 without scales", "mixed_float8", seeds=1, is_control=True, quick=False),
     Variant("mixed_int8 without scales", "mixed_int8", seeds=1, is_control=True),
-    Variant("mixed_float8, head in bfloat16", "mixed_float8", HEAD, seeds=1, quick=False),
-    Variant("mixed_int8, head in bfloat16", "mixed_int8", HEAD, seeds=1, quick=False),
 )
 SMALL = {
     "width": 32,
@@ -82,7 +77,7 @@ def held_out_losses(
     policy = get_policy(variant.policy)
     losses = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(use_policy(policy, PolicyRules.from_texts(variant.rules)))
+        stack.enter_context(use_policy(policy))
         if variant.is_control:
             stack.enter_context(without_scales())
         programs = job.programs(policy, config)
@@ -93,13 +88,9 @@ def held_out_losses(
     return losses
 
 
-def _beside_reference(
-    losses: Mapping[Variant, Sequence[float]], variant: Variant
-) -> list[float]:
+def _beside_reference(losses: Mapping[Variant, Sequence[float]], variant: Variant) -> list[float]:
     """Returns a variant's losses less those of the reference, seed by seed."""
-    return [
-        ours - theirs for ours, theirs in zip(losses[variant], losses[REFERENCE], strict=False)
-    ]
+    return [ours - theirs for ours, theirs in zip(losses[variant], losses[REFERENCE], strict=False)]
 
 
 def missed(losses: Mapping[Variant, Sequence[float]]) -> tuple[str, ...]:
@@ -134,8 +125,6 @@ def table(quick: bool = False) -> Table:
     losses = {}
     for variant in VARIANTS:
         if variant.quick or not quick:
-            losses[variant] = held_out_losses(
-                variant, SEEDS[: min(variant.seeds, most)], sizes
-            )
+            losses[variant] = held_out_losses(variant, SEEDS[: min(variant.seeds, most)], sizes)
             print(f"{variant.name}: {losses[variant]}", file=sys.stderr, flush=True)
     return tabulated(losses)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 import policy as mp
 from benchmarks.eight_bits.report import Table
 
-SEEDS = (0, 1, 2)
+SEEDS = (0,)
+EPOCHS = 2  # of Fashion-MNIST
 REFERENCE = "mixed_bfloat16"
 POLICIES = (REFERENCE, "mixed_float8", "mixed_int8")
 POINTS = 0.01  # by which the mean accuracy of 8 bits may be below bfloat16's
@@ -41,12 +42,11 @@ def digits(policy: str, seed: int, wing: str = "linen", epochs: int | None = Non
     return Run(result.accuracy, float(np.mean(result.losses[-10:])))
 
 
-def fashion(policy: str, seed: int, folder: Path | None = None, epochs: int | None = None) -> Run:
-    """Trains the example's ResNet on Fashion-MNIST, or on its stand-in where that is not there."""
+def fashion(policy: str, seed: int, data: Any, epochs: int = EPOCHS) -> Run:
+    """Trains the example's ResNet8 on the example's `Images`."""
     from examples import resnet_fashion_mnist as job
 
-    data = job.load(folder)
-    config = job.Config(epochs=epochs or data.epochs)
+    config = job.Config(epochs=epochs)
     with tqdm(desc=f"{data.name}, {policy}, seed {seed}", file=sys.stderr) as bar:
         result = job.train(policy, mp.PolicyRules([]), data, config, seed, bar)
     return Run(result.accuracy, result.final_loss)
@@ -63,7 +63,6 @@ def tabulated(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> Table:
                 (
                     model,
                     policy,
-                    ", ".join(f"{run.accuracy:.2%}" for run in found),
                     f"{mean:.2%}",
                     f"{np.mean([run.loss for run in found]):.4f}",
                 )
@@ -72,25 +71,29 @@ def tabulated(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> Table:
                 missed.append(
                     f"{model}, {policy}: {mean:.2%}, more than {POINTS:.0%} below {REFERENCE}"
                 )
-    header = ("ResNet", "policy", "held-out accuracy of each seed", "mean", "final loss")
+    header = ("ResNet", "policy", "held-out accuracy", "final loss")
     return Table(header, tuple(rows), tuple(missed))
 
 
 def of_digits() -> Table:
     """Trains on the digits in both wings."""
-    return tabulated(
-        {
-            f"digits, {wing}": {
-                policy: [digits(policy, seed, wing) for seed in SEEDS] for policy in POLICIES
-            }
-            for wing in ("linen", "nnx")
+    runs = {
+        f"digits, {wing}": {
+            policy: [digits(policy, seed, wing) for seed in SEEDS] for policy in POLICIES
         }
-    )
+        for wing in ("linen", "nnx")
+    }
+    return tabulated(runs)
 
 
 def of_fashion(folder: Path | None = None) -> Table:
-    """Trains on Fashion-MNIST."""
-    runs = {
-        policy: [fashion(policy, seed, folder) for seed in SEEDS] for policy in POLICIES
-    }
-    return tabulated({"Fashion-MNIST": runs})
+    """Trains on Fashion-MNIST, fewer epochs than the example does.
+
+    Args:
+      folder: of its four files; None is the system package's, and other images where there is none.
+    """
+    from examples import resnet_fashion_mnist as job
+
+    data = job.load(folder)
+    runs = {policy: [fashion(policy, seed, data) for seed in SEEDS] for policy in POLICIES}
+    return tabulated({data.name: runs})

@@ -169,9 +169,7 @@ def minilm() -> Table:
 
     published, verses = list(job.PUBLISHED_SENTENCES), _verses()
     policies = {name: mp.get_policy(text) for name, text in POLICIES.items()}
-    results = job.run(
-        policies, mp.PolicyRules([]), job.model_directory(), [*published, *verses]
-    )
+    results = job.run(policies, mp.PolicyRules([]), job.model_directory(), [*published, *verses])
     truth, rows = results[0].similarities[len(published) :, len(published) :], []
     for result in results:
         own = result.similarities[len(published) :, len(published) :]
