@@ -45,6 +45,8 @@ VARIANTS = (
     Variant("mixed_float8 without scales", "mixed_float8", seeds=1, is_control=True, quick=False),
     Variant("mixed_int8 without scales", "mixed_int8", seeds=1, is_control=True),
 )
+HELD_OUT = 100_000  # characters
+SIZES = {"steps": 200, "batch_size": 16}  # a quarter of the example's tokens
 SMALL = {
     "width": 32,
     "layers": 1,
@@ -71,8 +73,7 @@ def held_out_losses(
     from examples import language_model as job
 
     text = job.Text.split(job.load_text())
-    if sizes:
-        text = dataclasses.replace(text, held_out=text.held_out[:50_000])
+    text = dataclasses.replace(text, held_out=text.held_out[:HELD_OUT])
     config = dataclasses.replace(job.Config(), vocab_size=text.vocab_size, **sizes)
     policy = get_policy(variant.policy)
     losses = []
@@ -121,7 +122,7 @@ def tabulated(losses: Mapping[Variant, Sequence[float]]) -> Table:
 
 def table(quick: bool = False) -> Table:
     """Trains under every policy; the quick run has a small model, one seed and fewer policies."""
-    most, sizes = (1, SMALL) if quick else (len(SEEDS), {})
+    most, sizes = (1, SMALL) if quick else (len(SEEDS), SIZES)
     losses = {}
     for variant in VARIANTS:
         if variant.quick or not quick:
