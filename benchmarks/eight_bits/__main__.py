@@ -1,6 +1,6 @@
 """Matmuls in 8 bits beside bfloat16: their errors, where training ends, published models.
 
-python -m benchmarks.eight_bits                  # all tables: 90 minutes on two idle cores
+python -m benchmarks.eight_bits                  # all tables: 40 minutes on two idle cores
 python -m benchmarks.eight_bits --only errors    # one, or several
 python -m benchmarks.eight_bits --check          # exits with 1 where a bound is missed
 python -m benchmarks.eight_bits --quick --check  # errors, and a small language model: seconds
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = {name: dataclasses.asdict(table) for name, table in tables.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     missed = [line for table in tables.values() for line in table.missed]
-    print(*(f"missed: {line}" for line in missed), sep="\n", file=sys.stderr)
+    for line in missed:
+        print(f"missed: {line}", file=sys.stderr)
     return int(options.check and bool(missed))
 
 
