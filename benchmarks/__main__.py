@@ -8,6 +8,8 @@ python -m benchmarks --quick --check   # counts alone, of small models: under 3 
 python -m benchmarks --only models     # one table, or several: --only models --only scale
 python -m benchmarks --json FILE       # the rows of all as JSON, with date, device and versions
 python -m benchmarks gpu               # at most 8 minutes on a GPU
+python -m benchmarks eight_bits        # errors, training and published models in 8 bits: 40
+                                       # minutes
 python -m benchmarks accel             # programs as TPUs and GPUs get them, compiled without one: 2
                                        # hours
 python -m benchmarks accel --only models layers --on v5e  # some of its tables, on some chips
@@ -85,6 +87,12 @@ TABLES = {
     "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
     "convergence": Table(
         "benchmarks.convergence", "where training ends by storage mode", check=(), quick=None
+    ),
+    "eight_bits": Table(
+        "benchmarks.eight_bits",
+        "errors, training and published models in 8 bits",
+        quick=("--quick",),
+        by_default=False,
     ),
     PACKAGES: Table(
         "benchmarks.packages",

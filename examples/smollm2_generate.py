@@ -5,6 +5,7 @@ policy.
     python examples/smollm2_generate.py --prompt 'The capital of France is' --tokens 40 \\
         --policy bfloat16
     python examples/smollm2_generate.py --rule 'layers/29/.*=f32'
+    python examples/smollm2_generate.py --policy mixed_int8  # docs/eight_bits.md
     python examples/smollm2_generate.py --compare  # beside float32: memory, tokens, logit errors
 
 Data: the weights and the tokenizer of SmolLM2-135M-Instruct (Hugging Face, 2024, Apache-2.0), 134.5

@@ -1,0 +1,45 @@
+"""The control of the benchmark: matmuls in 8 bits whose scales are all 1."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy import scaled_matmul
+from policy.matmul_dtypes import INT8
+from policy.scaled_matmul import Quantised
+
+
+def quantise(
+    x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
+) -> Quantised:
+    """Returns an array in 8 bits as `policy.scaled_matmul.quantise` does where every scale is 1."""
+    shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
+    wide = x.astype(jnp.float32)
+    if dtype == INT8:
+        codes = jnp.clip(jnp.round(wide), -127, 127)
+    else:
+        limit = float(jnp.finfo(dtype).max)
+        codes = jnp.clip(wide, -limit, limit)
+    shape = [1 if axis in shared else size for axis, size in enumerate(x.shape)]
+    return Quantised(codes.astype(dtype), jnp.ones(shape, jnp.float32))
+
+
+@contextlib.contextmanager
+def without_scales() -> Iterator[None]:
+    """Traces matmuls in 8 bits without scales in a block: operands are clipped and cast.
+
+    All else of their programs is the same. What was traced before the block keeps its scales, so
+    that functions under `jax.jit` should be new ones.
+    """
+    scaled = scaled_matmul.quantise
+    scaled_matmul.quantise = quantise
+    try:
+        yield
+    finally:
+        scaled_matmul.quantise = scaled

@@ -1,0 +1,197 @@
+"""Published models whose weights and activations are multiplied in 8 bits, with no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import policy as mp
+from benchmarks.eight_bits.report import Table
+from mpmodules import nnx
+
+POLICIES = {
+    "float32": "float32",
+    "mixed_bfloat16": "mixed_bfloat16",
+    "mixed_float8": "mixed_float8",
+    "float8, `tensor`": "p=f32,c=bf16,o=f32,m=f8:tensor",
+    "mixed_int8": "mixed_int8",
+    "int8, `tensor`": "p=f32,c=bf16,o=f32,m=i8:tensor",
+}
+DOWN = ".*/mlp/down=p=f32,c=bf16"
+KEPT = {  # of SmolLM2, with a rule: the inputs of its last matrix of a block have outliers
+    "mixed_float8, `mlp/down` in bfloat16": "mixed_float8",
+    "mixed_int8, `mlp/down` in bfloat16": "mixed_int8",
+}
+TOKENS = 20  # generated after each prompt
+WINDOWS, WINDOW, BATCH = 16, 128, 4  # of the text whose loss is taken: tokens
+VERSES = 512
+NEAREST = 10
+
+
+# ------------------------------------------------------------------------------------------ SmolLM2
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+    """Figures of a language model under a policy.
+
+    Attributes:
+      prompts: how many are continued by float32's greedy tokens, all of them.
+      tokens: how many greedy tokens are float32's, after float32's own text.
+      error: the largest error of a logit on that text, beside float32's.
+      loss: nats a token of a text.
+    """
+
+    prompts: int
+    tokens: int
+    error: float
+    loss: float
+
+
+@nnx.jit
+def _loss(model: Any, tokens: jax.Array) -> jax.Array:
+    """The mean loss of (B, T) tokens but the first ones, in nats a token."""
+    given = tokens[:, :-1]
+    logits = model(given, jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape))
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    return losses.mean()
+
+
+def language(
+    model: Any, prompts: Sequence[Sequence[int]], text: np.ndarray, reference: Any = None
+) -> tuple[Language, Any]:
+    """Returns a model's figures, and what it generates.
+
+    Args:
+      model: the example's `Decoder`, under its policy.
+      prompts: tokens.
+      text: (batches, B, T) tokens whose loss is taken.
+      reference: what float32's model generated; None if this is it.
+    """
+    from examples import smollm2_generate as job
+
+    forced = None if reference is None else reference.tokens
+    with tqdm(disable=True) as bar:
+        generation = job.generate(model, [list(prompt) for prompt in prompts], TOKENS, bar, forced)
+    mine = generation if reference is None else reference
+    same = generation.logits.argmax(-1) == mine.tokens  # (B, N)
+    error = float(np.abs(generation.logits - mine.logits).max())
+    loss = float(np.mean([_loss(model, jnp.asarray(batch)) for batch in text]))
+    return Language(int(same.all(1).sum()), int(same.sum()), error, loss), generation
+
+
+def _smollm2_text(tokenizer: Any) -> np.ndarray:
+    """Windows (batches, BATCH, WINDOW) of the language model's held-out text."""
+    from examples import language_model
+
+    text = language_model.load_text()
+    start = len(text) - int(0.05 * len(text))
+    tokens = tokenizer.encode(text[start : start + 8 * WINDOWS * WINDOW]).ids
+    return np.array(tokens[: WINDOWS * WINDOW], np.int32).reshape(-1, BATCH, WINDOW)
+
+
+def smollm2() -> Table:
+    """Generates with SmolLM2-135M, and takes the loss of a text, under every policy."""
+    from examples import smollm2_generate as job
+
+    reader = job.gguf.GGUFReader(job.find_weights())
+    config, tokenizer = job.config_of(reader), job.tokenizer_of(reader)
+    weights, text = job.weights_of(reader, config), _smollm2_text(tokenizer)
+    prompts = [tokenizer.encode(prompt).ids for prompt in job.PROMPTS]
+    found: dict[str, Language] = {}
+    reference = None
+    for name, policy in {**POLICIES, **KEPT}.items():
+        rules = mp.PolicyRules.from_texts([DOWN] if name in KEPT else [])
+        model = job.build(config, weights, mp.get_policy(policy), rules)
+        found[name], generation = language(model, prompts, text, reference)
+        reference = generation if reference is None else reference
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    return _of_language(found, len(prompts))
+
+
+def _of_language(found: dict[str, Language], prompts: int) -> Table:
+    base = found["float32"].loss
+    rows = tuple(
+        (
+            name,
+            f"{figures.prompts} of {prompts}",
+            f"{figures.tokens} of {prompts * TOKENS}",
+            f"{figures.error:.2f}",
+            f"{figures.loss:.4f}",
+            f"{figures.loss - base:+.4f}",
+        )
+        for name, figures in found.items()
+    )
+    header = (
+        *("SmolLM2-135M", "prompts with float32's tokens", "tokens as float32's"),
+        *("largest logit error", "loss, nats a token", "beside float32"),
+    )
+    return Table(header, rows)
+
+
+# ------------------------------------------------------------------------------------------- MiniLM
+
+
+def same_neighbours(
+    similarities: np.ndarray, truth: np.ndarray, count: int = NEAREST
+) -> tuple[float, float]:
+    """Returns how often the nearest other row is the truth's, and the share of the nearest `count`
+    that are the truth's too.
+
+    Args:
+      similarities, truth: (n, n).
+      count: how many neighbours.
+    """
+    orders = []
+    for matrix in (similarities, truth):
+        others = matrix.copy()
+        np.fill_diagonal(others, -np.inf)
+        orders.append(np.argsort(-others, axis=1, kind="stable")[:, :count])
+    ours, true = orders
+    shared = np.mean([np.isin(a, b).mean() for a, b in zip(ours, true, strict=True)])
+    return float((ours[:, 0] == true[:, 0]).mean()), float(shared)
+
+
+def _verses() -> list[str]:
+    """Every 60th verse of the King James text, the first VERSES of those."""
+    from examples import language_model
+
+    return language_model.load_text().splitlines()[::60][:VERSES]
+
+
+def minilm() -> Table:
+    """Embeds sentences with all-MiniLM-L6-v2 under every policy."""
+    from examples import minilm_embeddings as job
+
+    published, verses = list(job.PUBLISHED_SENTENCES), _verses()
+    policies = {name: mp.get_policy(text) for name, text in POLICIES.items()}
+    results = job.run(policies, mp.PolicyRules([]), job.model_directory(), [*published, *verses])
+    truth, rows = results[0].similarities[len(published) :, len(published) :], []
+    for result in results:
+        own = result.similarities[len(published) :, len(published) :]
+        nearest, shared = same_neighbours(own, truth)
+        rows.append(
+            (
+                result.name,
+                f"{job.off_published(result):.4f}",
+                f"{result.error:.4f}",
+                f"{np.abs(own - truth).max():.4f}",
+                f"{nearest:.1%}",
+                f"{shared:.1%}",
+            )
+        )
+    header = (
+        *("all-MiniLM-L6-v2", "off a published similarity by at most", "largest embedding error"),
+        *("largest error of a similarity", "same nearest verse", f"same among {NEAREST} nearest"),
+    )
+    return Table(header, tuple(rows))

