@@ -265,10 +265,14 @@ class _ScaledOp:
         out_sharding: Any = None,
         **options: Any,
     ) -> Array:
-        product = scaled_matmul.scaled_dot_general(
-            lhs, rhs, dimension_numbers, self.by, out_sharding=out_sharding
+        return scaled_matmul.scaled_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            self.by,
+            dtype=preferred_element_type or self.dtype,
+            out_sharding=out_sharding,
         )
-        return product.astype(preferred_element_type or self.dtype)
 
 
 class _ScaledEinsum(_ScaledOp):
@@ -284,10 +288,14 @@ class _ScaledEinsum(_ScaledOp):
         dtype = preferred_element_type or self.dtype
         # The axes of an einsum's result stand in another order than its matmul's.
         is_placed = options.get("out_sharding") is not None
-        product = None if is_placed else scaled_matmul.scaled_einsum(subscripts, lhs, rhs, self.by)
+        product = (
+            None
+            if is_placed
+            else scaled_matmul.scaled_einsum(subscripts, lhs, rhs, self.by, dtype=dtype)
+        )
         if product is None:  # no single matmul
             return accumulating_einsum(dtype)(subscripts, lhs, rhs, **options)
-        return product.astype(dtype)
+        return product
 
 
 class _ScaledConv(_ScaledOp):

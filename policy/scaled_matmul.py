@@ -20,9 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from policy.matmul_dtypes import INT8, ScaledMatmul
 from policy.once_differentiable import differentiated_once, mark
@@ -106,6 +108,7 @@ class _Matmul:
       axes: of the operands and of the result.
       by: the dtypes and scales.
       weight: the operand that is the weight: 0 is the left one.
+      dtype: that the result is rounded to.
       sharding: of the result, as in `jax.lax.dot_general`, or None.
       shardings: of the operands where the axes of their mesh are explicit, otherwise None.
     """
@@ -113,6 +116,7 @@ class _Matmul:
     axes: _Axes
     by: ScaledMatmul
     weight: int
+    dtype: np.dtype
     sharding: Any
     shardings: tuple[Any, Any]
 
@@ -139,9 +143,17 @@ def _product(
     numbers: DimensionNumbers,
     options: ScaledMatmul,
     sharding: Any = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Returns the float32 product of codes and codes, in units of both scales."""
+    """Returns the float32 product of codes and codes, in units of both scales.
+
+    Args:
+      dtype: that the product is rounded to once it is scaled. Scales of float8 are powers of two:
+        in bfloat16, whose range is that of float32, the matmul itself may round, so that devices
+        that add up parts of a product exchange bfloat16.
+    """
     is_integer = lhs.codes.dtype == INT8
+    in_half = not is_integer and jnp.dtype(dtype) == jnp.bfloat16
     product = lax.dot_general(
         lhs.codes,
         rhs,
@@ -149,7 +161,9 @@ def _product(
         # Hopper's tensor cores keep about 14 bits of a sum otherwise (cuBLASLt's CUBLASLT_MATMUL_
         # DESC_FAST_ACCUM, which XLA sets by the precision).
         precision=None if options.fast_accumulation else lax.Precision.HIGHEST,
-        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
+        preferred_element_type=(
+            jnp.int32 if is_integer else jnp.bfloat16 if in_half else jnp.float32
+        ),
         out_sharding=sharding,
     )
     return product.astype(jnp.float32)
@@ -215,9 +229,10 @@ def scaled_dot_general(
     by: ScaledMatmul,
     *,
     weight: Literal["lhs", "rhs"] = "rhs",
+    dtype: DTypeLike = jnp.float32,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Multiplies two operands in 8 bits, and returns the float32 accumulator, rescaled.
+    """Multiplies two operands in 8 bits, and returns the accumulator, rescaled.
 
     Backward multiplies in 8 bits too. Its residuals are the codes and the scales of the operands.
     The scale of an operand that was contracted differently then is folded into the cotangent.
@@ -228,6 +243,7 @@ def scaled_dot_general(
       dimension_numbers: as of `jax.lax.dot_general`.
       by: the dtypes and scales.
       weight: the operand whose gradient `by.weight_gradient` is about.
+      dtype: of the result, which is rounded to it once.
       out_sharding: of the result, as in `jax.lax.dot_general`.
 
     Raises:
@@ -240,12 +256,17 @@ def scaled_dot_general(
         quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
     ]
     shardings = (_explicit_sharding(lhs), _explicit_sharding(rhs))
-    matmul = _Matmul(axes, by, int(weight == "rhs"), out_sharding, shardings)
-    return _dot(matmul, lhs, rhs, *codes)
+    matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
+    return _dot(matmul, lhs, rhs, *codes).astype(dtype)
 
 
 def scaled_einsum(
-    subscripts: str, lhs: jax.Array, rhs: jax.Array, by: ScaledMatmul
+    subscripts: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    by: ScaledMatmul,
+    *,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array | None:
     """Contracts two operands in 8 bits, as `scaled_dot_general`.
 
@@ -256,6 +277,7 @@ def scaled_einsum(
       subscripts: as in `jax.numpy.einsum`, for two operands, with "->".
       lhs, rhs: floating arrays; the right one is the weight.
       by: the dtypes and scales.
+      dtype: of the result.
     """
     names = _names(subscripts, lhs.ndim, rhs.ndim)
     if names is None:
@@ -277,7 +299,7 @@ def scaled_einsum(
         *(left[axis] for axis in (*axes.batch[0], *axes.free[0])),
         *(right[axis] for axis in axes.free[1]),
     ]
-    product = scaled_dot_general(lhs, rhs, numbers, by)
+    product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
     return jnp.transpose(product, [found.index(name) for name in out])
 
 
@@ -314,7 +336,9 @@ def _dot(
 ) -> jax.Array:
     del lhs, rhs
     axes = matmul.axes
-    product = _product(lhs_codes, rhs_codes.codes, axes.numbers, matmul.by, matmul.sharding)
+    product = _product(
+        lhs_codes, rhs_codes.codes, axes.numbers, matmul.by, matmul.sharding, matmul.dtype
+    )
     return product * axes.beside_result(lhs_codes.scale, 0) * axes.beside_result(rhs_codes.scale, 1)
 
 
@@ -336,9 +360,9 @@ def _backward(matmul: _Matmul, saved: Any, cotangent: jax.Array) -> tuple[Any, .
     codes, of_weight, marks = saved
     cotangent = differentiated_once(cotangent, *marks)
     gradients = [
-        _gradient_in_compute_dtype(matmul, side, cotangent, of_weight)
+        _gradient_in_compute_dtype(matmul, side, cotangent, of_weight, marks[side].dtype)
         if side == matmul.weight and of_weight is not None
-        else _gradient(matmul, side, cotangent, codes[1 - side])
+        else _gradient(matmul, side, cotangent, codes[1 - side], marks[side].dtype)
         for side in (0, 1)
     ]
     return *(x.astype(one.dtype) for x, one in zip(gradients, marks, strict=True)), None, None
@@ -347,27 +371,34 @@ def _backward(matmul: _Matmul, saved: Any, cotangent: jax.Array) -> tuple[Any, .
 _dot.defvjp(_forward, _backward)
 
 
-def _gradient(matmul: _Matmul, side: int, cotangent: jax.Array, other: Quantised) -> jax.Array:
-    """Returns the gradient of an operand from the 8-bit codes of the other one, in float32."""
+def _gradient(
+    matmul: _Matmul, side: int, cotangent: jax.Array, other: Quantised, dtype: DTypeLike
+) -> jax.Array:
+    """Returns the gradient of an operand from the 8-bit codes of the other one, in float32.
+
+    Args:
+      dtype: that it is rounded to.
+    """
     by, (numbers, axes) = matmul.by, matmul.axes.transposed(side)
     folded = cotangent * matmul.axes.beside_result(other.scale, 1 - side)
     contracted = matmul.axes.of_result(1 - side)
     given = quantise(folded, contracted, by.gradients, by.scaling)
-    product = _product(given, other.codes, numbers, by, matmul.of_gradient(side, axes))
+    sharding = matmul.of_gradient(side, axes)
+    product = _product(given, other.codes, numbers, by, sharding, dtype)
     rows = lax.squeeze(given.scale, contracted)
     scale = lax.expand_dims(rows, range(rows.ndim, product.ndim))
     return jnp.transpose(product * scale, _inverse(axes))
 
 
 def _gradient_in_compute_dtype(
-    matmul: _Matmul, side: int, cotangent: jax.Array, other: jax.Array
+    matmul: _Matmul, side: int, cotangent: jax.Array, other: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     numbers, axes = matmul.axes.transposed(side)
     product = lax.dot_general(
         cotangent.astype(other.dtype),
         other,
         numbers,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype if dtype == other.dtype else jnp.float32,
         out_sharding=matmul.of_gradient(side, axes),
     )
     return jnp.transpose(product, _inverse(axes))

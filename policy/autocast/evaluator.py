@@ -529,7 +529,7 @@ def _computed(
     ]
     weights = [side for side, value in enumerate(values) if value.yields]
     if place.matmul is not None and len(weights) == 1 and _may_be_scaled(equation, weights[0]):
-        product = _scaled(equation, arrays, place.matmul, weights[0])
+        product = _scaled(equation, arrays, place.matmul, weights[0], dtype)
         return str(place.matmul.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
@@ -554,9 +554,13 @@ def _may_be_scaled(equation: Equation, weight: int) -> bool:
 
 
 def _scaled(
-    equation: Equation, arrays: Sequence[Any], by: scaled_matmul.ScaledMatmul, weight: int
+    equation: Equation,
+    arrays: Sequence[Any],
+    by: scaled_matmul.ScaledMatmul,
+    weight: int,
+    dtype: np.dtype,
 ) -> jax.Array:
-    """Returns the float32 result of a matmul or convolution in 8 bits."""
+    """Returns the result of a matmul in 8 bits in `dtype`, or of a convolution in float32."""
     if equation.primitive.name == "conv_general_dilated":
         names = scaled_convolution.OPTIONS
         options = {name: equation.params[name] for name in names}
@@ -567,6 +571,7 @@ def _scaled(
         equation.params["dimension_numbers"],
         by,
         weight="rhs" if weight else "lhs",
+        dtype=dtype,
     )
 
 

@@ -278,3 +278,29 @@ def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_para
         assert np.allclose(gradient, truth["params"][name], rtol=0.02, atol=2e-3)
         if kind == AxisType.Explicit:
             assert gradient.sharding.spec == specs[name]
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # a CPU emulates 8 bits
+@pytest.mark.parametrize(
+    ("text", "grads", "dtype"),
+    [
+        ("mixed_bfloat16", "float32", "bfloat16"),
+        ("mixed_float8", "float32", "bfloat16"),
+        ("mixed_int8:compute", "float32", "bfloat16"),
+        ("mixed_bfloat16", "accumulator", "float32"),
+        ("mixed_float8", "accumulator", "float32"),
+    ],
+)
+def test_a_weight_s_gradient_is_exchanged_in_the_dtype_of_its_matmul(text, grads, dtype):
+    """Scales of float8 are powers of two, so that its matmul may round before it is scaled."""
+    text = text.replace("mixed_int8:compute", "p=f32,c=bf16,o=f32,m=i8:compute")
+    layer = nn.Dense(16, use_bias=False)
+    with use_policy(text):
+        params = layer.init(jax.random.key(0), X)
+
+        def step(params, x):
+            return value_and_grad(lambda params: layer.apply(params, x).sum(), grads=grads)(params)
+
+        found = collectives_of(jax.jit(step), placed(params, EVERYWHERE), placed(X, SPLIT))
+    kernel = [c.dtype for c in found if c.size == 64]  # the partitioner may turn it over
+    assert [jnp.dtype(one) for one in kernel] == [jnp.dtype(dtype)]
