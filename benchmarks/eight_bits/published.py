@@ -26,7 +26,7 @@ POLICIES = {
     "int8, `tensor`": "p=f32,c=bf16,o=f32,m=i8:tensor",
 }
 DOWN = ".*/mlp/down=p=f32,c=bf16"
-KEPT = {  # of SmolLM2, with a rule: the inputs of its last matrix of a block have outliers
+KEPT = {  # of SmolLM2, with a rule that keeps the last matrix of each block
     "mixed_float8, `mlp/down` in bfloat16": "mixed_float8",
     "mixed_int8, `mlp/down` in bfloat16": "mixed_int8",
 }
