@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policy.optim.explicit_sharding import explicit_spec, reshape, with_spec
 from policy.optim.rounding import random_bits
 
 BLOCK = 128
@@ -213,19 +214,23 @@ def _of_elements(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _in_blocks(x: jax.Array) -> jax.Array:
     """Returns (..., n) as (..., blocks, width), filled up with zeros."""
-    n = x.shape[-1]
+    *lead, n = x.shape
+    *spec, last = explicit_spec(x)
+    if n % BLOCK or n < BLOCK:
+        x, last = with_spec(x, (*spec, None)), None
     if n <= BLOCK:
         return x[..., None, :]
     if n % BLOCK:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % BLOCK)])
-    return x.reshape(*x.shape[:-1], -1, BLOCK)
+    return reshape(x, (*lead, -(-n // BLOCK), BLOCK), (*spec, last, None))
 
 
 def _from_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if scales.shape[-1] == 1:
         return jnp.broadcast_to(scales, shape)
     wide = jnp.broadcast_to(scales[..., None], (*scales.shape, BLOCK))
-    return wide.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    blocks = scales.shape[-1]
+    return reshape(wide, (*shape[:-1], blocks * BLOCK), explicit_spec(scales))[..., : shape[-1]]
 
 
 def _has_tiles(shape: tuple[int, ...]) -> bool:
@@ -239,10 +244,14 @@ def _in_tiles(x: jax.Array, width: int = BLOCK) -> jax.Array:
     reductions and broadcasts of tiles, and writes those of (..., rows, blocks, 128) to memory.
     """
     *more, rows, n = x.shape
-    return x.reshape(*more, rows // _ROWS, _ROWS, n // width, width).swapaxes(-3, -2)
+    *spec, row, last = explicit_spec(x)
+    split = (*more, rows // _ROWS, _ROWS, n // width, width)
+    return reshape(x, split, (*spec, row, None, last, None)).swapaxes(-3, -2)
 
 
 def _from_tiles(x: jax.Array) -> jax.Array:
     """Undoes `_in_tiles`."""
     *more, groups, blocks, rows, width = x.shape
-    return x.swapaxes(-3, -2).reshape(*more, groups * rows, blocks * width)
+    *spec, row, last, _, _ = explicit_spec(x)
+    merged = (*more, groups * rows, blocks * width)
+    return reshape(x.swapaxes(-3, -2), merged, (*spec, row, last))
