@@ -86,6 +86,9 @@ TABLES = {
     "convergence": Table(
         "benchmarks.convergence", "where training ends by storage mode", check=(), quick=None
     ),
+    "moments": Table(
+        "benchmarks.moments", "where training ends by the dtype of moments", quick=None
+    ),
     PACKAGES: Table(
         "benchmarks.packages",
         "published packages' models in bfloat16",
