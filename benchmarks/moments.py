@@ -13,6 +13,10 @@ error     a noisy quadratic: 64 x 128 weights are drawn to targets of about 0.1 
           gradients in a block differ by orders of magnitude. Adam doesn't see c. 2000 steps at
           1e-3, b2 = 0.999; the root mean square of w - t over the last tenth.
 
+update    the error of m / (sqrt(v) + 1e-8) where one of both moments is rounded to nearest by a
+          map of 8-bit codes, in blocks of 128 (`benchmarks.code_maps`); the log of the gradients'
+          magnitudes has deviation sigma. Held against int8's map.
+
 The controls store moments in 8 bits in other ways: `one linear scale` is 127 (255) equal steps for
 each tensor, rounded to nearest; `rounded to nearest` is the codes of int8 without a key, which the
 noise of a model's gradients shifts on, and small steady gradients don't.
@@ -32,6 +36,7 @@ import numpy as np
 import optax
 
 import policy as mp
+from benchmarks.code_maps import errors
 from benchmarks.table import Row, run
 from policy.optim.blockwise import INT8_POSITIVE, INT8_SIGNED, Format, decode, encode
 
@@ -160,7 +165,14 @@ def language_model(storage: Storage, steps: int = 300) -> float:
 
 
 def rows(small: bool = False) -> Iterator[Row]:
-    """Yields every row, as it is measured, float32 first."""
+    """Yields every row, as it is measured, float32 first of each training."""
+    for sigma in (1.0, 2.0):
+        found = errors(sigma)
+        for moment in ("first", "second"):
+            mine = {name: value for name, value in found.items() if name.startswith(moment)}
+            int8 = next(value for name, value in mine.items() if "int8" in name)
+            for name, value in mine.items():
+                yield Row("update", f"{name}, sigma {sigma:g}", value, int8)
     jobs = {
         "nats": lambda storage: language_model(storage, 2 if small else 300),
         "error": lambda storage: quadratic(storage, 20 if small else 2000),
