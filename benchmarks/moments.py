@@ -149,7 +149,8 @@ def language_model(storage: Storage, steps: int = 300) -> float:
     tx = storage.wrap(optax.adamw(schedule, b2=0.999, weight_decay=0.01), "float32")
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        return job.cross_entropy(model.apply({"params": params}, tokens), tokens)
+        logits: Any = model.apply({"params": params}, tokens)
+        return job.cross_entropy(logits, tokens)
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy.optim import apply_gradients, convert, mixed_precision, state_shardings
 from policy.optim.blockwise import FORMATS, decode, encode, scales_shape
 from policy.optim.moment_storage import StoredInner, widen_moments
@@ -107,7 +110,8 @@ def test_a_bare_dtype_is_the_first_moments_and_fields_may_differ(asked, mu, nu):
 def test_moments_are_those_of_float32_to_the_steps_of_their_codes(name):
     tx, params, state = trained(name)
     plain = wrapped(optax.adam(1e-2))
-    truth, exact = PARAMS, plain.init(PARAMS)
+    truth: Any = PARAMS
+    exact: Any = plain.init(PARAMS)
     for step in range(3):
         truth, exact, _ = apply_gradients(plain, truth, exact, gradients(step))
     adam = wide(tx, state)[0]
@@ -339,7 +343,7 @@ def test_a_step_compiles_with_donation_and_as_updates():
     updates, same = jax.jit(tx.update)(gradients(3), state, params)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
-    stepped = optax.apply_updates(params, updates)
+    stepped: Any = optax.apply_updates(params, updates)
     np.testing.assert_allclose(stepped["w"], new["w"], rtol=1e-6, atol=1e-7)
 
 
@@ -350,3 +354,16 @@ def test_trees_of_params_are_found_in_a_state_with_codes():
     assert marked.inner[0].mu == {"b": "param", "w": "param"}
     assert marked.moment_scales[0].nu["w"] == "param"
     assert marked.count == "other"
+
+
+def test_a_train_state_goes_through_bytes_and_steps_as_apply_gradients_does():
+    tx, params, state = trained("int8")
+    made = TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=state)
+    empty = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    again: Any = serialization.from_bytes(empty, serialization.to_bytes(made))
+    with jax.numpy_dtype_promotion("standard"):
+        again = again.apply_gradients(grads=gradients(3))
+    new, after, _ = apply_gradients(tx, params, state, gradients(3))
+    np.testing.assert_allclose(again.params["w"], new["w"], rtol=1e-6, atol=1e-7)
+    for a, b in zip(jax.tree.leaves(again.opt_state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))

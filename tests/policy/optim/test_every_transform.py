@@ -102,7 +102,7 @@ def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "nadamw", "adan", "yogi"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "adan", "yogi"])
 def test_first_moments_of_common_transforms_are_codes(name):
     made = with_codes(name)
     assert made is not None
