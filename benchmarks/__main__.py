@@ -94,6 +94,9 @@ TABLES = {
         quick=("--quick",),
         by_default=False,
     ),
+    "moments": Table(
+        "benchmarks.moments", "where training ends by the dtype of moments", quick=None
+    ),
     PACKAGES: Table(
         "benchmarks.packages",
         "published packages' models in bfloat16",

@@ -204,8 +204,11 @@ def pipelines() -> list[Pipeline]:
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},
     }
+    table += [Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()]
     return table + [
-        Pipeline(name, BF16, BF16, ours(**options)) for name, options in unbudgeted.items()
+        Pipeline(f"{dtype} moments, f32 / bf16", F32, BF16, ours(moment_dtype=both, key=key))
+        for dtype in ("bfloat16", "int8", "float8")
+        for both in ({"mu": dtype, "nu": dtype},)
     ]
 
 

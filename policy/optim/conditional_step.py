@@ -10,6 +10,7 @@ import jax
 import optax
 from jax import lax
 
+from policy.optim.moment_storage import StoredInner
 from policy.optim.param_update import ParamUpdate
 from policy.optim.storage_modes import Encoded
 
@@ -22,13 +23,13 @@ class Operands(NamedTuple):
     Attributes:
       params: a tree of params.
       gradients: their gradients, as they were handed over.
-      inner: the inner transform's state.
+      inner: the inner transform's state, with the scales of its moments.
       masters: a tree like the params, of stored arrays.
     """
 
     params: optax.Params
     gradients: optax.Updates
-    inner: optax.OptState
+    inner: StoredInner
     masters: optax.Params
 
 
@@ -37,11 +38,11 @@ class Results(NamedTuple):
 
     Attributes:
       params: each param's result, in flattening order.
-      inner: the inner transform's state.
+      inner: the inner transform's state, with the scales of its moments.
     """
 
     params: list[Encoded]
-    inner: optax.OptState
+    inner: StoredInner
 
 
 Branch: TypeAlias = Callable[[Operands], Results]

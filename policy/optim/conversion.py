@@ -10,9 +10,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from policy.optim.blockwise import FORMATS
 from policy.optim.checks import check_params
 from policy.optim.master_weights import init_masters, layout_of, without_overwritten
-from policy.optim.moments import narrow_moments
+from policy.optim.moment_storage import StoredInner, narrow_moments, widen_moments
+from policy.optim.moments import has_codes
 from policy.optim.rounding import round_to
 from policy.optim.state import MixedPrecisionState
 from policy.optim.state_checks import require_storage
@@ -189,14 +191,19 @@ def _with_options(
             f"is {optimizer_name(to.inner, fresh.inner)}: start anew with tx.init(params)."
         )
     inner = jax.tree.map(strongly_typed, state.inner)
+    stored = StoredInner(inner, state.moment_scales)
     pairs = zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)
     targets = [_other_dtype(*pair) for pair in pairs]
+    with_scales = has_codes(to.moment_dtypes)
+    new = narrow_moments(
+        widen_moments(stored, targets), targets, like=stored, with_scales=with_scales
+    )
     is_same_kind = type(state.loss_scale) is type(to.loss_scale)
     scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
-    return state._replace(inner=narrow_moments(inner, targets), loss_scale=scale)
+    return state._replace(inner=new.state, moment_scales=new.scales, loss_scale=scale)
 
 
 def _other_dtype(moment: jax.Array, like: jax.ShapeDtypeStruct) -> np.dtype | None:
     """Returns the floating dtype that a leaf has in the new state, where it is another."""
-    is_other = moment.dtype != like.dtype and jnp.issubdtype(moment.dtype, jnp.floating)
-    return like.dtype if is_other else None
+    is_moment = moment.dtype in FORMATS or jnp.issubdtype(moment.dtype, jnp.floating)
+    return like.dtype if is_moment and moment.dtype != like.dtype else None

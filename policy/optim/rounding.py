@@ -104,7 +104,7 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
       dtype: bfloat16 or float16.
       key: a JAX PRNG key, typed or raw.
     """
-    noise = _noise(key, x.shape)
+    noise = random_bits(key, x.shape, 16)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # bits of float32's fraction that the dtype has no room for
     dropped = 16 if dtype == jnp.bfloat16 else 13
@@ -119,8 +119,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, round_to(x, dtype))
 
 
-def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns 16 random bits an element, as uint32: an integer hash of the key and the position.
+def random_bits(key: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
+    """Returns `count` random bits an element, as uint32: a hash of the key and the position.
 
     `jax.random.bits` is as random as encryption needs, and XLA:CPU moves 56 bytes an element for
     it; this fuses into the rounding. The mixer is C. Wellons's `lowbias32` (2018, "Prospecting for
@@ -132,7 +132,7 @@ def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for dimension in range(len(shape)):
         stride = np.uint32(np.prod(shape[dimension + 1 :], dtype=np.uint64) & np.uint64(0xFFFFFFFF))
         x = x + lax.broadcasted_iota(jnp.uint32, shape, dimension) * stride
-    return _mix(_mix(x) ^ words[-1]) >> jnp.uint32(16)
+    return _mix(_mix(x) ^ words[-1]) >> jnp.uint32(32 - count)
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 
+from policy.optim.blockwise import BLOCK, scales_shape
 from policy.optim.checks import is_transform
 from policy.trees import path_name, shortened
 
@@ -18,9 +19,10 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     A leaf belongs to a param if its path ends in the param's and its shape is the param's: moments,
     masters, remainders, Kahan errors. One with more axes in front, such as a history of gradients,
-    has those on every device. All others (counts, scales, a factored second moment's rows and
-    columns) are replicated. For `jax.shard_map`, the specs are
-    ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
+    has those on every device. The scales of 8-bit moments lie as these do, but on every device of
+    the last axis where that is not sharded into whole blocks of 128. All others (counts, the loss
+    scale, a factored second moment's rows and columns) are replicated. For `jax.shard_map`, the
+    specs are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
 
     Args:
       tx: `mixed_precision`'s, or any optax transform.
@@ -61,8 +63,12 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
             if path[start:] in known:
                 shape, sharding = known[path[start:]]
                 more = len(leaf.shape) - len(shape)
-                has_shape = more >= 0 and leaf.shape[more:] == shape
-                return _with_more_axes(sharding, more) if has_shape else everywhere
+                if more >= 0 and leaf.shape[more:] == shape:
+                    return _with_more_axes(sharding, more)
+                is_scales = any(getattr(key, "name", None) == "moment_scales" for key in path)
+                if is_scales and shape and leaf.shape[more:] == scales_shape(shape):
+                    return _with_more_axes(_of_scales(sharding, shape), more)
+                return everywhere
         return everywhere
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
@@ -92,6 +98,16 @@ def _everywhere(known: dict[KeyPath, tuple[tuple[int, ...], Sharding]]) -> Shard
     if place is None or isinstance(place, Sharding):
         return place
     return NamedSharding(place, PartitionSpec())
+
+
+def _of_scales(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """Returns the sharding of the scales of a moment's blocks, from that of its codes."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < len(shape):
+        return sharding
+    *leading, last = sharding.spec
+    if last is None or not sharding.shard_shape(shape)[-1] % BLOCK:
+        return sharding
+    return sharding.update(spec=PartitionSpec(*leading, None))
 
 
 def _with_more_axes(sharding: Sharding, more: int) -> Sharding:

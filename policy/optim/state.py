@@ -64,6 +64,8 @@ class MixedPrecisionState(NamedTuple):
         empty `optax.MaskedNode`.
       mode: () int32, the `storage_code` of the masters. A leaf, so that it is saved and restored
         with them.
+      moment_scales: the scales of moments in 8 bits: a tree like `inner`, with an empty
+        `optax.MaskedNode` for every other leaf; or one such node without such a `moment_dtype`.
 
     Example:
 
@@ -85,6 +87,7 @@ class MixedPrecisionState(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     masters: Any
     mode: jax.Array
+    moment_scales: Any
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:

@@ -14,7 +14,9 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from policy.grads.loss_scale import LossScale
-from policy.optim.moments import moment_targets
+from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
+from policy.optim.moment_storage import StoredInner, scales_of
+from policy.optim.moments import asked_dtypes, has_codes, moment_targets
 from policy.optim.state import Layout, MixedPrecisionState
 from policy.optim.storage_code import storage_code, storage_text
 from policy.optim.storage_modes import MasterWeights, storage_mode
@@ -154,12 +156,15 @@ class LeafLike(NamedTuple):
       shape: its shape.
       dtype: the dtype that it is stored in; None for leaves that are no arrays.
       is_of_param: True if it belongs to one param.
+      codes: the dtype of its codes if its field is stored in 8 bits, also where it is too small for
+        that by itself: inside `jax.shard_map` it may be a part of a larger moment.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype | None
     is_of_param: bool
+    codes: np.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +185,10 @@ class InnerLike:
         shapes = {path: tuple(leaf.shape) for path, leaf in known}
         leaves = jax.tree_util.tree_leaves_with_path(inner)
         targets: list[np.dtype | None] = [None] * len(leaves)
+        asked = targets
         if moment_dtypes is not None:
             targets = moment_targets(inner, params, moment_dtypes)
+            asked = asked_dtypes(inner, params, moment_dtypes)
         return cls(
             tuple(
                 LeafLike(
@@ -189,8 +196,9 @@ class InnerLike:
                     tuple(jnp.shape(leaf)),
                     getattr(leaf, "dtype", None) if target is None else target,
                     _is_of_param(path, tuple(jnp.shape(leaf)), shapes),
+                    dtype if dtype in FORMATS else None,
                 )
-                for (path, leaf), target in zip(leaves, targets, strict=True)
+                for (path, leaf), target, dtype in zip(leaves, targets, asked, strict=True)
             )
         )
 
@@ -208,7 +216,7 @@ def _is_of_param(
 
 
 def check_inner(
-    inner: optax.OptState,
+    stored: StoredInner,
     like: InnerLike | None,
     layout: Layout,
     tx: optax.GradientTransformation,
@@ -219,15 +227,16 @@ def check_inner(
     Integers may have any width, and Python numbers pass: hyperparameters are set from outside.
 
     Args:
-      inner: the state to check.
+      stored: the state to check, and the scales of its moments.
       like: the leaves that the transform makes; None compares names only.
       layout: the layout of the whole state.
       tx: the transform.
       moment_dtypes: see `get_moment_dtypes`.
 
     Raises:
-      ValueError: another transform made it; or a moment has another dtype or shape.
+      ValueError: another transform made it; or a moment or its scales have another dtype or shape.
     """
+    inner = stored.state
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(inner)]
     expected = names if like is None else [leaf.name for leaf in like.leaves]
     optimizer = optimizer_name(tx, inner if names == expected else None)
@@ -251,11 +260,12 @@ def check_inner(
         return
     shapes, dtypes = [], []
     for leaf, expected in zip(jax.tree.leaves(inner), like.leaves, strict=True):
-        name, shape, dtype, is_of_param = expected
-        if is_of_param and jnp.shape(leaf) != shape:
-            shapes.append(f"{name} is {tuple(jnp.shape(leaf))} for {shape}")
-        if is_of_param and _is_other_float(leaf, dtype):
-            dtypes.append(f"{name} is {leaf.dtype} for {dtype}")
+        if not expected.is_of_param:
+            continue
+        if jnp.shape(leaf) != expected.shape:
+            shapes.append(f"{expected.name} is {tuple(jnp.shape(leaf))} for {expected.shape}")
+        if _is_other_dtype(leaf, expected):
+            dtypes.append(f"{expected.name} is {leaf.dtype} for {expected.dtype}")
     if shapes:
         raise ValueError(
             f"state was made for params of other shapes: {shortened(shapes)}. Make one with "
@@ -269,12 +279,43 @@ def check_inner(
             f"{shortened(dtypes)}. Pass the moment_dtype, or Optax's own mu_dtype, that it was "
             f"made with, or {_CONVERT}."
         )
+    _check_scales(stored, like, has_codes(moment_dtypes))
 
 
-def _is_other_float(leaf: Any, dtype: np.dtype | None) -> bool:
-    if not hasattr(leaf, "dtype") or dtype is None:
+def _is_other_dtype(leaf: Any, expected: LeafLike) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or expected.dtype is None or dtype in (expected.dtype, expected.codes):
         return False
-    return jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype != dtype
+    is_code = dtype in FORMATS or expected.dtype in FORMATS
+    return is_code or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _check_scales(stored: StoredInner, like: InnerLike, expects_codes: bool) -> None:
+    """Refuses scales that are not those of the moments beside them."""
+    if isinstance(stored.scales, optax.MaskedNode) == expects_codes:
+        found, asked = ("without", "in") if expects_codes else ("with", "without")
+        raise ValueError(
+            f"state was made {found} moments in 8 bits, but moment_dtype has {asked} such: "
+            f"{_CONVERT}."
+        )
+    wrong = []
+    each = zip(like.leaves, jax.tree.leaves(stored.state), scales_of(stored), strict=True)
+    for expected, leaf, scales in each:
+        has_scales = expected.codes is not None and leaf.dtype == expected.codes
+        shown = _shown(scales) if hasattr(scales, "dtype") else "nothing"
+        needed = f"float32{list(scales_shape(leaf.shape))}" if has_scales else "nothing"
+        if shown != needed:
+            wrong.append(f"{expected.name} has {shown} for {needed}")
+    if wrong:
+        raise ValueError(
+            f"state.moment_scales should be those of the moments beside them, but "
+            f"{shortened(wrong)}. Inside jax.shard_map, a last axis may be sharded into multiples "
+            f"of {BLOCK} only: replicate it."
+        )
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def check_loss_scale(saved: LossScale, of_tx: LossScale) -> None:

@@ -34,7 +34,9 @@ from policy.optim.gradient_checks import (
     per_example,
 )
 from policy.optim.master_weights import inner_params, layout_of, make_masters, without_overwritten
-from policy.optim.moments import check_moments, moment_targets, narrow_moments, widen_moments
+from policy.optim.moment_checks import check_moments
+from policy.optim.moment_storage import StoredInner, narrow_moments, widen_moments
+from policy.optim.moments import has_codes, moment_targets
 from policy.optim.nesting import require_outermost
 from policy.optim.param_update import ParamUpdate
 from policy.optim.rounding import rounding_keys
@@ -94,10 +96,13 @@ class Stepper:
                 "tx holds a mixed_precision already: wrap once, outermost, as in "
                 "mixed_precision(optax.chain(...), policy)."
             )
+        scales: Any = optax.MaskedNode()
         if self.moment_dtypes is not None:
             by_chance = self.key is not None
             _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, by_chance)
-            inner = narrow_moments(inner, moment_targets(inner, params, self.moment_dtypes))
+            targets = moment_targets(inner, params, self.moment_dtypes)
+            with_scales = has_codes(self.moment_dtypes)
+            inner, scales = narrow_moments(inner, targets, with_scales=with_scales)
         self._inner_likes[_shapes_of(wide)] = InnerLike.of(inner, wide, self.moment_dtypes)
         layout = layout_of(params, self.master_weights, optimizer_name(self.inner, inner))
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
@@ -109,6 +114,7 @@ class Stepper:
             count=jnp.zeros((), jnp.int32),
             masters=masters,
             mode=jnp.array(layout.storage, jnp.int32),
+            moment_scales=jax.tree.map(lambda leaf: owned(leaf, seen), scales),
             layout=layout,
         )
 
@@ -137,7 +143,8 @@ class Stepper:
             made = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
             self._inner_likes[key] = made
         like = self._inner_likes[key]
-        check_inner(state.inner, like, state.layout, self.inner, self.moment_dtypes)
+        stored = StoredInner(state.inner, state.moment_scales)
+        check_inner(stored, like, state.layout, self.inner, self.moment_dtypes)
         return is_stored
 
     def update(
@@ -258,7 +265,8 @@ class Stepper:
             each = zip(param_updates, leaves, stored, strict=True)
             return Results([d.skipped(p, kept) for d, p, kept in each], operands.inner)
 
-        operands = Operands(params, gradients, state.inner, state.masters)
+        stored = StoredInner(state.inner, state.moment_scales)
+        operands = Operands(params, gradients, stored, state.masters)
         step = ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
@@ -281,10 +289,11 @@ class Stepper:
         pairs = zip(param_updates, results.params, leaves, strict=True)
         new, inner = [d.result(encoded, p) for d, encoded, p in pairs], results.inner
         if self.check_results:
-            sound, new, inner = self._sound(step, state, (new, inner))
+            sound, new, inner = self._sound(step, (new, inner))
             finite = finite & sound
         return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
-            inner=inner,
+            inner=inner.state,
+            moment_scales=inner.scales,
             loss_scale=state.loss_scale.adjust(finite),
             finite=finite,
             skipped=incremented(state.skipped, ~finite),
@@ -308,46 +317,47 @@ class Stepper:
     def _sound(
         self,
         step: ConditionalStep,
-        state: MixedPrecisionState,
-        results: tuple[list[tuple[jax.Array, Stored]], optax.OptState],
-    ) -> tuple[jax.Array, list[tuple[jax.Array, Stored]], optax.OptState]:
+        results: tuple[list[tuple[jax.Array, Stored]], StoredInner],
+    ) -> tuple[jax.Array, list[tuple[jax.Array, Stored]], StoredInner]:
         """Returns a () bool, True where finite leaves stay finite, and the results selected by it.
 
         Args:
           results: each param's result with its stored array, and the inner state. They are
             replaced by those of a skipped step where the flag is False.
         """
-        params, gradients, _, masters = step.operands
+        params, gradients, inner, masters = step.operands
         leaves, tree = jax.tree.flatten(params)
         encoded, same_inner = step.skip_step(step.operands)
         skipped = zip(step.param_updates, encoded, leaves, strict=True)
         same = [d.result(d.unpacked(e), p) for d, e, p in skipped], same_inner
         each = zip(step.param_updates, leaves, results[0], strict=True)
         moved = [(p + r if step.as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
-        before = [*zip(leaves, tree.flatten_up_to(masters), strict=True)], state.inner
+        before = [*zip(leaves, tree.flatten_up_to(masters), strict=True)], inner
         sound = agreed(stays_finite(before, (moved, results[1])), gradients, self.axis_name)
         return sound, *selected(sound, results, same)
 
     def inner_step(
         self,
         gradients: optax.Updates,
-        inner: optax.OptState,
+        stored: StoredInner,
         wide: optax.Params,
         count: jax.Array,
         extra_args: dict[str, Any],
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[optax.Updates, StoredInner]:
         """Runs the inner transform: float32 updates, and its state in the types that it had."""
-        dtypes = self.moment_dtypes
+        dtypes, inner = self.moment_dtypes, stored.state
         targets = None if dtypes is None else moment_targets(inner, wide, dtypes)
-        computed = inner if targets is None else widen_moments(inner, targets)
+        computed = inner if targets is None else widen_moments(stored, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
         check_stepped(self.inner, gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
-        if targets is not None:
+        new = stored._replace(state=new_inner)
+        if dtypes is not None and targets is not None:
             leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
             keys = rounding_keys(self.key, leaves, count, self.axis_name, first=first)
-            new_inner = narrow_moments(new_inner, targets, keys)
-        return updates, jax.tree.map(as_type_of, new_inner, inner)
+            with_scales = has_codes(dtypes)
+            new = narrow_moments(new_inner, targets, keys, stored, with_scales=with_scales)
+        return updates, jax.tree.map(as_type_of, new, stored)
 
 
 def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:

@@ -21,7 +21,7 @@ from policy import (
     mixed_precision,
     select_tree,
 )
-from policy.optim import finite_of, init_from_master, resync
+from policy.optim import convert, finite_of, init_from_master, resync
 from policy.optim.rounding import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -78,6 +78,40 @@ def test_it_steps_as_apply_gradients_does(param_dtype):
         for a, b in zip(values(ours), values(expected), strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=1e-6)
+
+
+def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
+    def made(moments: Any) -> Any:
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        key = None if moments is None else jax.random.key(1)
+        tx = mixed_precision(optax.adam(1e-2), "float32", moment_dtype=moments, key=key)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def one(model, optimizer):
+        _, gradients = nnx.value_and_grad(loss_fn)(model, jnp.sin(jnp.arange(64.0))[None])
+        optimizer.update(model, gradients)
+
+    model, optimizer = made({"mu": "int8", "nu": "float8"})
+    plain_model, plain = made(None)
+    for _ in range(2):
+        one(model, optimizer)
+        one(plain_model, plain)
+    mu = optimizer.opt_state.inner[0].mu
+    assert (mu.kernel.dtype, mu.bias.dtype) == (jnp.int8, jnp.float32)
+    assert optimizer.opt_state.moment_scales[0].nu.kernel.shape == (64, 1)
+    np.testing.assert_allclose(model.kernel[...], plain_model.kernel[...], atol=0.3 * 2e-2)
+    state = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    again = made({"mu": "int8", "nu": "float8"})
+    nnx.update(again, state)
+    one(*again)
+    one(model, optimizer)
+    for a, b in zip(values(nnx.state(again)), values(nnx.state((model, optimizer))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = convert(optimizer.opt_state, nnx.state(model, nnx.Param), to=plain.tx)
+    nnx.update(plain.opt_state, nnx.state(wide))
+    one(model, plain)
+    assert plain.opt_state.inner[0].mu.kernel.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("param_dtype", DTYPES)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from policy import (
     DynamicLossScale,
@@ -239,6 +240,94 @@ def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
         old = jax.tree.leaves((params, state.masters, state.inner[0].mu))
         params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
         assert all(leaf.is_deleted() for leaf in old)
+
+
+def with_codes(shape, place, axis_name=None):
+    """Returns Adam with moments in 8 bits, a param of that shape and place, and its state."""
+    both = {"mu": "int8", "nu": "int8"}
+    tx = mixed_precision(
+        optax.adam(1e-2), "float32", moment_dtype=both, key=jax.random.key(0), axis_name=axis_name
+    )
+    param = jax.random.normal(jax.random.key(1), shape)
+    params = {"w": jax.device_put(param, jax.NamedSharding(MESH, place))}
+    places = state_shardings(tx, params)
+    return tx, params, jax.jit(tx.init, out_shardings=places)(params), places
+
+
+def two_steps(step, params, state):
+    for _ in range(2):
+        params, state = step(params, state, jax.tree.map(lambda p: jnp.cos(9 * p), params))
+    return params, state
+
+
+LAYOUTS = [((64, 256), P("data")), ((16, 1024), P(None, "data")), ((64, 512), P(None, "data"))]
+
+
+@pytest.mark.parametrize(("shape", "place"), [*LAYOUTS, ((16, 300), P("data"))])
+def test_sharded_moments_in_8_bits_are_a_single_devices_bit_for_bit(shape, place):
+    tx, params, state, places = with_codes(shape, place)
+    is_whole = shape[-1] % 1024 == 0 or place[0] == "data"  # blocks of 128 on each device
+    assert state.moment_scales[0].nu["w"].sharding.is_fully_replicated is not is_whole
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
+    one = jax.device_put((params, state), jax.devices()[0])
+    truth = two_steps(step, *one)
+    found = two_steps(step, params, state)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_array_equal(a, b)
+    kept = found[1].inner[0].mu["w"]
+    assert kept.sharding.is_equivalent_to(places.inner[0].mu["w"], kept.ndim)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("shape", "place"), [*LAYOUTS[:2], ((64, 64), P(None, "data"))])
+def test_moments_in_8_bits_are_stepped_in_parts(shape, place, check_vma):
+    if shape[-1] < 128 and not check_vma:
+        pytest.skip("a scale of parts is shared where types tell so")
+    tx, params, state, places = with_codes(shape, place, None if check_vma else "data")
+    plain = mixed_precision(optax.adam(1e-2), "float32")
+    specs = {"w": place}, jax.tree.map(lambda s: s.spec, places)
+    step = jax.jit(
+        jax.shard_map(
+            lambda p, s, g: apply_gradients(tx, p, s, g)[:2],
+            mesh=MESH,
+            in_specs=(*specs, specs[0]),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )
+    truth, _ = two_steps(
+        lambda p, s, g: apply_gradients(plain, p, s, g)[:2], params, plain.init(params)
+    )
+    new, state = two_steps(step, params, state)
+    np.testing.assert_allclose(new["w"], truth["w"], atol=0.3 * 1e-2)
+    scales = [np.asarray(x.data) for x in state.moment_scales[0].nu["w"].addressable_shards]
+    if state.moment_scales[0].nu["w"].sharding.is_fully_replicated:
+        assert all((x == scales[0]).all() for x in scales)
+
+
+def test_parts_of_a_block_are_refused_by_name():
+    tx, params, state, places = with_codes((64, 512), P(None, "data"))
+    specs = {"w": P(None, "data")}, jax.tree.map(lambda s: s.spec, places)
+    step = jax.shard_map(
+        lambda p, s: apply_gradients(tx, p, s, p)[:2], mesh=MESH, in_specs=specs, out_specs=specs
+    )
+    with pytest.raises(
+        ValueError, match=r"0/mu/w has float32\[64, 4\] for float32\[64, 1\].*into multiples of 128"
+    ):
+        step(params, state)
+
+
+@pytest.mark.parametrize(("shape", "place"), LAYOUTS)
+def test_moments_in_8_bits_step_on_a_mesh_of_explicit_axes(shape, place):
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    tx, params, state, _ = with_codes(shape, place)
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
+    truth = two_steps(step, params, state)
+    with jax.set_mesh(mesh):
+        params = {"w": jax.reshard(jnp.asarray(np.asarray(params["w"])), place)}
+        found = two_steps(step, params, tx.init(params))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

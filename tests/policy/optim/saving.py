@@ -19,29 +19,32 @@ import optax
 from policy.grads.loss_scale import DynamicLossScale
 from policy.optim import apply_gradients, mixed_precision
 
+EIGHT_BITS = "moments in 8 bits"
 MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
+MOMENTS: Any = {"auto": "bfloat16", EIGHT_BITS: {"mu": "int8", "nu": "float8"}}
 KINDS = ("orbax", "msgpack")
 SAVED, STEPS = 6, 12
 FAST: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def transform(mode: Any) -> Any:
+    """The transform of a storage mode, or of `EIGHT_BITS`."""
     rate = optax.linear_schedule(0.1, 0.01, 5)
     adamw: Any = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), 2)
     return mixed_precision(
         adamw,
         "bfloat16",
         loss_scale=DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2),
-        master_weights=mode,
-        moment_dtype="bfloat16" if mode == "auto" else None,
+        master_weights="auto" if mode == EIGHT_BITS else mode,
+        moment_dtype=MOMENTS.get(mode),
         clip_global_norm=1.0,
-        key=jax.random.key(3) if mode in ("auto", "stochastic") else None,
+        key=jax.random.key(3) if mode in (*MOMENTS, "stochastic") else None,
     )
 
 
 @functools.cache
 def start() -> Any:
-    """Mode to params and state."""
+    """Mode, or `EIGHT_BITS`, to params and state."""
     wide = np.random.default_rng(0).normal(size=(2, 3))
     trees = {}
     for mode in MODES:
@@ -51,6 +54,8 @@ def start() -> Any:
             for name, d in zip("abc", (jnp.float32, jnp.bfloat16, other), strict=True)
         }
         trees[mode] = (params, transform(mode).init(params))
+    large = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(16, 300)), jnp.bfloat16)}
+    trees[EIGHT_BITS] = (large, transform(EIGHT_BITS).init(large))
     return trees
 
 
@@ -61,7 +66,7 @@ def _step(trees: Any, step: Any) -> Any:
     )  # one step is skipped
     stepped = {}
     for mode, (params, state) in trees.items():
-        gradients = jax.tree.map(lambda p: jnp.full(p.shape, value), params)
+        gradients = jax.tree.map(lambda p: value * jnp.cos(p.astype(jnp.float32)), params)
         stepped[mode] = apply_gradients(transform(mode), params, state, gradients)[:2]
     return stepped
 

@@ -1,5 +1,6 @@
 """Every transform of optax, in every pair of dtypes: types stay, masters are as in float32."""
 
+import re
 import warnings
 from typing import Any
 
@@ -65,6 +66,47 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
         assert types(after) == types(state)
         assert not any(weak for _, _, weak in types(state))
         assert types(new) == [(p.shape, str(p.dtype), False) for p in jax.tree.leaves(params)]
+
+
+LARGE = {"b": np.ones(3), "w": np.full((32, 160), 0.5)}
+REFUSED = "moment_dtype matched nothing|is refused: it is a running sum"
+
+
+def with_codes(name):
+    """Returns a transform with first moments in 8 bits, params and state; None if it has none."""
+    tx = mixed_precision(
+        make(name, FACTORIES[name]), "float32", moment_dtype="int8", key=jax.random.key(0)
+    )
+    params: Any = tree(LARGE, F32)
+    params = optax.LookaheadParams.init_synced(params) if name in PAIRED else params
+    try:
+        return tx, params, jax.eval_shape(tx.init, params)
+    except ValueError as error:
+        assert re.search(REFUSED, str(error)), error
+        return None
+
+
+@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in PER_EXAMPLE])
+def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
+    made = with_codes(name)
+    if made is None:
+        return
+    tx, params, state = made
+
+    def step(params, state, gradients):
+        extra = extra_arguments(name, params, gradients)
+        return apply_gradients(tx, params, state, gradients, **extra)[:2]
+
+    after = jax.eval_shape(step, params, state, tree(LARGE, BF16))[1]
+    assert types(after) == types(state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adan", "yogi"])
+def test_first_moments_of_common_transforms_are_codes(name):
+    made = with_codes(name)
+    assert made is not None
+    assert jnp.int8 in [x.dtype for x in jax.tree.leaves(made[2].inner)]
 
 
 @pytest.mark.parametrize("name", FACTORIES)

@@ -154,10 +154,11 @@ def test_what_cannot_be_narrow_is_refused_by_name():
         match=r"matched nothing: the state of tx has no field a first moment. Its fields: none",
     ):
         wrapped(optax.sgd(1e-3), moment_dtype=bf16).init(PARAMS)
-    for dtype in ("float8_e4m3fn", "int16", "float64"):
+    for dtype in ("float8_e4m3b11fnuz", "int16", "float64"):
         with pytest.raises(
             ValueError,
-            match=f"moment_dtype should be bfloat16, float16 or float32, but got {dtype}",
+            match="moment_dtype should be bfloat16, float16, float32, 'int8' or 'float8', but got "
+            f"{dtype}",
         ):
             wrapped(optax.adam(1e-3), moment_dtype=dtype)
     with pytest.raises(

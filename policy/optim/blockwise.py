@@ -1,0 +1,257 @@
+"""Moments in 8 bits: codes of the moment's shape, and a float32 scale for each block of 128.
+
+A code is a small floating-point number, relative to the largest magnitude of its block. Blocks lie
+within the last axis, so that codes are sharded as their params are. The formats, with the range
+from the largest number to the smallest above 0:
+
+| moment | int8 | range | float8 | range |
+|---|---|---|---|---|
+| first: signed | sign, 4 bits of exponent, 3 of fraction | 2^17.9 | e4m3fn | 2^17.8 |
+| other: not negative | 5 bits of exponent, 3 of fraction | 2^33.9 | e5m2 | 2^31.8 |
+
+Exponents that reach far below the block's largest number are Dettmers et al.'s dynamic exponents
+(2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861), with 3 bits of fraction at
+every exponent instead of fewer at small ones: codes are bits of a float32, without a table. The
+range that a second moment needs is also what COAT (arXiv:2410.19313) expands a float8 for: e5m2 of
+a second moment has the range and precision of e4m3fn of its root.
+
+A second moment above 0 never becomes 0: the step would be divided by epsilon alone. The smallest
+root of one is 2^-17.0 of the block's largest (float8: 2^-15.9), and thus above the smallest first
+moment, 2^-17.9 (2^-17.8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy.optim.explicit_sharding import explicit_spec, reshape, with_spec
+from policy.optim.rounding import random_bits
+
+BLOCK = 128
+"""Elements that share a scale: the lanes of a TPU's vector register."""
+
+_ROWS = 8  # of a tile, in which a TPU stores float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of 8-bit codes: sign, exponent and fraction, as in a float32.
+
+    Attributes:
+      dtype: the dtype of the codes.
+      exponent_bits: bits of the exponent.
+      fraction_bits: bits of the fraction.
+      largest_code: the code of the largest magnitude.
+      is_signed: False where numbers are not negative; those above 0 never become 0 then.
+    """
+
+    dtype: np.dtype
+    exponent_bits: int
+    fraction_bits: int
+    largest_code: int
+    is_signed: bool
+
+    @property
+    def bias(self) -> int:
+        """The bias of the exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def dropped(self) -> int:
+        """The bits of a float32's fraction that a code has no room for."""
+        return 23 - self.fraction_bits
+
+    @property
+    def smallest_normal(self) -> np.float32:
+        """The smallest number with a full fraction; below it lies a grid of equal steps."""
+        return np.float32(2.0 ** (1 - self.bias))
+
+    @property
+    def largest(self) -> np.float32:
+        """The largest number: that of a block's largest magnitude."""
+        exponent, fraction = divmod(self.largest_code, 2**self.fraction_bits)
+        return np.float32((1 + fraction / 2**self.fraction_bits) * 2.0 ** (exponent - self.bias))
+
+    @property
+    def smallest_scale(self) -> np.float32:
+        """The smallest scale by which the smallest number above 0 is normal in float32."""
+        return np.float32(2.0**-126 * 2**self.fraction_bits) / self.smallest_normal
+
+    @property
+    def largest_scale(self) -> np.float32:
+        """The largest scale by which the largest number is finite in float32."""
+        return np.float32(np.finfo(np.float32).max / self.largest * np.float32(1 - 2.0**-22))
+
+    @property
+    def largest_retention(self) -> float:
+        """The largest decay rate at which a mean that is rounded to nearest converges.
+
+        A mean x of constants g moves by (1 - rate) (g - x), and stops where that is less than half
+        a step between numbers, at most x · 2^-(fraction_bits + 1): at 0.83 g or above.
+        """
+        return 1 - 5 * 2.0 ** -(self.fraction_bits + 1)
+
+
+def _float8(name: str) -> np.dtype:
+    return np.dtype(jnp.dtype(name))
+
+
+INT8_SIGNED = Format(np.dtype("int8"), 4, 3, 127, is_signed=True)
+INT8_POSITIVE = Format(np.dtype("uint8"), 5, 3, 255, is_signed=False)
+FLOAT8_SIGNED = Format(_float8("float8_e4m3fn"), 4, 3, 126, is_signed=True)
+FLOAT8_POSITIVE = Format(_float8("float8_e5m2"), 5, 2, 123, is_signed=False)
+
+FORMATS = {
+    each.dtype: each for each in (INT8_SIGNED, INT8_POSITIVE, FLOAT8_SIGNED, FLOAT8_POSITIVE)
+}
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the scales for codes of a shape."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
+
+
+@functools.partial(jax.jit, static_argnames=("form", "axes"), inline=True)
+def encode(
+    x: jax.Array, form: Format, key: jax.Array | None = None, axes: tuple[Hashable, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Rounds `x` to 8-bit codes and the scales of their blocks.
+
+    The largest magnitude of a block stays as it is. A block that holds a number that is not finite
+    is NaN altogether.
+
+    Args:
+      x: (..., n) float32.
+      form: the format of the codes.
+      key: a PRNG key of stochastic rounding, of which the mean is `x`; None rounds to nearest.
+      axes: mapped axes over which the devices share a block's scale.
+
+    Returns:
+      Codes, (..., n), and scales, (..., n / 128 rounded up) float32.
+    """
+    largest = _largest_magnitudes(x)
+    if axes:
+        largest = lax.pmax(largest, axes)
+    scales = jnp.clip(largest / form.largest, form.smallest_scale, form.largest_scale)
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.full_like(scales, jnp.nan))
+    return _codes(x, _of_elements(1 / scales, x.shape), form, key), scales
+
+
+@functools.partial(jax.jit, static_argnames="form", inline=True)
+def decode(codes: jax.Array, scales: jax.Array, form: Format) -> jax.Array:
+    """Returns the float32 numbers that codes and the scales of their blocks stand for."""
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+    magnitude = bits & jnp.uint32(0x7F if form.is_signed else 0xFF)
+    fraction = magnitude << jnp.uint32(form.dropped)
+    normal = _as_float(fraction + jnp.uint32((127 - form.bias) << 23))
+    small = _as_float(fraction | _bits(form.smallest_normal)) - form.smallest_normal
+    x = jnp.where(magnitude < jnp.uint32(2**form.fraction_bits), small, normal)
+    if form.is_signed:
+        x = _as_float(_bits(x) | ((bits & jnp.uint32(0x80)) << jnp.uint32(24)))
+    return x * _of_elements(scales, codes.shape)
+
+
+def _codes(x: jax.Array, factors: jax.Array, form: Format, key: jax.Array | None) -> jax.Array:
+    scaled = jnp.abs(x) * factors
+    is_small = scaled < form.smallest_normal
+    # numbers of the grid plus smallest_normal are float32 numbers with the fraction of a code
+    bits = _bits(jnp.where(is_small, scaled + form.smallest_normal, scaled))
+    half = jnp.uint32(1 << (form.dropped - 1))
+    noise = half if key is None else random_bits(key, x.shape, form.dropped)
+    rounded = ((bits + noise) >> jnp.uint32(form.dropped)).astype(jnp.int32)
+    first = jnp.int32((127 - form.bias) << form.fraction_bits)
+    code = rounded - first - jnp.where(is_small, jnp.int32(2**form.fraction_bits), jnp.int32(0))
+    code = jnp.minimum(code, jnp.int32(form.largest_code))
+    if form.is_signed:
+        code = code | (_bits(x) >> jnp.uint32(31) << jnp.uint32(7)).astype(jnp.int32)
+    else:
+        code = jnp.maximum(code, (x > 0).astype(jnp.int32))
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), form.dtype)
+
+
+def _bits(x: jax.Array | np.float32) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _largest_magnitudes(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude of each block of (..., n); NaN where a block has one.
+
+    By the bits: XLA:CPU drops NaN from a maximum of floats.
+    """
+    bits = (_bits(x) & jnp.uint32(0x7FFFFFFF)).astype(jnp.int32)
+    if not _has_tiles(x.shape):
+        largest = _in_blocks(bits).max(axis=-1, initial=0)
+    else:
+        largest = lax.platform_dependent(
+            bits,
+            tpu=lambda bits: _from_tiles(_in_tiles(bits).max(axis=-1, keepdims=True)),
+            default=lambda bits: _in_blocks(bits).max(axis=-1),
+        )
+    return _as_float(largest)
+
+
+def _of_elements(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeats the scales of blocks for each of their elements: (..., blocks) to `shape`."""
+    if not _has_tiles(shape):
+        return _from_blocks(scales, shape)
+    return lax.platform_dependent(
+        scales,
+        tpu=lambda scales: _from_tiles(jnp.repeat(_in_tiles(scales, 1), BLOCK, axis=-1)),
+        default=lambda scales: _from_blocks(scales, shape),
+    )
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    """Returns (..., n) as (..., blocks, width), filled up with zeros."""
+    *lead, n = x.shape
+    *spec, last = explicit_spec(x)
+    if n % BLOCK or n < BLOCK:
+        x, last = with_spec(x, (*spec, None)), None
+    if n <= BLOCK:
+        return x[..., None, :]
+    if n % BLOCK:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % BLOCK)])
+    return reshape(x, (*lead, -(-n // BLOCK), BLOCK), (*spec, last, None))
+
+
+def _from_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if scales.shape[-1] == 1:
+        return jnp.broadcast_to(scales, shape)
+    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, BLOCK))
+    blocks = scales.shape[-1]
+    return reshape(wide, (*shape[:-1], blocks * BLOCK), explicit_spec(scales))[..., : shape[-1]]
+
+
+def _has_tiles(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and shape[-1] % BLOCK == 0 and shape[-2] % _ROWS == 0
+
+
+def _in_tiles(x: jax.Array, width: int = BLOCK) -> jax.Array:
+    """Returns (..., rows, blocks · width) as (..., rows / 8, blocks, 8, width).
+
+    A TPU stores float32 in tiles of 8 x 128, so that this moves nothing there. Its compiler fuses
+    reductions and broadcasts of tiles, and writes those of (..., rows, blocks, 128) to memory.
+    """
+    *more, rows, n = x.shape
+    *spec, row, last = explicit_spec(x)
+    split = (*more, rows // _ROWS, _ROWS, n // width, width)
+    return reshape(x, split, (*spec, row, None, last, None)).swapaxes(-3, -2)
+
+
+def _from_tiles(x: jax.Array) -> jax.Array:
+    """Undoes `_in_tiles`."""
+    *more, groups, blocks, rows, width = x.shape
+    *spec, row, last, _, _ = explicit_spec(x)
+    merged = (*more, groups * rows, blocks * width)
+    return reshape(x.swapaxes(-3, -2), merged, (*spec, row, last))

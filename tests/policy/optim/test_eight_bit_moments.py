@@ -1,0 +1,369 @@
+"""`moment_dtype` of "int8" and "float8": which moments are codes, their bytes, and their steps."""
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy.optim import apply_gradients, convert, mixed_precision, state_shardings
+from policy.optim.blockwise import FORMATS, decode, encode, scales_shape
+from policy.optim.moment_storage import StoredInner, widen_moments
+from policy.optim.moments import moment_targets
+
+KEY = jax.random.key(1)
+INT8, FLOAT8 = ({"mu": name, "nu": name} for name in ("int8", "float8"))
+PARAMS = {"w": jnp.full((32, 160), 0.5), "b": jnp.ones(160)}
+CODES = {"int8": ("int8", "uint8"), "float8": ("float8_e4m3fn", "float8_e5m2")}
+
+
+def wrapped(tx: Any, moment_dtype: Any = None, key: Any = KEY, **options: Any) -> Any:
+    key = None if moment_dtype is None else key
+    return mixed_precision(tx, "float32", moment_dtype=moment_dtype, key=key, **options)
+
+
+def gradients(step: Any, params: Any = PARAMS) -> Any:
+    key = jax.random.fold_in(jax.random.key(7), step)
+    return jax.tree.map(lambda p: jax.random.normal(key, p.shape), params)
+
+
+def wide(tx: Any, state: Any, params: Any = PARAMS) -> Any:
+    """The inner state with float32 moments."""
+    targets = moment_targets(state.inner, params, tx.moment_dtypes)
+    return widen_moments(StoredInner(state.inner, state.moment_scales), targets)
+
+
+@functools.cache
+def trained(name: str) -> Any:
+    """Transform, params and state after three steps of Adam."""
+    tx = wrapped(optax.adam(1e-2), {"mu": name, "nu": name}, loss_scale=8.0)
+    params, state = PARAMS, tx.init(PARAMS)
+    for step in range(3):
+        params, state, finite = apply_gradients(tx, params, state, gradients(step))
+        assert finite
+    return tx, params, state
+
+
+def bits(x: Any) -> np.ndarray:
+    return np.atleast_1d(x).view(np.uint8)
+
+
+def shapes(tree: Any) -> Any:
+    return [(x.shape, str(x.dtype), x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_both_moments_of_a_large_leaf_take_two_bytes_and_their_scales(name):
+    tx = wrapped(optax.adam(1e-3), {"mu": name, "nu": name})
+    params = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
+    state: Any = jax.eval_shape(tx.init, params)
+    adam, scales = state.inner[0], state.moment_scales[0]
+    assert (str(adam.mu["w"].dtype), str(adam.nu["w"].dtype)) == CODES[name]
+    assert adam.mu["w"].shape == adam.nu["w"].shape == (1024, 4096)
+    assert scales.mu["w"].shape == scales.nu["w"].shape == (1024, 32)
+    moments = jax.tree.leaves((adam.mu, adam.nu, scales.mu, scales.nu))
+    taken = sum(x.size * x.dtype.itemsize for x in moments) / (1024 * 4096)
+    assert taken == 2 + 2 * 4 / 128 < 2.1
+
+
+def test_small_leaves_and_those_of_a_short_last_axis_stay_float32():
+    shapes = {"w": (16, 256), "small": (16, 255), "short": (4096, 15), "none": (0, 8), "scalar": ()}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state: Any = jax.eval_shape(wrapped(optax.adam(1e-3), INT8).init, params)
+    dtypes = {name: str(x.dtype) for name, x in state.inner[0].nu.items()}
+    assert dtypes == dict.fromkeys(shapes, "float32") | {"w": "uint8"}
+    assert [x.shape for x in jax.tree.leaves(state.moment_scales)] == [(16, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "mu", "nu"),
+    [
+        ("int8", "int8", "float32"),
+        ("float8", "float8_e4m3fn", "float32"),
+        ({"mu": jnp.int8, "nu": "bfloat16"}, "int8", "bfloat16"),
+        ({"mu": "bf16", "nu": "float8"}, "bfloat16", "float8_e5m2"),
+        ({"mu": "float8_e4m3fn", "nu": "uint8"}, "float8_e4m3fn", "uint8"),
+    ],
+)
+def test_a_bare_dtype_is_the_first_moments_and_fields_may_differ(asked, mu, nu):
+    tx = wrapped(optax.adam(1e-3), asked)
+    adam: Any = jax.eval_shape(tx.init, PARAMS).inner[0]
+    assert (str(adam.mu["w"].dtype), str(adam.nu["w"].dtype)) == (mu, nu)
+    assert (
+        tx.moment_dtypes
+        == mixed_precision(
+            optax.adam(1e-3), "float32", moment_dtype=tx.moment_dtypes, key=KEY
+        ).moment_dtypes
+    )
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_moments_are_those_of_float32_to_the_steps_of_their_codes(name):
+    tx, params, state = trained(name)
+    plain = wrapped(optax.adam(1e-2))
+    truth: Any = PARAMS
+    exact: Any = plain.init(PARAMS)
+    for step in range(3):
+        truth, exact, _ = apply_gradients(plain, truth, exact, gradients(step))
+    adam = wide(tx, state)[0]
+    magnitudes = sum(0.1 * np.abs(np.asarray(gradients(step)["w"])) for step in range(3))
+    for field in ("mu", "nu"):
+        form = FORMATS[getattr(state.inner[0], field)["w"].dtype]
+        got, right = (
+            np.asarray(getattr(x, field)["w"], np.float64) for x in (adam, exact.inner[0])
+        )
+        # each of three steps rounds by less than a step between codes; terms of mu may cancel
+        largest = magnitudes if field == "mu" else right
+        room = 3 * 2.0**-form.fraction_bits * largest + 1e-9
+        np.testing.assert_array_less(np.abs(got - right), room)
+        np.testing.assert_array_equal(
+            getattr(adam, field)["b"], getattr(exact.inner[0], field)["b"]
+        )
+    np.testing.assert_allclose(params["w"], truth["w"], atol=0.3 * 3e-2)
+    np.testing.assert_array_equal(params["b"], truth["b"])
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_a_second_moment_decays_beside_a_block_maximum_that_stays(name):
+    params = jnp.zeros((32, 128))
+    tx = wrapped(optax.adam(0.0, b2=0.999), {"nu": name})
+    state: Any = tx.init(params)
+    nu = jnp.full((32, 128), 0.3).at[:, 0].set(1.0)
+    adam = state.inner[0]
+    form = FORMATS[adam.nu.dtype]
+    codes, scales = encode(nu, form)
+    inner = (adam._replace(nu=codes), *state.inner[1:])
+    scaled = (state.moment_scales[0]._replace(nu=scales), *state.moment_scales[1:])
+    state = state._replace(inner=inner, moment_scales=scaled)
+    kept = jnp.zeros((32, 128)).at[:, 0].set(1.0)  # keeps the maximum at 1
+
+    def step(state, _):
+        return apply_gradients(tx, params, state, kept)[1], None
+
+    state = jax.lax.scan(step, state, None, length=700)[0]
+    seen = np.asarray(wide(tx, state, params)[0].nu, np.float64)
+    np.testing.assert_allclose(seen[:, 0], 1, rtol=1e-3)
+    start = float(decode(codes, scales, form)[0, 1])
+    np.testing.assert_allclose(seen[:, 1:].mean(), start * 0.999**700, rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(1e-3),
+        optax.sgd(0.1, momentum=0.9),
+        optax.lion(1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
+        optax.inject_hyperparams(optax.adam)(1e-3),
+        optax.partition({"a": optax.adam(1e-3), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_state_keeps_every_type_inside_of_optax_wrappers(tx, dtype):
+    tx = wrapped(tx, "int8", loss_scale="dynamic")
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    state = jax.eval_shape(tx.init, params)
+    assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(state.inner))
+    for step in (
+        lambda p, s: apply_gradients(tx, p, s, gradients(0))[1],
+        lambda p, s: tx.update(gradients(0), s, p)[1],
+        lambda p, s: jax.vmap(lambda s: apply_gradients(tx, p, s, gradients(0))[1])(
+            jax.tree.map(lambda leaf: leaf[None], s)
+        ),
+    ):
+        after = jax.eval_shape(step, params, state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        if after.count.shape == ():
+            assert shapes(after) == shapes(state)
+        else:
+            assert [(x[0][1:], *x[1:]) for x in shapes(after)] == shapes(state)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_results": True}])
+def test_a_step_that_is_not_finite_keeps_codes_and_scales(options):
+    _, params, before = trained("int8")
+    tx = wrapped(optax.adam(1e-2), INT8, loss_scale=8.0, **options)
+    bad = {**gradients(3), "w": gradients(3)["w"].at[3, 5].set(jnp.nan)}
+    new, after, finite = apply_gradients(tx, params, before, bad)
+    assert not finite
+    for a, b in zip(
+        jax.tree.leaves((new, after.inner, after.moment_scales)),
+        jax.tree.leaves((params, before.inner, before.moment_scales)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert apply_gradients(tx, params, before, gradients(3))[2]
+
+
+def test_without_skipping_a_number_that_is_not_finite_stays_so():
+    tx = wrapped(optax.adam(1e-2), INT8, skip_nonfinite=False)
+    params, state = PARAMS, tx.init(PARAMS)
+    bad = {**gradients(0), "w": gradients(0)["w"].at[3, 5].set(jnp.inf)}
+    for grads in (bad, gradients(1)):
+        params, state, _ = apply_gradients(tx, params, state, grads)
+    nu = np.asarray(wide(tx, state)[0].nu["w"])
+    assert np.isnan(nu[3, :128]).all()
+    assert np.isfinite(np.delete(nu, 3, 0)).all()
+    assert np.isnan(np.asarray(params["w"])[3, 5])
+
+
+def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
+    params = {"a": jnp.zeros((32, 128)), "b": jnp.zeros((32, 128))}
+    tx = wrapped(optax.trace(0.0), "int8")
+    value = jnp.full((32, 128), 0.55).at[:, 0].set(1.0)  # between two codes
+    state: Any = tx.init(params)
+    seen = []
+    for _ in range(2):
+        state = apply_gradients(tx, params, state, {"a": value, "b": value})[1]
+        seen += [np.asarray(state.inner.trace[name]) for name in "ab"]
+    assert all(len(np.unique(x[:, 1:])) == 2 for x in seen)
+    assert all((seen[i] != seen[j]).any() for i in range(4) for j in range(i))
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_a_copied_state_goes_on_bit_for_bit(name, through):
+    tx, params, state = trained(name)
+    again = through(state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    ends = [apply_gradients(tx, params, x, gradients(3))[:2] for x in (state, again)]
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+OTHERS = [None, "bfloat16", {"mu": "float8", "nu": "int8"}, {"nu": "int8"}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
+    tx, params, state = trained("int8")
+    loads = wrapped(optax.adam(1e-2), other, loss_scale=8.0)
+    text = r"moments of other dtypes than moment_dtype=.* stores: .*0/(mu|nu)/w is \w+ for \w+"
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(loads, params, state, gradients(3))
+    made = convert(state, params, to=loads)
+    assert shapes(made) == shapes(loads.init(params))
+    assert jax.tree.structure(made) == jax.tree.structure(loads.init(params))
+    new = made.inner if other is None else wide(loads, made)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(wide(tx, state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2.0**-4, atol=2.0**-9 * np.abs(b).max())
+    _, made, finite = apply_gradients(loads, params, made, gradients(3))
+    assert finite
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(tx, params, made, gradients(3))
+    back = convert(made, params, to=tx)
+    assert shapes(back) == shapes(state)
+    assert apply_gradients(tx, params, back, gradients(3))[2]
+
+
+def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
+    tx, params, state = trained("int8")
+    half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
+    texts = "without moments in 8 bits, but", r"0/mu/w has float32\[32, 1\] for float32\[32, 2\]"
+    for scales, text in zip((optax.MaskedNode(), half), texts, strict=True):
+        with pytest.raises(ValueError, match=text):
+            apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
+    small = {"b": jnp.ones(4)}
+    made = wrapped(optax.adam(1e-2), INT8).init(small)
+    with pytest.raises(ValueError, match="with moments in 8 bits, but moment_dtype has without"):
+        apply_gradients(wrapped(optax.adam(1e-2)), small, made, small)
+
+
+def test_what_8_bits_cannot_store_is_refused_by_name():
+    def refuses(text: str, tx: Any, moment_dtype: Any, key: Any = KEY) -> None:
+        with pytest.raises(ValueError, match=text):
+            wrapped(tx, moment_dtype, key).init(PARAMS)
+
+    adam = optax.adam(1e-3)
+    refuses(
+        "'mu' is 8 bits, but a step keeps 0.9 of it, and above 0.69 .* key=", adam, "int8", None
+    )
+    refuses("'nu' is 8 bits, but a step keeps 0.999 of it", adam, {"nu": "int8"}, None)
+    refuses("and above 0.38 rounding", optax.adam(1e-3, b2=0.5), {"nu": "float8"}, None)
+    refuses("'v' is 8 bits, in which fields .* negative", optax.adan(1e-3), {"v": "int8"})
+    refuses("it is a running sum", optax.adagrad(1e-3), {"sum_of_squares": "int8"})
+    refuses("copy of the params", optax.contrib.schedule_free_sgd(1e-3), {"z": "int8"})
+    refuses("no field 'n'. Its fields: count, mu, nu", adam, {"n": "int8"})
+    for name, dtype in (("nu", "float8_e4m3fn"), ("mu", "float8_e5m2"), ("mu", "uint8")):
+        refuses(f"'{name}' should be 'int8' or 'float8' in 8 bits, but got", adam, {name: dtype})
+    needs: Any = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
+    odd = optax.GradientTransformationExtraArgs(adam.init, needs)
+    refuses("'mu' can't be checked", odd, "int8", None)
+    assert wrapped(odd, "int8").init(PARAMS).inner[0].mu["w"].dtype == jnp.int8
+    slow = wrapped(optax.adam(1e-3, b1=0.5, b2=0.6), INT8, None).init(PARAMS)  # fast enough
+    assert slow.inner[0].nu["w"].dtype == jnp.uint8
+
+
+MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "of_scales"),
+    [
+        ((64, 512), ("data", "model"), ("data", "model")),
+        ((64, 256), ("data", "model"), ("data", "model")),
+        ((64, 256), ("model", "data"), ("model", None)),  # 64 elements a device
+        ((64, 640), ("data", "model"), ("data", None)),
+        ((512, 64), (None, "model"), (None, None)),
+        ((64, 1000), ("data",), ("data",)),
+        ((8192,), (("data", "model"),), (("data", "model"),)),
+        ((3, 64, 512), (None, "data", "model"), (None, "data", "model")),
+    ],
+)
+def test_codes_lie_as_their_param_and_scales_where_blocks_are_whole(shape, spec, of_scales):
+    place = NamedSharding(MESH, PartitionSpec(*spec))
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)}
+    tx = wrapped(optax.adam(1e-3), INT8)
+    found: Any = state_shardings(tx, params)
+    assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(tx.init, params))
+    assert found.inner[0].mu["w"].spec == found.inner[0].nu["w"].spec == PartitionSpec(*spec)
+    scales = found.moment_scales[0].nu["w"]
+    assert scales.spec == PartitionSpec(*of_scales)
+    scales.shard_shape(scales_shape(shape))  # it divides
+
+
+def test_a_step_compiles_with_donation_and_as_updates():
+    tx, params, state = trained("int8")
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
+    given = jax.tree.map(jnp.copy, (params, state))
+    new, after = step(*given, gradients(3))
+    assert all(x.is_deleted() for x in jax.tree.leaves((given[0], given[1].inner)))
+    updates, same = jax.jit(tx.update)(gradients(3), state, params)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+    stepped: Any = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(stepped["w"], new["w"], rtol=1e-6, atol=1e-7)
+
+
+def test_trees_of_params_are_found_in_a_state_with_codes():
+    tx, _, state = trained("int8")
+    map_params: Any = optax.tree_utils.tree_map_params
+    marked = map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "other")
+    assert marked.inner[0].mu == {"b": "param", "w": "param"}
+    assert marked.moment_scales[0].nu["w"] == "param"
+    assert marked.count == "other"
+
+
+def test_a_train_state_goes_through_bytes_and_steps_as_apply_gradients_does():
+    tx, params, state = trained("int8")
+    made = TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=state)
+    empty = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    again: Any = serialization.from_bytes(empty, serialization.to_bytes(made))
+    with jax.numpy_dtype_promotion("standard"):
+        again = again.apply_gradients(grads=gradients(3))
+    new, after, _ = apply_gradients(tx, params, state, gradients(3))
+    np.testing.assert_allclose(again.params["w"], new["w"], rtol=1e-6, atol=1e-7)
+    for a, b in zip(jax.tree.leaves(again.opt_state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
