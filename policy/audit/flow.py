@@ -29,6 +29,11 @@ def is_narrow(dtype: str) -> bool:
     return 0 < bits(dtype) < 32
 
 
+def is_eight_bits(dtype: str) -> bool:
+    """Returns whether matmuls multiply a dtype in 8 bits: int8, or a float of 8 bits."""
+    return dtype == "int8" or bits(dtype) == 8
+
+
 def is_wide(dtype: str) -> bool:
     """Returns whether a dtype is float32 or float64."""
     return bits(dtype) >= 32
@@ -114,7 +119,7 @@ class Flow:
       states: arguments and outputs that may be one state, before and after the call.
       asked: the dtypes requested while it was traced.
       matmuls: its matmuls and convolutions.
-      multiplies_in_half: whether a matmul in it has only half operands.
+      multiplies_in_half: whether a matmul in it has only half operands, or 8-bit ones.
     """
 
     def __init__(
@@ -130,7 +135,8 @@ class Flow:
         self.asked = Asked() if asked is None else asked
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(
-            all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls
+            all(is_narrow(v.dtype) or v.dtype == "int8" for v in node.inputs[:2])
+            for node in self.matmuls
         )
         self._widenings = self._find_widenings()
         self._leaking = self._find_leaks()

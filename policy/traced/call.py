@@ -19,6 +19,7 @@ from policy._jaxpr.upcast import dtype_of, dtypes_of, is_half
 from policy._jaxpr.walk import walk
 from policy.autocast.transform import autocast
 from policy.callables import require_function
+from policy.matmul_dtypes import INT8
 from policy.parameters import ParamsArgument
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
@@ -314,10 +315,12 @@ def _with_reference(call: Call, program: Program) -> Program:
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:
-    """Returns whether a program has a matmul or convolution of half operands."""
+    """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
     return any(
         site.name in MATMULS
-        and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
+        and any(
+            is_half(d) or d == INT8 for d in map(dtype_of, site.equation.invars) if d is not None
+        )
         for site in walk(jaxpr)
     )
 
@@ -325,4 +328,5 @@ def multiplies_in_half(jaxpr: Any) -> bool:
 def short_text(policy: Policy) -> str:
     """Returns the policy's preset name, or its text form if it has none."""
     presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    presets = (*presets, "mixed_float8", "mixed_int8")
     return next((name for name in presets if get_policy(name) == policy), str(policy))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.tree import ModuleNode, tree_of
+from policy.audit.report import is_matmul
 from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
     OUTSIDE,
@@ -78,6 +79,7 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     shares = join_markup(
         (
             bar("FLOPs", audit.flops_by_dtype, amount),
+            *_of_matmuls(audit),
             bar("Bytes", audit.bytes_by_dtype, _memory),
         )
     )
@@ -100,6 +102,11 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     )
 
 
+def _of_matmuls(audit: Audit) -> Iterable[Markup]:
+    if audit.eight_bit_matmul_share:
+        yield bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount)
+
+
 def _section(name: str, title: str, *parts: Markup) -> Markup:
     return tag(
         "section",
@@ -111,16 +118,18 @@ def _section(name: str, title: str, *parts: Markup) -> Markup:
 
 
 def _summary(audit: Audit) -> Markup:
-    matmuls = [op for op in audit.operations if op.kind in ("dot", "convolution")]
+    matmuls = [op for op in audit.operations if is_matmul(op)]
     share = (
         f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
         if matmuls
         else "no matmul"
     )
+    eight = audit.eight_bit_matmul_share
     found = len(audit.findings)
     parts = (
         f"{found} finding{'' if found == 1 else 's'}",
         f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs",
+        *([f"{eight:.0%} of matmul FLOPs in 8 bits"] if eight else []),
         share,
     )
     return tag("p", " · ".join(parts), class_="summary")
@@ -249,6 +258,8 @@ def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
             class_="bar small",
             aria_hidden="true",
         )
+    if node.matmul_shares:
+        yield tag("span", f"matmuls: {node.matmul_shares}", class_="amount")
     if node.findings:
         yield tag(
             "span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark"
