@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from policy._jaxpr.dependence import PARAMETER, dependences
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
 from policy._jaxpr.paths import Path, divided, once
@@ -14,7 +15,6 @@ from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike
 
-_PARAM, _OTHER, _COTANGENT = 1, 2, 4  # what a value depends on, as bits
 _AS_IT_IS = MOVES_DATA | CASTS
 
 
@@ -41,7 +41,7 @@ def weight_matmuls(graph: Graph, params: Collection[int]) -> Iterator[WeightMatm
     for node in graph.nodes:
         if kind_of(node.name) != "dot" or len(node.inputs) < 2 or is_joint(node):
             continue
-        weights = [i for i in (0, 1) if made_of[id(node.inputs[i])] == _PARAM]
+        weights = [i for i in (0, 1) if made_of[id(node.inputs[i])] == PARAMETER]
         if len(weights) == 1:
             yield WeightMatmul(node, weights[0])
         elif not weights and is_cotangent(node) and _is_gradient(node):
@@ -68,33 +68,6 @@ def _was_floating(value: Value) -> bool:
         seen.update(map(id, fresh))
         waiting.extend(fresh)
     return False
-
-
-def is_weight(made_of: int) -> bool:
-    """Returns whether a value depends on parameters alone; see `dependences`."""
-    return made_of == _PARAM
-
-
-def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
-    """Returns, by a value's id, bits that tell whether it depends on parameters, on others, and on
-    what the backward pass computes.
-    """
-    found: dict[int, int] = {
-        id(value): _PARAM if i in params else _OTHER for i, value in enumerate(graph.arguments)
-    }
-    for _ in range(2):  # carries depend on what their bodies return
-        for node in graph.traced:
-            on = _COTANGENT if is_cotangent(node) and node.name not in _AS_IT_IS else 0
-            for value in node.inputs:
-                on |= _of(value, found)
-            found.update((id(out), on) for out in node.outputs)
-    for node in graph.traced:
-        found.update((id(value), _of(value, found)) for value in node.inputs)
-    return found
-
-
-def _of(value: Value, found: dict[int, int]) -> int:
-    return found.get(id(value), 0)
 
 
 def _is_gradient(node: Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from policy._jaxpr.codes import NO_CODES, Codes, codes_of
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened
@@ -46,6 +47,7 @@ class Program:
       reference: the function's float32 trace, paired with the jaxpr; None if there is no such
         trace.
       refused: the reason for the missing reference.
+      codes: its casts to 8 bits.
     """
 
     jaxpr: Any
@@ -55,6 +57,7 @@ class Program:
     route: Route
     reference: Reference | None = None
     refused: str = ""
+    codes: Codes = NO_CODES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +299,9 @@ def _with_reference(call: Call, program: Program) -> Program:
     Code that names a half dtype explicitly may have no such trace; any exception then becomes
     `refused`.
     """
-    if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
+    codes = codes_of(program.jaxpr, call.differentiated())
+    program = dataclasses.replace(program, codes=codes)
+    if not codes.roundings and not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
         return program  # already float32
     arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
     try:
@@ -311,7 +316,9 @@ def _with_reference(call: Call, program: Program) -> Program:
         return dataclasses.replace(
             program, refused="it returns other values than in half precision"
         )
-    return dataclasses.replace(program, reference=reference_of(program.jaxpr, wide.jaxpr))
+    return dataclasses.replace(
+        program, reference=reference_of(program.jaxpr, wide.jaxpr, codes.inner)
+    )
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:

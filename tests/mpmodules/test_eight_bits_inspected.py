@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from jax import lax
 import policy
 from mpmodules import linen, nnx, use_policy
 from policy.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED
+from policy.audit.render.html import page
 from policy.testing import assert_dots_in, assert_matmuls_obey
-from tests.mpmodules.test_eight_bits import EIGHT, LINEN, NNX, Net, X, loss_of, rngs
+from tests.mpmodules.test_eight_bits import EIGHT, LINEN, NNX, Net, X, error, loss_of, rngs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning"),
@@ -229,3 +231,83 @@ def test_rules_by_class_and_programs_without_a_matmul_of_a_parameter_are_refused
         assert_matmuls_obey(jnp.matmul, (X, X), "f32", rules={flax.linen.Dense: "bf16"})
     with pytest.raises(AssertionError, match="no matmul of a parameter: nothing would be"):
         assert_matmuls_obey(lambda w, x: w["a"] + x @ x.T, ({"a": 1.0}, X[0]), "f32")
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparisons
+# --------------------------------------------------------------------------------------------------
+
+
+class Pair(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(8, name="head")(linen.relu(linen.Dense(16, name="up")(x)))
+
+
+def losses(text: str, v: Any, x: Any) -> Any:
+    def loss(v: Any) -> Any:
+        with use_policy(text):
+            return (Pair().apply(v, x).astype(jnp.float32) ** 2).mean()
+
+    return jax.grad(loss)(v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "f32"])
+@pytest.mark.parametrize("kind", ["f8", "i8"])
+def test_compare_measures_the_error_that_8_bits_really_bring(kind, compute):
+    text = f"p=f32,c={compute},o=f32,m={kind}"
+    x = X[0]
+    v = Pair().init(jax.random.key(0), x)
+    real = jax.tree.map(error, losses(text, v, x), losses("float32", v, x))
+
+    def loss(v: Any, x: Any) -> Any:
+        return (Pair().apply(v, x).astype(jnp.float32) ** 2).mean()
+
+    comparison = policy.compare(loss, v, x, policy=text, backward=True)
+    found = [row.error for row in comparison.parameters]
+    assert found == pytest.approx(jax.tree.leaves(real), rel=1e-2) and min(found) > 1e-3
+    assert not comparison.unpaired and {row.path for row in comparison.activations} > {"up", "head"}
+    assert {(one.path, one.operand) for one in comparison.codes} == {
+        *((path, operand) for path in ("up", "head") for operand in ("input", "weight")),
+        *((path, "cotangent") for path in ("up", "head")),
+    }
+    cotangents = {one.dtype for one in comparison.codes if one.operand == "cotangent"}
+    assert cotangents == ({"int8"} if kind == "i8" else {"float8_e5m2"})
+
+
+@pytest.mark.slow
+def test_compare_counts_codes_that_saturate_and_that_vanish():
+    x = jnp.ones((4, 16)).at[:, :4].set(1e-4).at[0, 8:].set(0.5)
+    w = {"w": jnp.ones((16, 2)).at[0].set(0.0)}
+    fn = lambda w, x: x @ w["w"]  # noqa: E731
+    comparison = policy.compare(fn, w, x, policy="mixed_int8")
+    shown = {one.operand: (one.saturated, one.underflow) for one in comparison.codes}
+    assert shown["input"] == pytest.approx((40 / 64, 16 / 64))
+    assert shown["weight"] == pytest.approx((30 / 32, 0))  # a weight that is zero does not vanish
+    assert "operands in 8 bits" in str(comparison) and "62.50%     25.00%" in str(comparison)
+    assert json.loads(comparison.to_json())["codes"][0]["saturated"] == 0.625
+    page_ = page(policy.audit(fn, w, x, policy="mixed_int8"), comparison)
+    assert "Operands in 8 bits" in page_ and "62.50%" in page_ and "in 8 bits" in page_
+
+
+def test_compare_reads_codes_that_code_makes_by_hand():
+    def fn(w: Any, x: Any, scale: Any) -> Any:
+        codes = jnp.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn)
+        weight = (w / (jnp.max(jnp.abs(w)) / 448)).astype(jnp.float8_e4m3fn)
+        return lax.dot(codes, weight, preferred_element_type=jnp.float32)
+
+    x = jnp.ones((2, 4)).at[0].set(1000.0)
+    found = policy.compare(fn, jnp.eye(4), x, jnp.float32(1), params=0)
+    shares = {one.operand: (one.saturated, one.underflow) for one in found.codes}
+    assert shares == {"input": (0.5, 0.0), "weight": (0.25, 0.0)}
+
+
+@pytest.mark.slow
+def test_codes_that_attention_shares_are_of_each_projection_and_no_activation():
+    layer: Any = linen.MultiHeadDotProductAttention(4)
+    params = layer.init(jax.random.key(0), X)
+    found = policy.compare(layer.apply, params, X, policy="mixed_int8")
+    inputs = [one.path for one in found.codes if one.operand == "input"]
+    assert sorted(inputs) == ["key", "out", "query", "value"]
+    assert not any(row.dtype == "int8" for row in found.rows)

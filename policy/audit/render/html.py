@@ -27,7 +27,7 @@ from policy.render.units import amount
 
 if TYPE_CHECKING:
     from policy.audit.report import Audit, Finding, Operation
-    from policy.compare.comparison import Comparison, Row
+    from policy.compare.comparison import Comparison, OperandCodes, Row
 
 _PLACES = 6  # how many places of one finding are shown at once
 # The browser refuses to fetch anything, even if a name in the program contains a link.
@@ -335,6 +335,20 @@ def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
         "of limit",
     )
     yield table(columns, (_compared(row, ids) for row in comparison.rows))
+    if comparison.codes:
+        columns = ("path", "operand", "dtype", "saturated", "underflow")
+        yield tag("h3", "Operands in 8 bits")
+        yield table(columns, (_of_codes(codes, ids) for codes in comparison.codes))
+
+
+def _of_codes(codes: OperandCodes, ids: Mapping[str, str]) -> Sequence[Cell]:
+    return (
+        (link(codes.path, ids), None),
+        (codes.operand, None),
+        (chip(codes.dtype), None),
+        (figure(codes.saturated, ".2%"), codes.saturated),
+        (figure(codes.underflow, ".2%"), codes.underflow),
+    )
 
 
 def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
