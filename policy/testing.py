@@ -27,18 +27,12 @@ from policy._jaxpr.paths import spelled
 from policy._jaxpr.same_program import first_difference
 from policy._jaxpr.trace import trace
 from policy._jaxpr.walk import Site
+from policy._jaxpr.weight_matmuls import are_codes, weight_matmuls
 from policy.audit.checks.sums import terms_of
 from policy.audit.finding_kinds import MIXED, PROMOTION
 from policy.audit.findings import findings_of
 from policy.audit.report import Finding
-from policy.audit.weights import (
-    are_codes,
-    multiplied_dtypes,
-    names_of,
-    path_rules,
-    policy_at,
-    weight_matmuls,
-)
+from policy.audit.weights import multiplied_dtypes, names_of, path_rules, policy_at
 from policy.parameters import ParamsArgument
 from policy.policy import Policy, dtype_to_names, get_policy, parse_dtype
 from policy.rules import PolicyRules, matches

@@ -13,22 +13,21 @@ from policy._jaxpr.operations import is_inexact_name
 from policy._jaxpr.origins import author_of
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import EnclosingEquations, module_path
-from policy._jaxpr.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA
+from policy._jaxpr.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA, ROUNDINGS
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import opened, programs_of
 from policy._jaxpr.walk import Site
 
-At = tuple[EnclosingEquations, int]
-Operand = Literal["input", "weight", "cotangent"]
+CastPlace = tuple[EnclosingEquations, int]
+CodedSide = Literal["input", "weight", "cotangent"]
 
 _SCALED_MATMUL = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scaled_matmul.py"
 )
-_ROUNDS = frozenset(("round", "floor", "ceil"))
-LIMITS_CODES = _ROUNDS | MINMAX | {"clamp"}
+LIMITS_CODES = ROUNDINGS | MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
 _RESCALES = CASTS | {"mul"}
-_BETWEEN = MINMAX | {"clamp", "select_n"} | MOVES_DATA
+_BETWEEN = MINMAX | MOVES_DATA | {"select_n"}
 
 
 class QuantisedOperand(NamedTuple):
@@ -39,7 +38,7 @@ class QuantisedOperand(NamedTuple):
       paths: the modules whose matmuls read the codes, of the same pass if there are any.
     """
 
-    operand: Operand
+    operand: CodedSide
     paths: tuple[Path, ...]
 
 
@@ -54,9 +53,9 @@ class Codes:
       inner: the equations of this library's matmuls whose results are codes or scales.
     """
 
-    operands: dict[At, QuantisedOperand] = dataclasses.field(default_factory=dict)
-    roundings: frozenset[At] = frozenset()
-    inner: frozenset[At] = frozenset()
+    operands: dict[CastPlace, QuantisedOperand] = dataclasses.field(default_factory=dict)
+    roundings: frozenset[CastPlace] = frozenset()
+    inner: frozenset[CastPlace] = frozenset()
 
     @property
     def ids(self) -> frozenset[int]:
@@ -82,20 +81,28 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         return NO_CODES
     graph = Graph(jaxpr)
     made_of = dependences(graph, params)
-    operands: dict[At, QuantisedOperand] = {}
-    roundings: set[At] = set()
+    operands: dict[CastPlace, QuantisedOperand] = {}
+    roundings: set[CastPlace] = set()
     for node in graph.nodes:
         if node.name != "convert_element_type" or not is_eight_bits(node.out.dtype):
             continue
         if not is_inexact_name(node.inputs[0].dtype) or is_eight_bits(node.inputs[0].dtype):
             continue
         on = made_of[id(node.inputs[0])]
-        kind: Operand = "cotangent" if on & COTANGENT else "weight" if on == PARAMETER else "input"
+        kind: CodedSide = (
+            "cotangent" if on & COTANGENT else "weight" if on == PARAMETER else "input"
+        )
         if paths := _multiplied_at(node, kind == "cotangent"):
             operands[_at(node.site)] = QuantisedOperand(kind, paths)
         if node.out.dtype == "int8" and _is_of_scaled_matmul(node.site):
             roundings |= {_at(node.site), *_roundings_behind(node.inputs[0])}
     return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
+
+
+def _side(depends_on: int) -> CodedSide:
+    if depends_on & COTANGENT:
+        return "cotangent"
+    return "weight" if depends_on == PARAMETER else "input"
 
 
 def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
@@ -121,7 +128,7 @@ def _has_codes(jaxpr: OpenJaxpr) -> bool:
     )
 
 
-def _at(site: Site) -> At:
+def _at(site: Site) -> CastPlace:
     around: list[int] = []
     outer = site.around
     while outer is not None:
@@ -139,10 +146,10 @@ def _is_of_scaled_matmul(site: Site | None) -> bool:
     return False
 
 
-def _roundings_behind(value: Value) -> Iterator[At]:
+def _roundings_behind(value: Value) -> Iterator[CastPlace]:
     while value.maker is not None:
         maker = value.maker
-        if maker.name in _ROUNDS:
+        if maker.name in ROUNDINGS:
             yield _at(maker.site)
         elif maker.name not in _BETWEEN:
             return
@@ -152,7 +159,7 @@ def _roundings_behind(value: Value) -> Iterator[At]:
         (value,) = whole
 
 
-def _inner(graph: Graph) -> Iterator[At]:
+def _inner(graph: Graph) -> Iterator[CastPlace]:
     """Yields the equations of scaled matmuls but for the products and what scales those."""
     products: set[int] = set()
     for node in graph.nodes:

@@ -20,7 +20,7 @@ def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
     }
     for _ in range(2):  # carries depend on what their bodies return
         for node in graph.traced:
-            on = COTANGENT if _is_cotangent(node) and node.name not in _AS_IT_IS else 0
+            on = COTANGENT if is_cotangent(node) and node.name not in _AS_IT_IS else 0
             for value in node.inputs:
                 on |= _of(value, found)
             found.update((id(out), on) for out in node.outputs)
@@ -33,5 +33,6 @@ def _of(value: Value, found: dict[int, int]) -> int:
     return found.get(id(value), 0)
 
 
-def _is_cotangent(node: Node) -> bool:
+def is_cotangent(node: Node) -> bool:
+    """Returns whether a node is in the backward pass and is not rematerialised there."""
     return node.site.is_backward and not node.site.is_recomputed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from policy._jaxpr.codes import is_eight_bits as is_eight_bits
+from policy._jaxpr.dependence import is_cotangent as is_cotangent
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
 from policy._jaxpr.operations import is_inexact_name, kind_of
 from policy._jaxpr.primitives import MOVES_DATA
@@ -27,11 +29,6 @@ def bits(dtype: str) -> int:
 def is_narrow(dtype: str) -> bool:
     """Returns whether a dtype is floating and narrower than float32."""
     return 0 < bits(dtype) < 32
-
-
-def is_eight_bits(dtype: str) -> bool:
-    """Returns whether matmuls multiply a dtype in 8 bits: int8, or a float of 8 bits."""
-    return dtype == "int8" or bits(dtype) == 8
 
 
 def is_wide(dtype: str) -> bool:
@@ -63,11 +60,6 @@ def narrows(node: Node) -> bool:
 
 def is_matmul(node: Node) -> bool:
     return kind_of(node.name) in _MATMULS and not is_joint(node)
-
-
-def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is in the backward pass and is not rematerialised there."""
-    return node.site.is_backward and not node.site.is_recomputed
 
 
 def made_of(value: Value) -> Value:

@@ -9,8 +9,19 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.graph import Node, Value
-from policy._jaxpr.primitives import ANNOTATES, MOVES_DATA, PLACES
+from policy._jaxpr.graph import Node, Value, is_joint
+from policy._jaxpr.primitives import (
+    ANNOTATES,
+    BOUNDED,
+    CASTS,
+    EXTREMES,
+    MOVES_DATA,
+    ORDERS,
+    PERIODIC,
+    PLACES,
+    ROUNDINGS,
+)
+from policy.audit.flow import bits
 
 _LARGEST = 4096  # the size of the largest captured array that is read
 _DEEP = 40  # the longest chain of operations that is followed
@@ -27,17 +38,8 @@ class Interval(NamedTuple):
 
 
 _ANY = Interval()
-_FIXED = {
-    **dict.fromkeys(("tanh", "erf", "sin", "cos", "sign"), Interval(-1, 1)),
-    "logistic": Interval(0, 1),
-    "is_finite": Interval(0, 1),
-}
-_KEPT = frozenset(
-    (
-        *("reduce_max", "reduce_min", "cummax", "cummin", "sort"),
-        *("row", "rows", "convert_element_type", "reduce_precision"),
-    )
-)
+_UNIT = BOUNDED | PERIODIC | {"sign"}
+_KEPT = EXTREMES | ORDERS | CASTS
 
 
 def interval_of(value: Value, depth: int = _DEEP) -> Interval:
@@ -87,15 +89,19 @@ def moved_from(node: Node, value: Value) -> Value:
 
 def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval:
     name, inputs = node.name, node.inputs
-    if name in _FIXED:
-        return _FIXED[name]
+    if name in _UNIT:
+        return Interval(-1, 1)
+    if name == "carry":
+        return _ANY
     if name in ("select_n", "branch"):
         return _union(list(map(of, inputs[1:])))
     if name in PLACES:
         return _union(list(map(of, inputs)))
-    if name in MOVES_DATA or name in ANNOTATES or name in _KEPT:
+    if name in MOVES_DATA or name in ANNOTATES or is_joint(node):
         return of(moved_from(node, value))
-    if name in ("round", "floor", "ceil"):
+    if name in _KEPT:  # not the places of the largest, which are integers
+        return of(moved_from(node, value)) if bits(value.dtype) or name in CASTS else _ANY
+    if name in ROUNDINGS:
         low, high = of(inputs[0])
         return Interval(_floor(low), -_floor(-high))
     if name in _ARITHMETIC:

@@ -123,7 +123,7 @@ class Audit:
     @functools.cached_property
     def f32_matmul_share(self) -> float:
         """The share of matmul and convolution FLOPs in float32 or wider; 0.0 if there are none."""
-        matmuls = [op for op in self.operations if is_matmul(op)]
+        matmuls = [op for op in self.operations if is_matmul_operation(op)]
         flops = sum(op.flops for op in matmuls)
         wide = sum(op.flops for op in matmuls if _widest(op.operands) in ("float32", "float64"))
         return wide / flops if flops else 0.0
@@ -131,7 +131,7 @@ class Audit:
     @functools.cached_property
     def matmul_flops_by_dtype(self) -> dict[str, int]:
         """FLOPs of matmuls and convolutions by the widest dtype of their operands."""
-        return _by_dtype(tuple(op for op in self.operations if is_matmul(op)), "flops")
+        return _by_dtype(tuple(op for op in self.operations if is_matmul_operation(op)), "flops")
 
     @functools.cached_property
     def matmul_shares(self) -> dict[str, float]:
@@ -229,7 +229,7 @@ def _widest(dtypes: tuple[str, ...]) -> str:
 _WIDTHS = ("8 bits", "half", "float32")
 
 
-def is_matmul(operation: Operation) -> bool:
+def is_matmul_operation(operation: Operation) -> bool:
     """Returns whether an operation is a matmul or a convolution."""
     return operation.kind in ("dot", "convolution")
 

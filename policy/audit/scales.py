@@ -7,16 +7,25 @@ from collections.abc import Iterator
 from policy._jaxpr.costs import size
 from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import kind_of
-from policy._jaxpr.primitives import ANNOTATES, CASTS, EXTREMES, MINMAX, MOVES_DATA
+from policy._jaxpr.primitives import (
+    ADDITIONS,
+    ANNOTATES,
+    CASTS,
+    EXTREMES,
+    MINMAX,
+    MOVES_DATA,
+    ORDERS,
+    PRODUCTS,
+    ROUNDINGS,
+    SIGN_CHANGES,
+)
 from policy.audit.flow import is_matmul
 from policy.audit.ranges import moved_from
 
 _FAR = 96  # values that are searched for the origin of one
-_ROUNDS = frozenset(("round", "floor", "ceil", "reduce_precision"))
 # Between a quotient and the cast of it: limits, rounding, noise, and changes of sign.
-_BETWEEN = MOVES_DATA | ANNOTATES | CASTS | MINMAX | _ROUNDS
-_BETWEEN |= {"clamp", "select_n", "add", "sub", "neg", "mul", "div", "row", "rows", "branch"}
-_OF_ARRAYS = EXTREMES | {"sort", "top_k", "cummax", "cummin"}
+_BETWEEN = MOVES_DATA | ANNOTATES | CASTS | MINMAX | ROUNDINGS | ADDITIONS | PRODUCTS
+_BETWEEN |= SIGN_CHANGES | {"select_n"}
 
 
 def is_scaled_by_itself(value: Value) -> bool:
@@ -30,8 +39,7 @@ def is_scaled_by_itself(value: Value) -> bool:
 def is_rescaled(value: Value) -> bool:
     """Returns whether a value was divided or multiplied by another array at all."""
     return any(
-        node.name in ("mul", "div") and not any(map(is_constant, node.inputs))
-        for node in _behind(value)
+        node.name in PRODUCTS and not any(map(is_constant, node.inputs)) for node in _behind(value)
     )
 
 
@@ -40,7 +48,7 @@ def _behind(value: Value) -> Iterator[Node]:
     waiting, seen = [value], {id(value)}
     while waiting and len(seen) < _FAR:
         maker = waiting.pop().maker
-        if maker is None or maker.name not in _BETWEEN:
+        if maker is None or not (maker.name in _BETWEEN or is_joint(maker)):
             continue
         yield maker
         fresh = [one for one in maker.inputs if id(one) not in seen and not is_constant(one)]
@@ -49,7 +57,7 @@ def _behind(value: Value) -> Iterator[Node]:
 
 
 def _is_scaling(node: Node) -> bool:
-    if node.name not in ("mul", "div"):
+    if node.name not in PRODUCTS:
         return False
     array, scale = node.inputs
     if node.name == "mul" and _least(array) < _least(scale):
@@ -66,7 +74,7 @@ def _reductions(value: Value) -> Iterator[Node]:
         if maker is None or maker.name == "carry" or is_matmul(maker):
             continue
         is_sum = kind_of(maker.name) == "reduction" and not is_joint(maker)
-        if (is_sum or maker.name in _OF_ARRAYS) and maker.inputs:
+        if (is_sum or maker.name in EXTREMES | ORDERS) and maker.inputs:
             yield maker
             continue
         fresh = [one for one in maker.inputs if id(one) not in seen]

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy._jaxpr.codes import Operand
+from policy._jaxpr.codes import CodedSide
 from policy._jaxpr.paths import naming, spelled
 from policy._jaxpr.placed_interpreter import ModulePass, lost_prefixes
 from policy._jaxpr.subprograms import opened
@@ -224,14 +224,14 @@ def comparison_of(
 def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
     """Returns the operands of matmuls in 8 bits, one for each module and side."""
     lost = lost_prefixes(place.path for place in log.places)
-    found: dict[tuple[str, Operand, str], np.ndarray] = {}
+    found: dict[tuple[str, CodedSide, str], np.ndarray] = {}
     for codes in log.codes:
         if codes.key not in notes:
             continue
         numbers = np.asarray(notes[codes.key], np.float64).reshape(-1, 2).max(0)
         for path in codes.of.paths:
             key = spelled(lost.get(path, path)), codes.of.operand, str(np.dtype(codes.dtype))
-            found[key] = np.maximum(found.get(key, numbers), numbers)
+            found[key] = np.maximum(found[key], numbers) if key in found else numbers
     for (path, operand, dtype), (saturated, underflow) in found.items():
         yield OperandCodes(path, operand, dtype, float(saturated), float(underflow))
 

@@ -19,7 +19,7 @@ SMALLEST = 2048
 more cycles on every chip of the table in docs/eight_bits.md (`benchmarks/accel/eight_bits.py`).
 """
 _MOST_CONFIRMATIONS = 5
-State = Literal["8 bits", "half", "float32"]
+LayerState = Literal["8 bits", "half", "float32"]
 Why = Literal["", "budget", "too small to gain", "in float32"]
 
 
@@ -153,11 +153,15 @@ class EightBitSearch:
         chosen = [layer for i, layer in enumerate(self.free) if i not in kept]
         return self.trial.measure_in_8_bits(self.wide, chosen)
 
-    def states(self, chosen: frozenset[int]) -> dict[Path, State]:
+    def states(self, chosen: frozenset[int]) -> dict[Path, LayerState]:
         """Returns how each path runs."""
-        found: dict[Path, State] = dict.fromkeys(self.trial.paths, "8 bits")
-        found |= {path: "half" for i, (path, _) in enumerate(self.layers) if i not in chosen}
-        return found | {self.trial.paths[i]: "float32" for i in self.wide}
+        kept = {path for i, (path, _) in enumerate(self.layers) if i not in chosen}
+        wide = {self.trial.paths[i] for i in self.wide}
+
+        def state(path: Path) -> LayerState:
+            return "float32" if path in wide else "half" if path in kept else "8 bits"
+
+        return {path: state(path) for path in self.trial.paths}
 
     def evidence(self, chosen: frozenset[int]) -> tuple[LayerEvidence, ...]:
         """Returns the measurements of each layer, the largest cost first."""
@@ -180,7 +184,7 @@ class EightBitSearch:
         return "too small to gain" if i in self.small else "budget"
 
 
-def rules_of(states: Mapping[Path, State], policy: Policy, full: Policy) -> PolicyRules:
+def rules_of(states: Mapping[Path, LayerState], policy: Policy, full: Policy) -> PolicyRules:
     """Returns the rules that give each path its state under a policy with ``m=``.
 
     Args:
@@ -190,12 +194,12 @@ def rules_of(states: Mapping[Path, State], policy: Policy, full: Policy) -> Poli
     inside = kept.replace(output_dtype=kept.compute_dtype)
     of_model = {spelled(path) for path in states if (found := divided(path)) and not found[1]}
 
-    def obeyed(pattern: str, state: State) -> Policy:
+    def obeyed(pattern: str, state: LayerState) -> Policy:
         if state == "half":
             return kept if pattern in of_model else inside
         return full if state == "float32" else policy
 
-    named = patterns_of_states(states, "8 bits")
+    named: list[tuple[str, LayerState]] = patterns_of_states(states, "8 bits")
     return PolicyRules([(pattern, obeyed(pattern, state)) for pattern, state in named])
 
 

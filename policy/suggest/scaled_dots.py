@@ -19,12 +19,12 @@ from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import lost_prefixes, module_path
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.walk import Site, walk
-from policy.audit.weights import weight_matmuls
+from policy._jaxpr.weight_matmuls import weight_matmuls
 from policy.matmul_dtypes import ScaledMatmul
 from policy.scaled_matmul import quantise
 from policy.suggest.candidates import reached_path
 
-Axes = tuple[Sequence[int], Sequence[int]]
+_Axes = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclasses.dataclass
@@ -85,7 +85,7 @@ def _dequantised(x: Any, axes: Sequence[int], dtype: np.dtype, by: ScaledMatmul)
 
 
 def _backward(
-    arrays: Sequence[Any], numbers: tuple[Axes, Axes], side: int, by: ScaledMatmul
+    arrays: Sequence[Any], numbers: tuple[_Axes, _Axes], side: int, by: ScaledMatmul
 ) -> Any:
     """Returns a cotangent and the saved operand as they are multiplied.
 

@@ -90,7 +90,8 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, kind):
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
 
     def loss(params: Any, others: Any, x: Any) -> Any:
-        return layer.apply({**others, "params": params}, x).astype(jnp.float32).sum()
+        y: Any = layer.apply({**others, "params": params}, x)
+        return y.astype(jnp.float32).sum()
 
     others = {name: tree for name, tree in variables.items() if name != "params"}
     report = policy.audit(loss, variables["params"], others, X, backward=True, params=0)
@@ -247,9 +248,14 @@ class Pair(linen.Module):
 def losses(text: str, v: Any, x: Any) -> Any:
     def loss(v: Any) -> Any:
         with use_policy(text):
-            return (Pair().apply(v, x).astype(jnp.float32) ** 2).mean()
+            return squares(v, x)
 
     return jax.grad(loss)(v)
+
+
+def squares(v: Any, x: Any) -> Any:
+    y: Any = Pair().apply(v, x)
+    return (y.astype(jnp.float32) ** 2).mean()
 
 
 @pytest.mark.slow
@@ -261,10 +267,7 @@ def test_compare_measures_the_error_that_8_bits_really_bring(kind, compute):
     v = Pair().init(jax.random.key(0), x)
     real = jax.tree.map(error, losses(text, v, x), losses("float32", v, x))
 
-    def loss(v: Any, x: Any) -> Any:
-        return (Pair().apply(v, x).astype(jnp.float32) ** 2).mean()
-
-    comparison = policy.compare(loss, v, x, policy=text, backward=True)
+    comparison = policy.compare(squares, v, x, policy=text, backward=True)
     found = [row.error for row in comparison.parameters]
     assert found == pytest.approx(jax.tree.leaves(real), rel=1e-2) and min(found) > 1e-3
     assert not comparison.unpaired and {row.path for row in comparison.activations} > {"up", "head"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from policy._jaxpr.costs import size
 from policy._jaxpr.graph import Node, Value, is_joint
-from policy._jaxpr.primitives import CASTS, MOVES_DATA
+from policy._jaxpr.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
 from policy.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED, finding, shape_of
 from policy.audit.flow import Flow, bits, is_eight_bits, is_matmul, is_narrow, reached
 from policy.audit.ranges import interval_of, moved_from
@@ -16,7 +16,6 @@ from policy.audit.report import Finding
 from policy.audit.scales import is_constant, is_rescaled, is_scaled_by_itself
 
 _FAR = 64  # values that are searched behind a matmul's operand
-_SHIFTS = frozenset(("add", "sub"))
 
 
 def unscaled_casts(flow: Flow) -> Iterator[Finding]:
@@ -125,7 +124,7 @@ def _before(node: Node, value: Value) -> list[Value]:
         return [moved_from(node, value)]
     if node.name in CASTS or node.name in ("row", "rows"):
         return node.inputs[:1]
-    if node.name in ("mul", "div") or node.name in _SHIFTS:
+    if node.name in PRODUCTS | ADDITIONS:
         one, other = node.inputs
         if _is_scale(other, value):
             return [one]

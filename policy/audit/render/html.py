@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.tree import ModuleNode, tree_of
-from policy.audit.report import is_matmul
+from policy.audit.report import is_matmul_operation
 from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
     OUTSIDE,
@@ -118,7 +118,7 @@ def _section(name: str, title: str, *parts: Markup) -> Markup:
 
 
 def _summary(audit: Audit) -> Markup:
-    matmuls = [op for op in audit.operations if is_matmul(op)]
+    matmuls = [op for op in audit.operations if is_matmul_operation(op)]
     share = (
         f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
         if matmuls

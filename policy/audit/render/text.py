@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.audit.render.tree import ModuleNode, tree_of
-from policy.audit.report import Audit, Finding, Operation, is_matmul
+from policy.audit.report import Audit, Finding, Operation, is_matmul_operation
 from policy.render.units import amount
 
 _SHORT = {
@@ -100,7 +100,7 @@ def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
         )
         share = f"{audit.eight_bit_matmul_share:.1%}"
         yield f"  matmuls in 8 bits: {share} of their FLOPs ({each})"
-    if any(map(is_matmul, audit.operations)):
+    if any(map(is_matmul_operation, audit.operations)):
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
 
 

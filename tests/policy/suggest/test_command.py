@@ -10,7 +10,7 @@ from policy.command_line.command import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 
-NET = '''
+NET = """
 import jax, jax.numpy as jnp
 from mpmodules import linen as nn
 
@@ -29,7 +29,7 @@ def example():
 def plain(x, i):
     with jax.named_scope("up"):
         return jnp.tanh(x) * i.astype(x.dtype)
-'''
+"""
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def variables() -> Any:
-    params = Net().init(jax.random.key(0), X)
+    params: Any = Net().init(jax.random.key(0), X)
     kernel = params["params"]["stem"]["kernel"]
     params["params"]["stem"]["kernel"] = kernel.at[0].mul(1e-3)
     return params
@@ -84,7 +84,8 @@ def test_a_layer_that_int8_spoils_is_kept_out_and_the_rules_hold_when_applied(ki
 @pytest.mark.slow
 def test_gradients_are_emulated_as_the_backward_matmuls_compute_them(variables):
     def loss(v: Any, x: Any) -> Any:
-        return jnp.square(Net().apply(v, x).astype(jnp.float32)).mean()
+        y: Any = Net().apply(v, x)
+        return jnp.square(y.astype(jnp.float32)).mean()
 
     found = suggest(loss, variables, X, error=0.5, policy="mixed_float8", backward=True, smallest=4)
     assert found.policy == "mixed_float8" and found.rules == PolicyRules([])
