@@ -47,7 +47,8 @@ class Evidence:
 
     Attributes:
       path: the module path, its names joined by "/".
-      alone: the error with this path alone in half precision, and everything else in float32.
+      alone: the error with this path alone in half precision, and everything else in float32; NaN
+        if it was not measured, as where no rules are needed.
       cost: its share of the program's half-precision FLOPs plus its share of the bytes; at most 2.
       keeps: whether it is kept in float32.
     """
@@ -138,7 +139,7 @@ class Suggestion:
             f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}",
         ]
         lines += [
-            f"# {e.path:<50} {e.alone:>20.3g} "
+            f"# {e.path:<50} {'-' if math.isnan(e.alone) else format(e.alone, '.3g'):>20} "
             f"{e.cost / 2:>8.2%}{'  kept in float32' if e.keeps else ''}"
             for e in self.evidence
         ]

@@ -100,6 +100,29 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, kind):
     assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTISED, ACCUMULATOR} - {kind})
 
 
+def test_an_audit_counts_flops_of_matmuls_by_width(tmp_path):
+    model: Any = linen.apply_policy(Net(), "mixed_int8", rules={"stem|head": KEPT})
+    params = jax.eval_shape(Net().init, jax.random.key(0), X)
+    report = policy.audit(model.apply, params, X)
+    dots = [op for op in report.operations if op.kind == "dot"]
+    flops = {w: sum(op.flops for op in dots if op.operands[0] == w) for w in ("int8", "bfloat16")}
+    assert report.matmul_flops_by_dtype == flops and all(flops.values())
+    share = flops["int8"] / sum(flops.values())
+    assert report.eight_bit_matmul_share == pytest.approx(share)
+    assert report.matmul_shares == pytest.approx({"8 bits": share, "half": 1 - share})
+    assert f"matmuls in 8 bits: {share:.1%} of their FLOPs (i8 {share:.1%}, bf16" in str(report)
+    assert "head  " in str(report) and "; matmuls: 8 bits 100%" in str(report)
+    shown = report.to_html()
+    assert f"{share:.0%} of matmul FLOPs in 8 bits" in shown and "FLOPs of matmuls:" in shown
+    assert f"matmuls: 8 bits {share:.0%}, half {1 - share:.0%}" in shown
+    assert '<span class="chip float8">int8</span>' in shown
+    report.save(tmp_path / "audit.json")
+    read = json.loads((tmp_path / "audit.json").read_text())
+    assert read["eight_bit_matmul_share"] == pytest.approx(share)
+    plain = policy.audit(Net().apply, params, X)
+    assert plain.matmul_shares == {"float32": 1.0} and "8 bits" not in str(plain)
+
+
 # --------------------------------------------------------------------------------------------------
 # Summaries
 # --------------------------------------------------------------------------------------------------
