@@ -26,6 +26,11 @@ def cells_of(policy: Policy | None, source: Source) -> Cells:
     return ("", "none") if policy is None else (policy.short, str(source))
 
 
+def as_multiplied(policy: Policy | None, may_scale: bool) -> Policy | None:
+    """Returns a module's policy without ``m=`` if it is a layer that has no matmul in 8 bits."""
+    return policy if policy is None or may_scale else policy.replace(matmul=None)
+
+
 def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Copies a function of Flax's with other values for some of its module's names.
 

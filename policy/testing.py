@@ -5,7 +5,7 @@ All but `assert_close_in_ulps` only trace and run nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,22 +23,27 @@ from policy._jaxpr.operations import (
     result_of,
     sums,
 )
-from policy._jaxpr.paths import Path, divided, once, spelled
+from policy._jaxpr.paths import spelled
 from policy._jaxpr.same_program import first_difference
 from policy._jaxpr.trace import trace
 from policy._jaxpr.walk import Site
+from policy._jaxpr.weight_matmuls import are_codes, weight_matmuls
 from policy.audit.checks.sums import terms_of
 from policy.audit.finding_kinds import MIXED, PROMOTION
 from policy.audit.findings import findings_of
 from policy.audit.report import Finding
+from policy.audit.weights import multiplied_dtypes, names_of, path_rules, policy_at
 from policy.parameters import ParamsArgument
-from policy.policy import dtype_to_names, parse_dtype
+from policy.policy import Policy, dtype_to_names, get_policy, parse_dtype
 from policy.rules import PolicyRules, matches
-from policy.traced.gradients import traced_call
+from policy.scope import RulesLike
+from policy.traced.gradients import parameter_places, traced_call
 from policy.traced.kept_dtypes import origin_of, parameters_of
 from policy.ulps import what_is_off
 
 DTypes = DTypeLike | Collection[DTypeLike]
+# As in a policy's text: NumPy's f8 and i8 are float64 and int64.
+_EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
 _KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
 
 
@@ -98,6 +103,9 @@ def assert_dots_in(
 ) -> None:
     """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
 
+    Those of 8-bit codes of floating numbers count: "f8" accepts float8_e4m3fn and float8_e5m2,
+    and "i8" int8. `assert_matmuls_obey` looks at matmuls of parameters alone.
+
     >>> import jax.numpy as jnp
     >>> from policy.testing import assert_dots_in
     >>> x = jnp.ones((2, 2), jnp.bfloat16)
@@ -115,7 +123,7 @@ def assert_dots_in(
     """
     accepted = _names(dtype)
     nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
-    sites = [node.site for node in nodes if _multiplies(node.site)]
+    sites = [node.site for node in nodes if _multiplies(node)]
     _require_any(sites, "matmul or convolution of floating numbers", allow)
     wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
     _require_none(wrong, f"should multiply {_listed(accepted)}")
@@ -123,6 +131,63 @@ def assert_dots_in(
         declared = _names(accumulation)
         wrong = [site for site in sites if accumulation_of(site.equation) not in declared]
         _require_none(wrong, f"should accumulate in {_listed(declared)}", accumulation_of)
+
+
+def assert_matmuls_obey(
+    fn: Any,
+    args: Sequence[Any],
+    policy: Policy | str,
+    *,
+    rules: RulesLike | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every matmul of a parameter multiplies the dtypes that a policy says.
+
+    These are the 8-bit dtypes of its ``m=``, those of cotangents in the backward pass included, or
+    compute_dtype without one. Matmuls of activations, such as attention's, and convolutions are
+    not looked at. The function is traced as it is: the policy is not applied.
+
+    >>> import warnings
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> from policy.testing import assert_matmuls_obey
+    >>> warnings.simplefilter("ignore", policy.DtypePolicyWarning)  # a CPU emulates 8 bits
+    >>> fn = policy.autocast(lambda w, x: x @ w["up"] @ w["head"], "mixed_int8", params=0)
+    >>> w = {"up": jnp.ones((8, 8)), "head": jnp.ones((8, 2))}
+    >>> assert_matmuls_obey(fn, (w, jnp.ones((4, 8))), "mixed_int8")
+
+    Args:
+      policy: the policy, or its text form.
+      rules: the policies of some paths, as the program has them: by patterns, not by classes.
+      params: the arguments that are parameters; see `policy.audit`. Without `backward` too.
+      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError: names the path, operation, dtypes and source line of every matmul in other
+        dtypes; or no matmul has a parameter, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path; a rule is about a class.
+    """
+    obeyed, ruled = get_policy(policy), path_rules(rules)
+    jaxpr = _jaxpr(fn, args, kwargs, backward, params if backward else None)
+    places = parameter_places(fn, tuple(args), dict(kwargs or {}), params)
+    graph = Graph(jaxpr)
+    allowed = {id(node) for node in _allowed(graph.nodes, allow)}
+    matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in allowed]
+    _require_any([one.node.site for one in matmuls], "matmul of a parameter", allow)
+    told = []
+    for one in matmuls:
+        expected = multiplied_dtypes(policy_at(obeyed, ruled, one.node.site.path), one)
+        found = operands_of(one.node.site.equation)
+        if not set(found) <= expected:
+            told.append(f"{_told(one.node.site, None)}\n    should be {_listed(expected)}")
+    if told:
+        raise AssertionError(
+            f"{len(told)} of {len(matmuls)} matmuls of parameters do not obey '{obeyed}':\n"
+            + "\n".join(dict.fromkeys(told))
+        )
 
 
 def assert_no_silent_promotion(
@@ -340,10 +405,10 @@ def _rounds(node: Node) -> bool:
     )
 
 
-def _multiplies(site: Site) -> bool:
-    return kind_of(site.name) in ("dot", "convolution") and any(
-        map(is_inexact_name, operands_of(site.equation))
-    )
+def _multiplies(node: Node) -> bool:
+    """Returns whether a node multiplies matrices of floating numbers, or int8 codes of them."""
+    is_floating = any(map(is_inexact_name, operands_of(node.site.equation)))
+    return kind_of(node.name) in ("dot", "convolution") and (is_floating or are_codes(node))
 
 
 def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
@@ -355,7 +420,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
         )
     patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
     known = {
-        path: list(_names_of(path))
+        path: list(names_of(path))
         for path in ({node.site.path for node in nodes} if patterns else ())
     }
     matched = {
@@ -372,13 +437,6 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
         listed = ", ".join(sorted({spelled(path) for path in known if path})) or "none"
         raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
     return [node for node in nodes if not matched.get(node.site.path)]
-
-
-def _names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path below the model, model's name) for a path and those above it."""
-    for length in range(1, len(path) + 1):
-        model, below = divided(path[:length]) or ("", path[:length])
-        yield "/".join(once(below)), model
 
 
 def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
@@ -420,7 +478,12 @@ def _names(dtype: DTypes) -> frozenset[str]:
     )
     if not given:
         raise ValueError("No dtype was given that would be right.")
-    return frozenset(map(_dtype_name, given))
+    names = [_EIGHT_BITS.get(one, ()) if isinstance(one, str) else () for one in given]
+    return frozenset(
+        name
+        for one, known in zip(given, names, strict=True)
+        for name in (known or (_dtype_name(one),))
+    )
 
 
 def _dtype_name(dtype: DTypeLike) -> str:

@@ -47,8 +47,9 @@ class Recorded:
     of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Callable[[flax_nn.Module, Effective], Effective]) -> None:
         self.obeyed: dict[tuple[tuple[str, ...], str], list[Effective | None]] = {}
+        self._shown = shown
         self._open: list[tuple[tuple[str, ...], str]] = []
 
     def intercept(
@@ -70,13 +71,15 @@ class Recorded:
             and self._open[-1][0] == path_of(module)
             and self.obeyed[self._open[-1]][-1] is None
         ):
-            self.obeyed[self._open[-1]][-1] = effective
+            self.obeyed[self._open[-1]][-1] = self._shown(module, effective)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recorded]:
-    """Records the policies that the modules called in a block obey."""
-    outer, calls.recorded = calls.recorded, Recorded()
+def recording(
+    shown: Callable[[flax_nn.Module, Effective], Effective],
+) -> Iterator[Recorded]:
+    """Records the policies that the modules called in a block obey, as `shown` returns them."""
+    outer, calls.recorded = calls.recorded, Recorded(shown)
     try:
         with flax_nn.intercept_methods(calls.recorded.intercept):
             yield calls.recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,8 +11,17 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
+from mpmodules._summary import (
+    NOT_OURS,
+    Cells,
+    as_multiplied,
+    cells_of,
+    hooked,
+    with_columns,
+    with_signature_of,
+)
 from mpmodules.linen._calls import Recorded, recording
+from mpmodules.linen._registry import layer_class
 from policy.precedence import DtypePolicyWarning, Effective
 from policy.scope import Scope, current_scope, enter
 
@@ -27,7 +37,9 @@ def tabulate(
     """`flax.linen.tabulate`, with two columns more: the policy that each module obeys, and where it
     comes from.
 
-    The policy is in its short text form, empty where none holds. The source is one of
+    The policy is in its short text form, empty where none holds; ``m=`` is left out of layers whose
+    matmuls stay in compute_dtype: convolutions, and those with a `dot_general` of the user's. The
+    source is one of
 
     - ``argument: dtype_policy`` or ``argument: apply_policy``;
     - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
@@ -56,7 +68,7 @@ def tabulate(
         return flax_summary.tabulate(module, rngs, *options, **named_options)
 
     def summary(*args: Any, **kwargs: Any) -> str:
-        with recording() as recorded:
+        with recording(_as_multiplied) as recorded:
 
             def render(
                 table: Any,
@@ -90,6 +102,23 @@ def tabulate_method(
     names = (*names, "compute_flops", "compute_vjp_flops")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
     return tabulate(module, rngs, policy_columns=policy_columns, **options)(*args, **kwargs)
+
+
+def _as_multiplied(module: flax_nn.Module, effective: Effective) -> Effective:
+    """Returns the policy that a module obeys, without ``m=`` if it is a layer that stays out."""
+    policy = as_multiplied(effective.policy, _may_scale(module))
+    return dataclasses.replace(effective, policy=policy)
+
+
+def _may_scale(module: flax_nn.Module) -> bool:
+    """Returns whether the matmuls of a layer, or of a module's layers, run in 8 bits by ``m=``."""
+    layer = layer_class(type(module))
+    if layer is None or not layer._is_layer:
+        return True
+    declared = module.__dict__.get("_declared_fields", module.__dict__)
+    hooks = [declared.get(hook) for hook in ("dot_general", "dot_general_cls")]
+    is_matmul = isinstance(module, (flax_nn.Dense, flax_nn.DenseGeneral, flax_nn.Einsum))
+    return is_matmul and hooks == [None, None]
 
 
 def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:

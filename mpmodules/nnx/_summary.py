@@ -10,8 +10,16 @@ from typing import Any
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
-from mpmodules._summary import NOT_OURS, Cells, cells_of, hooked, with_columns, with_signature_of
-from mpmodules.nnx._registry import obeys_policies
+from mpmodules._summary import (
+    NOT_OURS,
+    Cells,
+    as_multiplied,
+    cells_of,
+    hooked,
+    with_columns,
+    with_signature_of,
+)
+from mpmodules.nnx._registry import as_ours, layer_class, obeys_policies
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
@@ -22,7 +30,8 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
     comes from.
 
     The policy is the one that the module captured, in its short text form, empty where there is
-    none. The source is one of
+    none; ``m=`` is left out of layers whose matmuls stay in compute_dtype: convolutions, and those
+    with a `dot_general` of the user's. The source is one of
 
     - ``argument: dtype_policy`` or ``argument: apply_policy``;
     - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
@@ -96,4 +105,14 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
         if inspect.ismethod(child):
             break
         obj = obj[key] if child is None else child
-    return cells_of(obj.dtype_policy, obj._policy_source) if obeys_policies(obj) else NOT_OURS
+    if not obeys_policies(obj):
+        return NOT_OURS
+    return cells_of(as_multiplied(obj.dtype_policy, _may_scale(obj)), obj._policy_source)
+
+
+def _may_scale(obj: Any) -> bool:
+    """Returns whether the matmuls of a layer, or of a module's layers, run in 8 bits by ``m=``."""
+    layer = layer_class(type(obj))
+    if layer is None or not layer._is_layer:
+        return True
+    return getattr(layer, "_scaled", None) is not None and as_ours(obj)._has_default_operation()

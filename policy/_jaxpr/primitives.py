@@ -439,6 +439,9 @@ PRODUCTS = _kinds("product")
 SCALINGS = PRODUCTS | {"neg"}
 """Products and changes of sign: linear in one operand."""
 
+ROUNDINGS = _kinds("round") - {"sign"}
+"""Round to whole numbers."""
+
 COMPARISONS = _kinds("compare")
 """Comparisons of two arrays by the order of numbers, in which no NaN takes part."""
 
@@ -477,6 +480,9 @@ REDUCTION_SUMS = _kinds("reduction", "cumulative", "window", "select-sum")
 
 EXTREMES = _kinds("extreme")
 """Largest and smallest numbers along axes, and their places."""
+
+ORDERS = _kinds("order")
+"""Return numbers of an array by their order: extremes of windows, sorted and largest ones."""
 
 SUMMING_COLLECTIVES = _kinds("collective-reduce")
 """Collectives that sum over devices."""

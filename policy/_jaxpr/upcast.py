@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,20 @@ def narrowed(array: Any, dtype: DTypeLike) -> Any:
 
 
 class Upcast(PlacedInterpreter):
-    """Runs a program with its half values in float32. Each value is one array."""
+    """Runs a program with its half values in float32. Each value is one array.
+
+    Args:
+      kept: the equations, by those around them and their `id`, that round to int8 codes: their
+        operand is handed on in float32.
+    """
+
+    def __init__(self, kept: Collection[tuple[tuple[int, ...], int]] = ()):
+        super().__init__()
+        self.kept = kept
 
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+        if self.kept and (self.chain, id(equation)) in self.kept:
+            return [PlacedValue([widen(values[0].arrays[0])])]
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
@@ -81,6 +92,10 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
     params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
+    if name in MATMULS and _are_wide_codes(equation, arrays):
+        params["preferred_element_type"] = F32
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+        return bind(equation, [lax.convert_element_type(array, F32) for array in arrays], params)
     if name in MATMULS:
         params["precision"] = _highest(equation)
     try:
@@ -91,6 +106,14 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     if [getattr(output, "dtype", None) for output in outputs] != expected:
         return _as_traced(equation, arrays)
     return outputs
+
+
+def _are_wide_codes(equation: Equation, arrays: Sequence[Any]) -> bool:
+    """Returns whether a matmul of int8 codes is given operands that were not rounded to them."""
+    return any(
+        dtype_of(atom) == np.int8 and jnp.issubdtype(array.dtype, jnp.floating)
+        for atom, array in zip(equation.invars, arrays, strict=True)
+    )
 
 
 def _as_traced(equation: Equation, arrays: Sequence[Any]) -> list[Any]:

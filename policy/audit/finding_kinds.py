@@ -10,8 +10,11 @@ from policy.audit.report import Finding
 REDUCTION = "low-precision-reduction"
 FUNCTION = "low-precision-function"
 CONSTANT = "constant-out-of-range"
+UNSCALED = "unscaled-cast"
+ACCUMULATOR = "narrow-accumulator"
 CARRY = "narrowed-carry"
 MIXED = "mixed-matmul"
+DEQUANTISED = "dequantised-matmul"
 PROMOTION = "silent-promotion"
 LEAK = "float32-leak"
 MATMUL = "float32-matmul"
@@ -31,6 +34,13 @@ FINDING_KINDS = {
     CONSTANT: (
         "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to."
     ),
+    UNSCALED: (
+        "A float array is cast to float8 or int8 with neither a scale computed from it nor limits."
+    ),
+    ACCUMULATOR: (
+        "A matmul of 8-bit operands whose result is narrower than its accumulator, int32 or "
+        "float32."
+    ),
     CARRY: (
         "A loop, or a call, hands a sum on in half precision: it stops growing once terms are "
         "below its last digit."
@@ -38,6 +48,10 @@ FINDING_KINDS = {
     MIXED: (
         "A matmul of a half operand and a float32 one: no matrix unit runs it, so it is as slow as "
         "float32."
+    ),
+    DEQUANTISED: (
+        "A matmul of 8-bit codes that are widened right before, both of them: it runs in half "
+        "precision or float32."
     ),
     PROMOTION: (
         "A half value met float32 or complex numbers, nobody asked for a wider result, and it "

@@ -10,6 +10,11 @@ from policy.audit.checks.carries import narrowed_carries
 from policy.audit.checks.casts import repeated_casts, round_trips, roundings_twice
 from policy.audit.checks.chains import sums_by_hand
 from policy.audit.checks.constants import constants_out_of_range
+from policy.audit.checks.eight_bits import (
+    dequantised_matmuls,
+    narrow_accumulators,
+    unscaled_casts,
+)
 from policy.audit.checks.functions import low_precision_functions
 from policy.audit.checks.promotions import float32_matmuls, mixed_matmuls, silent_promotions
 from policy.audit.checks.residuals import float32_residuals
@@ -27,9 +32,12 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     sums_by_hand,
     low_precision_functions,
     constants_out_of_range,
+    unscaled_casts,
+    narrow_accumulators,
     narrowed_carries,
     narrowed_states,
     mixed_matmuls,
+    dequantised_matmuls,
     silent_promotions,
     float32_matmuls,
     round_trips,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from policy._jaxpr.codes import is_eight_bits as is_eight_bits
+from policy._jaxpr.dependence import is_cotangent as is_cotangent
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
 from policy._jaxpr.operations import is_inexact_name, kind_of
 from policy._jaxpr.primitives import MOVES_DATA
@@ -60,11 +62,6 @@ def is_matmul(node: Node) -> bool:
     return kind_of(node.name) in _MATMULS and not is_joint(node)
 
 
-def is_cotangent(node: Node) -> bool:
-    """Returns whether a node is in the backward pass and is not rematerialised there."""
-    return node.site.is_backward and not node.site.is_recomputed
-
-
 def made_of(value: Value) -> Value:
     """Returns the value that this one is a view of, through layout operations."""
     while value.maker is not None and value.maker.name in MOVES_DATA and value.maker.inputs:
@@ -114,7 +111,7 @@ class Flow:
       states: arguments and outputs that may be one state, before and after the call.
       asked: the dtypes requested while it was traced.
       matmuls: its matmuls and convolutions.
-      multiplies_in_half: whether a matmul in it has only half operands.
+      multiplies_in_half: whether a matmul in it has only half operands, or 8-bit ones.
     """
 
     def __init__(
@@ -130,7 +127,8 @@ class Flow:
         self.asked = Asked() if asked is None else asked
         self.matmuls = [node for node in graph.nodes if is_matmul(node)]
         self.multiplies_in_half = any(
-            all(is_narrow(v.dtype) for v in operands(node)) for node in self.matmuls
+            all(is_narrow(v.dtype) or v.dtype == "int8" for v in node.inputs[:2])
+            for node in self.matmuls
         )
         self._widenings = self._find_widenings()
         self._leaking = self._find_leaks()

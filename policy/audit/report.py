@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -123,10 +123,30 @@ class Audit:
     @functools.cached_property
     def f32_matmul_share(self) -> float:
         """The share of matmul and convolution FLOPs in float32 or wider; 0.0 if there are none."""
-        matmuls = [op for op in self.operations if op.kind in ("dot", "convolution")]
+        matmuls = [op for op in self.operations if is_matmul_operation(op)]
         flops = sum(op.flops for op in matmuls)
         wide = sum(op.flops for op in matmuls if _widest(op.operands) in ("float32", "float64"))
         return wide / flops if flops else 0.0
+
+    @functools.cached_property
+    def matmul_flops_by_dtype(self) -> dict[str, int]:
+        """FLOPs of matmuls and convolutions by the widest dtype of their operands."""
+        return _by_dtype(tuple(op for op in self.operations if is_matmul_operation(op)), "flops")
+
+    @functools.cached_property
+    def matmul_shares(self) -> dict[str, float]:
+        """The shares of matmul and convolution FLOPs in "8 bits", "half" and "float32" or wider.
+
+        Those that are zero are left out; so are matmuls of other integers.
+        """
+        widths = by_width(self.matmul_flops_by_dtype)
+        total = sum(widths.values())
+        return {width: flops / total for width, flops in widths.items()}
+
+    @functools.cached_property
+    def eight_bit_matmul_share(self) -> float:
+        """The share of matmul and convolution FLOPs in 8 bits; 0.0 if there are none."""
+        return self.matmul_shares.get("8 bits", 0.0)
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
@@ -137,8 +157,9 @@ class Audit:
         """Returns the audit as JSON: one object.
 
         Its members are ``version`` (1: names and meanings stay within a version), ``name``,
-        ``policy``, ``flops_by_dtype`` and ``bytes_by_dtype`` (objects, the largest first),
-        ``f32_matmul_share`` (a number from 0 to 1), and ``findings`` and ``operations``: lists of
+        ``policy``, ``flops_by_dtype``, ``bytes_by_dtype`` and ``matmul_flops_by_dtype`` (objects,
+        the largest first), ``f32_matmul_share`` and ``eight_bit_matmul_share`` (numbers from 0 to
+        1), and ``findings`` and ``operations``: lists of
         objects with the attributes of `Finding` and `Operation`. Dtypes have their full names;
         FLOPs and bytes are whole numbers.
         """
@@ -149,7 +170,9 @@ class Audit:
                 "policy": self.policy,
                 "flops_by_dtype": self.flops_by_dtype,
                 "bytes_by_dtype": self.bytes_by_dtype,
+                "matmul_flops_by_dtype": self.matmul_flops_by_dtype,
                 "f32_matmul_share": self.f32_matmul_share,
+                "eight_bit_matmul_share": self.eight_bit_matmul_share,
                 "findings": [dataclasses.asdict(finding) for finding in self.findings],
                 "operations": [dataclasses.asdict(operation) for operation in self.operations],
             },
@@ -201,6 +224,24 @@ _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 def _widest(dtypes: tuple[str, ...]) -> str:
     return max(dtypes, key=lambda name: _BITS.get(name, 0), default="")
+
+
+_WIDTHS = ("8 bits", "half", "float32")
+
+
+def is_matmul_operation(operation: Operation) -> bool:
+    """Returns whether an operation is a matmul or a convolution."""
+    return operation.kind in ("dot", "convolution")
+
+
+def by_width(flops: Mapping[str, int]) -> dict[str, int]:
+    """Returns FLOPs by dtype as those in "8 bits", "half" and "float32" or wider."""
+    found = dict.fromkeys(_WIDTHS, 0)
+    for dtype, amount in flops.items():
+        width = 8 if dtype == "int8" or dtype.startswith("float8") else _BITS.get(dtype, 0)
+        if width:
+            found[_WIDTHS[(width > 8) + (width > 16)]] += amount
+    return {width: amount for width, amount in found.items() if amount}
 
 
 def _by_dtype(operations: tuple[Operation, ...], what: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Audits from the shell.
+"""Audits and suggestions from the shell.
 
     python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[32,784] --backward
     python -m policy audit models/net.py:example --html net.html --fail-on-findings
@@ -17,21 +17,17 @@ arguments, and a dict of keyword arguments if there are any:
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from policy.audit.audit import audit
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.text import show
 from policy.audit.report import Audit, named
+from policy.command_line.arguments import add_call, params_of, parse_argument, policy_of
+from policy.command_line.suggestion import add_suggest
 from policy.command_line.target import (
     CommandError,
     call_of,
@@ -39,9 +35,6 @@ from policy.command_line.target import (
     running_users_code,
     target_of,
 )
-from policy.policy import Policy
-from policy.rules import PolicyRules
-from policy.traced.call import checked_policy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        return _audit(options)
+        return options.run(options)
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,34 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="kinds of findings:\n"
         + "\n".join(f"  {kind:25}{what}" for kind, what in FINDING_KINDS.items()),
     )
-    command.add_argument(
-        "target", metavar="module:function", help="a module's name or a .py file, and a name in it"
-    )
-    command.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, "
-        "or a list, tuple or dict of these; once for each argument",
-    )
-    command.add_argument(
-        "--policy", metavar="TEXT", help="audit it under a policy, as mixed_bfloat16"
-    )
+    add_call(command)
     command.add_argument(
         "--rule",
         action="append",
         default=[],
         metavar="PATH=TEXT",
         help="a policy by module path, beside --policy, as head=f32; once for each",
-    )
-    command.add_argument("--backward", action="store_true", help="audit the gradients as well")
-    command.add_argument(
-        "--params",
-        action="append",
-        default=[],
-        metavar="ARGUMENT",
-        help="an argument, by position or name, that --backward takes gradients by; once for each",
     )
     command.add_argument(
         "--html", metavar="FILE", help="write the report as one HTML page; - is the standard output"
@@ -110,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--fail-on-findings", action="store_true", help="exit with 1 where there are findings"
     )
+    command.set_defaults(run=_audit)
+    add_call(add_suggest(commands))
     return parser
 
 
@@ -127,7 +101,7 @@ def _audit(options: argparse.Namespace) -> int:
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
-    policy, rules = _policy(options)
+    policy, rules = policy_of(options)
     with running_users_code(f"{options.target} can't be traced"):
         report = audit(
             fn,
@@ -135,31 +109,12 @@ def _audit(options: argparse.Namespace) -> int:
             policy=policy,
             rules=rules,
             backward=options.backward,
-            params=_params(options),
+            params=params_of(options),
             **kwargs,
         )
     report = named(report, options.target, without=options.ignore)
     _write(report, options)
     return int(bool(options.fail_on_findings and report.findings))
-
-
-def _params(options: argparse.Namespace) -> list[int | str] | None:
-    if options.params and not options.backward:
-        raise CommandError("--params says what gradients are taken by: give --backward with it.")
-    return [int(name) if name.isdecimal() else name for name in options.params] or None
-
-
-def _policy(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | None]:
-    try:
-        policy = checked_policy(options.policy)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--policy {options.policy}: {error}") from None
-    if options.rule and policy is None:
-        raise CommandError("--rule says what differs from a policy: give --policy with it.")
-    try:
-        return policy, PolicyRules.from_texts(options.rule) if options.rule else None
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--rule: {error}") from None
 
 
 def _write(report: Audit, options: argparse.Namespace) -> None:
@@ -181,86 +136,3 @@ def _write(report: Audit, options: argparse.Namespace) -> None:
                 raise CommandError(
                     f"{name or repr(name)} can't be written: {getattr(error, 'strerror', error)}."
                 ) from None
-
-
-# --------------------------------------------------------------------------------------------------
-# Arguments
-# --------------------------------------------------------------------------------------------------
-
-_SHORT = {"bf16": "bfloat16", "bool": "bool", "pred": "bool"}
-_PREFIXES = {"f": "float", "i": "int", "s": "int", "u": "uint", "c": "complex"}
-_SHAPE = re.compile(r"([A-Za-z]\w*)\s*\[([^\[\]'\"{}()]*)\](?!\s*:)")
-_KEY = re.compile(r"\bkey\b(?!['\"])")
-
-
-def parse_argument(text: str) -> Any:
-    """Parses an --arg text: ``bf16[8,128]``, ``key``, ``3``, ``{'w': f32[8,8]}``.
-
-    Raises:
-      CommandError: it is none of these.
-    """
-    found: list[Any] = []
-
-    def mark(value: Any) -> str:
-        found.append(value)
-        return f"{_MARK!r}, {len(found) - 1}"
-
-    marked = _SHAPE.sub(lambda match: f"({mark(_array(match, text))})", text)
-    if not _QUOTED_KEY.search(marked):
-        marked = _KEY.sub(lambda _: f"({mark(jax.eval_shape(lambda: jax.random.key(0)))})", marked)
-    try:
-        value = ast.literal_eval(marked)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        # every error of a malformed literal
-        raise CommandError(
-            f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or "
-            "f32[], 'key', a "
-            "Python number or string, or a list, tuple or dict of these."
-        ) from None
-    return _filled(value, found)
-
-
-_MARK = "\0array"
-_LARGEST = 2**63 - 1  # dimension that JAX can count to
-_QUOTED_KEY = re.compile(r"['\"]key['\"]")
-
-
-def _filled(value: Any, found: list[Any]) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _MARK:
-        return found[value[1]]
-    if isinstance(value, dict):
-        return {name: _filled(part, found) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_filled(part, found) for part in value)
-    return value
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
-    name, dims = match[1], [dim.strip() for dim in match[2].split(",") if dim.strip()]
-    if not all(dim.isascii() and dim.isdigit() and int(dim) <= _LARGEST for dim in dims):
-        raise CommandError(
-            f"--arg {text!r}: the dimensions in {match[0]!r} should be whole numbers, as in "
-            "bf16[8,128]."
-        )
-    short = re.fullmatch(r"([fisuc])(\d+)", name)
-    full = _PREFIXES[short[1]] + short[2] if short else _SHORT.get(name, name)
-    try:
-        dtype = jnp.dtype(full)
-        held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
-    except (TypeError, ValueError):
-        raise CommandError(
-            f"--arg {text!r}: {name!r} is no dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 "
-            "to u64, bool, c64, "
-            "and the full names."
-        ) from None
-    if held != dtype:
-        raise CommandError(
-            f"--arg {text!r}: JAX has {held.name} in place of {dtype.name} here. Set "
-            "JAX_ENABLE_X64=1, or ask for "
-            f"{held.name}."
-        )
-    return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)

@@ -111,11 +111,11 @@ def paired(program: Program, log: Log) -> Any:
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
         log.places.clear()
         log.measurements.clear()
+        log.codes.clear()
         pairing = program.reference
         log.unpaired = {} if pairing is None else dict(pairing.unpaired)
-        both = Paired(
-            log, bool(program.gradients), frozenset() if pairing is None else pairing.touched
-        )
+        apart = frozenset() if pairing is None else pairing.touched
+        both = Paired(log, bool(program.gradients), apart, program.codes)
         both.lane = lane_of(pairing, reference, log.unpaired)
         outputs = both.run(
             body,

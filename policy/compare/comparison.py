@@ -73,6 +73,30 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class OperandCodes:
+    """The 8-bit codes of an operand of a module's matmuls.
+
+    >>> from policy.compare.comparison import OperandCodes
+    >>> OperandCodes("up", "weight", "int8", saturated=0.01, underflow=0.02).operand
+    'weight'
+
+    Attributes:
+      path: the module path, as in rules.
+      operand: "input", "weight" or "cotangent": what was cast to 8 bits.
+      dtype: of the codes.
+      saturated: share of the elements whose code is the largest: those that were clipped, and those
+        that the scale takes there, one for each scale at least.
+      underflow: share of the elements that are not zero, but whose code is.
+    """
+
+    path: str
+    operand: Literal["input", "weight", "cotangent"]
+    dtype: str
+    saturated: float
+    underflow: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """A function under a policy compared with itself in float32; returned by `policy.compare`.
 
@@ -99,6 +123,8 @@ class Comparison:
       unpaired: the paths whose values have no counterpart in the function's float32 trace. They are
         compared with the program itself, widened, whose constants are rounded to half precision.
         `notes` says so too.
+      codes: the operands of matmuls in 8 bits, in program order. Of several in a module, and in the
+        steps of a loop, the largest shares.
     """
 
     rows: tuple[Row, ...]
@@ -109,6 +135,7 @@ class Comparison:
     policy: str = ""
     route: str = "as written"
     unpaired: tuple[str, ...] = ()
+    codes: tuple[OperandCodes, ...] = ()
 
     def _of(self, kind: RowKind) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.kind == kind)
@@ -156,13 +183,7 @@ class Comparison:
 
         Infinite values and NaN are texts, "inf" or "nan", as JSON has no such numbers.
         """
-        found = {
-            "version": 1,
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"},
-        }
-        return json.dumps(
-            _plain({**found, "rows": [dataclasses.asdict(row) for row in self.rows]}), indent=indent
-        )
+        return json.dumps(_plain({"version": 1, **dataclasses.asdict(self)}), indent=indent)
 
     def to_svg(self) -> str:
         """Returns a drawing of the errors by path, to embed in a page."""

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy._jaxpr.codes import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
 from policy._jaxpr.control_flow import CONTROL_FLOW
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.half_dependence import depends, is_apart
@@ -24,7 +25,13 @@ from policy._jaxpr.scope_names import AUTOCAST, BOUNDARY
 from policy._jaxpr.source_lines import layer_of, source_of
 from policy._jaxpr.subprograms import bind, scan_arity
 from policy._jaxpr.upcast import Upcast, dtype_of, is_half, widen
-from policy.compare.statistics import is_discrete, is_measurable, largest_alone, measured
+from policy.compare.statistics import (
+    is_discrete,
+    is_measurable,
+    largest_alone,
+    measured,
+    shares_of_codes,
+)
 
 _LARGE = 1024  # elements
 _CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # stacked by a scan as 16 bits
@@ -64,7 +71,8 @@ class Origin:
     """The origin of a value, and its measurement once it was read in another module.
 
     `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
-    `coded` is the dtype of the first array, if that is stored encoded: see `_coded`.
+    `coded` is the dtype of the first array, if that is stored encoded: see `_coded`. `is_inner`
+    tells whether it is a code or a scale of a matmul in 8 bits, which is not measured.
     """
 
     place: ModulePass
@@ -73,11 +81,27 @@ class Origin:
     measurement: Measurement | None = None
     made: tuple[Any, list[PlacedValue], int] | None = None
     coded: Any = None
+    is_inner: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCodes:
+    """Measured codes of an operand of matmuls in 8 bits.
+
+    Attributes:
+      key: the key of their numbers among the notes of a run.
+      of: the operand.
+      dtype: of the codes.
+    """
+
+    key: int
+    of: QuantisedOperand
+    dtype: DTypeLike
 
 
 @dataclasses.dataclass
 class Log:
-    """A record of a run: its places in program order, and the measured values.
+    """A record of a run: its places in program order, the measured values, and the 8-bit codes.
 
     `unpaired` holds the paths without a float32 counterpart. Their reference is the program itself,
     widened.
@@ -85,6 +109,7 @@ class Log:
 
     places: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    codes: list[MeasuredCodes] = dataclasses.field(default_factory=list)
     unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
 
@@ -95,9 +120,16 @@ class Paired(PlacedInterpreter):
     program's own, and that of float32.
     """
 
-    def __init__(self, log: Log, has_gradients: bool = False, apart: Collection[int] = ()):
+    def __init__(
+        self,
+        log: Log,
+        has_gradients: bool = False,
+        apart: Collection[int] = (),
+        codes: Codes = NO_CODES,
+    ):
         super().__init__()
-        self.log, self.has_gradients, self.apart = log, has_gradients, apart
+        self.log, self.has_gradients, self.codes = log, has_gradients, codes
+        self.apart = frozenset(apart) | codes.ids
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
@@ -132,10 +164,13 @@ class Paired(PlacedInterpreter):
         if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
             arrays = [self._after(arrays[0])]
         outputs = bind(equation, arrays)
-        if not any(depends(equation, pairs)):
+        at = self.chain, id(equation)
+        if at in self.codes.operands:
+            self._quantised(self.codes.operands[at], place, values[0], outputs[0])
+        if not any(depends(equation, pairs)) and at not in self.codes.roundings:
             lanes = [[output] for output in outputs]
         else:
-            wide = Upcast().standing_in(self)
+            wide = Upcast(self.codes.roundings).standing_in(self)
             references = wide.equation(
                 equation, [PlacedValue([reference(value)]) for value in values]
             )
@@ -144,8 +179,9 @@ class Paired(PlacedInterpreter):
             ]
         name, source = self._made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
+        is_inner = at in self.codes.inner
         return [
-            PlacedValue(lane, Origin(place, name, source, made=m))
+            PlacedValue(lane, Origin(place, name, source, made=m, is_inner=is_inner))
             for lane, m in zip(lanes, made, strict=True)
         ]
 
@@ -188,6 +224,8 @@ class Paired(PlacedInterpreter):
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
             return
+        if origin.is_inner:
+            return
         if is_discrete(dtype) and len(value.arrays) == 1:
             return  # both programs have the same array
         if reader.direction != origin.place.direction or reader.direction == "again":
@@ -228,6 +266,18 @@ class Paired(PlacedInterpreter):
         if last is None or not last.size:
             return array
         return jnp.where(last.reshape(-1)[0] != -1, array, jnp.zeros((), array.dtype))
+
+    # Codes ----------------------------------------------------------------------------------------
+
+    def _quantised(
+        self, of: QuantisedOperand, place: ModulePass, value: PlacedValue, codes: Any
+    ) -> None:
+        """Measures the codes of an operand of a matmul in 8 bits."""
+        if place.direction == "again":
+            return
+        note = shares_of_codes(codes, _unlimited(value).arrays[0])
+        self.notes[-1 - len(self.log.codes)] = lax.pmean(note, self.axes) if self.axes else note
+        self.log.codes.append(MeasuredCodes(-1 - len(self.log.codes), of, codes.dtype))
 
     # The backward pass ----------------------------------------------------------------------------
 
@@ -348,6 +398,20 @@ def _is_cheap(equation: Equation) -> bool:
         or equation.effects
         or category in (None, "opaque", "control")
     )
+
+
+def _unlimited(value: PlacedValue) -> PlacedValue:
+    """Returns what a value was before it was limited and rounded for a cast to 8 bits."""
+    while value.origin is not None and value.origin.made is not None:
+        equation, operands, _ = value.origin.made
+        if equation.primitive.name not in LIMITS_CODES:
+            return value
+        shape = value.arrays[0].shape
+        whole = [one for one in operands if one.origin and one.arrays[0].shape == shape]
+        if len(whole) != 1:
+            return value
+        (value,) = whole
+    return value
 
 
 def _coded(array: Any, wide: Any) -> Any:

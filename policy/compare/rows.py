@@ -10,11 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.codes import CodedSide
 from policy._jaxpr.paths import naming, spelled
 from policy._jaxpr.placed_interpreter import ModulePass, lost_prefixes
 from policy._jaxpr.subprograms import opened
 from policy._jaxpr.upcast import dtypes_of, is_half
-from policy.compare.comparison import Comparison, Row, RowKind
+from policy.compare.comparison import Comparison, OperandCodes, Row, RowKind
 from policy.compare.dual_interpreter import Log, Measurement
 from policy.compare.statistics import NAMES, is_discrete, limit_of
 from policy.traced.call import Program
@@ -216,7 +217,23 @@ def comparison_of(
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
     with naming(place.path for place in findings.places()):
-        return _comparison(program, log, findings, has_nan, name, policy)
+        found = _comparison(program, log, findings, has_nan, name, policy)
+        return dataclasses.replace(found, codes=tuple(_codes(log, notes)))
+
+
+def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
+    """Returns the operands of matmuls in 8 bits, one for each module and side."""
+    lost = lost_prefixes(place.path for place in log.places)
+    found: dict[tuple[str, CodedSide, str], np.ndarray] = {}
+    for codes in log.codes:
+        if codes.key not in notes:
+            continue
+        numbers = np.asarray(notes[codes.key], np.float64).reshape(-1, 2).max(0)
+        for path in codes.of.paths:
+            key = spelled(lost.get(path, path)), codes.of.operand, str(np.dtype(codes.dtype))
+            found[key] = np.maximum(found[key], numbers) if key in found else numbers
+    for (path, operand, dtype), (saturated, underflow) in found.items():
+        yield OperandCodes(path, operand, dtype, float(saturated), float(underflow))
 
 
 def _comparison(

@@ -164,6 +164,20 @@ def _named(sums: Any, largest: Any) -> Any:
     return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
 
 
+def shares_of_codes(codes: Any, source: Any) -> Any:
+    """Returns the share of 8-bit codes that are the largest, and of zeros that were not zero.
+
+    Args:
+      codes: in float8 or int8.
+      source: of the same shape; the numbers before they were limited, rounded and cast.
+    """
+    size = max(codes.size, 1)
+    wide = jnp.abs(codes.astype(jnp.float32))
+    saturated = jnp.sum(wide >= limit_of(codes.dtype), dtype=jnp.float32) / size
+    lost = jnp.sum((wide == 0) & (source != 0), dtype=jnp.float32) / size
+    return jnp.stack([saturated, lost])
+
+
 def limit_of(dtype: DTypeLike) -> float:
     """Returns the largest finite number of a dtype."""
     if dtype == np.bool_:

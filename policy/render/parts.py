@@ -81,8 +81,8 @@ def colour(dtype: str) -> str:
     """Returns the CSS class that colours a dtype."""
     if dtype in _KNOWN:
         return dtype
-    if re.fullmatch(r"float[1-8]\w*", dtype):
-        return "float8"
+    if re.fullmatch(r"float[1-8]\w*|int8", dtype):
+        return "float8"  # the colour of 8 bits
     return "other"
 
 

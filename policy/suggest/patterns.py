@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from policy._jaxpr.paths import Path, spelled
 
+S = TypeVar("S", bound=Hashable)
 PathPattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
 
 
@@ -23,26 +24,35 @@ def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[PathP
     Returns:
       Pairs of a pattern and whether its paths run in float32.
     """
-    every = set(candidates)
-    prefixes = {path[:n] for path in every for n in range(1, len(path) + 1)}
-    said = _said(wide, every, prefixes)
+    return patterns_of_states({path: path in wide for path in candidates}, False)
+
+
+def patterns_of_states(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
+    """Returns the rules that give each path its state; see `patterns_of`.
+
+    Args:
+      states: of all paths that matter.
+      default: the state that paths have without a rule.
+    """
+    prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
+    said = _said(states, prefixes, default)
     return list(
         _folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes)))
     )
 
 
-def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[Path, bool]:
-    """Returns the path and dtype of each rule, outermost first."""
-    said: dict[Path, bool] = {}
+def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Path, S]:
+    """Returns the path and state of each rule, outermost first."""
+    said: dict[Path, S] = {}
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
         inherited = next(
-            (said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), False
+            (said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), default
         )
-        below = {other for other in every if other[: len(path)] == path}
-        if path in every:
-            state = path in wide
-        elif len(below) > 1 and below <= wide:
-            state = True
+        below = [state for other, state in states.items() if other[: len(path)] == path]
+        if path in states:
+            state = states[path]
+        elif len(below) > 1 and below[0] != default and all(one == below[0] for one in below):
+            state = below[0]
         else:
             continue
         if state != inherited:
@@ -50,9 +60,9 @@ def _said(wide: frozenset[Path], every: set[Path], prefixes: set[Path]) -> dict[
     return said
 
 
-def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[PathPattern]:
+def _folded(said: Mapping[str, S], known: set[str]) -> Iterable[tuple[str, S]]:
     """Joins paths that differ only in numbers into one pattern, if it matches no other path."""
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[tuple[str, S], list[str]] = {}
     for name, state in said.items():
         groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
     for (template, state), names in groups.items():
@@ -66,7 +76,7 @@ def _folded(said: Mapping[str, bool], known: set[str]) -> Iterable[PathPattern]:
             yield from _alternatives(names, state)
 
 
-def _alternatives(names: list[str], state: bool) -> Iterable[PathPattern]:
+def _alternatives(names: list[str], state: S) -> Iterable[tuple[str, S]]:
     """Yields a pattern for three or more paths that differ in one number.
 
     An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.

@@ -6,6 +6,7 @@ as the dtype does.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,29 @@ from policy._jaxpr.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import bind
 from policy._jaxpr.upcast import Upcast, bound_wide, dtype_of, is_half, narrowed, wide_dtype, widen
+from policy.suggest.scaled_dots import ScaledDots
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """The matmuls that run in 8 bits where a flag says so.
+
+    Attributes:
+      dots: these matmuls.
+      layers: the index of each path in the flags.
+      flags: a vector of booleans. The first is False.
+    """
+
+    dots: ScaledDots
+    layers: Mapping[Path, int]
+    flags: Any
+
+    def flag(self, equation: Equation, place: ModulePass) -> Any:
+        """Returns the flag of a matmul; None if it never runs in 8 bits."""
+        if id(equation) not in self.dots.cotangents:
+            return None
+        index = candidate_of(place.path, self.layers)
+        return self.flags[index] if index else None
 
 
 class Emulated(Upcast):
@@ -33,11 +57,13 @@ class Emulated(Upcast):
         rule reaches. The last tells whether operations promote; otherwise half precision stays
         half when mixed with float32, as in modules that cast their inputs.
       candidates: the index of each path in the flags.
+      scaled: the matmuls that run in 8 bits where their own flags say so.
     """
 
     def __init__(self, flags: Any, candidates: Mapping[Path, int]):
         super().__init__()
         self.flags, self.candidates = flags, candidates
+        self.scaled: Scaled | None = None
 
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         if (handler := handler_of(equation)) is not None:
@@ -71,6 +97,11 @@ class Emulated(Upcast):
             stays = own if decides else own | promotes
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
+        place = self.place_of(equation)
+        in_8_bits = None if self.scaled is None else self.scaled.flag(equation, place)
+        if self.scaled is not None and in_8_bits is not None:
+            product = self.scaled.dots.product(equation, arrays)
+            outputs = [jnp.where(in_8_bits, product, outputs[0])]
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
         if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])

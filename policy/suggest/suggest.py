@@ -14,11 +14,22 @@ from policy._jaxpr.paths import naming, spelled
 from policy._jaxpr.placed_interpreter import PlacedValue
 from policy._jaxpr.subprograms import opened
 from policy.compare.float32_values import first_array, lane_of
+from policy.matmul_dtypes import ScaledMatmul
 from policy.parameters import ParamsArgument
 from policy.policy import Policy, get_policy
 from policy.rules import PolicyRules
+from policy.suggest.eight_bits import (
+    SMALLEST,
+    EightBitSearch,
+    LayerEvidence,
+    full_policies,
+    lines_of,
+    rules_of,
+    split_policy,
+)
 from policy.suggest.patterns import code_of, patterns_of
 from policy.suggest.rounding_emulator import Ruled
+from policy.suggest.scaled_dots import ScaledDots, scaled_dots
 from policy.suggest.search import FEW, Search, WideModules
 from policy.suggest.trial import Trial, compiled, floats_of
 from policy.traced.call import Call, Program, checked_policy, program_of, short_text
@@ -36,7 +47,8 @@ class Evidence:
 
     Attributes:
       path: the module path, its names joined by "/".
-      alone: the error with this path alone in half precision, and everything else in float32.
+      alone: the error with this path alone in half precision, and everything else in float32; NaN
+        if it was not measured, as where no rules are needed.
       cost: its share of the program's half-precision FLOPs plus its share of the bytes; at most 2.
       keeps: whether it is kept in float32.
     """
@@ -72,6 +84,10 @@ class Suggestion:
       route: the way the rules are applied: "scope" by layers that obey it, "autocast", or "as
         written".
       runs, compilations: the numbers of runs and compilations used.
+      matmul: the 8-bit matmuls that were asked for, as in ``m=``; "" for none. `policy` has ``m=``
+        if any layer may run in them.
+      smallest: the least contraction and number of outputs of a layer to run in 8 bits.
+      layers: for each layer that ``m=`` is about, the largest cost first.
     """
 
     rules: PolicyRules
@@ -85,11 +101,19 @@ class Suggestion:
     route: str = "autocast"
     runs: int = 0
     compilations: int = 0
+    matmul: str = ""
+    smallest: int = SMALLEST
+    layers: tuple[LayerEvidence, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths that are kept in float32, in the order of `evidence`."""
         return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
+
+    @property
+    def _besides(self) -> str:
+        scales = any(layer.runs_in_8_bits for layer in self.layers)
+        return f" them and m={self.matmul}" if scales else ""
 
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
@@ -106,7 +130,7 @@ class Suggestion:
         }[self.route]
         lines = [
             f"# {self.of} within {self.budget:.3g} of float32: {self.error:.3g} with these rules, "
-            f"{self.without:.3g} without",
+            f"{self.without:.3g} without{self._besides}",
             "from policy import PolicyRules",
             "",
             self.code(),
@@ -115,11 +139,11 @@ class Suggestion:
             f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}",
         ]
         lines += [
-            f"# {e.path:<50} {e.alone:>20.3g} "
+            f"# {e.path:<50} {'-' if math.isnan(e.alone) else format(e.alone, '.3g'):>20} "
             f"{e.cost / 2:>8.2%}{'  kept in float32' if e.keeps else ''}"
             for e in self.evidence
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *lines_of(self.layers, self.matmul, self.smallest)])
 
 
 def suggest(
@@ -129,6 +153,8 @@ def suggest(
     policy: Policy | str | None = None,
     backward: bool = False,
     params: ParamsArgument = None,
+    matmul: ScaledMatmul | str | None = None,
+    smallest: int = SMALLEST,
     **kwargs: Any,
 ) -> Suggestion:
     """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
@@ -165,6 +191,13 @@ def suggest(
         for its outputs.
       params: the arguments that are parameters, for gradients and for `autocast`; see
         `policy.audit`.
+      matmul: the 8-bit dtypes of matmuls of parameters, as in a policy's ``m=``: "f8", "i8". The
+        suggested policy then has ``m=``, and rules keep those layers out whose error would exceed
+        the budget, beside the paths that stay in float32. A policy with ``m=`` says the same. None:
+        no matmuls in 8 bits.
+      smallest: the least contraction and number of outputs of a layer that gains by 8 bits; smaller
+        ones are kept out. The default is where the compilers of accelerators count fewer cycles, by
+        the table in docs/eight_bits.md.
 
     Returns:
       The rules and the measurements; see `Suggestion`. The rules are empty if the policy by itself
@@ -173,18 +206,27 @@ def suggest(
     Raises:
       TypeError: as `compare` does.
       ValueError: `error` is not positive; nothing runs in half precision, or nothing has a path
-        that a rule could name; float32 itself is not finite; no rules meet the budget.
+        that a rule could name; float32 itself is not finite; no rules meet the budget. Of
+        `matmul`: there is no policy of 16 bits, or no layer that it is about.
     """
-    budget, policy = _checked(error), checked_policy(policy)
+    budget, smallest = _checked(error), _checked_size(smallest)
+    policy, by = split_policy(checked_policy(policy), matmul)
     call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     modules: set[str] = set()
     program = program_of(call, policy, modules)
-    trial = Trial(program, modules if program.route == "scope" else None)
+    named = modules if program.route == "scope" else None
+    scaled = None if by is None or policy is None else _scaled(call, policy, by, program, named)
+    trial = Trial(program, named, scaled)
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     if not trial.outside:
         search.known[search.every] = 0.0
     with naming(trial.paths):
-        return _confirmed(call, policy, program, trial, search, budget)
+        found = _confirmed(call, policy, program, trial, search, budget)
+        if scaled is None or policy is None:
+            return found
+        wide = frozenset(i for i, path in enumerate(trial.paths) if spelled(path) in found.paths)
+        layers = EightBitSearch(trial, wide, budget, smallest)
+        return _in_8_bits(call, policy.replace(matmul=by), program, layers, found)
 
 
 def _checked(error: Any) -> float:
@@ -193,6 +235,82 @@ def _checked(error: Any) -> float:
             f"error should be a positive number, the relative error allowed, but got {error!r}."
         )
     return float(error)
+
+
+def _checked_size(smallest: Any) -> int:
+    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
+        raise ValueError(f"smallest should be a size, such as 2048, but got {smallest!r}.")
+    return smallest
+
+
+def _scaled(
+    call: Call, policy: Policy, by: ScaledMatmul, program: Program, modules: set[str] | None
+) -> ScaledDots:
+    """Returns the matmuls of a program that run in 8 bits under a policy with ``m=``."""
+    eight = call.traced(policy.replace(matmul=by), None, program.route).jaxpr
+    found = scaled_dots(program.jaxpr, eight, call.differentiated(), by, modules)
+    if not found.layers:
+        raise ValueError(
+            f"m={by.text} is about no matmul of this call: one of a parameter, at a module path. "
+            "params= says which arguments are parameters."
+        )
+    return found
+
+
+def _in_8_bits(
+    call: Call, policy: Policy, program: Program, layers: EightBitSearch, found: Suggestion
+) -> Suggestion:
+    """Returns a suggestion for a policy with ``m=``, once its rules have met the budget.
+
+    Where no layer may run in 8 bits it is the given one, with the reasons.
+
+    Args:
+      found: the suggestion for the policy without ``m=``.
+    """
+    measured: list[tuple[PolicyRules, float]] = []
+
+    def met(chosen: frozenset[int]) -> bool:
+        rules, outputs = _applied_in_8_bits(call, policy, program, layers, chosen)
+        measured.append((rules, layers.trial.error(outputs)))
+        return measured[-1][1] <= layers.budget
+
+    chosen, is_met = layers.sets(met)
+    by = "" if policy.matmul is None else policy.matmul.text
+    found = dataclasses.replace(
+        found,
+        matmul=by,
+        smallest=layers.smallest,
+        layers=layers.evidence(chosen),
+        runs=layers.trial.runs,
+        compilations=found.compilations + len(measured),
+    )
+    if not is_met:
+        return found
+    rules, error = measured[-1]
+    emulated = layers.trial.measure_in_8_bits(layers.wide, chosen)
+    return dataclasses.replace(
+        found, rules=rules, policy=short_text(policy), error=error, emulated=emulated
+    )
+
+
+def _applied_in_8_bits(
+    call: Call,
+    policy: Policy,
+    program: Program,
+    layers: EightBitSearch,
+    chosen: frozenset[int],
+) -> tuple[PolicyRules, list[np.ndarray]]:
+    """Returns rules for a set of layers in 8 bits, and the function's outputs; as `_applied`."""
+    states = layers.states(chosen)
+    full, narrow = full_policies(policy)
+    rules = rules_of(states, policy, full)
+    try:
+        return rules, _real(call, policy, program, layers.trial, layers.wide, rules)
+    except (TypeError, ValueError):
+        if program.route != "scope" or not layers.wide:
+            raise
+    rules = rules_of(states, policy, narrow)
+    return rules, _real(call, policy, program, layers.trial, layers.wide, rules)
 
 
 def _confirmed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy._jaxpr.costs import bytes_of, flops_of
-from policy._jaxpr.paths import Path, divided, once
+from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import PlacedValue, lost_prefixes, module_path
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import opened, subprograms
@@ -19,7 +19,9 @@ from policy._jaxpr.upcast import dtype_of, is_half, widen
 from policy._jaxpr.walk import walk
 from policy.compare.compare import COMPILER_OPTIONS
 from policy.compare.float32_values import first_array, lane_of
-from policy.suggest.rounding_emulator import Emulated
+from policy.suggest.candidates import reached_path
+from policy.suggest.rounding_emulator import Emulated, Scaled
+from policy.suggest.scaled_dots import ScaledDots
 from policy.suggest.search import WideModules
 from policy.traced.call import Program
 
@@ -32,10 +34,13 @@ class Trial:
       costs: the cost of each candidate in float32.
       outside: whether any half-precision operation is out of the reach of rules.
       runs: the number of runs so far.
+      scaled: the matmuls that may run in 8 bits, or None.
     """
 
-    def __init__(self, program: Program, modules: set[str] | None):
-        self.program, self.runs = program, 0
+    def __init__(
+        self, program: Program, modules: set[str] | None, scaled: ScaledDots | None = None
+    ):
+        self.program, self.runs, self.scaled = program, 0, scaled
         shares, lost = _shares(program, modules)
         self.outside = () in shares
         self.paths = [path for path in shares if path]
@@ -46,21 +51,28 @@ class Trial:
         self.candidates |= {
             end: self.candidates[path] for end, path in lost.items() if path in self.candidates
         }
-        self.compiled = compiled(program, self._run, self._flags(frozenset()))
+        self.layers = [] if scaled is None else list(scaled.layers)
+        self._none = np.zeros(len(self.layers) + 1, bool)
+        self.compiled = compiled(program, self._run, self._flags(frozenset()), self._none)
         self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
         _require_finite(program, self.reference)
 
-    def _run(self, flags: Any, *arrays: Any) -> list[Any]:
+    def _run(self, flags: Any, in_8_bits: Any, *arrays: Any) -> list[Any]:
         body, consts = opened(self.program.jaxpr)
         emulated = Emulated(flags, self.candidates)
+        if self.scaled is not None:
+            emulated.scaled = Scaled(
+                self.scaled, {path: i + 1 for i, path in enumerate(self.layers)}, in_8_bits
+            )
         emulated.lane = lane_of(self.program.reference, first_array)
         given = [PlacedValue([widen(array)]) for array in arrays]
         outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
         return floats_of(self.program, emulated.ended(outputs))
 
-    def _outputs(self, flags: np.ndarray) -> list[np.ndarray]:
+    def _outputs(self, flags: np.ndarray, in_8_bits: np.ndarray | None = None) -> list[np.ndarray]:
         self.runs += 1
-        return jax.device_get(self.compiled(flags, *self.program.arguments.arrays))
+        chosen = self._none if in_8_bits is None else in_8_bits
+        return jax.device_get(self.compiled(flags, chosen, *self.program.arguments.arrays))
 
     def _flags(self, wide: WideModules, promotes: bool = True) -> np.ndarray:
         flags = np.zeros(len(self.paths) + 2, bool)
@@ -77,6 +89,19 @@ class Trial:
         return self.error(
             self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
         )
+
+    def measure_in_8_bits(self, wide: WideModules, layers: Collection[int]) -> float:
+        """Returns the error with some candidates in float32, and some layers' matmuls in 8 bits."""
+        return self.error(self._outputs(self._flags(wide), self._chosen(layers)))
+
+    def measure_8_bits_alone(self, layer: int) -> float:
+        """Returns the error with one layer's matmuls in 8 bits, and all else in float32."""
+        return self.error(self._outputs(np.ones(len(self.paths) + 2, bool), self._chosen((layer,))))
+
+    def _chosen(self, layers: Collection[int]) -> np.ndarray:
+        chosen = self._none.copy()
+        chosen[[i + 1 for i in layers]] = True
+        return chosen
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Returns the error of the worst output, or of all gradients together.
@@ -175,7 +200,7 @@ def _shares(
     for path, site in sites:
         if not _is_in_half(site.equation):
             continue
-        path = _reached(lost.get(path, path), modules)
+        path = reached_path(lost.get(path, path), modules)
         flops[path] = flops.get(path, 0) + flops_of(site.equation) * site.count
         moved[path] = moved.get(path, 0) + bytes_of(site.equation) * site.count
     totals = [max(sum(amounts.values()), 1) for amounts in (flops, moved)]
@@ -188,16 +213,3 @@ def _is_in_half(equation: Equation) -> bool:
     return not any(one.is_run for one in subprograms(equation)) and any(
         is_half(d) for d in dtypes if d is not None
     )
-
-
-def _reached(path: Path, modules: set[str] | None) -> Path:
-    """Returns the innermost path that a rule can name.
-
-    If layers obey the rules, it is a module, not a scope inside one.
-    """
-    while modules is not None and path:
-        model = divided(path)
-        if model is not None and "/".join(once(model[1])) in modules:
-            return path
-        path = path[:-1]
-    return path

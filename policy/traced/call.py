@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from policy._jaxpr.codes import NO_CODES, Codes, codes_of
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.primitives import MATMULS
 from policy._jaxpr.subprograms import opened
@@ -19,6 +20,7 @@ from policy._jaxpr.upcast import dtype_of, dtypes_of, is_half
 from policy._jaxpr.walk import walk
 from policy.autocast.transform import autocast
 from policy.callables import require_function
+from policy.matmul_dtypes import INT8
 from policy.parameters import ParamsArgument
 from policy.policy import Policy, get_policy
 from policy.precedence import DtypePolicyWarning
@@ -45,6 +47,7 @@ class Program:
       reference: the function's float32 trace, paired with the jaxpr; None if there is no such
         trace.
       refused: the reason for the missing reference.
+      codes: its casts to 8 bits.
     """
 
     jaxpr: Any
@@ -54,6 +57,7 @@ class Program:
     route: Route
     reference: Reference | None = None
     refused: str = ""
+    codes: Codes = NO_CODES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +299,9 @@ def _with_reference(call: Call, program: Program) -> Program:
     Code that names a half dtype explicitly may have no such trace; any exception then becomes
     `refused`.
     """
-    if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
+    codes = codes_of(program.jaxpr, call.differentiated())
+    program = dataclasses.replace(program, codes=codes)
+    if not codes.roundings and not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
         return program  # already float32
     arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
     try:
@@ -310,14 +316,18 @@ def _with_reference(call: Call, program: Program) -> Program:
         return dataclasses.replace(
             program, refused="it returns other values than in half precision"
         )
-    return dataclasses.replace(program, reference=reference_of(program.jaxpr, wide.jaxpr))
+    return dataclasses.replace(
+        program, reference=reference_of(program.jaxpr, wide.jaxpr, codes.inner)
+    )
 
 
 def multiplies_in_half(jaxpr: Any) -> bool:
-    """Returns whether a program has a matmul or convolution of half operands."""
+    """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
     return any(
         site.name in MATMULS
-        and any(is_half(d) for d in map(dtype_of, site.equation.invars) if d is not None)
+        and any(
+            is_half(d) or d == INT8 for d in map(dtype_of, site.equation.invars) if d is not None
+        )
         for site in walk(jaxpr)
     )
 
@@ -325,4 +335,5 @@ def multiplies_in_half(jaxpr: Any) -> bool:
 def short_text(policy: Policy) -> str:
     """Returns the policy's preset name, or its text form if it has none."""
     presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    presets = (*presets, "mixed_float8", "mixed_int8")
     return next((name for name in presets if get_policy(name) == policy), str(policy))

@@ -65,6 +65,19 @@ def places_of_parameters(
     return [i for i in floating if marks[i]] or floating
 
 
+def parameter_places(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
+) -> list[int]:
+    """Returns the positions of the parameters among the arrays of any call, as `traced_call` has
+    them; see `places_of_parameters`.
+    """
+    call = lowered(fn, args, kwargs)
+    params = explicit_or_lowered(params, call)
+    if call is not None:
+        fn, args, kwargs = call.pure, call.args, call.kwargs
+    return places_of_parameters(fn, params, args, kwargs, Arguments.of(args, kwargs))
+
+
 def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     """Returns, for each array of a call, whether it is in a node that holds no parameter."""
     excludes = lambda node: any(is_none(node) for is_none in NO_PARAMETERS)  # noqa: E731

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.codes import is_eight_bit_matmul
 from policy._jaxpr.flattened import FlatOperation, Flattened, Known, Operand, Token, flattened
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import EnclosingEquations
@@ -75,7 +76,7 @@ class Reference:
         return root if root[0] == "argument" else self.same.get(root)
 
 
-def reference_of(half: Any, wide: Any) -> Reference:
+def reference_of(half: Any, wide: Any, unmet: Collection[At] = ()) -> Reference:
     """Pairs two jaxprs of one function: the program that rounds, and the one traced in float32.
 
     Their operations are aligned by name, module and shape, in program order. The alignment is then
@@ -83,12 +84,17 @@ def reference_of(half: Any, wide: Any) -> Reference:
     may compute a part in another way, as a normalisation that is exact for half inputs. The values
     that leave such a part are joined by the operation that reads both, or by the module that they
     leave. Casts are no operations, and a recomputation counts as the operation that it repeats.
+
+    Args:
+      half, wide: the jaxprs.
+      unmet: the equations of `half` whose results need no counterpart.
     """
-    return _Pairs(half, wide).found()
+    return _Pairs(half, wide, unmet).found()
 
 
 class _Pairs:
-    def __init__(self, half: Any, wide: Any):
+    def __init__(self, half: Any, wide: Any, unmet: Collection[At] = ()):
+        self.unmet = unmet
         self.ours, self.theirs = flattened(half), flattened(wide)
         self.consts = opened(half)[1], opened(wide)[1]
         self.inner = self.ours.consts | self.theirs.consts
@@ -128,6 +134,8 @@ class _Pairs:
         return [pair for pair in pairs if not self.accept(*pair)]
 
     def accept(self, one: FlatOperation, other: FlatOperation) -> bool:
+        if is_eight_bit_matmul(one.equation) and not is_eight_bit_matmul(other.equation):
+            return False  # its product is in units of the scales
         around = None if one.around is None else self.partner.get(id(one.around))
         order = _order(one, other)
         if around is not other.around or order is None or not _same_params(one, other):
@@ -249,8 +257,12 @@ class _Pairs:
 
     def unresolved(self) -> Iterator[Path]:
         for (path, *_), root in _leaving(self.ours):
-            if self.reference.resolved(root) is None:
+            if self.reference.resolved(root) is None and not self.is_unmet(root):
                 yield path
+
+    def is_unmet(self, root: Token) -> bool:
+        """Returns whether a value needs no counterpart."""
+        return root[0] == "result" and root[1].at in self.unmet
 
 
 def _aligned(ours: Flattened, theirs: Flattened) -> list[tuple[FlatOperation, FlatOperation]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.tree import ModuleNode, tree_of
+from policy.audit.report import is_matmul_operation
 from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
     OUTSIDE,
@@ -26,7 +27,7 @@ from policy.render.units import amount
 
 if TYPE_CHECKING:
     from policy.audit.report import Audit, Finding, Operation
-    from policy.compare.comparison import Comparison, Row
+    from policy.compare.comparison import Comparison, OperandCodes, Row
 
 _PLACES = 6  # how many places of one finding are shown at once
 # The browser refuses to fetch anything, even if a name in the program contains a link.
@@ -78,6 +79,7 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     shares = join_markup(
         (
             bar("FLOPs", audit.flops_by_dtype, amount),
+            *_of_matmuls(audit),
             bar("Bytes", audit.bytes_by_dtype, _memory),
         )
     )
@@ -100,6 +102,11 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     )
 
 
+def _of_matmuls(audit: Audit) -> Iterable[Markup]:
+    if audit.eight_bit_matmul_share:
+        yield bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount)
+
+
 def _section(name: str, title: str, *parts: Markup) -> Markup:
     return tag(
         "section",
@@ -111,16 +118,18 @@ def _section(name: str, title: str, *parts: Markup) -> Markup:
 
 
 def _summary(audit: Audit) -> Markup:
-    matmuls = [op for op in audit.operations if op.kind in ("dot", "convolution")]
+    matmuls = [op for op in audit.operations if is_matmul_operation(op)]
     share = (
         f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
         if matmuls
         else "no matmul"
     )
+    eight = audit.eight_bit_matmul_share
     found = len(audit.findings)
     parts = (
         f"{found} finding{'' if found == 1 else 's'}",
         f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs",
+        *([f"{eight:.0%} of matmul FLOPs in 8 bits"] if eight else []),
         share,
     )
     return tag("p", " · ".join(parts), class_="summary")
@@ -249,6 +258,8 @@ def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
             class_="bar small",
             aria_hidden="true",
         )
+    if node.matmul_shares:
+        yield tag("span", f"matmuls: {node.matmul_shares}", class_="amount")
     if node.findings:
         yield tag(
             "span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark"
@@ -324,6 +335,20 @@ def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
         "of limit",
     )
     yield table(columns, (_compared(row, ids) for row in comparison.rows))
+    if comparison.codes:
+        columns = ("path", "operand", "dtype", "saturated", "underflow")
+        yield tag("h3", "Operands in 8 bits")
+        yield table(columns, (_of_codes(codes, ids) for codes in comparison.codes))
+
+
+def _of_codes(codes: OperandCodes, ids: Mapping[str, str]) -> Sequence[Cell]:
+    return (
+        (link(codes.path, ids), None),
+        (codes.operand, None),
+        (chip(codes.dtype), None),
+        (figure(codes.saturated, ".2%"), codes.saturated),
+        (figure(codes.underflow, ".2%"), codes.underflow),
+    )
 
 
 def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.audit.render.tree import ModuleNode, tree_of
-from policy.audit.report import Audit, Finding, Operation
+from policy.audit.report import Audit, Finding, Operation, is_matmul_operation
 from policy.render.units import amount
 
 _SHORT = {
@@ -93,7 +93,14 @@ def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
         total = sum(shares.values())
         each = ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in shares.items())
         yield f"  {what:<6} {amount(total, unit):>10}" + (f"  {each}" if each else "")
-    if any(op.kind in ("dot", "convolution") for op in audit.operations):
+    if audit.eight_bit_matmul_share:
+        each = ", ".join(
+            f"{short(dtype)} {part / sum(audit.matmul_flops_by_dtype.values()):.1%}"
+            for dtype, part in audit.matmul_flops_by_dtype.items()
+        )
+        share = f"{audit.eight_bit_matmul_share:.1%}"
+        yield f"  matmuls in 8 bits: {share} of their FLOPs ({each})"
+    if any(map(is_matmul_operation, audit.operations)):
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
 
 
@@ -249,6 +256,7 @@ def _lines(module: ModuleNode, depth: int, total: int, paint: _Paint) -> Iterato
     for names, child in _alike(module):
         flops = sum(child.flops.values()) * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
+        share += f"; matmuls: {child.matmul_shares}" if child.matmul_shares else ""
         shown = paint("bold", folded_pattern(names, module.children))
         yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)

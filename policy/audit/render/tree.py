@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from policy._jaxpr.paths import parts_of
-from policy.audit.report import Audit, Finding, Operation
+from policy.audit.report import Audit, Finding, Operation, by_width
 
 
 @dataclasses.dataclass
@@ -21,6 +21,7 @@ class ModuleNode:
       operations: the operations in the module itself.
       children: the modules directly below, by name, in program order.
       flops, bytes: by dtype, in the module and below.
+      matmuls: FLOPs of matmuls by dtype, in the module and below.
       findings: the number of findings in the module and below.
     """
 
@@ -31,6 +32,7 @@ class ModuleNode:
     children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
     bytes: Counter[str] = dataclasses.field(default_factory=Counter)
+    matmuls: Counter[str] = dataclasses.field(default_factory=Counter)
     findings: int = 0
 
     @property
@@ -43,6 +45,15 @@ class ModuleNode:
     def dtype(self) -> str:
         """The dtype with the largest share; "" if nothing runs."""
         return next(iter(self.dtypes), "")
+
+    @property
+    def matmul_shares(self) -> str:
+        """The shares of its matmul FLOPs by width, "8 bits 67%, half 33%"; "" without 8 bits."""
+        widths = by_width(self.matmuls)
+        if "8 bits" not in widths:
+            return ""
+        total = sum(widths.values())
+        return ", ".join(f"{width} {flops / total:.0%}" for width, flops in widths.items())
 
     def at(self, path: str) -> ModuleNode:
         """Returns the node at a path below, creating it if needed."""
@@ -85,8 +96,10 @@ def _models_first(operations: Iterable[Operation]) -> list[Operation]:
 def _add_up(node: ModuleNode) -> None:
     own = Audit(tuple(node.operations), ())
     node.flops, node.bytes = Counter(own.flops_by_dtype), Counter(own.bytes_by_dtype)
+    node.matmuls = Counter(own.matmul_flops_by_dtype)
     for child in node.children.values():
         _add_up(child)
         node.flops += child.flops
         node.bytes += child.bytes
+        node.matmuls += child.matmuls
         node.findings += child.findings

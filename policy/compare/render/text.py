@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from policy.compare.comparison import Comparison, Row
+from policy.compare.comparison import Comparison, OperandCodes, Row
 from policy.compare.statistics import is_discrete
 
 _TITLES = {
@@ -29,7 +29,20 @@ def comparison_table(comparison: Comparison) -> str:
         if of_kind:
             lines += ["", f"{title:<{max(width, 24)}}" + "".join(f"{head:>11}" for head in _HEADS)]
             lines += [_line(row, max(width, 24), comparison.first_jump) for row in of_kind]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_codes(comparison.codes)])
+
+
+def _codes(codes: Sequence[OperandCodes]) -> Iterable[str]:
+    """Yields the table of operands in 8 bits."""
+    if not codes:
+        return
+    width = max(24, *(len(one.path) for one in codes))
+    heads = f"{'operand':>11}{'dtype':>15}{'saturated':>11}{'underflow':>11}"
+    yield from ("", f"{'operands in 8 bits':<{width}}{heads}")
+    for one in codes:
+        shares = f"{_share(one.saturated):>11}{_share(one.underflow):>11}"
+        path = one.path or "(outside of any module)"
+        yield f"{path:<{width}}{one.operand:>11}{one.dtype:>15}{shares}"
 
 
 def _above(comparison: Comparison) -> Iterable[str]:

@@ -18,10 +18,10 @@ from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import audit, autocast, use_policy
 from policy.sharding import vary
-from tests.policy.audit import near_misses_carried
+from tests.policy.audit import near_misses_carried, near_misses_eight_bits
 from tests.policy.audit.near_misses import FORWARD_ONLY, NEAR_MISSES
 
-assert near_misses_carried  # adds to NEAR_MISSES
+assert near_misses_carried and near_misses_eight_bits  # add to NEAR_MISSES
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 Program = Callable[[], tuple[Any, tuple[Any, ...]]]

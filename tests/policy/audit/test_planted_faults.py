@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import mpmodules
 from policy import audit
 from policy.audit.finding_kinds import FINDING_KINDS, MATMUL, RESIDUAL
-from tests.policy.audit import flax_faults, range_faults, sum_faults
+from tests.policy.audit import eight_bit_faults, flax_faults, range_faults, sum_faults
 from tests.policy.audit.faults import FAULTS, PLACES, Fault, scoped
 from tests.policy.audit.state_faults import STATE_FAULTS
 
 assert mpmodules  # names the modules of nnx
-assert range_faults and sum_faults  # add to FAULTS
+assert eight_bit_faults and range_faults and sum_faults  # add to FAULTS
 
 
 def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def test_more_than_forty_faults_of_sums_ranges_and_states_are_planted():
     new = [
         fault for fault in FAULTS if fault.run.__module__.endswith(("sum_faults", "range_faults"))
     ]
-    assert len(modules) == 3 and len(new) + len(sum_faults.RINGS) + len(STATE_FAULTS) > 60
+    assert len(modules) == 4 and len(new) + len(sum_faults.RINGS) + len(STATE_FAULTS) > 60
 
 
 IN_MODULES = [

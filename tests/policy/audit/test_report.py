@@ -112,7 +112,9 @@ def test_json_has_everything_and_keeps_its_names(report):
             "policy",
             "flops_by_dtype",
             "bytes_by_dtype",
+            "matmul_flops_by_dtype",
             "f32_matmul_share",
+            "eight_bit_matmul_share",
             "findings",
             "operations",
         )
