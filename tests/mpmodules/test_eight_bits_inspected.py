@@ -329,11 +329,41 @@ def test_compare_reads_codes_that_code_makes_by_hand():
     assert shares == {"input": (0.5, 0.0), "weight": (0.25, 0.0)}
 
 
+class Mixing(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.Dense(32, name="stem")(x)
+        return linen.MultiHeadDotProductAttention(4, name="mix")(linen.LayerNorm(name="norm")(x))
+
+
 @pytest.mark.slow
 def test_codes_that_attention_shares_are_of_each_projection_and_no_activation():
-    layer: Any = linen.MultiHeadDotProductAttention(4)
-    params = layer.init(jax.random.key(0), X)
-    found = policy.compare(layer.apply, params, X, policy="mixed_int8")
+    params = Mixing().init(jax.random.key(0), X)
+    found = policy.compare(Mixing().apply, params, X, policy="mixed_int8")
     inputs = [one.path for one in found.codes if one.operand == "input"]
-    assert sorted(inputs) == ["key", "out", "query", "value"]
+    assert sorted(inputs) == ["mix/key", "mix/out", "mix/query", "mix/value", "stem"]
     assert not any(row.dtype == "int8" for row in found.rows)
+    # a product of codes is in units of their scales: it is no counterpart of float32's
+    assert "norm" not in found.unpaired and max(found["stem"].error, found["norm"].error) < 0.02
+
+
+class OfHalves(linen.Module):
+    """Code that has no trace in float32."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.Dense(16, name="up")(x)
+        if not self.is_initializing() and x.dtype != jnp.bfloat16:
+            raise TypeError("This takes bfloat16.")
+        return linen.Dense(8, name="head")(linen.relu(x))
+
+
+@pytest.mark.slow
+def test_code_without_a_trace_in_float32_is_compared_with_itself_without_the_codes():
+    params = OfHalves().init(jax.random.key(0), X)
+    truth = Pair().apply(params, X)
+    found = policy.compare(OfHalves().apply, params, X, policy="mixed_int8")
+    with use_policy("mixed_int8"):
+        real = error(OfHalves().apply(params, X), truth)
+    assert "can't be traced in float32" in found.notes[0]
+    assert found.error == pytest.approx(real, rel=1e-2) and real > 5e-3
