@@ -13,10 +13,12 @@ from tqdm import tqdm
 
 import policy as mp
 from benchmarks.eight_bits.report import Table
+from mpmodules import linen, nnx
 
 SEEDS = (0,)
 EPOCHS = 2  # of Fashion-MNIST
 REFERENCE = "mixed_bfloat16"
+KEPT = "p=f32,c=bf16,o=bf16"  # of convolutions
 POLICIES = (REFERENCE, "mixed_float8", "mixed_int8")
 POINTS = 0.01  # by which the mean accuracy of 8 bits may be below bfloat16's
 
@@ -38,7 +40,8 @@ def digits(policy: str, seed: int, wing: str = "linen", epochs: int | None = Non
         config = dataclasses.replace(config, epochs=epochs)
     train: Any = {"linen": job.train_linen, "nnx": job.train_nnx}[wing]
     with tqdm(desc=f"digits, {wing}, {policy}, seed {seed}", file=sys.stderr) as bar:
-        result = train(mp.get_policy(policy), mp.PolicyRules([]), data, config, bar)
+        rules = mp.PolicyRules([({"linen": linen, "nnx": nnx}[wing].Conv, KEPT)])
+        result = train(mp.get_policy(policy), rules, data, config, bar)
     return Run(result.accuracy, float(np.mean(result.losses[-10:])))
 
 
@@ -48,7 +51,8 @@ def fashion(policy: str, seed: int, data: Any, epochs: int = EPOCHS) -> Run:
 
     config = job.Config(epochs=epochs)
     with tqdm(desc=f"{data.name}, {policy}, seed {seed}", file=sys.stderr) as bar:
-        result = job.train(policy, mp.PolicyRules([]), data, config, seed, bar)
+        rules = mp.PolicyRules([(linen.Conv, KEPT)])
+        result = job.train(policy, rules, data, config, seed, bar)
     return Run(result.accuracy, result.final_loss)
 
 

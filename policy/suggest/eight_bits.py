@@ -154,8 +154,10 @@ class EightBitSearch:
         return self.trial.measure_in_8_bits(self.wide, chosen)
 
     def states(self, chosen: frozenset[int]) -> dict[Path, LayerState]:
-        """Returns how each path runs."""
+        """Returns how each path runs. Convolutions are kept in half precision."""
+        assert self.trial.scaled is not None
         kept = {path for i, (path, _) in enumerate(self.layers) if i not in chosen}
+        kept |= self.trial.scaled.convolutions
         wide = {self.trial.paths[i] for i in self.wide}
 
         def state(path: Path) -> LayerState:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy._jaxpr.codes import is_eight_bit_matmul
+from policy._jaxpr.codes import is_eight_bit_matmul, is_eight_bits
 from policy._jaxpr.costs import flops_of, size
 from policy._jaxpr.dependence import COTANGENT, dependences
 from policy._jaxpr.graph import Graph, Node
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import lost_prefixes, module_path
+from policy._jaxpr.primitives import CONVOLUTIONS
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.walk import Site, walk
 from policy._jaxpr.weight_matmuls import weight_matmuls
@@ -52,12 +53,14 @@ class ScaledDots:
       cotangents: for each matmul, by its equation's `id`, the operand that is the cotangent: 0 is
         the left one; None forward.
       total: the FLOPs of all matmuls of the program.
+      convolutions: the paths of convolutions that would run in 8 bits, which are kept out.
     """
 
     by: ScaledMatmul
     layers: Mapping[Path, ScaledLayer]
     cotangents: Mapping[int, int | None]
     total: int
+    convolutions: frozenset[Path]
 
     def product(self, equation: Equation, arrays: Sequence[Any]) -> Any:
         """Returns the product of float32 arrays as 8 bits give it, in float32."""
@@ -148,7 +151,13 @@ def scaled_dots(
             _measure(layer, node, one.weight)
     dots = [site for site in walk(half) if site.name == "dot_general"]
     total = sum(flops_of(site.equation) * site.count for site in dots)
-    return ScaledDots(by, {p: one for p, one in layers.items() if p}, cotangents, total)
+    convolutions = frozenset(
+        _named(_path(site), modules)
+        for site in walk(eight)
+        if site.name in CONVOLUTIONS and is_eight_bits(site.equation.invars[1].aval.dtype)
+    )
+    named = {path: one for path, one in layers.items() if path}
+    return ScaledDots(by, named, cotangents, total, convolutions)
 
 
 def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:

@@ -77,16 +77,17 @@ def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
 
 
 @pytest.mark.parametrize(
-    ("operation", "kind"),
+    ("operation", "dtype", "kind"),
     [
-        ("Fp8DotGeneralOp", DEQUANTISED),
-        ("NANOOFp8DotGeneralOp", DEQUANTISED),
-        ("Fp8DirectDotGeneralOp", ACCUMULATOR),
+        ("Fp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
+        ("NANOOFp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
+        ("Fp8DirectDotGeneralOp", jnp.float16, ACCUMULATOR),
+        ("Fp8DirectDotGeneralOp", jnp.bfloat16, None),
     ],
 )
-def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, kind):
+def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, dtype, kind):
     cls = getattr(flax.linen, operation, None) or getattr(flax.linen.fp8_ops, operation)
-    layer = flax.linen.Dense(8, dtype=jnp.bfloat16, dot_general_cls=cls)
+    layer = flax.linen.Dense(8, dtype=dtype, dot_general_cls=cls)
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
 
     def loss(params: Any, others: Any, x: Any) -> Any:
@@ -96,7 +97,7 @@ def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, kind):
     others = {name: tree for name, tree in variables.items() if name != "params"}
     report = policy.audit(loss, variables["params"], others, X, backward=True, params=0)
     found = {(f.kind, f.is_backward) for f in report.findings}
-    assert {(kind, False), (kind, True)} <= found
+    assert kind is None or {(kind, False), (kind, True)} <= found
     assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTISED, ACCUMULATOR} - {kind})
 
 
@@ -367,3 +368,23 @@ def test_code_without_a_trace_in_float32_is_compared_with_itself_without_the_cod
         real = error(OfHalves().apply(params, X), truth)
     assert "can't be traced in float32" in found.notes[0]
     assert found.error == pytest.approx(real, rel=1e-2) and real > 5e-3
+
+
+def test_suggest_keeps_convolutions_out():
+    class Image(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.relu(linen.Conv(32, (3,), name="conv")(x))
+            return linen.Dense(64, name="middle")(x)
+
+    params = Image().init(jax.random.key(0), X)
+    found = policy.suggest(
+        Image().apply, params, X, policy="mixed_bfloat16", matmul="i8", error=0.05, smallest=16
+    )
+    with policy.use_policy("mixed_int8", found.rules):
+        report = policy.audit(Image().apply, params, X)
+    operands = {op.path: op.operands for op in report.operations if op.kind in MATMULS}
+    assert operands == {"conv": ("bfloat16", "bfloat16"), "middle": ("int8", "int8")}
+
+
+MATMULS = ("dot", "convolution")

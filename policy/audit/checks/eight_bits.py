@@ -145,7 +145,10 @@ def _is_scale(value: Value, of: Value) -> bool:
 
 
 def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
-    """Yields matmuls of 8-bit operands whose result is narrower than int32 or float32."""
+    """Yields matmuls of 8-bit operands whose result has less than the range of their sums.
+
+    bfloat16 has that of float32: a result in it is rounded once more at most.
+    """
     for node in flow.matmuls:
         dtypes = [value.dtype for value in node.inputs[:2]]
         if len(dtypes) < 2 or not all(map(is_eight_bits, dtypes)):
@@ -155,8 +158,8 @@ def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
             if result not in ("int8", "int16"):
                 continue
             why = f"sums of products of int8 overflow {result} from a few terms on"
-        elif is_narrow(result):
-            why = f"the sum is rounded to {result}, in units of the scales, before it is scaled"
+        elif is_narrow(result) and result != "bfloat16":
+            why = f"the sum, in units of the scales, may be beyond the range of {result}"
         else:
             continue
         message = (

@@ -144,11 +144,6 @@ def _float8(x):
     return dot(codes(x)[0], codes(x + 1)[0], E4M3).astype(F32)
 
 
-@fault("a float8 dot that returns bfloat16", ACCUMULATOR, DOT, F32)
-def _bfloat16(x):
-    return dot(codes(x)[0], codes(x + 1)[0], BF16)
-
-
 @fault("a float8 dot that returns float16", ACCUMULATOR, DOT, F32)
 def _float16(x):
     return dot(codes(x)[0], codes(x + 1, E5M2)[0], F16)

@@ -41,6 +41,12 @@ def _a_dot_of_float8_by_scales_of_its_operands():
 
 @near_miss
 @forward_only
+def _a_dot_of_float8_that_returns_bfloat16():
+    return _with_scales(E4M3, BF16), (X, X)
+
+
+@near_miss
+@forward_only
 def _a_dot_of_int8_by_scales_of_its_operands():
     return _with_scales(I8, jnp.int32), (X, X)
 
