@@ -35,12 +35,12 @@ def flops_of(equation: Equation) -> int:
     """Returns the floating-point operations of an equation.
 
     A product in a matmul counts as two operations; each number that is summed or computed counts as
-    one, also that of an exponential. Operations on integers count as zero, but for matmuls of
-    int8, and so does the work inside kernels, factorisations and transforms.
+    one, also that of an exponential. Operations on integers count as zero, but for matmuls and
+    convolutions of int8, and so does the work inside kernels, factorisations and transforms.
     """
     name = equation.primitive.name
     kind = kind_of(name)
-    counted = ("int8", "uint8") if kind == "dot" else ()
+    counted = ("int8", "uint8") if kind in ("dot", "convolution") else ()
     numbers = [
         atom.aval
         for atom in equation.invars
