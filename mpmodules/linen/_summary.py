@@ -38,7 +38,7 @@ def tabulate(
     comes from.
 
     The policy is in its short text form, empty where none holds; ``m=`` is left out of layers whose
-    matmuls stay in compute_dtype: convolutions, and those with a `dot_general` of the user's. The
+    matmuls stay in compute_dtype, as of those with a `dot_general` of the user's. The
     source is one of
 
     - ``argument: dtype_policy`` or ``argument: apply_policy``;
@@ -116,8 +116,11 @@ def _may_scale(module: flax_nn.Module) -> bool:
     if layer is None or not layer._is_layer:
         return True
     declared = module.__dict__.get("_declared_fields", module.__dict__)
-    hooks = [declared.get(hook) for hook in ("dot_general", "dot_general_cls")]
-    is_matmul = isinstance(module, (flax_nn.Dense, flax_nn.DenseGeneral, flax_nn.Einsum))
+    operation = "conv_general_dilated" if isinstance(module, flax_nn.Conv) else "dot_general"
+    hooks = [declared.get(hook) for hook in (operation, f"{operation}_cls")]
+    is_matmul = isinstance(
+        module, (flax_nn.Dense, flax_nn.DenseGeneral, flax_nn.Einsum, flax_nn.Conv)
+    )
     return is_matmul and hooks == [None, None]
 
 

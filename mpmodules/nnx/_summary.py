@@ -30,8 +30,8 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
     comes from.
 
     The policy is the one that the module captured, in its short text form, empty where there is
-    none; ``m=`` is left out of layers whose matmuls stay in compute_dtype: convolutions, and those
-    with a `dot_general` of the user's. The source is one of
+    none; ``m=`` is left out of layers whose matmuls stay in compute_dtype, as of those with a
+    `dot_general` of the user's. The source is one of
 
     - ``argument: dtype_policy`` or ``argument: apply_policy``;
     - ``argument: dtype=float32; else ...``, a dtype argument that holds against the policy;
