@@ -10,6 +10,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx as flax_nnx
 from jax import lax
 
 import policy
