@@ -10,6 +10,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx as flax_nnx
 from jax import lax
 
 import policy
@@ -42,12 +43,19 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
+    """Returns a function of params and an input, and the params; shapes of linen's."""
+    if isinstance(layer, flax_nnx.Module):
+        return loss_of(layer)
+    return layer.apply, jax.eval_shape(layer.init, jax.random.key(0), X)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("text", EIGHT)
 def test_an_audit_finds_nothing_in_our_layers(text, name, place):
     with use_policy(text):
-        run, params = loss_of(LAYERS[name]())
+        run, params = shapes_of(LAYERS[name]())
         report = policy.audit(PLACES[place](run), params, X, backward=True, params=(0, 1))
     assert not report.findings, str(report)
     assert report.eight_bit_matmul_share > 0.3 and any(op.is_backward for op in report.operations)
@@ -210,7 +218,7 @@ KEPT = "p=f32,c=bf16,o=bf16"
 @pytest.mark.parametrize("text", [*EIGHT, "mixed_bfloat16"])
 def test_assert_matmuls_obey_passes_for_our_layers(text, name):
     with use_policy(text):
-        run, params = loss_of(LAYERS[name]())
+        run, params = shapes_of(LAYERS[name]())
         assert_matmuls_obey(run, (params, X), text, backward=True, params=0)
     other = "mixed_bfloat16" if text in EIGHT else "mixed_int8"
     with use_policy(text), pytest.raises(AssertionError, match="do not obey"):
