@@ -22,7 +22,7 @@ _SHORT = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8", "int8")}
 
 @dataclasses.dataclass(frozen=True)
 class ScaledMatmul:
-    """How the matmuls of layers with weights run in 8 bits.
+    """The dtypes and the scaling of matmuls with weights in 8 bits.
 
     >>> import policy
     >>> policy.ScaledMatmul("float8_e4m3fn", "float8_e5m2")

@@ -257,7 +257,8 @@ def scaled_dot_general(
     ]
     shardings = (_explicit_sharding(lhs), _explicit_sharding(rhs))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
-    return _dot(matmul, lhs, rhs, *codes).astype(dtype)
+    product: Any = _dot(matmul, lhs, rhs, *codes)
+    return product.astype(dtype)
 
 
 def scaled_einsum(

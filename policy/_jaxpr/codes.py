@@ -21,9 +21,12 @@ from policy._jaxpr.walk import Site
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
 
-_SCALED_MATMUL = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scaled_matmul.py"
+_POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = frozenset(
+    os.path.join(_POLICY, f"{name}.py")
+    for name in ("quantisation", "scaled_matmul", "scaled_convolution", "once_differentiable")
 )
+"""The files that the equations of operations in 8 bits come from."""
 LIMITS_CODES = ROUNDINGS | MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
 _RESCALES = CASTS | {"mul"}
@@ -94,7 +97,7 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         )
         if paths := _multiplied_at(node, kind == "cotangent"):
             operands[_at(node.site)] = QuantisedOperand(kind, paths)
-        if node.out.dtype == "int8" and _is_of_scaled_matmul(node.site):
+        if node.out.dtype == "int8" and _is_of_ours(node.site):
             roundings |= {_at(node.site), *_roundings_behind(node.inputs[0])}
     return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
 
@@ -137,11 +140,11 @@ def _at(site: Site) -> CastPlace:
     return tuple(reversed(around)), id(site.equation)
 
 
-def _is_of_scaled_matmul(site: Site | None) -> bool:
+def _is_of_ours(site: Site | None) -> bool:
     while site is not None:
         file = author_of(site.equation)[0]
         if file:
-            return file == _SCALED_MATMUL
+            return file in _OURS
         site = site.around
     return False
 
@@ -160,10 +163,10 @@ def _roundings_behind(value: Value) -> Iterator[CastPlace]:
 
 
 def _inner(graph: Graph) -> Iterator[CastPlace]:
-    """Yields the equations of scaled matmuls but for the products and what scales those."""
+    """Yields the equations of operations in 8 bits but for products and what scales those."""
     products: set[int] = set()
     for node in graph.nodes:
-        if not _is_of_scaled_matmul(node.site):
+        if not _is_of_ours(node.site):
             continue
         if _is_product(node) or _keeps_product(node, products):
             products.update(map(id, node.outputs))
@@ -172,7 +175,7 @@ def _inner(graph: Graph) -> Iterator[CastPlace]:
 
 
 def _is_product(node: Node) -> bool:
-    return node.name in DOTS
+    return node.name in DOTS or node.name in CONVOLUTIONS
 
 
 def _keeps_product(node: Node, products: Collection[int]) -> bool:

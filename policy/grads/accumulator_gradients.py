@@ -141,9 +141,11 @@ def _unrounded(equation: Equation, operands: list[Any]) -> Wide:
 
 def _scatter_add(equation: Equation, operands: list[Any]) -> jax.Array:
     """Binds the equation for another dtype: it holds a program that adds two numbers of one."""
-    params = equation.params
+    params, (operand, indices, updates) = equation.params, operands
     return lax.scatter_add(
-        *operands,
+        operand,
+        indices,
+        updates,
         params["dimension_numbers"],
         indices_are_sorted=params["indices_are_sorted"],
         unique_indices=params["unique_indices"],

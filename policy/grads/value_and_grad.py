@@ -321,7 +321,7 @@ class Finish:
         self.policy, self.scale, self.grads = policy, scale, grads
 
     @classmethod
-    def of(cls, policy: Policy | str | None, loss_scale: Any, grads: str) -> Finish:
+    def of(cls, policy: Policy | str | None, loss_scale: Any, grads: GradientKind) -> Finish:
         """Checks the three arguments. Raises as `value_and_grad` says."""
         if grads not in get_args(GradientKind):
             kinds = " or ".join(map(repr, get_args(GradientKind)))

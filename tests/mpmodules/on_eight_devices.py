@@ -294,7 +294,7 @@ def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_para
 def test_a_weight_s_gradient_is_exchanged_in_the_dtype_of_its_matmul(text, grads, dtype):
     """Scales of float8 are powers of two, so that its matmul may round before it is scaled."""
     text = text.replace("mixed_int8:compute", "p=f32,c=bf16,o=f32,m=i8:compute")
-    layer = nn.Dense(16, use_bias=False)
+    layer: Any = nn.Dense(16, use_bias=False)
     with use_policy(text):
         params = layer.init(jax.random.key(0), X)
 

@@ -1,5 +1,7 @@
 """`grads="accumulator"` of layers, models and ports, in both wings."""
 
+from typing import Any
+
 import flax.linen
 import flax.nnx
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import policy
 from mpmodules import linen, nnx, use_policy
+from policy.grads.value_and_grad import GradientKind
 
 HALF = jnp.bfloat16
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
@@ -42,7 +45,9 @@ NNX = {
 }
 
 
-def linen_gradients(model, scope="mixed_bfloat16", grads="accumulator"):
+def linen_gradients(
+    model: Any, scope: str | None = "mixed_bfloat16", grads: GradientKind = "accumulator"
+) -> Any:
     with use_policy(scope):
         params = jax.eval_shape(model.init, jax.random.key(0), X)
         params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
@@ -50,7 +55,7 @@ def linen_gradients(model, scope="mixed_bfloat16", grads="accumulator"):
         return jax.jit(step)(params)["params"]
 
 
-def nnx_gradients(model, grads="accumulator"):
+def nnx_gradients(model: Any, grads: GradientKind = "accumulator") -> Any:
     return nnx.jit(nnx.grad(lambda model: weighed(model(X)), grads=grads))(model)
 
 
@@ -207,7 +212,8 @@ def test_a_model_s_state_is_updated_as_in_flax():
         assert model.last == "called"
         return loss, gradients, nnx.state(model, nnx.Not(nnx.Param))
 
-    plain, wide = after("float32"), after("accumulator")
+    plain: Any = after("float32")
+    wide: Any = after("accumulator")
     np.testing.assert_allclose(plain[0], wide[0], rtol=1e-2)
     assert jax.tree.structure(plain[1]) == jax.tree.structure(wide[1])
     assert wide[1]["linear"]["kernel"].get_metadata() == plain[1]["linear"]["kernel"].get_metadata()

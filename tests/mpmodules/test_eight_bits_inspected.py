@@ -398,3 +398,20 @@ def test_suggest_keeps_convolutions_out():
 
 
 MATMULS = ("dot", "convolution")
+
+
+def test_a_convolution_in_8_bits_is_compared_with_float32():
+    class Image(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.Conv(32, (3,), name="conv")(x)
+
+    params = Image().init(jax.random.key(0), X)
+    truth = Image().apply(params, X)
+    for text in EIGHT:
+        with use_policy(text):
+            found = policy.compare(Image().apply, params, X)
+            real = error(Image().apply(params, X), truth)
+        assert found.error == pytest.approx(real, rel=1e-3)
+        shown = {(row.path, row.operand) for row in found.codes}
+        assert {("conv", "input"), ("conv", "weight")} <= shown

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import policy
 from policy import grad, value_and_grad
 from policy.grads.accumulator_gradients import accumulated
+from policy.scaled_matmul import scaled_dot_general
 
 HALF = jnp.bfloat16
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
@@ -81,11 +82,9 @@ def in_a_grouped_matmul(w):
 
 def in_a_convolution(w):
     numbers = ("NWC", "WIO", "NWC")
-    return weighed(
-        lax.conv_general_dilated(X[:, None], w[None], (1,), "VALID", dimension_numbers=numbers)[
-            :, 0
-        ]
-    )
+    rows = jnp.asarray(X)[:, None]
+    y = lax.conv_general_dilated(rows, w[None], (1,), "VALID", dimension_numbers=numbers)
+    return weighed(y[:, 0])
 
 
 def scaled_by_float32(w):
@@ -347,7 +346,7 @@ def test_a_matmul_in_8_bits_keeps_its_float32_product():
     by = policy.ScaledMatmul("int8", "int8")
 
     def loss(w):
-        y = policy.scaled_matmul.scaled_dot_general(X, w.astype(HALF), numbers, by)
+        y = scaled_dot_general(jnp.asarray(X), w.astype(HALF), numbers, by)
         return weighed(y)
 
     with pytest.warns(policy.DtypePolicyWarning, match="no matmuls of int8"):

@@ -38,14 +38,14 @@ def results(convolve, x, kernel, ct):
     return y, *pullback(ct)
 
 
-def case(name):
+def case(name: str) -> tuple[Any, ...]:
     """Returns options, operands, a cotangent, and the float64 result and gradients."""
-    options = OPTIONS[name] | {"dimension_numbers": NUMBERS}
+    options: dict[str, Any] = OPTIONS[name] | {"dimension_numbers": NUMBERS}
     kernel = KERNEL[:, :, :8] if name == "grouped" else KERNEL
     with jax.enable_x64(True):
-        convolve = functools.partial(lax.conv_general_dilated, **options)
-        wide = [jnp.asarray(a, jnp.float64) for a in (X, kernel)]
-        ct = RNG.standard_normal(jax.eval_shape(convolve, *wide).shape)
+        convolve: Any = functools.partial(lax.conv_general_dilated, **options)
+        wide: Any = [jnp.asarray(a, jnp.float64) for a in (X, kernel)]
+        ct = RNG.standard_normal(jax.eval_shape(convolve, wide[0], wide[1]).shape)
         truth = [np.asarray(a) for a in results(convolve, *wide, jnp.asarray(ct))]
     return options, X, kernel, ct.astype(np.float32), truth
 
@@ -62,7 +62,7 @@ def test_errors_are_those_of_rounding_to_8_bits(by, bound, name):
 
 def test_an_example_that_is_small_keeps_its_digits():
     """By tensor, an example below 1/254 of the largest one is lost."""
-    scales = np.float32([1, 1e-3, 1e3, 30])[:, None, None, None]
+    scales = np.asarray([1, 1e-3, 1e3, 30], np.float32)[:, None, None, None]
     options, x, kernel, _, truth = case("same")
     worst = {}
     for scaling in ("row", "tensor"):
