@@ -46,7 +46,7 @@ def case(name: str) -> tuple[Any, ...]:
         convolve: Any = functools.partial(lax.conv_general_dilated, **options)
         wide: Any = [jnp.asarray(a, jnp.float64) for a in (X, kernel)]
         ct = RNG.standard_normal(jax.eval_shape(convolve, wide[0], wide[1]).shape)
-        truth = [np.asarray(a) for a in results(convolve, *wide, jnp.asarray(ct))]
+        truth = [np.asarray(a) for a in results(convolve, wide[0], wide[1], jnp.asarray(ct))]
     return options, X, kernel, ct.astype(np.float32), truth
 
 
