@@ -508,6 +508,18 @@ REMATS = _kinds("remat")
 LOOPS_AND_BRANCHES = frozenset(("cond", "scan", "while"))
 """Loops and conditionals: run programs several times, or one of several."""
 
+RUNS_PROGRAMS = CALLS | REMATS | LOOPS_AND_BRANCHES | frozenset(("jit", "shard_map"))
+"""Run programs in order, without a rule of their own for derivatives."""
+
+WIDENABLE_SUMS = frozenset(("reduce_sum", "cumsum", "scatter-add", "select_and_scatter_add"))
+"""Sums in the dtype of their operands: in float32 where these are widened."""
+
+LINEAR_IN_ALL = ADDITIONS | UPDATES | frozenset(("neg", "select_n", "concatenate", "pad"))
+"""Linear in all floating operands, which have the dtype of the result."""
+
+ONE_FOR_EACH = SUMMING_COLLECTIVES | frozenset(("optimization_barrier",))
+"""Return one result for each operand."""
+
 REBUILT = frozenset(("jit", "while"))
 """Return the dtypes that they were traced with, where autocast rebuilds them."""
 

@@ -19,12 +19,12 @@ from jax import lax
 from policy._jaxpr import control_flow
 from policy._jaxpr.control_flow import Body, has_options
 from policy._jaxpr.dtypes import F32, float_dtype
-from policy._jaxpr.primitives import MATMULS
+from policy._jaxpr.primitives import LINEAR_IN_ALL, MATMULS, ONE_FOR_EACH, RUNS_PROGRAMS
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
 from policy.grads.differentiated_leaves import DifferentiatedLeaves
 from policy.grads.float32_cotangents import Float32Cotangents, Wide, read
-from policy.grads.rounded_sums import COMBINES_ALIKE, HANDS_ON, OF_EACH, RUNS_PROGRAMS, RoundedSums
+from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
 
 
 def accumulating_value_and_grad(
@@ -159,14 +159,14 @@ def _moved(equation: Equation, values: list[Any]) -> list[Any] | None:
     if name == "convert_element_type":
         new = equation.params["new_dtype"]
         return bind(equation, [values[0].value]) if jnp.dtype(new).itemsize >= 4 else None
-    if name in HANDS_ON | {"reduce_sum"} and isinstance(values[0], Wide):
+    if (name in HANDS_ON or sums_nothing(equation)) and isinstance(values[0], Wide):
         return [_like(values[0], x) for x in bind(equation, [values[0].value, *values[1:]])]
-    if name in OF_EACH:
+    if name in ONE_FOR_EACH:
         results = bind(equation, [x.value if isinstance(x, Wide) else x for x in values])
         return [
             _like(x, y) if isinstance(x, Wide) else y for x, y in zip(values, results, strict=True)
         ]
-    if name in COMBINES_ALIKE:
+    if name in LINEAR_IN_ALL:
         dtype = equation.outvars[0].aval.dtype
         return [Wide(x, dtype, is_exact=False) for x in bind(equation, list(map(_widened, values)))]
     return None

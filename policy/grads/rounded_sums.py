@@ -18,36 +18,21 @@ from jax.extend.core import Literal, Var
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.interpreter import equations_of
 from policy._jaxpr.primitives import (
-    ACCUMULATES,
-    ADDITIONS,
     ANNOTATES,
-    CALLS,
-    LOOPS_AND_BRANCHES,
+    LINEAR_IN_ALL,
     MATMULS,
     MOVES_COTANGENTS,
+    ONE_FOR_EACH,
     PRODUCTS,
-    REMATS,
-    SUMMING_COLLECTIVES,
-    UPDATES,
+    RUNS_PROGRAMS,
+    WIDENABLE_SUMS,
 )
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.scope_names import EXCHANGE, innermost_scope
 from policy._jaxpr.subprograms import opened, programs_of, subprograms
 
-WIDENED_SUMS = ACCUMULATES & {"reduce_sum", "cumsum", "scatter-add", "select_and_scatter_add"}
-"""Sums that are computed in float32 where their operands are widened."""
-
 HANDS_ON = MOVES_COTANGENTS | ANNOTATES
 """Hand on the numbers of their first operand, in its dtype."""
-
-COMBINES_ALIKE = ADDITIONS | UPDATES | {"neg", "select_n", "concatenate", "pad"}
-"""Linear in all floating operands, which have the dtype of the result."""
-
-OF_EACH = SUMMING_COLLECTIVES | {"optimization_barrier"}
-"""Return one result for each operand."""
-
-RUNS_PROGRAMS = CALLS | REMATS | LOOPS_AND_BRANCHES | {"jit", "shard_map"}
-"""Run programs that the search enters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +98,7 @@ class _Search:
         name = equation.primitive.name
         if name in RUNS_PROGRAMS:
             return self._of_programs(equation, [v in wanted for v in equation.outvars])
-        if name in OF_EACH:
+        if name in ONE_FOR_EACH:
             is_asked_for = innermost_scope(equation) == EXCHANGE  # in this dtype
             pairs = enumerate(equation.outvars)
             return [i for i, result in pairs if result in wanted and not is_asked_for]
@@ -124,11 +109,11 @@ class _Search:
         if name == "convert_element_type":
             return self._of_cast(equation)
         is_matmul = name in MATMULS and all(map(_is_half, operands[:2]))
-        if name in HANDS_ON or _sums_nothing(equation):
+        if name in HANDS_ON or sums_nothing(equation):
             return (0,)
-        if _is_half(result) and (is_matmul or name in WIDENED_SUMS):
+        if _is_half(result) and (is_matmul or name in WIDENABLE_SUMS):
             return self._round(equation)
-        is_linear = name in COMBINES_ALIKE or (name in PRODUCTS and not _is_half(result))
+        is_linear = name in LINEAR_IN_ALL or (name in PRODUCTS and not _is_half(result))
         return [i for i, x in enumerate(operands) if is_linear and float_dtype(x.aval) == dtype]
 
     def _of_cast(self, equation: Equation) -> Sequence[int]:
@@ -167,7 +152,7 @@ class _Search:
         return sorted(found)
 
 
-def _sums_nothing(equation: Equation) -> bool:
+def sums_nothing(equation: Equation) -> bool:
     """Returns whether an equation sums over axes of size 1: it transposes a broadcast of these."""
     return (
         equation.primitive.name == "reduce_sum"
