@@ -4,6 +4,7 @@ python -m benchmarks.eight_bits                  # all tables: 40 minutes on two
 python -m benchmarks.eight_bits --only errors    # one, or several
 python -m benchmarks.eight_bits --check          # exits with 1 where a bound is missed
 python -m benchmarks.eight_bits --quick --check  # errors, and a small language model: seconds
+python -m benchmarks.eight_bits --only language_model --full  # all tokens of the example
 python -m benchmarks.eight_bits --only smollm2 --write  # puts the table into docs/eight_bits.md
 """
 
@@ -45,14 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--only", nargs="+", choices=tuple(TABLES), metavar="NAME", help=", ".join(TABLES))
     add("--quick", action="store_true", help=f"small runs of {' and '.join(QUICK)}")
+    add("--full", action="store_true", help="language_model with all tokens of the example")
     add("--check", action="store_true", help="exit with 1 where a bound is missed")
     add("--json", type=Path, metavar="FILE", help="a file to write the tables to")
     add("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     options = parser.parse_args(arguments)
-    if options.write and options.quick:
-        parser.error("--write is for the figures of the whole run: leave out --quick.")
+    if options.write and (options.quick or options.full):
+        parser.error("--write is for the figures of the whole run: leave out --quick and --full.")
+    if options.quick and options.full:
+        parser.error("--quick and --full are two sizes: give one.")
     warnings.simplefilter("ignore", DtypePolicyWarning)  # a CPU emulates 8 bits: see the page
-    known = QUICK if options.quick else TABLES
+    known = QUICK if options.quick else dict(TABLES)
+    if options.full:
+        known["language_model"] = functools.partial(characters.table, sizes={})
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"{', '.join(unknown)}: the quick run has {' and '.join(QUICK)} alone.")
     print(environment())

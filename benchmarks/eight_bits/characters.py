@@ -120,9 +120,13 @@ def tabulated(losses: Mapping[Variant, Sequence[float]]) -> Table:
     return Table(header, tuple(rows), missed(losses))
 
 
-def table(quick: bool = False) -> Table:
-    """Trains under every policy; the quick run has a small model, one seed and fewer policies."""
-    most, sizes = (1, SMALL) if quick else (len(SEEDS), SIZES)
+def table(quick: bool = False, sizes: Mapping[str, float] = SIZES) -> Table:
+    """Trains under every policy; the quick run has a small model, one seed and fewer policies.
+
+    Args:
+      sizes: fields of the example's `Config` of a run that is not quick.
+    """
+    most, sizes = (1, SMALL) if quick else (len(SEEDS), sizes)
     losses = {}
     for variant in VARIANTS:
         if variant.quick or not quick:

@@ -201,10 +201,25 @@ def test_a_table_replaces_the_one_on_the_page():
         report.into("# A page", "errors", table)
 
 
+def test_a_full_run_has_the_sizes_of_the_example(monkeypatch, capsys):
+    asked = []
+
+    def losses(variant, seeds, sizes):
+        asked.append((variant.name, len(seeds), dict(sizes)))
+        return [2.0 + variant.is_control] * len(seeds)
+
+    monkeypatch.setattr(characters, "held_out_losses", losses)
+    assert command.main(["--only", "language_model", "--full", "--check"]) == 0
+    assert ("mixed_int8", 3, {}) in asked and len(asked) == len(characters.VARIANTS)
+    assert "mixed_float8 without scales" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--quick", "--write"], "--write is for the figures of the whole run"),
+        (["--full", "--write"], "--write is for the figures of the whole run"),
+        (["--quick", "--full"], "--quick and --full are two sizes: give one."),
         (["--quick", "--only", "minilm"], "minilm: the quick run has errors and language_model"),
     ],
 )
