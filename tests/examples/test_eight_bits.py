@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import policy as mp
+from mpmodules import linen
 from policy._jaxpr.equations import equations_within
 
 EMULATED = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
@@ -41,19 +42,21 @@ def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_
 
 
 @EMULATED
-def test_a_resnet_keeps_its_convolutions_and_has_its_head_in_8_bits():
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rule_keeps_a_resnets_convolutions_out_of_8_bits(kept):
     import resnet_fashion_mnist
     import train_digits
 
+    rules = [(linen.Conv, "p=f32,c=bf16,o=bf16")] if kept else None
     images = jnp.zeros((2, 8, 8, 1))
     for model in (train_digits.LinenResNet(4), resnet_fashion_mnist.MODELS["ResNet8"]()):
-        with mp.use_policy("mixed_int8"):
+        with mp.use_policy("mixed_int8", rules):
             variables = jax.eval_shape(
                 lambda key, model=model: model.init(key, images, train=False), jax.random.key(0)
             )
             found = multiplied(lambda v, m=model: m.apply(v, images, train=False), variables)
         assert found[(DOT, INT8)] == 1
-        assert found.keys() == {(DOT, INT8), (CONV, "bfloat16")}
+        assert found.keys() == {(DOT, INT8), (CONV, "bfloat16" if kept else INT8)}
 
 
 @EMULATED
