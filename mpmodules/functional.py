@@ -314,7 +314,7 @@ class _ScaledConv(_ScaledOp):
     ) -> Array:
         dtype = preferred_element_type or self.dtype
         options |= {"window_strides": window_strides, "padding": padding}
-        if batch_group_count != 1 or out_sharding is not None:
+        if not scaled_convolution.may_run_in_8_bits(lhs, rhs, batch_group_count, out_sharding):
             options |= {"batch_group_count": batch_group_count, "out_sharding": out_sharding}
             return accumulating_conv(dtype)(lhs, rhs, **options, precision=precision)
         return scaled_convolution.scaled_conv(lhs, rhs, self.by, **options).astype(dtype)

@@ -24,6 +24,7 @@ from policy._jaxpr.subprograms import bind, opened
 from policy.matmul_dtypes import INT8, ScaledMatmul, backend
 from policy.once_differentiable import differentiated_once, mark
 from policy.quantisation import Quantised, quantise, warn_if_emulated
+from policy.scaled_matmul import explicit_sharding
 
 OPTIONS = (
     "window_strides",
@@ -103,6 +104,17 @@ def scaled_conv(
         for x, spec in zip((lhs, rhs), convolution.axes, strict=False)
     ]
     return _conv(convolution, lhs, rhs, *codes)
+
+
+def may_run_in_8_bits(
+    lhs: jax.Array, rhs: jax.Array, batch_group_count: int = 1, out_sharding: Any = None
+) -> bool:
+    """Returns whether `scaled_conv` takes a convolution.
+
+    Not one of groups of examples, and none on a mesh of explicit axes.
+    """
+    is_placed = out_sharding is not None or any(map(explicit_sharding, (lhs, rhs)))
+    return batch_group_count == 1 and not is_placed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

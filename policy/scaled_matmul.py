@@ -129,7 +129,8 @@ class _Matmul:
         return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
 
 
-def _explicit_sharding(x: jax.Array) -> Any:
+def explicit_sharding(x: jax.Array) -> Any:
+    """Returns the sharding of an array where all axes of its mesh are explicit, otherwise None."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     is_explicit = (
         sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
@@ -255,7 +256,7 @@ def scaled_dot_general(
     codes = [
         quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
     ]
-    shardings = (_explicit_sharding(lhs), _explicit_sharding(rhs))
+    shardings = (explicit_sharding(lhs), explicit_sharding(rhs))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
     product: Any = _dot(matmul, lhs, rhs, *codes)
     return product.astype(dtype)

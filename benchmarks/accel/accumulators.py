@@ -1,6 +1,6 @@
 """Gradients that are accumulators, `grads="accumulator"`, beside those that were rounded.
 
-    python -m benchmarks.accel.accumulators            # v5e, v6e and H100: 12 minutes
+    python -m benchmarks.accel.accumulators            # v5e and H100
     python -m benchmarks.accel.accumulators --on v5e   # one chip's rows
     python -m benchmarks.accel.accumulators --check    # exits with 1 where a ratio misses its bound
     python -m benchmarks.accel.accumulators --small    # one small model: half a minute
@@ -28,8 +28,8 @@ from benchmarks.table import Row, run
 from policy import value_and_grad
 from policy.grads.value_and_grad import GradientKind
 
-TARGETS = ("v5e:2x2", "v6e:2x2", "h100")
-OTHERS = ("v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")
+TARGETS = ("v5e:2x2", "h100")
+OTHERS = ("v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ _OURS = frozenset(
     for name in ("quantisation", "scaled_matmul", "scaled_convolution", "once_differentiable")
 )
 """The files that the equations of operations in 8 bits come from."""
+
 LIMITS_CODES = ROUNDINGS | MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
 _RESCALES = CASTS | {"mul"}
@@ -91,10 +92,7 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
             continue
         if not is_inexact_name(node.inputs[0].dtype) or is_eight_bits(node.inputs[0].dtype):
             continue
-        on = made_of[id(node.inputs[0])]
-        kind: CodedSide = (
-            "cotangent" if on & COTANGENT else "weight" if on == PARAMETER else "input"
-        )
+        kind = _side(made_of[id(node.inputs[0])])
         if paths := _multiplied_at(node, kind == "cotangent"):
             operands[_at(node.site)] = QuantisedOperand(kind, paths)
         if node.out.dtype == "int8" and _is_of_ours(node.site):

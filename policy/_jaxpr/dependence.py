@@ -1,4 +1,4 @@
-"""What the values of a program depend on: parameters, other arguments, the backward pass."""
+"""Dependence of a program's values on parameters, on other arguments and on cotangents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from policy._jaxpr.graph import Graph, Node, Value
 from policy._jaxpr.primitives import CASTS, MOVES_DATA
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
-_AS_IT_IS = MOVES_DATA | CASTS
+AS_IT_IS = MOVES_DATA | CASTS
+"""Hand on the numbers of their operand, in another shape or dtype."""
 
 
 def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
@@ -20,7 +21,7 @@ def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
     }
     for _ in range(2):  # carries depend on what their bodies return
         for node in graph.traced:
-            on = COTANGENT if is_cotangent(node) and node.name not in _AS_IT_IS else 0
+            on = COTANGENT if is_cotangent(node) and node.name not in AS_IT_IS else 0
             for value in node.inputs:
                 on |= _of(value, found)
             found.update((id(out), on) for out in node.outputs)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from policy._jaxpr.dependence import PARAMETER, dependences, is_cotangent
+from policy._jaxpr.dependence import AS_IT_IS, PARAMETER, dependences, is_cotangent
 from policy._jaxpr.graph import Graph, Node, Value, is_joint
 from policy._jaxpr.operations import is_inexact_name, kind_of
-from policy._jaxpr.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
-
-_AS_IT_IS = MOVES_DATA | CASTS
+from policy._jaxpr.primitives import ADDITIONS, MOVES_DATA, PRODUCTS
 
 
 class WeightMatmul(NamedTuple):
@@ -67,7 +65,7 @@ def _was_floating(value: Value) -> bool:
 
 def _is_gradient(node: Node) -> bool:
     """Returns whether a result is returned as it is, but for casts, scales and sums of such."""
-    kept = _AS_IT_IS | PRODUCTS | ADDITIONS
+    kept = AS_IT_IS | PRODUCTS | ADDITIONS
     waiting = list(node.outputs)
     seen = set(map(id, waiting))
     while waiting:

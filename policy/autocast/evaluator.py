@@ -528,23 +528,27 @@ def _computed(
         for value in values
     ]
     weights = [side for side, value in enumerate(values) if value.yields]
-    if place.matmul is not None and len(weights) == 1 and _may_be_scaled(equation, weights[0]):
-        product = _scaled(equation, arrays, place.matmul, weights[0], dtype)
-        return str(place.matmul.operands), [CastValue(cast(product, dtype))]
+    by = place.matmul if len(weights) == 1 else None
+    if by is not None and _may_be_scaled(equation, arrays, weights[0]):
+        product = _scaled(equation, arrays, by, weights[0], dtype)
+        return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
 
-def _may_be_scaled(equation: Equation, weight: int) -> bool:
+def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
     """Returns whether a matmul or convolution runs in 8 bits, of which one operand is a parameter.
 
     Those of a backward pass that was traced do not: backward of operations in 8 bits has its own.
 
     Args:
+      arrays: the operands.
       weight: the operand that is a parameter, by index.
     """
     name, params = equation.primitive.name, equation.params
     is_one = name == "dot_general" or (
-        name == "conv_general_dilated" and weight == 1 and params["batch_group_count"] == 1
+        name == "conv_general_dilated"
+        and weight == 1
+        and scaled_convolution.may_run_in_8_bits(*arrays, params["batch_group_count"])
     )
     return (
         is_one

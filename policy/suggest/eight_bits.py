@@ -49,7 +49,7 @@ class LayerEvidence:
 
     @property
     def runs_in_8_bits(self) -> bool:
-        """Whether its matmuls run in 8 bits by the suggested rules."""
+        """True if its matmuls run in 8 bits by the suggested rules."""
         return not self.kept
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import policy
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
@@ -278,6 +279,20 @@ def test_matmuls_in_8_bits_are_those_of_one_device_and_gradients_lie_as_the_para
         assert np.allclose(gradient, truth["params"][name], rtol=0.02, atol=2e-3)
         if kind == AxisType.Explicit:
             assert gradient.sharding.spec == specs[name]
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # a CPU emulates 8 bits
+def test_a_convolution_on_a_mesh_of_explicit_axes_stays_in_compute_dtype():
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    layer: Any = nn.Conv(16, (3,))
+    with jax.set_mesh(mesh), use_policy("mixed_int8"):
+        x = jax.device_put(jnp.ones((8, 6, 16)), NamedSharding(mesh, SPLIT))
+        params = layer.init(jax.random.key(0), x)
+        cast = policy.autocast(layer.apply, "mixed_int8", params=0)
+        for run in (layer.apply, cast):
+            step = jax.grad(lambda params, run=run: run(params, x).astype(jnp.float32).sum())
+            assert "i8[" not in str(jax.make_jaxpr(step)(params))
+            assert jax.jit(step)(params)["params"]["kernel"].dtype == jnp.float32
 
 
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")  # a CPU emulates 8 bits
