@@ -548,7 +548,7 @@ def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bo
     is_one = name == "dot_general" or (
         name == "conv_general_dilated"
         and weight == 1
-        and scaled_convolution.may_run_in_8_bits(*arrays, params["batch_group_count"])
+        and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], params["batch_group_count"])
     )
     return (
         is_one
