@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.accel import hlo, layers, program
-from benchmarks.accel.hlo_text import parse
+from policy._hlo.text import parse
 from benchmarks.accel.program import measure, of_lowered, placed
 from benchmarks.accel.targets import Target
-from benchmarks.accel.trip_counts import turns
+from policy._hlo.trip_counts import turns
 from benchmarks.layers import layer
 from tests.benchmarks.accelerators import target
 

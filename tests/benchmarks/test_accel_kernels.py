@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.accel import hlo
-from benchmarks.accel.hlo_text import parse
+from policy._hlo.text import parse
 
 # As the compiler prints it, the kernel's body and layouts left out: its metadata has line breaks.
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}

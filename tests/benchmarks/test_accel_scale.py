@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import benchmarks.accel.scale as scale
-from benchmarks.accel.hlo import costs_of
+from policy._hlo.costs import costs_of
 from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
 from tests.benchmarks.accelerators import target
 

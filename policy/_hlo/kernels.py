@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from benchmarks.accel.hlo_text import Instruction
+from policy._hlo.text import Instruction
 
 
 def flops_of(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:

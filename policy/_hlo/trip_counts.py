@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from benchmarks.accel.hlo_text import Computation, Instruction, settled
+from policy._hlo.text import Computation, Instruction, settled
 
 
 def turns(

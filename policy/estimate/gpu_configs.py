@@ -1,7 +1,8 @@
 """Published figures of GPUs for XLA's compiler, as the text of its `GpuTargetConfigProto`.
 
 Source of the figures: OpenXLA, `xla/backends/gpu/target_config/specs/` (`h100_sxm.txtpb`,
-`a100_sxm_80.txtpb`, `b200.txtpb`), which are read from the devices themselves.
+`a100_sxm_80.txtpb`, `b200.txtpb`), which are read from the devices themselves. An H200 is an H100
+with the memory of its data sheet.
 """
 
 from __future__ import annotations
@@ -87,6 +88,20 @@ GPUS = {
         shared_memory_per_block_optin=232448,
         dnn=(9, 10, 0),
     ),
+    "h200": Gpu(
+        name="NVIDIA H200",
+        capability=(9, 0),
+        accelerated=True,
+        cores=132,
+        units_per_core=128,
+        clock_ghz=1.98,
+        memory=150754820096,
+        memory_bandwidth=4800000000000,
+        l2_cache=52428800,
+        shared_memory_per_core=233472,
+        shared_memory_per_block_optin=232448,
+        dnn=(9, 10, 0),
+    ),
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
@@ -116,4 +131,3 @@ GPUS = {
         dnn=(9, 10, 0),
     ),
 }
-GPU_CONFIGS = {name: gpu.text() for name, gpu in GPUS.items()}

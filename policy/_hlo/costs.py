@@ -11,10 +11,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from benchmarks.accel.hlo_text import Computation, Instruction, parse
-from benchmarks.accel.kernels import flops_of
-from benchmarks.accel.traffic import moved, produced
-from benchmarks.accel.trip_counts import turns
+from policy._hlo.text import Computation, Instruction, parse
+from policy._hlo.kernels import flops_of
+from policy._hlo.traffic import moved, produced
+from policy._hlo.trip_counts import turns
 
 COLLECTIVES = (
     "all-reduce",

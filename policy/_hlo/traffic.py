@@ -4,7 +4,7 @@ shapes in its text.
 
 from __future__ import annotations
 
-from benchmarks.accel.hlo_text import Array, Computation, Instruction
+from policy._hlo.text import Array, Computation, Instruction
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")

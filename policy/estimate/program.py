@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.accel.hlo import Costs, costs_of
+from policy._hlo.costs import Costs, costs_of
 from benchmarks.accel.targets import Chip, Target
 
 OutOfMemory = jax.errors.JaxRuntimeError
