@@ -46,7 +46,43 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
     pure = functools.partial(_pure, method, graph, treedef, places)
     key = (_hashable(graph), treedef, places)
     return Lowered(
-        key, pure, (params, rest, others), finish=finish, result=lambda returned: returned[0]
+        key,
+        pure,
+        (params, rest, others),
+        finish=finish,
+        result=lambda returned: returned[0],
+        origins=functools.partial(_origins, treedef, places, params, rest, others),
+    )
+
+
+def _origins(treedef: Any, places: tuple[bool, ...], *split: Any) -> tuple[int | None, ...]:
+    """Returns the position of the argument that each leaf of a lowered call came from.
+
+    Args:
+      treedef: of the module, positional and keyword arguments.
+      places: for each of its leaves, whether it is a node.
+      *split: the parameters, other state, and other leaves.
+    """
+    keys = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    )
+    # (module, args, kwargs): the second key of one of args is its position.
+    of_leaf = [path[1].idx if path[0].idx == 1 else None for path, _ in keys]
+    of_nodes = [i for i, is_node in zip(of_leaf, places, strict=True) if is_node]
+    of_others = [i for i, is_node in zip(of_leaf, places, strict=True) if not is_node]
+    *states, others = split
+    of_states = [
+        of_nodes[path[0].key]
+        for state in states
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    return (
+        *of_states,
+        *(
+            position
+            for position, other in zip(of_others, others, strict=True)
+            for _ in jax.tree.leaves(other)
+        ),
     )
 
 

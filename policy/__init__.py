@@ -13,6 +13,8 @@ from policy.casting import cast_floating
 from policy.compare.compare import compare
 from policy.compare.comparison import Comparison
 from policy.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
+from policy.estimate.estimate import estimate
+from policy.estimate.report import Estimate, PolicyCost
 from policy.grads.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -43,12 +45,14 @@ __all__ = [
     "Comparison",
     "DtypePolicyWarning",
     "DynamicLossScale",
+    "Estimate",
     "Finding",
     "LossScale",
     "MixedPrecision",
     "MixedPrecisionState",
     "NoOpLossScale",
     "Policy",
+    "PolicyCost",
     "PolicyRules",
     "ScaledGradients",
     "ScaledMatmul",
@@ -64,6 +68,7 @@ __all__ = [
     "compare",
     "compute_dtype",
     "current_policy",
+    "estimate",
     "full_precision",
     "get_policy",
     "grad",

@@ -22,6 +22,8 @@ class Lowered:
       args, kwargs: the arguments of the pure function.
       finish: stores the returned state, and returns the result of the call.
       result: extracts the result of the call from that of the pure function.
+      origins: returns, for each leaf of ``(args, kwargs)``, the position of the argument that it
+        came from; None for leaves of the function itself and of keyword arguments.
     """
 
     key: Any
@@ -30,6 +32,7 @@ class Lowered:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     finish: Callable[[Any], Any] = lambda out: out
     result: Callable[[Any], Any] = lambda out: out
+    origins: Callable[[], tuple[int | None, ...]] = tuple
 
 
 # Functions of libraries whose modules hold state, which pass it in and out. Each returns None for
@@ -44,7 +47,19 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         if call is not None:
             return call
     holder, pure = _held(fn)
-    return None if holder is None else Lowered(type(holder), pure, (holder, *args), kwargs)
+    if holder is None:
+        return None
+
+    def origins() -> tuple[int | None, ...]:
+        return (*[None] * len(jax.tree.leaves(holder)), *origins_of(args, kwargs))
+
+    return Lowered(type(holder), pure, (holder, *args), kwargs, origins=origins)
+
+
+def origins_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, ...]:
+    """Returns, for each leaf of a call's arguments, the position of its argument; see `Lowered`."""
+    positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    return (*positions, *[None] * len(jax.tree.leaves(kwargs)))
 
 
 def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:

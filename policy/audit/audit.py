@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from policy._jaxpr.costs import bytes_of, flops_of
 from policy._jaxpr.graph import Graph, is_joint
 from policy._jaxpr.operations import accumulation_of, kind_of, operands_of, result_of
 from policy._jaxpr.paths import naming, spelled
-from policy._jaxpr.trace import Traced
-from policy._jaxpr.upcast import is_half
 from policy.audit.findings import findings_of
 from policy.audit.lost_constants import noticing
 from policy.audit.report import Audit, Operation
 from policy.audit.states import states_of
-from policy.autocast.transform import autocast
 from policy.callables import require_function
 from policy.parameters import ParamsArgument
 from policy.policy import Policy
-from policy.precedence import DtypePolicyWarning
 from policy.requested_dtypes import Asked, collecting
-from policy.rules import PolicyRules
-from policy.scope import RulesLike, current_scope, use_policy
-from policy.traced.call import checked_policy, checked_rules, multiplies_in_half, short_text
-from policy.traced.gradients import traced_call
+from policy.scope import RulesLike, current_scope
+from policy.traced.call import checked_policy, checked_rules, short_text
+from policy.traced.under_policy import traced_under
 
 
 def audit(
@@ -95,35 +89,11 @@ def audit(
     scope = current_scope()
     around = (scope.policy, scope.rules) if policy is None else (policy, rules)
     with noticing() as lost, collecting(*around) as asked:
-        traced = _traced(fn, args, kwargs, backward, params, policy, rules)
+        traced, _ = traced_under(fn, args, kwargs, backward, params, policy, rules)
     graph = Graph(traced.jaxpr)
     with naming(node.site.path for node in graph.nodes):
         findings = findings_of(graph, lost, states_of(traced), asked)
-        return Audit(_operations(graph), findings, _name(fn), _in_force(asked, graph))
-
-
-def _traced(
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    backward: bool,
-    params: ParamsArgument,
-    policy: Policy | None,
-    rules: PolicyRules | None,
-) -> Traced:
-    """Traces a call under a policy, through layers that obey its scope or through autocast."""
-    if policy is None:
-        return traced_call(fn, args, kwargs, backward, params)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DtypePolicyWarning)
-        with use_policy(policy, rules):
-            traced = traced_call(fn, args, kwargs, backward, params)
-    if is_half(policy.compute_dtype) and not multiplies_in_half(traced.jaxpr):
-        ruled = lambda pure, of: autocast(pure, policy, params=of, rules=rules)  # noqa: E731
-        return traced_call(fn, args, kwargs, backward, params, ruled)
-    for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=3)
-    return traced
+        return Audit(operations_of(graph), findings, _name(fn), _in_force(asked, graph))
 
 
 def _in_force(asked: Asked, graph: Graph) -> str:
@@ -146,7 +116,7 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _operations(graph: Graph) -> tuple[Operation, ...]:
+def operations_of(graph: Graph) -> tuple[Operation, ...]:
     """Returns the operations of a program; equal ones at one place and line are one row."""
     totals: dict[tuple[Any, ...], list[int]] = {}
     for node in graph.nodes:

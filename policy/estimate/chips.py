@@ -15,7 +15,7 @@ class Chip:
 
     Attributes:
       platform: "tpu", "cuda" or "cpu".
-      memory: bytes.
+      memory: bytes that programs may take: on a TPU what its compiler leaves them.
       bandwidth: of that memory, bytes a second; 0 where none is published.
       peaks: FLOP/s of the matmul units by the operands' dtype. Float32 is what a matmul of default
         precision takes: TF32 on a GPU, bfloat16's passes on a TPU. Empty where none is published.
@@ -75,16 +75,16 @@ def _eight(flops: float) -> dict[str, float]:
 # for a core of v2, 2 of v3, 4 of v4, 4 for v5e, 8 for v5p; of 256 x 256, 4 for v6e and 4 for each
 # half of tpu7x. Peaks of a GPU are dense ones; its memory is what the device reports.
 CHIPS: dict[str, Chip] = {
-    "v2": _tpu(8, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"),
+    "v2": _tpu(7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"),
     "v3": _tpu(
-        16, 450e9, 61.5e12, 164e9, 0.94e9, "TPU v3, a core; Jouppi et al., 2020, for its links"
+        15.48, 450e9, 61.5e12, 164e9, 0.94e9, "TPU v3, a core; Jouppi et al., 2020, for its links"
     ),
-    "v4": _tpu(16, 614e9, 137.5e12, 150e9, 1.05e9, "TPU v4: system architecture, half a chip"),
-    "v5e": _tpu(16, 819e9, 197e12, 200e9, 1.5e9, "TPU v5e: system architecture", int8=394e12),
-    "v5p": _tpu(95, 2765e9, 459e12, 600e9, 1.75e9, "TPU v5p: system architecture", int8=918e12),
-    "v6e": _tpu(32, 1640e9, 918e12, 400e9, 1.75e9, "TPU v6e: system architecture", int8=1836e12),
+    "v4": _tpu(15.25, 614e9, 137.5e12, 150e9, 1.05e9, "TPU v4: system architecture, half a chip"),
+    "v5e": _tpu(15.75, 819e9, 197e12, 200e9, 1.5e9, "TPU v5e: system architecture", int8=394e12),
+    "v5p": _tpu(95.74, 2765e9, 459e12, 600e9, 1.75e9, "TPU v5p: system architecture", int8=918e12),
+    "v6e": _tpu(31.25, 1640e9, 918e12, 400e9, 1.75e9, "TPU v6e: system architecture", int8=1836e12),
     "tpu7x": _tpu(
-        96,
+        94.75,
         3690e9,
         1153.5e12,
         300e9,

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from policy._hlo.costs import Costs, costs_of
-from benchmarks.accel.targets import Chip, Target
+from policy.estimate.chips import Chip
+from policy.estimate.targets import Target
 
 OutOfMemory = jax.errors.JaxRuntimeError
 

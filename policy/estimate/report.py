@@ -37,7 +37,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Exchange:
     """Exchanges of one kind and dtype.
 
     Attributes:
@@ -80,7 +80,8 @@ class PolicyCost:
       uncounted: costs that the figures leave out.
       buffers: the largest arrays when the most memory is taken, the largest first.
       compile_seconds: CPU seconds of the compiler.
-      cycles_by_path: cycles, or seconds where there are none, of each module path.
+      cost_by_path: cycles, or seconds where there are none, of each module path.
+      is_exhausted: whether the compiler ran out of memory.
     """
 
     name: str
@@ -97,16 +98,19 @@ class PolicyCost:
     bytes: float | None
     cycles: float | None
     compute_seconds: float | None
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Exchange, ...]
     kernels: int | None
     uncounted: tuple[str, ...]
     buffers: tuple[Buffer, ...]
     compile_seconds: float
     cost_by_path: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    is_exhausted: bool = False
 
     @property
     def fits(self) -> bool | None:
         """Whether the step fits into the device's memory; None if that is unknown."""
+        if self.is_exhausted:
+            return False
         return self.memory <= self.capacity if self.capacity else None
 
     @property

@@ -1,0 +1,51 @@
+"""The costs of a compiled program, as a row of an estimate."""
+
+from __future__ import annotations
+
+from policy._hlo.costs import costs_of
+from policy._jaxpr.graph import Graph
+from policy.audit.audit import operations_of
+from policy.audit.report import Audit
+from policy.estimate.candidates import Row
+from policy.estimate.compilation import Program
+from policy.estimate.placement import Placement
+from policy.estimate.report import Exchange, PolicyCost
+from policy.estimate.steps import Step
+
+
+def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> PolicyCost:
+    """Returns the costs of a step's compiled program."""
+    chip = placement.target.chip
+    written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
+    costs = costs_of(program.text, lambda flops, moved: 0.0) if program.text else None
+    cycles = costs.cycles if costs is not None and chip.clock else None
+    return PolicyCost(
+        name=row.name,
+        policy=row.policy_text,
+        route=step.route,
+        memory=program.arguments + program.temporaries + program.outputs + program.code,
+        capacity=placement.capacity,
+        arguments=program.arguments,
+        temporaries=program.temporaries,
+        outputs=program.outputs,
+        code=program.code,
+        flops=written.flops_by_dtype,
+        matmul_flops=written.matmul_flops_by_dtype,
+        bytes=None if costs is None else costs.bytes,
+        cycles=cycles,
+        compute_seconds=None if cycles is None else cycles / chip.clock,
+        collectives=() if costs is None else tuple(
+            Exchange(operation, dtype, size, _seconds(chip.link_bandwidth, operation, size))
+            for (operation, dtype), size in costs.collectives.items()
+        ),
+        kernels=None if costs is None else costs.kernels,
+        uncounted=() if costs is None else tuple(costs.uncounted),
+        buffers=program.buffers,
+        compile_seconds=program.seconds,
+        is_exhausted=program.is_exhausted,
+    )
+
+
+def _seconds(bandwidth: float, operation: str, size: float) -> float | None:
+    """Returns the least seconds of a collective: an all-reduce sends its result twice."""
+    return size * (2 if operation == "all-reduce" else 1) / bandwidth if bandwidth else None

@@ -1,0 +1,177 @@
+"""The memory, traffic and time of a step under policies, on devices that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from policy.estimate.candidates import Row, RowLike, rows_of
+from policy.estimate.compilation import compiled_program, compiler_of
+from policy.estimate.costing import cost_of
+from policy.estimate.lowering import lowered_step
+from policy.estimate.placement import (
+    Placement,
+    mesh_of,
+    placed_arrays,
+    placement_of,
+    specs_of,
+)
+from policy.estimate.report import Estimate, PolicyCost
+from policy.estimate.steps import made_call, name_of, traced_step
+from policy.estimate.targets import Target
+from policy.parameters import ParamsArgument
+from policy.rules import PolicyRules
+from policy.scope import RulesLike
+
+DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
+Progress = Callable[[str, int, int], None]
+
+
+def estimate(
+    fn: Any,
+    *args: Any,
+    policies: Sequence[RowLike] | Mapping[str, RowLike] | str = DEFAULT,
+    on: str | Target = "here",
+    mesh: Mapping[str, int] | None = None,
+    shardings: Any = None,
+    rules: RulesLike | None = None,
+    donate: int | Sequence[int] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Estimates what a step costs under policies, on devices that need not be there.
+
+    The step is traced and compiled by the target's own compiler for each policy, from shapes alone:
+    nothing runs, and no array is allocated. Where a device's memory does not suffice, that is a
+    result.
+
+    >>> import jax, jax.numpy as jnp, policy
+    >>> def step(w, x):
+    ...     return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8)))
+    >>> found = policy.estimate(step, w, x, policies=["float32"], on="cpu", donate=0)
+    >>> found["float32"].arguments
+    384
+
+    There are two ways to say what the step is.
+
+    - A function and its arguments, for which shapes will do. An argument that depends on the policy
+      is given as a function without arguments that builds it: an nnx model, which captures the
+      policy where it is built, or params in param_dtype:
+      ``estimate(train_step, lambda: Net(rngs=nnx.Rngs(0)), images, labels)``. Nothing of it is
+      allocated either.
+    - An example: a function without required arguments that returns ``(function, args)`` or
+      ``(function, args, kwargs)``. It is called under each policy, with the row's options as
+      keyword arguments, and with the mesh where it has a parameter ``mesh``. So may an optimizer's
+      storage be a row: ``policies=["bfloat16", ("bfloat16", {"master_weights": "remainder"})]``.
+
+    Args:
+      fn: any function of arrays, an nnx module or a method of one, a function of nnx modules, or an
+        example; jitted or not.
+      *args, **kwargs: the arguments of the call; `jax.ShapeDtypeStruct`s in place of arrays.
+      policies: the rows: policies, or pairs of a policy and a dict of the example's options, in a
+        sequence or in a mapping from names. Each policy is applied as in `policy.audit`, by
+        `use_policy`, or by `autocast` where no layer obeys it. None estimates the code as it is
+        written.
+      on: the target: a TPU topology such as "v5e:4x4", one or several GPUs of one machine, "h100"
+        and "h100:8", a JSON file of a GPU's figures, "cpu", or "here" for JAX's default devices.
+        See `policy.estimate.targets.Target`.
+      mesh: the axes of the mesh and their sizes, as in ``{"data": 4, "fsdp": 4}``. None: those of
+        the arguments' own shardings, or one axis "data" of all devices.
+      shardings: an entry for each positional argument: a PartitionSpec for all of its arrays, a
+        tree of them, a function of an array's path and shape that returns one, or None. None: the
+        arrays' own shardings, whatever devices they are of; arrays without are on each device. A
+        step without any shardings runs on one device.
+      rules: policies by module path or layer class, beside each policy.
+      donate: positions of the arguments that may be overwritten; None for those that a jitted `fn`
+        donates.
+      backward: whether to estimate the gradients of the floating outputs as well, as
+        `policy.audit` does.
+      params: the arguments to differentiate by; see `policy.audit`.
+      progress: is called before each row is compiled, with its name, the number of rows that are
+        done, and that of all.
+
+    Returns:
+      An `Estimate`: prints as a table, ``to_json()``, ``to_html()``, ``plot()``, ``save(path)``.
+
+    Raises:
+      TypeError: `fn` can't be called, or an argument is of another kind; any exception of `fn`
+        while it is traced.
+      ValueError: there is no such target or topology; a policy is malformed; the mesh has another
+        number of devices than the target; an array doesn't divide by its sharding; the step can't
+        be lowered or compiled for the target (a kernel of another platform, a callback).
+      RuntimeError: the target's compiler is not installed; the message has the command.
+    """
+    rows = rows_of(policies)
+    target = on if isinstance(on, Target) else Target(on)
+    checked = None if rules is None else rules_of(rules)
+    asked = Asked(target, mesh, shardings, donate, backward, params)
+    found = []
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress(row.name, done, len(rows))
+        found.append(_estimated(asked, fn, args, kwargs, row, checked))
+    placement = found[0][1]
+    return Estimate(
+        name=name_of(fn),
+        target=target.name,
+        devices=placement.devices,
+        mesh=dict(placement.mesh.shape) if placement.is_spread else {},
+        capacity=placement.capacity,
+        clock=target.chip.clock,
+        timing=_timing(target),
+        source=target.chip.source,
+        compiler=compiler_of(target),
+        rows=tuple(cost for cost, _, _ in found),
+        notes=tuple(dict.fromkeys(note for _, _, notes in found for note in notes)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is the same for each row; see `estimate`."""
+
+    target: Target
+    mesh: Mapping[str, int] | None
+    shardings: Any
+    donate: int | Sequence[int] | None
+    backward: bool
+    params: ParamsArgument
+
+
+def _timing(target: Target) -> str:
+    if target.chip.clock:
+        return "the compiler's cycles"
+    return "a roofline of published peaks" if target.chip.peaks else ""
+
+
+def rules_of(rules: RulesLike) -> PolicyRules:
+    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+
+
+def _estimated(
+    asked: Asked,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    row: Row,
+    rules: PolicyRules | None,
+) -> tuple[PolicyCost, Placement, list[str]]:
+    mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
+    with jax.set_mesh(mesh) if asked.mesh is not None else contextlib.nullcontext():
+        call = made_call(fn, args, kwargs, row, rules, mesh)
+    placement = placement_of(asked.target, asked.mesh, asked.shardings, (call.args, call.kwargs))
+    with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
+        step = traced_step(call, row, rules, asked.donate, asked.backward, asked.params)
+        arrays = step.traced.arguments.arrays
+        specs = specs_of(asked.shardings, call.args, arrays, step.names, step.origins)
+        placed = placed_arrays(placement, arrays, specs, step.names)
+        lowered, notes = lowered_step(step, placed, asked.target, name_of(call.fn))
+    program = compiled_program(lowered, asked.target, step.names)
+    return cost_of(row, step, program, placement), placement, [*placement.notes, *notes]

@@ -1,0 +1,251 @@
+"""Where the arrays of a call lie on a target's devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from policy.estimate.targets import Target
+
+SpecOf = Callable[[str, Any], PartitionSpec | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices that a step runs on.
+
+    Attributes:
+      target: the target.
+      mesh: of all of its devices.
+      is_spread: whether the step runs on all of them; else it runs on the first.
+    """
+
+    target: Target
+    mesh: jax.sharding.Mesh
+    is_spread: bool
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run the step."""
+        return self.mesh.size if self.is_spread else 1
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory of a device; processors at hand share theirs."""
+        memory = self.target.chip.memory
+        return int(memory / self.devices if self.target.platform == "cpu" else memory)
+
+    @property
+    def notes(self) -> list[str]:
+        if self.is_spread or self.target.devices.size == 1:
+            return []
+        return [
+            f"Nothing is sharded: one of the {self.target.devices.size} devices of "
+            f"{self.target.name} runs the whole step. Give shardings= to spread it."
+        ]
+
+    def sharding(self, spec: PartitionSpec | None, array: Any, name: str) -> Any:
+        """Returns the sharding of an array.
+
+        Raises:
+          ValueError: the mesh has no such axis, or the array doesn't divide; the message has its
+            name.
+        """
+        if not self.is_spread:
+            return SingleDeviceSharding(self.target.devices[0])
+        spec = PartitionSpec() if spec is None else spec
+        sizes = dict(self.mesh.shape)
+        shape = tuple(array.shape)
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"{name} has the shape {_shape(shape)}, but its {spec} is about {len(spec)} axes."
+            )
+        for axis, names in enumerate(spec):
+            names = names if isinstance(names, tuple) else (names,)
+            used = [n for n in names if n is not None and n is not PartitionSpec.UNCONSTRAINED]
+            for one in used:
+                if one not in sizes:
+                    raise ValueError(
+                        f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has the "
+                        f"axes {_axes(sizes)}. Give mesh= with it, as in mesh={{{one!r}: "
+                        f"{self.mesh.size}}}."
+                    )
+            parts = math.prod(sizes[one] for one in used)
+            if shape[axis] % parts:
+                raise ValueError(
+                    f"{name} of the shape {_shape(shape)} can't be sharded by {spec} over "
+                    f"{_axes(sizes)}: {shape[axis]} is no multiple of {parts}."
+                )
+        return NamedSharding(self.mesh, spec)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+def _axes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def placement_of(
+    target: Target, mesh: Mapping[str, int] | None, shardings: Any, arguments: Any
+) -> Placement:
+    """Returns the placement of a call: on all devices if a mesh or any sharding asks for them."""
+    found = mesh_of(target, mesh, arguments)
+    owned = any(
+        (own := _own(leaf)) is not None and own.mesh.size > 1 for leaf in jax.tree.leaves(arguments)
+    )
+    is_spread = mesh is not None or shardings is not None or owned
+    return Placement(target, found, is_spread and target.devices.size > 1)
+
+
+def mesh_of(
+    target: Target, given: Mapping[str, int] | None, arguments: Any
+) -> jax.sharding.Mesh:
+    """Returns a mesh of a target's devices.
+
+    Args:
+      target: the devices.
+      given: sizes of axes; None for those of the first sharded array, or else one axis, "data".
+      arguments: the arguments of the call.
+
+    Raises:
+      TypeError: `given` is no mapping from names to sizes.
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    if given is not None:
+        _require_sizes(given)
+        return target.mesh(dict(given))
+    found = next((s.mesh for s in map(_own, jax.tree.leaves(arguments)) if s is not None), None)
+    if found is None or (found.size == 1 and target.devices.size > 1):
+        return target.mesh()
+    if found.size != target.devices.size:
+        raise ValueError(
+            f"The arguments are sharded over {_axes(dict(found.shape))}, {found.size} devices, but "
+            f"{target.name} has {target.devices.size}: give a mesh of so many."
+        )
+    return jax.sharding.Mesh(
+        target.devices.reshape(tuple(found.shape.values())),
+        found.axis_names,
+        axis_types=found.axis_types,
+    )
+
+
+def _require_sizes(given: Any) -> None:
+    is_one = isinstance(given, Mapping) and all(
+        isinstance(name, str) and type(size) is int and size > 0 for name, size in given.items()
+    )
+    if not is_one or not given:
+        raise TypeError(
+            f"mesh should be a dict of axes and their sizes, such as {{'data': 16}}, but got {given!r}."
+        )
+
+
+def _own(array: Any) -> NamedSharding | None:
+    """Returns an array's own sharding, if it is one over a mesh."""
+    sharding = getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def specs_of(
+    shardings: Any,
+    args: tuple[Any, ...],
+    arrays: Sequence[Any],
+    names: Sequence[str],
+    origins: Sequence[int | None],
+) -> list[PartitionSpec | None]:
+    """Returns the spec of each array of a call: the given one, or that of its own sharding.
+
+    Args:
+      shardings: an entry for each of `args`; see `policy.estimate`.
+      args: the positional arguments.
+      arrays: all arrays of the call.
+      names: their paths.
+      origins: the positional argument that each is of.
+
+    Raises:
+      TypeError: `shardings` has another form.
+      ValueError: it has more or fewer entries, or an entry is a tree of another form.
+    """
+    entries = _entries(shardings, args)
+    trees = {i: _broadcast(entry, args[i], i) for i, entry in enumerate(entries)}
+    found: list[PartitionSpec | None] = []
+    for array, name, origin in zip(arrays, names, origins, strict=True):
+        entry = None if origin is None else trees.get(origin)
+        if isinstance(entry, list):
+            entry = entry.pop(0)
+        found.append(_spec(entry, array, name))
+    return found
+
+
+def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if shardings is None:
+        return (None,) * len(args)
+    if not isinstance(shardings, (tuple, list)) or isinstance(shardings, PartitionSpec):
+        raise TypeError(
+            "shardings should be a tuple with an entry for each positional argument, such as "
+            f"(None, PartitionSpec('data')), but got {shardings!r}."
+        )
+    if len(shardings) != len(args):
+        raise ValueError(
+            f"shardings has {len(shardings)} entries, but the function is called with {len(args)} "
+            "positional arguments: give one for each, None for those that every device holds."
+        )
+    return tuple(shardings)
+
+
+def _is_entry(entry: Any) -> bool:
+    return entry is None or isinstance(entry, (PartitionSpec, NamedSharding)) or callable(entry)
+
+
+def _broadcast(entry: Any, arg: Any, position: int) -> Any:
+    """Returns an entry as it is, or a tree of entries as a list with one for each array."""
+    if _is_entry(entry):
+        return entry
+    try:
+        spread = jax.tree.map(
+            lambda one, part: jax.tree.map(lambda _: [one], part), entry, arg, is_leaf=_is_entry
+        )
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"shardings[{position}] is no prefix of the argument's tree: {reason}"
+        ) from None
+    return [one for (one,) in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list) and len(x) == 1 and _is_entry(x[0]))]
+
+
+def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:
+    if isinstance(entry, PartitionSpec):
+        return entry if entry else None
+    if isinstance(entry, NamedSharding):
+        return entry.spec
+    if entry is not None:
+        spec = entry(name, array)
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"The function in shardings should return a PartitionSpec or None, but returned "
+                f"{spec!r} for {name}."
+            )
+        return spec
+    own = _own(array)
+    return None if own is None else own.spec
+
+
+def placed_arrays(
+    placement: Placement,
+    arrays: Sequence[Any],
+    specs: Sequence[PartitionSpec | None],
+    names: Sequence[str],
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of arrays with their shardings. Keys stay keys."""
+    return [
+        jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=placement.sharding(spec, array, name)
+        )
+        for array, spec, name in zip(arrays, specs, names, strict=True)
+    ]

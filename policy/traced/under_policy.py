@@ -1,0 +1,45 @@
+"""A call traced under a policy: through layers that obey it, or through autocast."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from policy._jaxpr.trace import Traced
+from policy._jaxpr.upcast import is_half
+from policy.autocast.transform import autocast
+from policy.parameters import ParamsArgument
+from policy.policy import Policy
+from policy.precedence import DtypePolicyWarning
+from policy.rules import PolicyRules
+from policy.scope import use_policy
+from policy.traced.call import Route, multiplies_in_half
+from policy.traced.gradients import traced_call
+
+
+def traced_under(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    params: ParamsArgument,
+    policy: Policy | None,
+    rules: PolicyRules | None,
+) -> tuple[Traced, Route]:
+    """Traces a call under a policy, as `traced_call` does, and returns how the policy is applied.
+
+    A policy of half precision is applied by its scope, or, where that makes no matmul half
+    precision, by autocast. None traces the call as it is written.
+    """
+    if policy is None:
+        return traced_call(fn, args, kwargs, backward, params), "as written"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DtypePolicyWarning)
+        with use_policy(policy, rules):
+            traced = traced_call(fn, args, kwargs, backward, params)
+    if is_half(policy.compute_dtype) and not multiplies_in_half(traced.jaxpr):
+        ruled = lambda pure, of: autocast(pure, policy, params=of, rules=rules)  # noqa: E731
+        return traced_call(fn, args, kwargs, backward, params, ruled), "autocast"
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=4)
+    return traced, "scope"
