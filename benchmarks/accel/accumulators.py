@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.accel.models import arguments, cases, small_cases
-from benchmarks.accel.program import Figures, measure
+from policy.estimate.program import Figures, measure
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import Program

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accel.targets import Target
+from policy.estimate.targets import Target
 from benchmarks.table import Row
 
 FILE = Path(__file__).with_name("baseline.json")

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.accel.program import Figures, measure, placed
+from policy.estimate.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run

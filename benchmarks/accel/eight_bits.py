@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.accel.program import Figures, measure, placed
+from policy.estimate.program import Figures, measure, placed
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
 from mpmodules import linen

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import layers
-from benchmarks.accel.program import Figures, measure, placed
+from policy.estimate.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.layers import Case, layer

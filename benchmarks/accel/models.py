@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import models
-from benchmarks.accel.program import Figures, measure, placed
+from policy.estimate.program import Figures, measure, placed
 from benchmarks.accel.report import alike, amount, rows_of, unknown
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import POLICY, REFERENCE, Case, Program

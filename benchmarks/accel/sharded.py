@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.accel.program import Figures, measure
+from policy.estimate.program import Figures, measure
 from benchmarks.table import Row, run
 from mpmodules import linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.accel import eight_bits
-from benchmarks.accel.program import placed
-from benchmarks.accel.targets import Target
+from policy.estimate.program import placed
+from policy.estimate.targets import Target
 from mpmodules import linen
 from tests.benchmarks import accelerators
 
