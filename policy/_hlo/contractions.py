@@ -45,15 +45,13 @@ def contraction_flops(
     return {_key(instruction, operands[:2]): count(instruction, operands)}
 
 
-def add_to(
-    total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int = 1
-) -> None:
+def add_to(total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int = 1) -> None:
     """Adds numbers by key to a total."""
     for key, number in other.items():
         total[key] = total.get(key, 0) + times * number
 
 
-def dtype_name(dtype: str) -> str:
+def numpy_name(dtype: str) -> str:
     """Returns NumPy's name of an HLO dtype: "bf16" is "bfloat16"."""
     if found := re.fullmatch(r"f(\d+)(e\d+m\d+\w*)", dtype):
         return f"float{found[1]}_{found[2]}"
@@ -79,9 +77,7 @@ def _library(target: str) -> Callable[[Instruction, Sequence[Array]], float] | N
 
 
 def _dot(instruction: Instruction, operands: Sequence[Array]) -> float:
-    found = re.search(
-        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.rest
-    )
+    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.rest)
     axes = re.findall(r"\d+", found[1]) if found else ()
     contracted = math.prod(operands[0].shape[int(axis)] for axis in axes)
     return 2.0 * math.prod(instruction.results[0].shape) * contracted
@@ -133,9 +129,8 @@ def _windows(text: str, axes: int) -> list[tuple[int, int, int, int]]:
 def _pairs(
     size: int, kernel: int, output: int, stride: int, low: int, dilation: int, kernel_dilation: int
 ) -> int:
-    """Counts the places of a kernel and of an output along an axis that meet a number of the input."""
-    steps = ((kernel, kernel_dilation), (output, stride))
-    (few, few_step), (many, many_step) = sorted(steps)
+    """Counts the places of a kernel and an output along an axis that meet a number of the input."""
+    (few, few_step), (many, many_step) = sorted(((kernel, kernel_dilation), (output, stride)))
     places = np.arange(many, dtype=np.int64) * many_step - low
     total = 0
     for place in range(few):
@@ -147,7 +142,7 @@ def _pairs(
 
 def _key(instruction: Instruction, operands: Sequence[Array]) -> str:
     widest = max(operands, key=lambda array: array.bytes / max(math.prod(array.shape), 1))
-    dtype = dtype_name(widest.dtype)
+    dtype = numpy_name(widest.dtype)
     if dtype != "float32":
         return dtype
     text = instruction.rest
@@ -159,7 +154,7 @@ def _key(instruction: Instruction, operands: Sequence[Array]) -> str:
     passes = int(found[1]) if (found := re.search(r"_x(\d)$", name)) else 1
     if name == "f32_f32_f32":
         return f"{dtype}, highest"
-    multiplied = "tf32" if name.startswith("tf32") else dtype_name(name.split("_")[0])
+    multiplied = "tf32" if name.startswith("tf32") else numpy_name(name.split("_")[0])
     return dtype if (multiplied, passes) == ("tf32", 1) else f"{dtype}, {multiplied} x{passes}"
 
 

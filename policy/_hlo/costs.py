@@ -1,8 +1,9 @@
 """Counts the costs of a run of a compiled program from its text.
 
-The time of a kernel is the compiler's own estimate where it has one. A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't
-be counted is named, not taken for free: a loop whose trip count can't be read, a kernel that the
-compiler gives no cycles for.
+The time of a kernel is the compiler's own estimate where it has one. A loop's body counts as often
+as it runs, and of a conditional the costliest branch. Whatever can't be counted is named, not taken
+for free: a loop whose trip count can't be read, a kernel that the compiler gives no cycles for, an
+opaque kernel of unknown FLOPs.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
 
     Args:
       text: of `Compiled.as_text()`.
-      kernel_time: of a kernel that the compiler gives no cycles for, from its FLOPs by dtype and its
-        bytes, those to and from the chip's own memory among them (`policy.estimate.roofline`). It
-        is in cycles for a program of a TPU, else in seconds. None leaves such kernels without a
+      kernel_time: of a kernel that the compiler gives no cycles for, from its FLOPs by dtype and
+        its bytes, those to and from the chip's own memory among them (`policy.estimate.roofline`).
+        It is in cycles for a program of a TPU, else in seconds. None leaves such kernels without a
         time, and names those in a program of cycles.
     """
     computations, entry = parse(text)
@@ -197,7 +198,7 @@ class _Counter:
                 1,
                 flops or {},
                 by_name={name: float(time)},
-                by_path={path: float(time)},
+                by_path={path: float(time)} if time else {},
             )
         )
 

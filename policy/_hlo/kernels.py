@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from policy._hlo.contractions import Flops, contraction_flops, dtype_name
+from policy._hlo.contractions import Flops, contraction_flops, numpy_name
 from policy._hlo.text import Array, Computation, Instruction
 
 # Custom calls that multiply no matrices: sorts, random bits, TopK, and changes of shape or layout.
@@ -38,7 +38,7 @@ def kernel_flops(
         return {} if kernel.target.startswith(_NO_MATMULS) else None
     arrays: list[Array] = [array for operand in operands for array in operand.results]
     largest = max(arrays, key=lambda array: array.bytes, default=None)
-    return {dtype_name(largest.dtype) if largest else "float32": flops} if flops else {}
+    return {numpy_name(largest.dtype) if largest else "float32": flops} if flops else {}
 
 
 def _opaque(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:

@@ -11,7 +11,8 @@ from policy._jaxpr.placed_interpreter import lost_prefixes, module_path
 
 # Names that JAX's lowering gives to the parts of control flow, inside of which names are relative.
 _CONTROL_FLOW = re.compile(
-    r"/(?:while/(?:body|cond)(?:/closed_call)?|cond/branch_\d+_fun|shard_map|closed_call)(?=/|$)"
+    r"/(?:while/(?:body_pred|body|cond)|cond/branch_\d+_fun|shard_map|closed_call|eval_jaxpr)"
+    r"(?=/|$)"
 )
 
 
@@ -47,7 +48,7 @@ def path_of_kernel(computations: Mapping[str, Computation], kernel: Instruction)
 
 
 def with_whole_paths(costs: Mapping[Path, float]) -> dict[Path, float]:
-    """Returns costs by path, the paths whose beginnings were lost in a differentiated loop whole."""
+    """Returns costs by path; a path that lost its beginning in a differentiated loop is whole."""
     whole, found = lost_prefixes(costs), {}
     for path, cost in costs.items():
         path = whole.get(path, path)

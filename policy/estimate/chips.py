@@ -18,8 +18,8 @@ class Chip:
       memory: bytes that programs may take: on a TPU what its compiler leaves them.
       bandwidth: of that memory, bytes a second; 0 where none is published.
       peaks: FLOP/s of the matmul units by the operands' dtype. Float32 is what a matmul of default
-        precision takes: TF32 on a GPU, bfloat16's passes on a TPU; "float32, highest" is what one
-        of highest precision takes on a GPU, without its matmul units. Empty where none is
+        precision takes: TF32 on a GPU, bfloat16's passes on a TPU; "float32, highest" is the
+        peak of a GPU's other units, on which one of highest precision runs. Empty where none is
         published.
       link_bandwidth: of all links to other devices together, bytes a second, in one direction; 0
         where none is published.
@@ -71,7 +71,10 @@ def _gpu(
     **peaks: float,
 ) -> Chip:
     flops = {
-        **{"bfloat16": half, "float16": half, "float32": half / 2, "float32, highest": highest},
+        "bfloat16": half,
+        "float16": half,
+        "float32": half / 2,
+        "float32, highest": highest,
         **peaks,
     }
     return Chip("cuda", memory, bandwidth, flops, links, 0.0, f"NVIDIA, {source}")
@@ -86,7 +89,9 @@ def _eight(flops: float) -> dict[str, float]:
 # half of tpu7x. Peaks of a GPU are dense ones, and of highest precision those that its data sheet
 # gives for FP32 (for eight B200 600e12); its memory is what the device reports.
 CHIPS: dict[str, Chip] = {
-    "v2": _tpu(7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"),
+    "v2": _tpu(
+        7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"
+    ),
     "v3": _tpu(
         15.48, 450e9, 61.5e12, 164e9, 0.94e9, "TPU v3, a core; Jouppi et al., 2020, for its links"
     ),

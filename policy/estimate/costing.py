@@ -36,7 +36,9 @@ def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> Pol
         bytes=None if costs is None else costs.bytes,
         cycles=cycles,
         compute_seconds=None if costs is None else compute_seconds(chip, costs),
-        collectives=() if costs is None else tuple(
+        collectives=()
+        if costs is None
+        else tuple(
             Exchange(operation, dtype, size, _seconds(chip.link_bandwidth, operation, size))
             for (operation, dtype), size in costs.collectives.items()
         ),

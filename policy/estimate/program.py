@@ -122,9 +122,7 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         exchange=exchange_seconds(chip, costs.collectives) or 0.0,
         uncounted=tuple(costs.uncounted),
         rooflines=tuple(
-            name
-            for name, cycles in costs.rooflines.items()
-            if cycles > 0.01 * costs.time
+            name for name, cycles in costs.rooflines.items() if cycles > 0.01 * costs.time
         ),
         seconds=seconds,
         costs=costs,

@@ -1,8 +1,8 @@
 """Times of kernels and exchanges by a chip's published figures.
 
 A kernel takes no less than its matmuls take at the peak of their dtypes, and no less than its bytes
-take at the memory's bandwidth [1]. Launches, caches and the work of other units are left out, so the
-sum over kernels is below what a run takes.
+take at the memory's bandwidth [1]. Launches, caches and the work of other units are left out: a run
+takes longer than the sum over its kernels.
 
 [1] Williams, Waterman, Patterson: Roofline. Communications of the ACM, 2009.
 """
@@ -61,9 +61,7 @@ def compute_seconds(chip: Chip, costs: Costs) -> float | None:
     return costs.time / (chip.clock or 1.0)
 
 
-def exchange_seconds(
-    chip: Chip, collectives: Mapping[tuple[str, str], float]
-) -> float | None:
+def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -> float | None:
     """Returns the least seconds of the collectives: an all-reduce sends its result twice, the
     others once.
 

@@ -11,13 +11,13 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.accel import layers
+from benchmarks.layers import layer
 from policy._hlo import costs as hlo
-from policy.estimate import program
 from policy._hlo.text import parse
+from policy._hlo.trip_counts import turns
+from policy.estimate import program
 from policy.estimate.program import measure, of_lowered, placed
 from policy.estimate.targets import Target
-from policy._hlo.trip_counts import turns
-from benchmarks.layers import layer
 from tests.benchmarks.accelerators import target
 
 W, X = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)

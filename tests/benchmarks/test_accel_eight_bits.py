@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.accel import eight_bits
+from mpmodules import linen
 from policy.estimate.program import placed
 from policy.estimate.targets import Target
-from mpmodules import linen
 from tests.benchmarks import accelerators
 
 WIDTH = 512

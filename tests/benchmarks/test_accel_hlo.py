@@ -10,9 +10,9 @@ import pytest
 from policy._hlo import costs as hlo
 from policy._hlo import traffic
 from policy._hlo.text import parse
+from policy._hlo.trip_counts import turns
 from policy.estimate.chips import CHIPS
 from policy.estimate.roofline import exchange_seconds
-from policy._hlo.trip_counts import turns
 
 FOLDER = Path(__file__).with_name("hlo")
 

@@ -2,12 +2,14 @@
 compilers of GPUs and TPUs write them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy._hlo.contractions import dtype_name
+from policy._hlo.contractions import numpy_name
 from policy._hlo.costs import costs_of
 
 F32 = jnp.float32
@@ -55,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_flops_are_those_of_xlas_own_count(case):
     function, *arguments = CASES[case]
-    lowered = jax.jit(function).lower(*arguments)
+    lowered: Any = jax.jit(function).lower(*arguments)
     text = lowered.compiler_ir("hlo").as_hlo_module().to_string()
     assert costs_of(text).flops == {"float32": lowered.cost_analysis()["flops"]}
 
@@ -63,12 +65,13 @@ def test_flops_are_those_of_xlas_own_count(case):
 def entry(line: str, arrays: str) -> str:
     """Returns a program of one instruction whose operands are of the given shapes."""
     declared = arrays.split()
+    operands = ", ".join(f"%p{i}" for i in range(len(declared)))
     return "\n".join(
         [
             "HloModule m",
             "ENTRY %main () -> f32[] {",
             *(f"  %p{i} = {array} parameter({i})" for i, array in enumerate(declared)),
-            f"  ROOT %result = {line.replace('OPERANDS', ', '.join(f'%p{i}' for i in range(len(declared))))}",
+            f"  ROOT %result = {line.replace('OPERANDS', operands)}",
             "}",
         ]
     )
@@ -130,7 +133,8 @@ def test_a_matmul_of_cublas_counts_by_the_dtype_and_precision_of_its_operands(
     ],
 )
 def test_the_precision_of_a_float32_dot_is_in_its_key(attribute, key):
-    line = f"f32[8,2] dot(OPERANDS), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {attribute}"
+    axes = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    line = f"f32[8,2] dot(OPERANDS), {axes}, {attribute}"
     costs = costs_of(entry(line, "f32[8,4] f32[4,2]"))
     assert costs.flops == {key: 2 * 8 * 4 * 2}
     assert costs.flops_by_dtype == {"float32": 2 * 8 * 4 * 2}
@@ -210,4 +214,4 @@ backend_config={"known_trip_count":{"n":"7"}}
     ],
 )
 def test_dtypes_have_numpys_names(hlo, numpy):
-    assert dtype_name(hlo) == numpy
+    assert numpy_name(hlo) == numpy

@@ -101,7 +101,10 @@ def test_kernels_without_cycles_are_named_where_others_have_them():
     text = OPAQUE.replace('op_name="jit(f)/sin"}', f'op_name="jit(f)/sin"}}{config}')
     costs = costs_of(text)
     assert costs.time == 9
-    assert costs.uncounted == ["cycles of __cub$DeviceRadixSort ()", "cycles of triton (jit(f)/own)"]
+    assert costs.uncounted == [
+        "cycles of __cub$DeviceRadixSort ()",
+        "cycles of triton (jit(f)/own)",
+    ]
 
 
 def test_costs_add_up_and_a_precision_is_no_dtype_of_its_own():

@@ -16,7 +16,10 @@ from policy._jaxpr.paths import spelled
         ("jit(step)/jvp(Net)/act/jit(relu)", "act"),
         ("jit(step)/Net/attention/bqhd,bkhd->bhqk/dot_general", "attention"),
         ("jit(step)/Net/convert_element_type", "Net:"),
-        ("jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot_general", "layers/block/mlp"),
+        (
+            "jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot_general",
+            "layers/block/mlp",
+        ),
         (
             "jit(step)/transpose(jvp(Net))/layers/while/body/closed_call/checkpoint/"
             "rematted_computation/block/mlp/dot_general",
@@ -28,6 +31,8 @@ from policy._jaxpr.paths import spelled
             "layers",
         ),
         ("jit(step)/jvp(Net)/layers/while/cond/lt", "layers"),
+        ("jit(step)/jvp(Net)/layers/while/body/eval_jaxpr/block/mul", "layers/block"),
+        ("jit(step)/jvp(Net)/search/vmap()/while/body_pred/lt", "search"),
         ("jit(step)/jvp(Net)/router/cond/branch_1_fun/expert/dot_general", "router/expert"),
         ("jit(step)/shard_map/Net/layer/dot_general", "layer"),
         ("jit(step)/jvp(Net)/while/body/cond/body/mul", "cond/body"),

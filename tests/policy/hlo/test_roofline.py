@@ -52,7 +52,8 @@ def test_an_unlisted_precision_has_the_peak_of_its_dtype():
 
 
 @pytest.mark.parametrize(
-    "chip", [UNPUBLISHED, dataclasses.replace(H100, peaks={}), dataclasses.replace(H100, bandwidth=0.0)]
+    "chip",
+    [UNPUBLISHED, dataclasses.replace(H100, peaks={}), dataclasses.replace(H100, bandwidth=0.0)],
 )
 def test_without_published_figures_no_time_is_known(chip):
     assert roofline(chip, {"float32": 1.0}, 1.0) is None
