@@ -18,7 +18,7 @@ from policy._hlo.dump import Dump
 from policy._hlo.makers import Makers
 from policy._hlo.op_names import path_and_operation
 from policy._hlo.source_frames import SourceFrames
-from policy._hlo.text import parse
+from policy._hlo.text import Array, parse
 from policy._jaxpr.paths import Path
 
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
@@ -35,12 +35,14 @@ class HeldBuffer:
       dtype: its dtype, as in "bfloat16".
       shape: on one device.
       kind: "argument", "output" or "temporary".
-      path: the module path of the operation that makes it; () of an argument.
-      operation: the JAX operation that makes it, or XLA's, as in "copy", where there is none; "" of
-        an argument.
+      path: the module path of the operation that makes it, or, of slices that a loop stacks, of
+        that which makes a slice; () of an argument.
+      operation: the JAX operation that makes it; or XLA's, as in "copy" or "convert", if XLA adds
+        one that moves or converts what the module makes; "" of an argument.
       source: the line of the user's code; "" if it is unknown.
-      parameter: the number of an argument among those of the compiled program.
-      label: the name that JAX gave an argument, as in ``params['kernel']``; "" of others.
+      parameter: the number of an argument among those of the compiled program, also of a temporary
+        that is an argument converted or copied; None of others.
+      label: the name that JAX gave that argument, as in ``params['kernel']``; "" of others.
     """
 
     bytes: int
@@ -107,46 +109,56 @@ class _Reader:
         computations, entry = parse(dump.program)
         self.makers = Makers(computations, entry)
         self.parameters = entry.parameters
+        self.names = {parameter.name for parameter in self.parameters.values()}
         self.sources = SourceFrames(dump.program)
         self.ranges: Mapping[Place, tuple[int, int]] = live_ranges_of(dump.live_ranges)
 
     def buffers(self, by_kind: Mapping[str, list[Allocation]]) -> Iterator[HeldBuffer]:
         for allocation in by_kind["argument"]:
-            for value in allocation.values[:1]:
-                if value.array is not None:
-                    yield self._argument(allocation, value)
+            value = next((v for v in allocation.values if v.place[0] in self.names), None)
+            if value is not None and value.array is not None:
+                yield self._argument(allocation, value.array)
         for allocation in by_kind["output"]:
             value = last_of(allocation, self.ranges)
-            if value is not None:
-                yield self._made(value, "output", allocation.bytes)
+            if value is not None and value.array is not None:
+                yield self._made(value, value.array, "output", allocation.bytes)
         for value in largest_moment(by_kind["temporary"], self.ranges):
             if value.array is not None:
-                yield self._made(value, "temporary", value.bytes)
+                yield self._made(value, value.array, "temporary", value.bytes)
 
-    def _argument(self, allocation: Allocation, value: Value) -> HeldBuffer:
-        assert value.array is not None
-        parameter = self.parameters.get(allocation.parameter or 0)
+    def _argument(self, allocation: Allocation, array: Array) -> HeldBuffer:
         return HeldBuffer(
             allocation.bytes,
-            dtype_name(value.array.dtype),
-            value.array.shape,
+            dtype_name(array.dtype),
+            array.shape,
             "argument",
             parameter=allocation.parameter,
-            label=parameter.op_name.replace("\\'", "'") if parameter else "",
+            label=self._label(allocation.parameter),
         )
 
-    def _made(self, value: Value, kind: str, size: int) -> HeldBuffer:
-        assert value.array is not None
-        path, operation, source = (), "", ""
+    def _label(self, number: int | None) -> str:
+        parameter = self.parameters.get(-1 if number is None else number)
+        is_one = parameter is not None and len(parameter.results) == 1
+        return parameter.op_name.replace("\\'", "'") if is_one else ""
+
+    def _made(self, value: Value, array: Array, kind: str, size: int) -> HeldBuffer:
+        held = HeldBuffer(size, dtype_name(array.dtype), array.shape, kind)
         maker = self.makers.maker_of(value.place)
-        if maker is not None:
-            if maker.op_name:
-                path, operation = path_and_operation(maker.op_name)
-            source = self.sources.source_of(maker)
-            operation = operation or ("" if maker.opcode in _PLAIN else maker.opcode)
-        array = value.array
-        return HeldBuffer(
-            size, dtype_name(array.dtype), array.shape, kind, path, operation, source
+        if maker is None:
+            return held
+        named = maker.instruction
+        if named.name in self.names:
+            number = int(named.literal)
+            return dataclasses.replace(
+                held, operation=maker.moving, parameter=number, label=self._label(number)
+            )
+        path, operation = path_and_operation(named.op_name)
+        own = "" if named.opcode in _PLAIN else named.opcode
+        return dataclasses.replace(
+            held,
+            path=path_and_operation(maker.stacked.op_name)[0] if maker.stacked else path,
+            operation=maker.moving or operation or own,
+            source=self.sources.source_of(maker.stacked or named),
         )
 
 
