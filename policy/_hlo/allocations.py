@@ -107,9 +107,7 @@ def live_ranges_of(text: str) -> dict[Place, tuple[int, int]]:
     return {_place(match[1], match[2]): (int(match[3]), int(match[4])) for match in found}
 
 
-def last_of(
-    allocation: Allocation, ranges: Mapping[Place, tuple[int, int]]
-) -> Value | None:
+def last_of(allocation: Allocation, ranges: Mapping[Place, tuple[int, int]]) -> Value | None:
     """Returns the array in an allocation that is alive for the longest, which an output is."""
     arrays = [value for value in allocation.values if value.array is not None]
     return max(arrays, key=lambda value: ranges.get(value.place, (-1, -1))[::-1], default=None)

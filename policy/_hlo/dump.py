@@ -4,8 +4,14 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _PROGRAM = "after_optimizations.txt"
 
@@ -25,13 +31,48 @@ class Dump:
     live_ranges: str = dataclasses.field(repr=False)
 
 
-def dump_options(folder: str | Path) -> dict[str, str]:
-    """Returns the `compiler_options` of `Lowered.compile` by which XLA writes into a folder."""
-    return {"xla_dump_to": str(folder)}
+def compiled_with_dump(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled | None, Dump]:
+    """Compiles a program and reads what XLA writes about it.
+
+    It compiles even if JAX's persistent cache has the program: XLA writes nothing about one that it
+    loads.
+
+    Returns:
+      the program, None if it needs more memory than the device has; and the texts about it.
+
+    Raises:
+      jax.errors.JaxRuntimeError: it doesn't compile, for another reason or before it has memory
+        assigned.
+    """
+    with tempfile.TemporaryDirectory(prefix="xla-") as folder, _without_cache():
+        try:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            with contextlib.suppress(ValueError):
+                return None, read_dump(folder)
+            raise
+        return compiled, read_dump(folder)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Turns JAX's persistent cache of programs off; JAX reads its setting once unless it is reset."""
+    was = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        compilation_cache.reset_cache()
 
 
 def read_dump(folder: str | Path) -> Dump:
-    """Reads the files of the one program that was compiled with `dump_options`.
+    """Reads the files of the one program that XLA was told to write there, by ``xla_dump_to``.
 
     The TPU's compiler writes them before it raises ``RESOURCE_EXHAUSTED``, so that they say what
     takes the memory that there isn't.
@@ -52,6 +93,6 @@ def read_dump(folder: str | Path) -> Dump:
         if not texts[-1].exists():
             raise ValueError(
                 f"{folder} has {programs[0].name} but no {texts[-1].name}: the compiler stopped "
-                "before it assigned memory, or writes no such file."
+                "before it assigned memory, or the program came from JAX's persistent cache."
             )
     return Dump(*(path.read_text() for path in texts))

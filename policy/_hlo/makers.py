@@ -15,8 +15,9 @@ _WITHOUT_EFFECT = ("bitcast", "optimization-barrier", "opt-barrier")
 # Names that a loop and a call give to whatever belongs to them.
 _OF_LOOPS = re.compile(
     r"(?:/jit\(dynamic_update_index_in_dim\)/broadcast_in_dim|/while|/while/(?:body|cond)|"
-    r"/closed_call|/checkpoint)$"
+    r"/closed_call|/eval_jaxpr|/checkpoint)$"
 )
+_STACKING = "/jit(dynamic_update_index_in_dim)/dynamic_update_slice"
 _PASSING = ("tuple", "get-tuple-element", "while", "conditional", "call", "parameter")
 
 
@@ -92,7 +93,9 @@ class Makers:
 
     def _is_named(self, instruction: Instruction) -> bool:
         name = instruction.op_name
-        return bool(name) and name not in self.labels and not _OF_LOOPS.search(name)
+        if not name or name in self.labels or _OF_LOOPS.search(name):
+            return False
+        return not (name.endswith(_STACKING) and instruction.opcode in (*_MOVING, *_WITHOUT_EFFECT))
 
     def _moved(self, instruction: Instruction, opcode: str, seen: set[Place]) -> Maker | None:
         """Returns the maker of the value that an instruction without a name moves or converts."""
@@ -105,7 +108,11 @@ class Makers:
         return dataclasses.replace(found, moving=opcode)
 
     def _passed(
-        self, holder: Computation, instruction: Instruction, index: tuple[int, ...], seen: set[Place]
+        self,
+        holder: Computation,
+        instruction: Instruction,
+        index: tuple[int, ...],
+        seen: set[Place],
     ) -> Maker | None:
         """Returns the maker of a part of a tuple, or of a result of a computation."""
         opcode, operands = instruction.opcode, instruction.operands
@@ -136,9 +143,7 @@ class Makers:
         number = int(parameter.literal) + (caller.opcode == "conditional")
         return self._made((caller.operands[number], index), seen)
 
-    def _fused(
-        self, fusion: Instruction, index: tuple[int, ...], seen: set[Place]
-    ) -> Maker | None:
+    def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[Place]) -> Maker | None:
         fused = self.computations[fusion.called["calls"][0]]
         root = fused.root
         if index and root.opcode == "tuple":

@@ -8,7 +8,7 @@ from policy._jaxpr.paths import Path, path_of
 
 # Names that lowering adds: of the parts of loops and conditionals, and of calls.
 _ADDED = re.compile(
-    r"(?:(?<=/)|^)(?:while/(?:body_pred|body|cond)|cond/branch_\d+_fun|closed_call|core_call|"
+    r"(?:(?<=/)|^)(?:while/(?:body_pred|body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|core_call|"
     r"custom_jvp_call|custom_vjp_call(?:_jaxpr)?|shard_map|pjit)(?=/|$)"
 )
 _CALLS = frozenset(("checkpoint", "rematted_computation", "body", "cond", "body_pred"))
