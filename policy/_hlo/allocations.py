@@ -135,7 +135,7 @@ def largest_moment(
 def _moments(
     allocations: Iterable[Allocation], ranges: Mapping[Place, tuple[int, int]]
 ) -> Iterator[list[tuple[int, Value]]]:
-    """Yields the values that are alive, each with its allocation's number, whenever one is added."""
+    """Yields the values that are alive, with their allocations' numbers, whenever one is made."""
     starting: dict[int, list[tuple[int, Value]]] = {}
     for number, allocation in enumerate(allocations):
         for value in allocation.values:

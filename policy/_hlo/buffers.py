@@ -95,13 +95,16 @@ def memory_of(dump: Dump) -> MemoryUse:
       ValueError: a text is not of the form that is known.
     """
     allocations = [a for a in allocations_of(dump.allocations) if a.color == 0]
-    by_kind = {
+    by_kind: dict[str, list[Allocation]] = {
         kind: [allocation for allocation in allocations if allocation.kind == kind]
         for kind in ("argument", "output", "temporary", "constant")
     }
-    sizes = (sum(a.bytes for a in found) for found in by_kind.values())
+    argument, output, temporary, constant = (
+        sum(allocation.bytes for allocation in found) for found in by_kind.values()
+    )
     buffers = _Reader(dump).buffers(by_kind)
-    return MemoryUse(*sizes, tuple(sorted(buffers, key=lambda buffer: -buffer.bytes)))
+    largest_first = tuple(sorted(buffers, key=lambda buffer: -buffer.bytes))
+    return MemoryUse(argument, output, temporary, constant, largest_first)
 
 
 class _Reader:
@@ -138,8 +141,9 @@ class _Reader:
 
     def _label(self, number: int | None) -> str:
         parameter = self.parameters.get(-1 if number is None else number)
-        is_one = parameter is not None and len(parameter.results) == 1
-        return parameter.op_name.replace("\\'", "'") if is_one else ""
+        if parameter is None or len(parameter.results) != 1:  # or a tuple of all arguments
+            return ""
+        return parameter.op_name.replace("\\'", "'")
 
     def _made(self, value: Value, array: Array, kind: str, size: int) -> HeldBuffer:
         held = HeldBuffer(size, dtype_name(array.dtype), array.shape, kind)

@@ -9,6 +9,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -60,8 +61,8 @@ def compiled_with_dump(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Turns JAX's persistent cache of programs off; JAX reads its setting once unless it is reset."""
-    was = jax.config.jax_enable_compilation_cache
+    """Turns JAX's persistent cache off, of which JAX reads the setting once unless it is reset."""
+    was = cast(Any, jax.config).jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

@@ -1,6 +1,7 @@
 """Memory read from what compilers write, beside their own figures, on CPU, TPU and GPU."""
 
 import functools
+from typing import Any, cast
 
 import flax.linen
 import jax
@@ -15,11 +16,7 @@ from policy._jaxpr.paths import spelled
 from policy._jaxpr.trace import lowered as lowered_call
 from tests.benchmarks.accelerators import target
 
-TARGETS = [
-    "cpu",
-    pytest.param("h100", marks=pytest.mark.slow),
-    pytest.param("v5e:1x1", marks=pytest.mark.slow),
-]
+TARGETS = ["cpu", "h100", "v5e:1x1"]
 
 
 class Block(linen.Module):
@@ -72,9 +69,11 @@ def check_sums(program, memory: MemoryUse):
     return stated.temp_size_in_bytes, held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
-    rows, width = (256, 64) if name == "cpu" else (4096, 1024)
+    # The TPU's is too large for the chip's own memory.
+    rows, width = {"cpu": (256, 64), "h100": (4096, 1024), "v5e:1x1": (65536, 1024)}[name]
     x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     params = jax.eval_shape(Net().init, jax.random.key(0), x)
     step = functools.partial(stepped, Net().apply)
@@ -95,6 +94,7 @@ def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
     assert (largest_output.shape, largest_output.operation) == ((rows, width), "add")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS[:2])
 def test_an_nnx_models_buffers_have_its_modules_paths(name):
     model = flax_nnx.eval_shape(lambda: Pair(128, flax_nnx.Rngs(0)))
@@ -120,13 +120,14 @@ def test_an_argument_that_is_not_used_is_no_argument_of_the_program():
     assert found == [(0, "b"), (1, "c")]
 
 
+@pytest.mark.slow
 def test_a_program_in_the_persistent_cache_is_read_as_well():
     square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     make = lambda: compiled("cpu", lambda a: jnp.sin(a) @ a, square)[1]  # noqa: E731
     jax.jit(lambda a: jnp.sin(a) @ a).lower(square).compile()
-    was = jax.config.jax_enable_compilation_cache
+    was = cast(Any, jax.config).jax_enable_compilation_cache
     assert make() == make() and make().temporaries >= 64 * 64 * 4
-    assert jax.config.jax_enable_compilation_cache == was
+    assert cast(Any, jax.config).jax_enable_compilation_cache == was
 
 
 @pytest.mark.slow

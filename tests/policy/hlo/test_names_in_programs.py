@@ -1,5 +1,8 @@
 """Module paths, operations and source lines read from single instructions of compiled programs."""
 
+from pathlib import Path
+
+import flax.linen
 import pytest
 
 from policy._hlo.makers import Makers
@@ -70,8 +73,6 @@ ENTRY %main (p: f32[]) -> f32[] {{
 
 @pytest.mark.parametrize("parents", [(0, 1, 2), (1, 2, 3)], ids=["as they are", "plus one"])
 def test_a_line_is_the_innermost_of_the_users(parents):
-    import flax.linen
-
     text = TABLES.format(*parents, library=flax.linen.__file__)
     frames, entry = SourceFrames(text), parse(text)[1]
     assert {name: frames.source_of(i) for name, i in entry.instructions.items()} == {
@@ -84,61 +85,7 @@ def test_a_line_is_the_innermost_of_the_users(parents):
     }
 
 
-PROGRAM = """HloModule m
-%converted (c.0: bf16[8]) -> f32[8] {
-  %c.0 = bf16[8]{0} parameter(0)
-  ROOT %c.1 = f32[8]{0} convert(%c.0)
-}
-
-%costly (d.0: f32[8]) -> f32[8] {
-  %d.0 = f32[8]{0} parameter(0)
-  %d.1 = f32[8]{0} add(%d.0, %d.0), metadata={op_name="jit(f)/other/add"}
-  %d.2 = f32[] dot(%d.1, %d.0), metadata={op_name="jit(f)/heavy/dot_general"}
-  ROOT %d.3 = f32[8]{0} broadcast(%d.2), dimensions={}
-}
-
-%two (t.0: f32[8]) -> (f32[8], f32[8]) {
-  %t.0 = f32[8]{0} parameter(0)
-  %t.1 = f32[8]{0} sine(%t.0), metadata={op_name="jit(f)/first/sin"}
-  %t.2 = f32[8]{0} cosine(%t.0), metadata={op_name="jit(f)/second/cos"}
-  ROOT %t.3 = (f32[8]{0}, f32[8]{0}) tuple(%t.1, %t.2)
-}
-
-%stacking (s.0: f32[4,8], s.1: f32[8], s.2: s32[]) -> f32[4,8] {
-  %s.0 = f32[4,8]{1,0} parameter(0)
-  %s.1 = f32[8]{0} parameter(1)
-  %s.3 = f32[1,8]{1,0} bitcast(%s.1), metadata={op_name="jit(f)/while/body/jit(dynamic_update_index_in_dim)/broadcast_in_dim"}
-  %s.2 = s32[] parameter(2)
-  %s.4 = s32[] constant(0)
-  ROOT %s.5 = f32[4,8]{1,0} dynamic-update-slice(%s.0, %s.3, %s.2, %s.4), metadata={op_name="jit(f)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice"}
-}
-
-%body (b.0: (s32[], f32[8], f32[4,8])) -> (s32[], f32[8], f32[4,8]) {
-  %b.0 = (s32[], f32[8]{0}, f32[4,8]{1,0}) parameter(0)
-  %b.1 = s32[] get-tuple-element(%b.0), index=0
-  %b.2 = f32[8]{0} get-tuple-element(%b.0), index=1
-  %b.3 = f32[4,8]{1,0} get-tuple-element(%b.0), index=2
-  %b.4 = f32[8]{0} sine(%b.2), metadata={op_name="jit(f)/while/body/closed_call/layers/sin"}
-  %b.5 = f32[4,8]{1,0} fusion(%b.3, %b.4, %b.1), kind=kLoop, calls=%stacking, metadata={op_name="jit(f)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice"}
-  ROOT %b.6 = (s32[], f32[8]{0}, f32[4,8]{1,0}) tuple(%b.1, %b.2, %b.5)
-}
-
-ENTRY %main (w: bf16[8], x: f32[8]) -> f32[8] {
-  %w = bf16[8]{0} parameter(0), metadata={op_name="w"}
-  %x = f32[8]{0} parameter(1), metadata={op_name="x"}
-  %of_argument = f32[8]{0} fusion(%w), kind=kLoop, calls=%converted
-  %tanh = bf16[8]{0} tanh(%w), metadata={op_name="jit(f)/act/tanh"}
-  %of_result = f32[8]{0} fusion(%tanh), kind=kLoop, calls=%converted
-  %copied = f32[8]{0} copy(%of_result), metadata={op_name="x"}
-  %costliest = f32[8]{0} fusion(%x), kind=kLoop, calls=%costly
-  %both = (f32[8]{0}, f32[8]{0}) fusion(%x), kind=kLoop, calls=%two, metadata={op_name="jit(f)/first/sin"}
-  %zero = s32[] constant(0)
-  %zeros = f32[4,8]{1,0} broadcast(%zero), dimensions={}
-  %start = (s32[], f32[8]{0}, f32[4,8]{1,0}) tuple(%zero, %copied, %zeros)
-  %loop = (s32[], f32[8]{0}, f32[4,8]{1,0}) while(%start), condition=%body, body=%body, metadata={op_name="jit(f)/while"}
-  ROOT %last = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"
-}
-"""
+PROGRAM = Path(__file__).with_name("makers.txt").read_text()
 
 
 @pytest.mark.parametrize(
