@@ -102,7 +102,7 @@ class Makers:
         opcode = re.sub("-(start|done)$", "", opcode)
         if not instruction.operands or opcode not in (*_MOVING, *_WITHOUT_EFFECT):
             return None
-        found = self._made((instruction.operands[0], ()), seen)
+        found = self._made(_operand(instruction, 0), seen)
         if found is None or opcode in _WITHOUT_EFFECT:
             return found
         return dataclasses.replace(found, moving=opcode)
@@ -115,19 +115,20 @@ class Makers:
         seen: set[Place],
     ) -> Maker | None:
         """Returns the maker of a part of a tuple, or of a result of a computation."""
-        opcode, operands = instruction.opcode, instruction.operands
+        opcode = instruction.opcode
         if opcode == "get-tuple-element":
             number = re.search(r"index=(\d+)", instruction.rest)
-            return self._made((operands[0], (int(number[1]), *index)), seen) if number else None
+            whole, inner = _operand(instruction, 0)
+            return self._made((whole, (*inner, int(number[1]), *index)), seen) if number else None
         if opcode == "tuple":
-            return self._made((operands[index[0]], index[1:]), seen) if index else None
+            return self._made(_operand(instruction, *index), seen) if index else None
         if opcode == "parameter":
             return self._entering(holder, instruction, index, seen)
         for key in ("body", "branch_computations", "to_apply", "called_computations"):
             for called in instruction.called.get(key, ()):
                 if found := self._made((self.computations[called].root.name, index), seen):
                     return found
-        return self._made((operands[0], index), seen) if opcode == "while" else None
+        return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
 
     def _entering(
         self, holder: Computation, parameter: Instruction, index: tuple[int, ...], seen: set[Place]
@@ -141,7 +142,7 @@ class Makers:
         if caller.opcode == "while":
             return self._made((caller.name, index), seen)
         number = int(parameter.literal) + (caller.opcode == "conditional")
-        return self._made((caller.operands[number], index), seen)
+        return self._made(_operand(caller, number, *index), seen)
 
     def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[Place]) -> Maker | None:
         fused = self.computations[fusion.called["calls"][0]]
@@ -165,8 +166,20 @@ class Makers:
         """Returns what makes the slice that an instruction writes into an array."""
         if instruction.opcode != "dynamic-update-slice":
             return None
-        found = self._made((instruction.operands[1], ()), set())
+        found = self._made(_operand(instruction, 1), set())
         return found.instruction if found and self._is_named(found.instruction) else None
+
+
+def _operand(instruction: Instruction, number: int, *index: int) -> Place:
+    """Returns the place of an operand, or of a part of it.
+
+    An element of a tuple is the result of a get-tuple-element, or, since XLA of jaxlib 0.12,
+    written in place, as ``%tuple#1``.
+    """
+    name = instruction.operands[number]
+    written = re.findall(r"%[\w.\-]+((?:#\d+)*)", instruction.literal)
+    inside = re.findall(r"\d+", written[number]) if len(written) > number else ()
+    return name, (*map(int, inside), *index)
 
 
 def _unmoved(fused: Computation, root: Instruction) -> Instruction:

@@ -114,5 +114,15 @@ def test_values_come_from_named_instructions(place, name, moving, stacked):
     assert (maker.stacked.op_name if maker.stacked else None) == stacked
 
 
+def test_elements_of_tuples_are_read_in_either_form():
+    text = PROGRAM.replace("fusion(%b.3, %b.4, %b.1)", "fusion(%b.0#2, %b.4, %b.0#0)")
+    text = text.replace("sine(%b.2)", "copy(%b.0#1)").replace(
+        ', metadata={op_name="jit(f)/while/body/closed_call/layers/sin"}', ""
+    )
+    assert text.count("#") == 3
+    maker = Makers(*parse(text)).maker_of(("b.4", ()))
+    assert maker is not None and maker.instruction.op_name == "jit(f)/act/tanh"
+
+
 def test_a_value_of_no_instruction_has_no_maker():
     assert Makers(*parse(PROGRAM)).maker_of(("nowhere", ())) is None
