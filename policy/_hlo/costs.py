@@ -20,7 +20,7 @@ from policy._hlo.traffic import moved, produced
 from policy._hlo.trip_counts import turns
 from policy._jaxpr.paths import Path
 
-COLLECTIVES = (
+_COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -164,7 +164,7 @@ class _Counter:
 
     def _count_kernel(self, costs: Costs, inside: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in COLLECTIVES:
+        if opcode in _COLLECTIVES:
             _exchange(costs, inside, instruction)
             return
         fused = list(self._fused_collectives(instruction)) if opcode == "fusion" else []
@@ -206,7 +206,7 @@ class _Counter:
         """Yields the collectives of a fusion, nested ones included, each with its computation."""
         fused = self.computations[fusion.called["calls"][0]]
         for instruction in fused.instructions.values():
-            if instruction.opcode in COLLECTIVES:
+            if instruction.opcode in _COLLECTIVES:
                 yield fused, instruction
             elif instruction.opcode == "fusion":
                 yield from self._fused_collectives(instruction)

@@ -77,8 +77,9 @@ ARGUMENTS = [
 def test_flops_are_those_of_an_audit_and_times_are_by_module(name):
     found = costs(name, STEP, *on_first(name, ARGUMENTS))
     written = policy.audit(STEP, *ARGUMENTS).matmul_flops_by_dtype
-    dtype = "float32" if name == "cpu" else "bfloat16"  # which a processor's compiler widens
-    assert found.flops == {dtype: written["bfloat16"]}
+    assert sum(found.flops.values()) == written["bfloat16"]
+    if name != "cpu":  # processors without instructions for bfloat16 multiply in float32
+        assert set(found.flops) == set(written) == {"bfloat16"}
     assert not found.uncounted
     paths = {"layers", "layers/block", "attention", "conv"} if name != "cpu" else set()
     assert paths <= set(by_spelled_path(found.by_path)) <= {*paths, "", "Net:"}
