@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from policy.estimate.candidates import Row, RowLike, rows_of
-from policy.estimate.compilation import compiled_program, compiler_of
+from policy.estimate.compilation import compiled_step, compiler_of
 from policy.estimate.costing import cost_of
 from policy.estimate.lowering import lowered_step
 from policy.estimate.placement import (
@@ -114,12 +114,12 @@ def estimate(
     checked = (
         PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
     )
-    asked = Asked(target, mesh, shardings, donate, backward, params)
+    settings = Settings(target, mesh, shardings, donate, backward, params)
     found = []
     for done, row in enumerate(rows):
         if progress is not None:
             progress(row.name, done, len(rows))
-        found.append(_estimated(asked, fn, args, kwargs, row, checked))
+        found.append(_estimated(settings, fn, args, kwargs, row, checked))
     placement = found[0][1]
     return Estimate(
         name=name_of(fn),
@@ -137,7 +137,7 @@ def estimate(
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Settings:
     """What is the same for each row; see `estimate`."""
 
     target: Target
@@ -155,24 +155,26 @@ def _timing(target: Target) -> str:
 
 
 def _estimated(
-    asked: Asked,
+    settings: Settings,
     fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     row: Row,
     rules: PolicyRules | None,
 ) -> tuple[PolicyCost, Placement, list[str]]:
-    mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
-    with jax.set_mesh(mesh) if asked.mesh is not None else contextlib.nullcontext():
+    mesh = mesh_of(settings.target, settings.mesh, (args, kwargs))
+    with jax.set_mesh(mesh) if settings.mesh is not None else contextlib.nullcontext():
         call = made_call(fn, args, kwargs, row, rules, mesh)
-    placement = placement_of(asked.target, asked.mesh, asked.shardings, (call.args, call.kwargs))
+    placement = placement_of(
+        settings.target, settings.mesh, settings.shardings, (call.args, call.kwargs)
+    )
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
-        step = traced_step(call, row, rules, asked.donate, asked.backward, asked.params)
+        step = traced_step(call, row, rules, settings.donate, settings.backward, settings.params)
         arrays = step.traced.arguments.arrays
-        specs = specs_of(asked.shardings, call.args, arrays, step.names, step.origins)
+        specs = specs_of(settings.shardings, call.args, arrays, step.names, step.origins)
         placed = placed_arrays(placement, arrays, specs, step.names)
-        lowered, notes = lowered_step(step, placed, asked.target, name_of(call.fn))
-    program = compiled_program(lowered, asked.target, step.names)
+        lowered, notes = lowered_step(step, placed, settings.target, name_of(call.fn))
+    program = compiled_step(lowered, settings.target, step.names)
     shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
     program = dataclasses.replace(program, arguments=program.arguments - shared)
     return cost_of(row, step, program, placement), placement, [*placement.notes, *notes]

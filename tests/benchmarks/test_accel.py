@@ -12,9 +12,9 @@ from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
 from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
+from benchmarks.table import Row
 from policy.estimate.program import Figures
 from policy.estimate.targets import Target
-from benchmarks.table import Row
 from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")
