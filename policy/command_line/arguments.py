@@ -16,8 +16,13 @@ from policy.rules import PolicyRules
 from policy.traced.call import checked_policy
 
 
-def add_call(command: argparse.ArgumentParser) -> None:
-    """Adds the options that say which call a command is about."""
+def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> None:
+    """Adds the options that say which call a command is about.
+
+    Args:
+      command: the command's parser.
+      takes_policy: whether the call is under one policy, --policy.
+    """
     command.add_argument(
         "target", metavar="module:function", help="a module's name or a .py file, and a name in it"
     )
@@ -29,7 +34,8 @@ def add_call(command: argparse.ArgumentParser) -> None:
         help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, "
         "or a list, tuple or dict of these; once for each argument",
     )
-    command.add_argument("--policy", metavar="TEXT", help="under a policy, as mixed_bfloat16")
+    if takes_policy:
+        command.add_argument("--policy", metavar="TEXT", help="under a policy, as mixed_bfloat16")
     command.add_argument("--backward", action="store_true", help="of the gradients as well")
     command.add_argument(
         "--params",

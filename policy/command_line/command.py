@@ -1,4 +1,4 @@
-"""Audits and suggestions from the shell.
+"""Audits, suggestions and estimates from the shell.
 
     python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[32,784] --backward
     python -m policy audit models/net.py:example --html net.html --fail-on-findings
@@ -20,13 +20,14 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from policy.audit.audit import audit
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.text import show
 from policy.audit.report import Audit, named
 from policy.command_line.arguments import add_call, params_of, parse_argument, policy_of
+from policy.command_line.estimation import add_estimate
+from policy.command_line.output import require_one_output, write_text
 from policy.command_line.suggestion import add_suggest
 from policy.command_line.target import (
     CommandError,
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-      The exit status: 0; 1 for findings with --fail-on-findings; 2 for an error.
+      The exit status: 0; 1 for findings with --fail-on-findings, or a row that lacks memory with
+      --fail-on-oom; 2 for an error.
     """
     options = _parser().parse_args(argv)
     try:
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_audit)
     add_call(add_suggest(commands))
+    add_estimate(commands)
     return parser
 
 
@@ -94,10 +97,7 @@ def _audit(options: argparse.Namespace) -> int:
             raise CommandError(
                 f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all."
             )
-    if options.json == options.html == "-":
-        raise CommandError(
-            "--json - and --html - both take the standard output: give one of them a file."
-        )
+    require_one_output(options.html, options.json)
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
@@ -130,9 +130,4 @@ def _write(report: Audit, options: argparse.Namespace) -> None:
         show(report)
     for name, contents in ((options.html, report.to_html), (options.json, report.to_json)):
         if name not in (None, "-"):
-            try:
-                Path(name).write_text(contents(), encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise CommandError(
-                    f"{name or repr(name)} can't be written: {getattr(error, 'strerror', error)}."
-                ) from None
+            write_text(name, contents)

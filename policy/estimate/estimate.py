@@ -85,10 +85,10 @@ def estimate(
         See `policy.estimate.targets.Target`.
       mesh: the axes of the mesh and their sizes, as in ``{"data": 4, "fsdp": 4}``. None: those of
         the arguments' own shardings, or one axis "data" of all devices.
-      shardings: an entry for each positional argument: a PartitionSpec for all of its arrays, a
-        tree of them, a function of an array's path and shape that returns one, or None. None: the
-        arrays' own shardings, whatever devices they are of; arrays without are on each device. A
-        step without any shardings runs on one device.
+      shardings: an entry for each positional argument, or a dict of entries by position: a
+        PartitionSpec for all of its arrays, a tree of them, a function of an array's path and
+        shape that returns one, or None. None: the arrays' own shardings, whatever devices they are
+        of; arrays without are on each device. A step without any shardings runs on one device.
       rules: policies by module path or layer class, beside each policy.
       donate: positions of the arguments that may be overwritten; None for those that a jitted `fn`
         donates.

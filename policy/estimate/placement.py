@@ -186,10 +186,19 @@ def specs_of(
 def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if shardings is None:
         return (None,) * len(args)
+    if isinstance(shardings, Mapping):
+        beyond = [i for i in shardings if not (isinstance(i, int) and 0 <= i < len(args))]
+        if beyond:
+            raise ValueError(
+                f"shardings has an entry for the argument {beyond[0]!r}, but the function is "
+                f"called with {len(args)} positional arguments, counted from 0."
+            )
+        return tuple(shardings.get(i) for i in range(len(args)))
     if isinstance(shardings, PartitionSpec) or not isinstance(shardings, (tuple, list)):
         raise TypeError(
             "shardings should be a tuple with an entry for each positional argument, such as "
-            f"(None, PartitionSpec('data')), but got {shardings!r}."
+            "(None, PartitionSpec('data')), or a dict of entries by position, but got "
+            f"{shardings!r}."
         )
     if len(shardings) != len(args):
         raise ValueError(

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """An array in a device's memory at the moment when the most of it is taken.
+
+    >>> from policy.estimate.report import Buffer
+    >>> Buffer(64, "bfloat16", (4, 8), "temporary", "net/head", "dot_general", "net.py:3 (f)").bytes
+    64
 
     Attributes:
       bytes: its size on one device.
@@ -36,6 +45,10 @@ class Buffer:
 class Exchange:
     """Exchanges of one kind and dtype.
 
+    >>> from policy.estimate.report import Exchange
+    >>> Exchange("all-reduce", "bfloat16", 2e9, 0.01).dtype
+    'bfloat16'
+
     Attributes:
       operation: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute" or
         "ragged-all-to-all".
@@ -54,6 +67,12 @@ class Exchange:
 @dataclasses.dataclass(frozen=True)
 class PolicyCost:
     """The costs of one step under one policy, on one of the target's devices unless said otherwise.
+
+    >>> import jax, jax.numpy as jnp, policy
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> row = policy.estimate(jnp.matmul, x, x, policies=["float32"], on="cpu")["float32"]
+    >>> row.arguments, row.outputs, dict(row.matmul_flops), row.fits
+    (512, 256, {'float32': 1024}, True)
 
     Attributes:
       name: the row's name.
@@ -110,9 +129,9 @@ class PolicyCost:
         return self.memory <= self.capacity if self.capacity else None
 
     @property
-    def spare(self) -> int:
-        """Bytes of the device's memory that are left; negative are those that are missing."""
-        return self.capacity - self.memory
+    def spare(self) -> int | None:
+        """Bytes of the device's memory that are left, negative where they lack; None if unknown."""
+        return self.capacity - self.memory if self.capacity else None
 
     @property
     def exchange_seconds(self) -> float | None:
@@ -139,7 +158,13 @@ class PolicyCost:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a step costs under each policy on a target; returned by `policy.estimate`.
+    """The costs of a step under each policy on a target; returned by `policy.estimate`.
+
+    >>> import jax, jax.numpy as jnp, policy
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> found = policy.estimate(jnp.matmul, x, x, policies=["float32", "bfloat16"], on="cpu")
+    >>> [row.name for row in found.rows], found["bfloat16"].outputs
+    (['float32', 'bfloat16'], 128)
 
     Attributes:
       name: of the function.
@@ -182,19 +207,88 @@ class Estimate:
         )
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        raise NotImplementedError
+        """Returns the estimate as JSON: one object.
+
+        Its members are ``version`` (1: names and meanings stay within a version), the attributes of
+        `Estimate`, and ``rows``: a list of objects with the attributes of `PolicyCost`, its
+        properties ``fits``, ``spare``, ``exchange_seconds``, ``seconds`` and ``is_lower_bound``,
+        and the attributes of `Exchange` and `Buffer` in ``collectives`` and ``buffers``. Dtypes
+        have their full names; what is unknown is null.
+        """
+        return json.dumps({"version": 1, **_plain(self)}, indent=indent, allow_nan=False)
 
     def to_html(self) -> str:
-        raise NotImplementedError
+        """Returns the estimate as one self-contained HTML page."""
+        from policy.estimate.render.html import estimate_page
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        raise NotImplementedError
+        return estimate_page(self)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draws the memory of each policy beside the device's, and its seconds, with matplotlib.
+
+        Args:
+          path: a file to write, in the format of its ending, as ``.png`` or ``.svg``.
+
+        Returns:
+          The figure, which belongs to no window.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        from policy.estimate.render.plot import estimate_figure
+
+        figure = estimate_figure(self)
+        if path is not None:
+            figure.savefig(path, bbox_inches="tight", dpi=120)
+        return figure
 
     def save(self, path: str | Path) -> None:
-        raise NotImplementedError
+        """Writes an HTML page, JSON, or a plot as ``.png`` or ``.svg``, by the file's ending.
+
+        Raises:
+          ValueError: the file's name has another ending.
+          ImportError: matplotlib, which draws the plot, is not installed.
+        """
+        path = Path(path)
+        if path.suffix in (".png", ".svg"):
+            self.plot(path)
+        elif path.suffix in (".html", ".json"):
+            contents = self.to_html() if path.suffix == ".html" else self.to_json()
+            path.write_text(contents, encoding="utf-8")
+        else:
+            raise ValueError(
+                f"An estimate is saved as .html, .json, .png or .svg, but got {str(path)!r}."
+            )
 
     def show(self, file: TextIO | None = None) -> None:
-        raise NotImplementedError
+        """Prints the estimate to `file` or the standard output.
+
+        It is in colour on a terminal, unless NO_COLOR is set.
+        """
+        from policy.estimate.render.text import show_estimate
+
+        show_estimate(self, file)
 
     def __str__(self) -> str:
-        raise NotImplementedError
+        from policy.estimate.render.text import estimate_text
+
+        return estimate_text(self)
+
+
+_DERIVED = ("fits", "spare", "exchange_seconds", "seconds", "is_lower_bound")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it: infinite numbers and NaN are null."""
+    if isinstance(value, (Buffer, Exchange, PolicyCost, Estimate)):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += _DERIVED if isinstance(value, PolicyCost) else ()
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    number = value.item() if hasattr(value, "item") else value  # of numpy
+    return None if isinstance(number, float) and not math.isfinite(number) else number

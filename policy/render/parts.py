@@ -1,4 +1,4 @@
-"""Parts of an audit's page: dtypes, shares, links, tables and numbers."""
+"""Parts of reports' pages: dtypes, shares, links, tables and numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def link(path: str, ids: Mapping[str, str]) -> Markup:
     )
 
 
-def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
+def pieces(shares: Mapping[str, float], total: float | None = None) -> list[Markup]:
     """Returns the pieces of a bar that `total` fills; None stands for the sum of the shares."""
     total = sum(shares.values()) if total is None else total
     widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
@@ -56,7 +56,7 @@ def pieces(shares: Mapping[str, int], total: int | None = None) -> list[Markup]:
     ]
 
 
-def bar(what: str, shares: Mapping[str, int], form: Callable[[int], str]) -> Markup:
+def bar(what: str, shares: Mapping[str, float], form: Callable[[float], str]) -> Markup:
     """Returns shares by dtype as a bar and its legend."""
     total = sum(shares.values())
     if not total:

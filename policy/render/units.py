@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _DECIMAL = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+_PARTS = {"ms": 1e3, "µs": 1e6, "ns": 1e9}
 _BINARY = {"Ti": 2.0**40, "Gi": 2.0**30, "Mi": 2.0**20, "Ki": 2.0**10}
 
 
@@ -23,3 +24,23 @@ def amount(number: float, unit: str = "", *, binary: bool = False) -> str:
     digits = number / size
     text = f"{digits:.0f}" if digits >= 100 else f"{digits:.3g}"
     return f"{text} {prefix}{unit}".rstrip()
+
+
+def bytes_text(number: float) -> str:
+    """Returns a number of bytes in powers of 1024: ``3.1 GiB``."""
+    return amount(number, "B", binary=True)
+
+
+def duration(seconds: float) -> str:
+    """Returns three digits of a time: ``1.25 ms``; from 1000 seconds on all of its seconds.
+
+    >>> duration(0.00125), duration(2), duration(4321.4), duration(0)
+    ('1.25 ms', '2 s', '4321 s', '0 s')
+    """
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+    scaled, unit = next(
+        ((seconds * scale, unit) for unit, scale in _PARTS.items() if seconds * scale >= 1),
+        (seconds * 1e9, "ns"),
+    )
+    return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"

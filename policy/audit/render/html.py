@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.tree import ModuleNode, tree_of
 from policy.audit.report import is_matmul_operation
+from policy.render.document import html_document, search_box, section
 from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
     OUTSIDE,
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from policy.compare.comparison import Comparison, OperandCodes, Row
 
 _PLACES = 6  # how many places of one finding are shown at once
-# The browser refuses to fetch anything, even if a name in the program contains a link.
-_NOTHING_FETCHED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(audit: Audit, comparison: Comparison | None = None) -> str:
@@ -46,32 +43,16 @@ def page(audit: Audit, comparison: Comparison | None = None) -> str:
     """
     tree = tree_of(audit.operations, audit.findings)
     name = audit.name or "A function"
-    head = join_markup(
-        (
-            Markup('<meta charset="utf-8">'),
-            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            Markup(f'<meta http-equiv="Content-Security-Policy" content="{_NOTHING_FETCHED}">'),
-            tag("title", f"Audit of {name}"),
-            tag("style", Markup(_resource("page.css"))),
-        )
+    header = (
+        tag("h1", name),
+        _summary(audit),
+        search_box("path, primitive, dtype, source …"),
     )
-    body = join_markup(
-        (
-            tag("header", tag("h1", name), _summary(audit), _search()),
-            tag("main", *_sections(audit, tree, comparison)),
-            tag("script", Markup(_resource("page.js"))),
-        )
-    )
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
-
-
-@functools.cache
-def _resource(name: str) -> str:
-    return resources.files("policy.audit.render").joinpath(name).read_text(encoding="utf-8")
+    return html_document(f"Audit of {name}", header, _sections(audit, tree, comparison))
 
 
 def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> Iterable[Markup]:
-    yield _section(
+    yield section(
         "findings",
         f"Findings ({len(audit.findings)})",
         _findings(audit.findings, tree, audit.policy),
@@ -83,7 +64,7 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
             bar("Bytes", audit.bytes_by_dtype, _memory),
         )
     )
-    yield _section("shares", "Shares by dtype", shares)
+    yield section("shares", "Shares by dtype", shares)
     buttons = tag(
         "p",
         tag("button", "Unfold all", type="button", data_fold="open"),
@@ -92,12 +73,12 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
         class_="buttons",
     )
     total = max(sum(tree.flops.values()), 1)
-    yield _section(
+    yield section(
         "modules", "Modules", buttons, tag("div", _node(tree, total, depth=0), class_="tree")
     )
     if comparison is not None:
-        yield _section("comparison", "Against float32", *_comparison(comparison, tree))
-    yield _section(
+        yield section("comparison", "Against float32", *_comparison(comparison, tree))
+    yield section(
         "operations", f"Operations ({len(audit.operations)})", _operations(audit.operations, tree)
     )
 
@@ -105,16 +86,6 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
 def _of_matmuls(audit: Audit) -> Iterable[Markup]:
     if audit.eight_bit_matmul_share:
         yield bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount)
-
-
-def _section(name: str, title: str, *parts: Markup) -> Markup:
-    return tag(
-        "section",
-        tag("h2", title, id=f"{name}-title"),
-        *parts,
-        id=name,
-        aria_labelledby=f"{name}-title",
-    )
 
 
 def _summary(audit: Audit) -> Markup:
@@ -133,24 +104,6 @@ def _summary(audit: Audit) -> Markup:
         share,
     )
     return tag("p", " · ".join(parts), class_="summary")
-
-
-def _search() -> Markup:
-    box = tag(
-        "input",
-        id="search",
-        type="search",
-        placeholder="path, primitive, dtype, source …",
-        autocomplete="off",
-    )
-    box = Markup(box.removesuffix("</input>"))
-    return tag(
-        "p",
-        tag("label", "Search ", box),
-        " ",
-        tag("output", "", id="matches", for_="search"),
-        role="search",
-    )
 
 
 # --------------------------------------------------------------------------------------------------

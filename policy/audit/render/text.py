@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import re
 import sys
 import textwrap
@@ -14,18 +13,9 @@ from typing import Any, TextIO
 
 from policy.audit.render.tree import ModuleNode, tree_of
 from policy.audit.report import Audit, Finding, Operation, is_matmul_operation
+from policy.render.terminal import Paint, short, shows_colour
 from policy.render.units import amount
 
-_SHORT = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "f8e4m3",
-    "float8_e5m2": "f8e5m2",
-    "bool": "bool",
-}
-_STYLES = {"bad": "31", "warn": "33", "good": "32", "dim": "2", "bold": "1"}
 _LISTED = (
     "dot",
     "convolution",
@@ -37,11 +27,6 @@ _LISTED = (
 )
 _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
-
-
-def shows_colour(file: TextIO) -> bool:
-    """Returns whether a file is a terminal that shows colours, and NO_COLOR is not set."""
-    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def show(audit: Audit, file: TextIO | None = None) -> None:
@@ -56,22 +41,9 @@ def text(audit: Audit, *, colour: bool = False) -> str:
     rules take it: ``block_[0-3]``. Operations that neither multiply nor sum, and casts, are counted
     in the figures and not listed.
     """
-    paint = _Paint(colour)
+    paint = Paint(colour)
     parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
-
-
-class _Paint:
-    def __init__(self, colour: bool):
-        self.colour = colour
-
-    def __call__(self, style: str, words: str) -> str:
-        return f"\x1b[{_STYLES[style]}m{words}\x1b[0m" if self.colour and words else words
-
-
-def short(dtype: str) -> str:
-    """Returns a dtype's name in `Policy`'s short form: ``bf16``."""
-    return _SHORT.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,7 +51,7 @@ def short(dtype: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _summary(audit: Audit, paint: _Paint) -> Iterator[str]:
+def _summary(audit: Audit, paint: Paint) -> Iterator[str]:
     count = len(audit.findings)
     clean = "no findings" if audit.policy else "no findings, and no policy was in force"
     verdict = (
@@ -178,7 +150,7 @@ def _span(numbers: list[int]) -> str:
     return f"(?:{'|'.join(map(str, numbers))})"
 
 
-def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
+def _findings(audit: Audit, paint: Paint) -> Iterator[str]:
     groups: dict[Any, list[Finding]] = {}
     for f in audit.findings:
         key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
@@ -203,7 +175,7 @@ def _findings(audit: Audit, paint: _Paint) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _tree(operations: tuple[Operation, ...], paint: _Paint) -> Iterator[str]:
+def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
     root = tree_of(operations)
     lines = list(_lines(root, 0, sum(root.flops.values()), paint))
     if lines:
@@ -239,7 +211,7 @@ def _contents(module: ModuleNode) -> Any:
     return rows, tuple((name, _contents(child)) for name, child in module.children.items())
 
 
-def _lines(module: ModuleNode, depth: int, total: int, paint: _Paint) -> Iterator[str]:
+def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator[str]:
     for (_, backward, primitive, operands, accumulation, result), (
         count,
         flops,

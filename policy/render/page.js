@@ -41,7 +41,7 @@
     const total = items.filter((item) => !item.matches(".node")).length;
     document.getElementById("matches").textContent = words.length ? `${matches} of ${total} rows` : "";
   };
-  search.addEventListener("input", filter);
+  search?.addEventListener("input", filter);
   for (const button of all("[data-search]")) {
     button.addEventListener("click", () => {
       search.value = button.dataset.search;
@@ -76,7 +76,7 @@
       for (const node of all(".node")) node.open = button.dataset.fold === "open";
     });
   }
-  document.querySelector(".tree").addEventListener("keydown", (event) => {
+  document.querySelector(".tree")?.addEventListener("keydown", (event) => {
     const summary = event.target.closest("summary");
     if (!summary) return;
     const node = summary.parentElement;

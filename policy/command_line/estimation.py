@@ -1,0 +1,198 @@
+"""The command ``estimate``: memory, traffic and time under policies, from the shell.
+
+    python -m policy estimate train.py:example --on v5e:4x4 --policies f32,mixed_bfloat16,bfloat16
+    python -m policy estimate train.py:step --arg f32[4096,4096] --arg bf16[512,4096] --on h100
+    python -m policy estimate train.py:example --on v5e:16x16 --mesh data=16,model=16 \\
+        --row "full=bfloat16 master_weights=full" --row "remainder=bfloat16 moments='int8'"
+
+The target is compiled for devices that need not be there, from shapes alone: nothing runs. It is a
+function, called with one argument for each --arg, or an example: a function that takes no
+arguments, or only such that have defaults, and returns a function and the tuple of its arguments.
+The example is called under each policy, with a row's options as keyword arguments, and with the
+mesh if it has a parameter `mesh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from policy.command_line.arguments import add_call, params_of, parse_argument
+from policy.command_line.layout import mesh_sizes, positions_of, shardings_of
+from policy.command_line.output import require_outputs, write_estimate
+from policy.command_line.progress import RowProgress
+from policy.command_line.rows import rows_to_estimate
+from policy.command_line.target import CommandError, running_users_code, target_of
+from policy.estimate.estimate import estimate
+from policy.estimate.report import Estimate
+from policy.estimate.targets import Target
+from policy.rules import PolicyRules
+
+_POLICY = Path(__file__).resolve().parents[1]
+
+
+def add_estimate(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    command = commands.add_parser(
+        "estimate",
+        help="the memory, traffic and time of a step under policies, on devices that you lack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_call(command, takes_policy=False)
+    command.add_argument(
+        "--on",
+        default="here",
+        metavar="DEVICES",
+        help="v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); several, separated by "
+        "commas, have a table each",
+    )
+    _add_rows(command)
+    _add_layout(command)
+    command.add_argument(
+        "--html", metavar="FILE", help="write an HTML page; - is the standard output"
+    )
+    command.add_argument("--json", metavar="FILE", help="write JSON; - is the standard output")
+    command.add_argument("--plot", metavar="FILE", help="draw a .png or .svg with matplotlib")
+    command.add_argument(
+        "--fail-on-oom", action="store_true", help="exit with 1 where a row lacks memory"
+    )
+    command.add_argument("--quiet", action="store_true", help="show no progress")
+    command.set_defaults(run=run_estimate)
+
+
+def _add_rows(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--policies",
+        metavar="TEXTS",
+        help="a row for each, separated by commas: f32,mixed_bfloat16,p=f32,c=bf16 "
+        "(float32,mixed_bfloat16,bfloat16 if there is no --row)",
+    )
+    command.add_argument(
+        "--row",
+        action="append",
+        default=[],
+        metavar="NAME=TEXT",
+        help="a row of its own name, with options of the example: \"low=bf16 moments='int8'\"; "
+        "once for each",
+    )
+    command.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="a policy by module path, beside each row's, as head=f32; once for each",
+    )
+
+
+def _add_layout(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--mesh", metavar="AXES", help="the axes of the mesh and their sizes, as data=16,model=16"
+    )
+    command.add_argument(
+        "--shard",
+        action="append",
+        default=[],
+        metavar="ARGUMENT=AXES",
+        help="the mesh's axes that an argument's arrays are sharded over, by its position: 0=data, "
+        "1=data,None or 2=data+fsdp,model; once for each",
+    )
+    command.add_argument(
+        "--donate", metavar="ARGUMENTS", help="arguments that may be overwritten, as 0,1"
+    )
+
+
+def run_estimate(options: argparse.Namespace) -> int:
+    """Runs the command, and prints a table for each target.
+
+    Returns:
+      The exit status: 0, or 1 for a row that lacks memory with --fail-on-oom.
+
+    Raises:
+      CommandError: an option is malformed, or the target can't be estimated.
+    """
+    targets = _targets(options.on)
+    given = _given(options)
+    require_outputs(options.html, options.json, options.plot, len(targets))
+    _use_the_processor(targets)
+    args = tuple(parse_argument(text) for text in options.arg)
+    fn = target_of(options.target)
+    is_lacking = False
+    for i, target in enumerate(targets):
+        with RowProgress(target.name, is_quiet=options.quiet) as progress:
+            found = _estimated(options.target, fn, args, target, given, progress)
+        if i:
+            print()
+        files = {"html": options.html, "json": options.json, "plot": options.plot}
+        write_estimate(found, **files, is_one=len(targets) == 1)
+        is_lacking |= any(row.fits is False for row in found.rows)
+    return int(bool(options.fail_on_oom and is_lacking))
+
+
+def _targets(text: str) -> list[Target]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
+    try:
+        return [Target(name) for name in names]
+    except ValueError as error:
+        raise CommandError(f"--on: {error}") from None
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options as keyword arguments of `policy.estimate`."""
+    mesh = mesh_sizes(options.mesh)
+    return {
+        "policies": rows_to_estimate(options.policies, options.row),
+        "rules": _rules(options.rule),
+        "mesh": mesh,
+        "shardings": shardings_of(options.shard, mesh),
+        "donate": positions_of(options.donate),
+        "backward": options.backward,
+        "params": params_of(options),
+    }
+
+
+def _rules(texts: list[str]) -> PolicyRules | None:
+    try:
+        return PolicyRules.from_texts(texts) if texts else None
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"--rule: {error}") from None
+
+
+def _use_the_processor(targets: list[Target]) -> None:
+    """Keeps JAX from looking for accelerators: it traces here, and compiles for elsewhere."""
+    if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _estimated(
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target,
+    given: dict[str, Any],
+    progress: RowProgress,
+) -> Estimate:
+    """Estimates the target, and turns errors into `CommandError`: of policy's own in a line."""
+    with running_users_code(f"{name} can't be estimated on {target.name}"):
+        try:
+            found = estimate(fn, *args, on=target, progress=progress, **given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if _is_of_policy(error):
+                raise CommandError(str(error)) from None
+            raise
+    return dataclasses.replace(found, name=name)
+
+
+def _is_of_policy(error: Exception) -> bool:
+    """Returns whether an error was raised by policy itself, before it called anything else."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return all(Path(frame.filename).resolve().is_relative_to(_POLICY) for frame in frames)

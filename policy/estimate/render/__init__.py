@@ -1,0 +1,1 @@
+"""An estimate as text, as an HTML page and as a plot."""
