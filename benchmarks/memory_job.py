@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import ctypes.util
+import functools
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from benchmarks.memory_steps import STEPS, Step
 
 PROC = Path("/proc/self")
+Maker = Callable[[jax.Array], jax.Array]
 
 
 def estimated(step: Step, on: str, compiled: Any) -> dict[str, int]:
@@ -91,23 +93,64 @@ def reset_peak() -> None:
         ) from None
 
 
-def makers(shapes: Any) -> list[Callable[[], jax.Array]]:
-    """Compiles a program for each leaf that makes it on the device, as nothing else.
+@functools.cache
+def maker(kind: str, shape: tuple[int, ...], dtype: Any) -> Maker:
+    """Compiles the program that makes an array from a key, on the device and as nothing else.
 
-    Floating-point numbers are 0.01 and integers 1, so that every page of the array is written.
+    Args:
+      kind: "normal", of deviation 0.02, "integers" below 8, "zeros" or "ones".
     """
-    made: dict[Any, Callable[[], jax.Array]] = {}
+    if kind == "normal":
+        make = lambda key: 0.02 * jax.random.normal(key, shape, dtype)  # noqa: E731
+    elif kind == "integers":
+        make = lambda key: jax.random.randint(key, shape, 0, 8, dtype)  # noqa: E731
+    else:
+        make = lambda key: jnp.full(shape, int(kind == "ones"), dtype)  # noqa: E731
+    # The key is an argument: XLA would compute a constant's numbers while it compiles.
+    return jax.jit(make, keep_unused=True).lower(jax.random.key(0)).compile()
 
-    def maker(leaf: Any) -> Callable[[], jax.Array]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return lambda: jax.random.key(0)
-        value = 0.01 if jnp.issubdtype(leaf.dtype, jnp.floating) else 1
-        kind = tuple(leaf.shape), leaf.dtype
-        if kind not in made:
-            made[kind] = jax.jit(lambda: jnp.full(leaf.shape, value, leaf.dtype)).lower().compile()
-        return made[kind]
 
-    return [maker(leaf) for leaf in jax.tree.leaves(shapes)]
+def scalars(step: Step) -> list[Any]:
+    """Returns the scalars of a new state of the optimizer, as the loss scale, in their order; None
+    of every other leaf.
+    """
+    params, state = step.arguments[:2]
+    is_scalar = [leaf.size == 1 for leaf in jax.tree.leaves(state)]
+
+    @jax.jit
+    def made() -> list[Any]:  # XLA drops the other leaves, and what they are made of
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        leaves = jax.tree.leaves(step.init(zeros))
+        return [leaf if one else None for leaf, one in zip(leaves, is_scalar, strict=True)]
+
+    return jax.block_until_ready(made())
+
+
+def makers(step: Step) -> list[Any]:
+    """Returns the arguments' trees, with the program that makes it for each leaf.
+
+    The numbers are those that a training may start with, so that no step is skipped: normal
+    weights, a state of the optimizer without a past, and integers that are tokens and labels.
+    """
+
+    def of(path: Any, leaf: Any) -> Maker:
+        name = jax.tree_util.keystr(path)
+        if "'scale'" in name or "'var'" in name:
+            kind = "ones"
+        elif "'bias'" in name or "'mean'" in name:
+            kind = "zeros"
+        else:
+            kind = "normal" if jnp.issubdtype(leaf.dtype, jnp.floating) else "integers"
+        return maker(kind, leaf.shape, leaf.dtype)
+
+    def of_state(leaf: Any, scalar: Any) -> Maker:
+        return maker("zeros", leaf.shape, leaf.dtype) if scalar is None else lambda _: scalar
+
+    params, state, *others = step.arguments
+    leaves, structure = jax.tree.flatten(state)
+    states = [of_state(leaf, scalar) for leaf, scalar in zip(leaves, scalars(step), strict=True)]
+    params, others = jax.tree_util.tree_map_with_path(of, (params, others))
+    return [params, structure.unflatten(states), *others]
 
 
 def measured(step: Step, compiled: Any) -> int:
@@ -117,16 +160,16 @@ def measured(step: Step, compiled: Any) -> int:
     peak is read.
     """
     device = jax.devices()[0]
-    programs = makers(step.arguments)
-    structure = jax.tree.structure(step.arguments)
-    jax.block_until_ready(jax.random.key(0))  # its own program is compiled now
+    programs, key = makers(step), jax.random.key(0)
     if device.platform == "cpu":
         reset_peak()
         before, peak = resident(), peak_resident
     else:
         before, peak = device.memory_stats()["bytes_in_use"], lambda: _device_peak(device)
-    arguments = list(jax.tree.unflatten(structure, [make() for make in programs]))
+    arguments = jax.tree.map(lambda make: make(key), programs)
     jax.block_until_ready(arguments)
+    if device.platform == "cpu":
+        reset_peak()  # making the arguments takes memory of its own
     results = compiled(*arguments)
     jax.block_until_ready(results)
     return peak() - before

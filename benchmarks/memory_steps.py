@@ -35,11 +35,13 @@ class Step:
     Attributes:
       function: ``(params, opt_state, state, x, y) -> (params, opt_state, state, loss)``.
       arguments: trees of `jax.ShapeDtypeStruct`.
+      init: the optimizer's, from params to its state.
       donated: positions of the arguments whose memory the results take.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    init: Callable[[Any], Any]
     donated: tuple[int, ...] = (0, 1, 2)
 
 
@@ -124,7 +126,7 @@ def train_step(
         return params, opt_state, select_tree(finite, new, state), value
 
     arguments = model.params, jax.eval_shape(wrapped.init, model.params), model.state, x, y
-    return Step(step, arguments)
+    return Step(step, arguments, wrapped.init)
 
 
 # --------------------------------------------------------------------------------------------------
