@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from policy._hlo.allocations import (
     Allocation,
-    Place,
-    Value,
+    HeldValue,
+    ValuePlace,
     allocations_of,
     largest_moment,
     last_of,
@@ -18,7 +18,7 @@ from policy._hlo.dump import Dump
 from policy._hlo.makers import Makers
 from policy._hlo.op_names import path_and_operation
 from policy._hlo.source_frames import SourceFrames
-from policy._hlo.text import Array, parse
+from policy._hlo.text import HloArray, parse
 from policy._jaxpr.paths import Path
 
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
@@ -114,7 +114,7 @@ class _Reader:
         self.parameters = entry.parameters
         self.names = {parameter.name for parameter in self.parameters.values()}
         self.sources = SourceFrames(dump.program)
-        self.ranges: Mapping[Place, tuple[int, int]] = live_ranges_of(dump.live_ranges)
+        self.ranges: Mapping[ValuePlace, tuple[int, int]] = live_ranges_of(dump.live_ranges)
 
     def buffers(self, by_kind: Mapping[str, list[Allocation]]) -> Iterator[HeldBuffer]:
         for allocation in by_kind["argument"]:
@@ -129,10 +129,10 @@ class _Reader:
             if value.array is not None:
                 yield self._made(value, value.array, "temporary", value.bytes)
 
-    def _argument(self, allocation: Allocation, array: Array) -> HeldBuffer:
+    def _argument(self, allocation: Allocation, array: HloArray) -> HeldBuffer:
         return HeldBuffer(
             allocation.bytes,
-            dtype_name(array.dtype),
+            full_dtype(array.dtype),
             array.shape,
             "argument",
             parameter=allocation.parameter,
@@ -145,8 +145,8 @@ class _Reader:
             return ""
         return parameter.op_name.replace("\\'", "'")
 
-    def _made(self, value: Value, array: Array, kind: str, size: int) -> HeldBuffer:
-        held = HeldBuffer(size, dtype_name(array.dtype), array.shape, kind)
+    def _made(self, value: HeldValue, array: HloArray, kind: str, size: int) -> HeldBuffer:
+        held = HeldBuffer(size, full_dtype(array.dtype), array.shape, kind)
         maker = self.makers.maker_of(value.place)
         if maker is None:
             return held
@@ -166,7 +166,7 @@ class _Reader:
         )
 
 
-def dtype_name(dtype: str) -> str:
+def full_dtype(dtype: str) -> str:
     """Returns the name that JAX has for a dtype of XLA: "f8e4m3fn" is "float8_e4m3fn"."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from policy._hlo.text import Array, Computation, Instruction
+from policy._hlo.text import Computation, HloArray, Instruction
 
 Flops = dict[str, float]
 _Key = TypeVar("_Key")
@@ -70,20 +70,20 @@ def _of_fusion(computations: dict[str, Computation], name: str) -> Flops:
     return total
 
 
-def _library(target: str) -> Callable[[Instruction, Sequence[Array]], float] | None:
+def _library(target: str) -> Callable[[Instruction, Sequence[HloArray]], float] | None:
     if target.startswith(_GEMMS):
         return _dot
     return _convolution if target.startswith(_CONVOLUTIONS) else None
 
 
-def _dot(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _dot(instruction: Instruction, operands: Sequence[HloArray]) -> float:
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.rest)
     axes = re.findall(r"\d+", found[1]) if found else ()
     contracted = math.prod(operands[0].shape[int(axis)] for axis in axes)
     return 2.0 * math.prod(instruction.results[0].shape) * contracted
 
 
-def _convolution(instruction: Instruction, operands: Sequence[Array]) -> float:
+def _convolution(instruction: Instruction, operands: Sequence[HloArray]) -> float:
     """Returns the FLOPs of a convolution; products with padding and with the zeros of a dilation
     are none.
 
@@ -140,7 +140,7 @@ def _pairs(
     return total
 
 
-def _key(instruction: Instruction, operands: Sequence[Array]) -> str:
+def _key(instruction: Instruction, operands: Sequence[HloArray]) -> str:
     widest = max(operands, key=lambda array: array.bytes / max(math.prod(array.shape), 1))
     dtype = numpy_name(widest.dtype)
     if dtype != "float32":
@@ -158,7 +158,7 @@ def _key(instruction: Instruction, operands: Sequence[Array]) -> str:
     return dtype if (multiplied, passes) == ("tf32", 1) else f"{dtype}, {multiplied} x{passes}"
 
 
-_COUNTERS: dict[str, Callable[[Instruction, Sequence[Array]], float]] = {
+_COUNTERS: dict[str, Callable[[Instruction, Sequence[HloArray]], float]] = {
     "dot": _dot,
     "convolution": _convolution,
 }

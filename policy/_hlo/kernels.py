@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from policy._hlo.contractions import Flops, contraction_flops, numpy_name
-from policy._hlo.text import Array, Computation, Instruction
+from policy._hlo.text import Computation, HloArray, Instruction
 
 # Custom calls that multiply no matrices: sorts, random bits, TopK, and changes of shape or layout.
 _NO_MATMULS = (
@@ -36,7 +36,7 @@ def kernel_flops(
     flops = _opaque(kernel, operands)
     if flops is None:
         return {} if kernel.target.startswith(_NO_MATMULS) else None
-    arrays: list[Array] = [array for operand in operands for array in operand.results]
+    arrays: list[HloArray] = [array for operand in operands for array in operand.results]
     largest = max(arrays, key=lambda array: array.bytes, default=None)
     return {numpy_name(largest.dtype) if largest else "float32": flops} if flops else {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from policy._hlo.allocations import Place
+from policy._hlo.allocations import ValuePlace
 from policy._hlo.text import Computation, Instruction
 
 _COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
@@ -62,7 +62,7 @@ class Makers:
         }
         self.labels = {i.op_name for i in entry.parameters.values()}
 
-    def maker_of(self, place: Place) -> Maker | None:
+    def maker_of(self, place: ValuePlace) -> Maker | None:
         """Returns the maker of a value.
 
         A fusion without a name has that of its root, or of its costliest operation; a loop's state
@@ -76,7 +76,7 @@ class Makers:
             return None
         return self._made(place, set()) or Maker(holder.instructions[place[0]])
 
-    def _made(self, place: Place, seen: set[Place]) -> Maker | None:
+    def _made(self, place: ValuePlace, seen: set[ValuePlace]) -> Maker | None:
         name, index = place
         if place in seen or name not in self.holders:
             return None
@@ -97,7 +97,7 @@ class Makers:
             return False
         return not (name.endswith(_STACKING) and instruction.opcode in (*_MOVING, *_WITHOUT_EFFECT))
 
-    def _moved(self, instruction: Instruction, opcode: str, seen: set[Place]) -> Maker | None:
+    def _moved(self, instruction: Instruction, opcode: str, seen: set[ValuePlace]) -> Maker | None:
         """Returns the maker of the value that an instruction without a name moves or converts."""
         opcode = re.sub("-(start|done)$", "", opcode)
         if not instruction.operands or opcode not in (*_MOVING, *_WITHOUT_EFFECT):
@@ -112,7 +112,7 @@ class Makers:
         holder: Computation,
         instruction: Instruction,
         index: tuple[int, ...],
-        seen: set[Place],
+        seen: set[ValuePlace],
     ) -> Maker | None:
         """Returns the maker of a part of a tuple, or of a result of a computation."""
         opcode = instruction.opcode
@@ -131,7 +131,11 @@ class Makers:
         return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
 
     def _entering(
-        self, holder: Computation, parameter: Instruction, index: tuple[int, ...], seen: set[Place]
+        self,
+        holder: Computation,
+        parameter: Instruction,
+        index: tuple[int, ...],
+        seen: set[ValuePlace],
     ) -> Maker | None:
         """Returns the maker of a computation's argument: of a loop's, what its body returns."""
         if holder is self.entry:
@@ -144,7 +148,9 @@ class Makers:
         number = int(parameter.literal) + (caller.opcode == "conditional")
         return self._made(_operand(caller, number, *index), seen)
 
-    def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[Place]) -> Maker | None:
+    def _fused(
+        self, fusion: Instruction, index: tuple[int, ...], seen: set[ValuePlace]
+    ) -> Maker | None:
         fused = self.computations[fusion.called["calls"][0]]
         root = fused.root
         if index and root.opcode == "tuple":
@@ -170,7 +176,7 @@ class Makers:
         return found.instruction if found and self._is_named(found.instruction) else None
 
 
-def _operand(instruction: Instruction, number: int, *index: int) -> Place:
+def _operand(instruction: Instruction, number: int, *index: int) -> ValuePlace:
     """Returns the place of an operand, or of a part of it.
 
     An element of a tuple is the result of a get-tuple-element, or, since XLA of jaxlib 0.12,

@@ -7,7 +7,7 @@ from policy._hlo.module_paths import by_spelled_path
 from policy._jaxpr.graph import Graph
 from policy.audit.audit import operations_of
 from policy.audit.report import Audit
-from policy.estimate.candidates import Row
+from policy.estimate.candidates import Candidate
 from policy.estimate.compilation import CompiledStep
 from policy.estimate.lowering import host_callbacks
 from policy.estimate.placement import Placement
@@ -16,7 +16,7 @@ from policy.estimate.roofline import compute_seconds, kernel_time
 from policy.estimate.steps import Step
 
 
-def cost_of(row: Row, step: Step, program: CompiledStep, placement: Placement) -> PolicyCost:
+def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placement) -> PolicyCost:
     """Returns the costs of a step's compiled program."""
     chip = placement.target.chip
     written = Audit(operations_of(Graph(step.traced.jaxpr)), ())

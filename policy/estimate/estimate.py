@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from policy.estimate.candidates import Row, RowLike, rows_of
+from policy.estimate.candidates import Candidate, RowLike, rows_of
 from policy.estimate.compilation import compiled_step, compiler_of
 from policy.estimate.costing import cost_of
 from policy.estimate.lowering import lowered_step
@@ -25,6 +25,7 @@ from policy.estimate.report import Estimate, PolicyCost
 from policy.estimate.steps import made_call, name_of, traced_step
 from policy.estimate.targets import Target
 from policy.parameters import ParamsArgument
+from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike
 
@@ -114,13 +115,13 @@ def estimate(
     checked = (
         PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
     )
-    settings = Settings(target, mesh, shardings, donate, backward, params)
+    question = Question(target, mesh, shardings, donate, backward, params)
     found = []
     for done, row in enumerate(rows):
         if progress is not None:
             progress(row.name, done, len(rows))
-        found.append(_estimated(settings, fn, args, kwargs, row, checked))
-    placement = found[0][1]
+        found.append(_estimated(question, fn, args, kwargs, row, checked))
+    placement = found[0].placement
     return Estimate(
         name=name_of(fn),
         target=target.name,
@@ -131,13 +132,13 @@ def estimate(
         timing=_timing(target),
         source=target.chip.source,
         compiler=compiler_of(target),
-        rows=tuple(cost for cost, _, _ in found),
-        notes=tuple(dict.fromkeys(note for _, _, notes in found for note in notes)),
+        rows=tuple(one.cost for one in found),
+        notes=tuple(dict.fromkeys([*(note for one in found for note in one.notes), *_same(found)])),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Question:
     """What is the same for each row; see `estimate`."""
 
     target: Target
@@ -148,6 +149,29 @@ class Settings:
     params: ParamsArgument
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A row's costs, the devices of its step, its policy if its arguments don't depend on it, and
+    remarks.
+    """
+
+    cost: PolicyCost
+    placement: Placement
+    unheeded: Policy | None
+    notes: list[str]
+
+
+def _same(found: Sequence[Answer]) -> list[str]:
+    """Returns a remark where policies differ in param_dtype, but not the arguments."""
+    dtypes = {one.unheeded.param_dtype for one in found if one.unheeded is not None}
+    if len(dtypes) < 2:
+        return []
+    return [
+        "The arguments are the same under every policy, whatever its param_dtype. Give functions "
+        "that build them, or an example, for params in param_dtype."
+    ]
+
+
 def _timing(target: Target) -> str:
     if target.chip.clock:
         return "the compiler's cycles"
@@ -155,29 +179,34 @@ def _timing(target: Target) -> str:
 
 
 def _estimated(
-    settings: Settings,
+    question: Question,
     fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
-) -> tuple[PolicyCost, Placement, list[str]]:
-    mesh = mesh_of(settings.target, settings.mesh, (args, kwargs))
-    with jax.set_mesh(mesh) if settings.mesh is not None else contextlib.nullcontext():
+) -> Answer:
+    mesh = mesh_of(question.target, question.mesh, (args, kwargs))
+    with jax.set_mesh(mesh) if question.mesh is not None else contextlib.nullcontext():
         call = made_call(fn, args, kwargs, row, rules, mesh)
     placement = placement_of(
-        settings.target, settings.mesh, settings.shardings, (call.args, call.kwargs)
+        question.target, question.mesh, question.shardings, (call.args, call.kwargs)
     )
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
-        step = traced_step(call, row, rules, settings.donate, settings.backward, settings.params)
+        step = traced_step(call, row, rules, question.donate, question.backward, question.params)
         arrays = step.traced.arguments.arrays
-        specs = specs_of(settings.shardings, call.args, arrays, step.names, step.origins)
+        specs = specs_of(question.shardings, call.args, arrays, step.names, step.origins)
         placed = placed_arrays(placement, arrays, specs, step.names)
-        lowered, notes = lowered_step(step, placed, settings.target, name_of(call.fn))
-    program = compiled_step(lowered, settings.target, step.names)
+        lowered, notes = lowered_step(step, placed, question.target, name_of(call.fn))
+    program = compiled_step(lowered, question.target, step.names)
     shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
     program = dataclasses.replace(program, arguments=program.arguments - shared)
-    return cost_of(row, step, program, placement), placement, [*placement.notes, *notes]
+    return Answer(
+        cost_of(row, step, program, placement),
+        placement,
+        None if call.is_made else row.policy,
+        [*placement.notes, *notes],
+    )
 
 
 def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:

@@ -13,7 +13,7 @@ import jax
 from policy._jaxpr.donation import donated_inputs
 from policy._jaxpr.trace import Traced, is_array, lowered, origins_of
 from policy.callables import require_function
-from policy.estimate.candidates import Row
+from policy.estimate.candidates import Candidate
 from policy.parameters import ParamsArgument
 from policy.rules import PolicyRules
 from policy.scope import use_policy
@@ -67,7 +67,7 @@ def made_call(
     fn: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
     mesh: jax.sharding.Mesh,
 ) -> MadeCall:
@@ -94,7 +94,7 @@ def made_call(
 
 
 def _run_example(
-    fn: Callable[..., Any], row: Row, mesh: jax.sharding.Mesh
+    fn: Callable[..., Any], row: Candidate, mesh: jax.sharding.Mesh
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Returns the function and arguments that an example returns; None if `fn` is no example."""
     try:
@@ -156,7 +156,7 @@ def _is_builder(arg: Any) -> bool:
 
 def traced_step(
     call: MadeCall,
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
     donate: int | Sequence[int] | None,
     backward: bool,

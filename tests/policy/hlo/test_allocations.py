@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policy._hlo.allocations import allocations_of, largest_moment, last_of, live_ranges_of
-from policy._hlo.buffers import dtype_name, memory_of
+from policy._hlo.buffers import full_dtype, memory_of
 from policy._hlo.dump import Dump, read_dump
 from policy._jaxpr.paths import spelled
 
@@ -143,4 +143,4 @@ def test_a_folder_without_one_program_is_refused(tmp_path):
     ],
 )
 def test_dtypes_have_the_names_of_jax(xla, jax):
-    assert dtype_name(xla) == jax
+    assert full_dtype(xla) == jax
