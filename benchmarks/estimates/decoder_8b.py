@@ -18,9 +18,27 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmodules.linen
 from benchmarks.accel.scale_model import Size, cross_entropy, decoder_of, param_spec
-from benchmarks.estimates.training import adamw, devices_of, int32, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
 
 LLAMA = Size()
+
+QUICK = {
+    "size": Size(
+        layers=2,
+        width=256,
+        heads=4,
+        key_heads=2,
+        head_width=128,
+        mlp_width=1024,
+        vocabulary=2048,
+        length=256,
+    )
+}
+
+
+def counts() -> dict[str, int]:
+    """Returns the number of params, and of a device's tokens."""
+    return {"params": param_count(example()[1][0]), "tokens": LLAMA.length}
 
 
 def example(

@@ -2,7 +2,7 @@
 
     python -m policy estimate benchmarks/estimates/language_model.py:example --on v5e
 
-Six layers of width 512, a vocabulary of 30000, 45.9 million params in linen; 32 texts of 128 tokens
+Six layers of width 512, a vocabulary of 30000, 49.7 million params in linen; 32 texts of 128 tokens
 a device. Each device holds all params and moments; the batch is split over all devices.
 """
 
@@ -13,12 +13,22 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.estimates.training import adamw, devices_of, int32, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
 from examples.language_model import Config, Decoder, cross_entropy
 
 LM1B = Config(
     vocab_size=30000, width=512, layers=6, heads=8, mlp_width=2048, length=128, batch_size=32
 )
+
+QUICK = {"config": Config(length=32, batch_size=4, layers=1)}
+
+
+def counts() -> dict[str, int]:
+    """Returns the number of params, and of a device's tokens."""
+    return {
+        "params": param_count(example()[1][0]),
+        "tokens": LM1B.batch_size * LM1B.length,
+    }
 
 
 def example(

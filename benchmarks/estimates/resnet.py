@@ -21,6 +21,7 @@ from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.resnet_fashion_mnist import MODELS
 
 CLASSES = 1000
+QUICK = {"model": "ResNet18", "images": 2, "side": 32}
 
 
 def example(

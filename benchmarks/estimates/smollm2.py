@@ -9,6 +9,7 @@ params and moments; the batch is split over all devices.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.accel.scale_model import cross_entropy
-from benchmarks.estimates.training import adamw, devices_of, int32, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
 from examples.smollm2_generate import Block, Config, rotation_of
 from mpmodules import nnx
 
@@ -33,6 +34,14 @@ SMOLLM2 = Config(
     epsilon=1e-5,
     context=2048,
 )
+
+TEXTS = 8
+QUICK = {
+    "texts": 2,
+    "config": dataclasses.replace(
+        SMOLLM2, layers=2, width=128, heads=2, key_heads=1, hidden=256, vocabulary=512, context=128
+    ),
+}
 
 
 class Decoder(nnx.Module):
@@ -62,11 +71,16 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(run(self.layers, self.embed(tokens))))
 
 
+def counts() -> dict[str, int]:
+    """Returns the number of params, and of a device's tokens."""
+    return {"params": param_count(example()[1][0]), "tokens": TEXTS * SMOLLM2.context}
+
+
 def example(
     mesh: Mesh | None = None,
     master_weights: str = "auto",
     moment_dtype: str | None = None,
-    texts: int = 8,
+    texts: int = TEXTS,
     config: Config = SMOLLM2,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns the step under the policy in force, and the shapes that it is called with.
