@@ -16,8 +16,8 @@ from policy.traced.gradients import NO_PARAMETERS
 
 
 def register() -> None:
-    """Registers the names, references, calls, shapes and variables of Flax's modules, and how states
-    are saved.
+    """Registers the names, references, calls and variables of Flax's modules, their shapes, and how
+    states are saved.
     """
     NOTING.append(noting_modules)
     REFERENCES.append(is_reference)

@@ -11,8 +11,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from policy._hlo.text import Computation, Instruction, parse
 from policy._hlo.kernels import flops_of
+from policy._hlo.text import Computation, Instruction, parse
 from policy._hlo.traffic import moved, produced
 from policy._hlo.trip_counts import turns
 

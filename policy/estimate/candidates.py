@@ -77,7 +77,7 @@ def _divided(item: Any) -> tuple[Policy | None, dict[str, Any]]:
         return checked_policy(item), {}
     if len(item) != 2 or not isinstance(item[1], Mapping):
         raise TypeError(
-            "An item of policies should be a policy, or a pair of a policy and a dict of options, as "
-            f"in ('bfloat16', {{'master_weights': 'remainder'}}), but got {item!r}."
+            "An item of policies should be a policy, or a pair of a policy and a dict of options, "
+            f"as in ('bfloat16', {{'master_weights': 'remainder'}}), but got {item!r}."
         )
     return checked_policy(item[0]), dict(item[1])

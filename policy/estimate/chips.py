@@ -75,7 +75,9 @@ def _eight(flops: float) -> dict[str, float]:
 # for a core of v2, 2 of v3, 4 of v4, 4 for v5e, 8 for v5p; of 256 x 256, 4 for v6e and 4 for each
 # half of tpu7x. Peaks of a GPU are dense ones; its memory is what the device reports.
 CHIPS: dict[str, Chip] = {
-    "v2": _tpu(7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"),
+    "v2": _tpu(
+        7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"
+    ),
     "v3": _tpu(
         15.48, 450e9, 61.5e12, 164e9, 0.94e9, "TPU v3, a core; Jouppi et al., 2020, for its links"
     ),

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from policy._hlo.text import parse
 from policy.estimate.report import Buffer
 from policy.estimate.targets import Target
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from policy._hlo.costs import costs_of
+from policy._hlo.costs import Costs, costs_of
 from policy._jaxpr.graph import Graph
 from policy.audit.audit import operations_of
 from policy.audit.report import Audit
 from policy.estimate.candidates import Row
 from policy.estimate.compilation import Program
+from policy.estimate.lowering import host_callbacks
 from policy.estimate.placement import Placement
 from policy.estimate.report import Exchange, PolicyCost
 from policy.estimate.steps import Step
@@ -34,16 +35,23 @@ def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> Pol
         bytes=None if costs is None else costs.bytes,
         cycles=cycles,
         compute_seconds=None if cycles is None else cycles / chip.clock,
-        collectives=() if costs is None else tuple(
+        collectives=()
+        if costs is None
+        else tuple(
             Exchange(operation, dtype, size, _seconds(chip.link_bandwidth, operation, size))
             for (operation, dtype), size in costs.collectives.items()
         ),
         kernels=None if costs is None else costs.kernels,
-        uncounted=() if costs is None else tuple(costs.uncounted),
+        uncounted=_uncounted(step, costs),
         buffers=program.buffers,
         compile_seconds=program.seconds,
         is_exhausted=program.is_exhausted,
     )
+
+
+def _uncounted(step: Step, costs: Costs | None) -> tuple[str, ...]:
+    callbacks = [f"time on the host of {name}" for name in host_callbacks(step.traced.jaxpr)]
+    return tuple(dict.fromkeys([*(costs.uncounted if costs is not None else ()), *callbacks]))
 
 
 def _seconds(bandwidth: float, operation: str, size: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -110,7 +111,9 @@ def estimate(
     """
     rows = rows_of(policies)
     target = on if isinstance(on, Target) else Target(on)
-    checked = None if rules is None else rules_of(rules)
+    checked = (
+        PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
+    )
     asked = Asked(target, mesh, shardings, donate, backward, params)
     found = []
     for done, row in enumerate(rows):
@@ -151,10 +154,6 @@ def _timing(target: Target) -> str:
     return "a roofline of published peaks" if target.chip.peaks else ""
 
 
-def rules_of(rules: RulesLike) -> PolicyRules:
-    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
-
-
 def _estimated(
     asked: Asked,
     fn: Any,
@@ -174,4 +173,12 @@ def _estimated(
         placed = placed_arrays(placement, arrays, specs, step.names)
         lowered, notes = lowered_step(step, placed, asked.target, name_of(call.fn))
     program = compiled_program(lowered, asked.target, step.names)
+    shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
+    program = dataclasses.replace(program, arguments=program.arguments - shared)
     return cost_of(row, step, program, placement), placement, [*placement.notes, *notes]
+
+
+def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:
+    sharding = array.sharding
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize

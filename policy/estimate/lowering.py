@@ -10,6 +10,8 @@ import jax
 import jax.extend.core as jex_core
 
 from policy._jaxpr.equations import maker_of
+from policy._jaxpr.primitives import HOST, KERNELS
+from policy._jaxpr.walk import walk
 from policy.audit.states import states_of
 from policy.estimate.steps import Step
 from policy.estimate.targets import Target
@@ -55,9 +57,28 @@ def lowered_step(
             lowered = jitted.trace(*placed).lower(lowering_platforms=(target.platform,))
         except Exception as error:  # of any kernel's or callback's lowering
             raise ValueError(
-                f"{name} can't be lowered for {target.name}: {_first_line(error)}"
+                f"{name} can't be lowered for {target.name}: {_reason(error, jaxpr)}"
             ) from error
     return lowered, [_first_line(one.message) for one in caught if _is_of_donation(one.message)]
+
+
+def host_callbacks(jaxpr: Any) -> list[str]:
+    """Returns the names of a program's callbacks to the host."""
+    return sorted({site.name for site in walk(jaxpr) if site.name in HOST})
+
+
+def _reason(error: Exception, jaxpr: Any) -> str:
+    said = f"{_first_line(error).rstrip('.')}."
+    callbacks = host_callbacks(jaxpr)
+    if callbacks:
+        said += (
+            f" It calls back to the host ({', '.join(callbacks)}), which JAX lowers for a GPU only "
+            "where there is one: leave that out of the step."
+        )
+    kernels = sorted({site.name for site in walk(jaxpr) if site.name in KERNELS})
+    if kernels:
+        said += f" It runs kernels ({', '.join(kernels)}), which are written for one platform."
+    return said
 
 
 def _first_line(error: object) -> str:

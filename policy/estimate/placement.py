@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from policy._jaxpr.trace import is_array
 from policy.estimate.targets import Target
 
 SpecOf = Callable[[str, Any], PartitionSpec | None]
@@ -71,8 +72,8 @@ class Placement:
             for one in used:
                 if one not in sizes:
                     raise ValueError(
-                        f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has the "
-                        f"axes {_axes(sizes)}. Give mesh= with it, as in mesh={{{one!r}: "
+                        f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has "
+                        f"the axes {_axes(sizes)}. Give mesh= with it, as in mesh={{{one!r}: "
                         f"{self.mesh.size}}}."
                     )
             parts = math.prod(sizes[one] for one in used)
@@ -104,9 +105,7 @@ def placement_of(
     return Placement(target, found, is_spread and target.devices.size > 1)
 
 
-def mesh_of(
-    target: Target, given: Mapping[str, int] | None, arguments: Any
-) -> jax.sharding.Mesh:
+def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> jax.sharding.Mesh:
     """Returns a mesh of a target's devices.
 
     Args:
@@ -142,7 +141,8 @@ def _require_sizes(given: Any) -> None:
     )
     if not is_one or not given:
         raise TypeError(
-            f"mesh should be a dict of axes and their sizes, such as {{'data': 16}}, but got {given!r}."
+            "mesh should be a dict of axes and their sizes, such as {'data': 16}, but got "
+            f"{given!r}."
         )
 
 
@@ -186,7 +186,7 @@ def specs_of(
 def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if shardings is None:
         return (None,) * len(args)
-    if not isinstance(shardings, (tuple, list)) or isinstance(shardings, PartitionSpec):
+    if isinstance(shardings, PartitionSpec) or not isinstance(shardings, (tuple, list)):
         raise TypeError(
             "shardings should be a tuple with an entry for each positional argument, such as "
             f"(None, PartitionSpec('data')), but got {shardings!r}."
@@ -207,16 +207,26 @@ def _broadcast(entry: Any, arg: Any, position: int) -> Any:
     """Returns an entry as it is, or a tree of entries as a list with one for each array."""
     if _is_entry(entry):
         return entry
-    try:
-        spread = jax.tree.map(
-            lambda one, part: jax.tree.map(lambda _: [one], part), entry, arg, is_leaf=_is_entry
+    entries = jax.tree.leaves(entry, is_leaf=_is_entry)
+    wrong = next((one for one in entries if not _is_entry(one)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"shardings[{position}] should be a PartitionSpec, a function, None, or a tree of "
+            f"these, but has {wrong!r}."
         )
+    spread: list[Any] = []
+
+    def take(one: Any, part: Any) -> None:
+        spread.extend([one] * sum(map(is_array, jax.tree.leaves(part))))
+
+    try:
+        jax.tree.map(take, entry, arg, is_leaf=_is_entry)
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"shardings[{position}] is no prefix of the argument's tree: {reason}"
         ) from None
-    return [one for (one,) in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list) and len(x) == 1 and _is_entry(x[0]))]
+    return spread
 
 
 def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
-
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +118,11 @@ class PolicyCost:
     def exchange_seconds(self) -> float | None:
         """Seconds of the exchanges; None if any of them is unknown."""
         seconds = [one.seconds for one in self.collectives]
-        return None if any(one is None for one in seconds) else float(sum(one or 0.0 for one in seconds))
+        return (
+            None
+            if any(one is None for one in seconds)
+            else float(sum(one or 0.0 for one in seconds))
+        )
 
     @property
     def seconds(self) -> float | None:
@@ -177,7 +177,9 @@ class Estimate:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(f"There is no row {name!r}. Rows: {', '.join(row.name for row in self.rows)}.")
+        raise KeyError(
+            f"There is no row {name!r}. Rows: {', '.join(row.name for row in self.rows)}."
+        )
 
     def to_json(self, *, indent: int | None = 1) -> str:
         raise NotImplementedError

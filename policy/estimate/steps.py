@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class Step:
       origins: the positional argument that each array is of; None for arrays of keyword arguments
         and of a module that is called.
       donated: the arrays that may be overwritten.
+      repeated: the arrays that are the same as an earlier one, with the earlier one's position.
       route: how the policy is applied: "scope", "autocast" or "as written".
     """
 
@@ -58,6 +59,7 @@ class Step:
     names: tuple[str, ...]
     origins: tuple[int | None, ...]
     donated: tuple[int, ...]
+    repeated: tuple[tuple[int, int], ...]
     route: str
 
 
@@ -101,7 +103,9 @@ def _run_example(
         return None
     if any(p.default is p.empty and p.kind not in _OPTIONAL for p in parameters.values()):
         missing = ", ".join(n for n, p in parameters.items() if p.default is p.empty)
-        raise TypeError(f"estimate was given no arguments for {name_of(fn)}, which takes {missing}.")
+        raise TypeError(
+            f"estimate was given no arguments for {name_of(fn)}, which takes {missing}."
+        )
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for option in row.options:
         if option not in parameters and not takes_any:
@@ -118,8 +122,8 @@ def _run_example(
     if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves) and not row.options:
         return None
     raise TypeError(
-        f"{name_of(fn)}, called without arguments, should return (function, args) or (function, args, "
-        f"kwargs), args a tuple and kwargs a dict, but returned {_told(made)}."
+        f"{name_of(fn)}, called without arguments, should return (function, args) or (function, "
+        f"args, kwargs), args a tuple and kwargs a dict, but returned {_told(made)}."
     )
 
 
@@ -180,9 +184,7 @@ def traced_step(
     pure = lowered(call.fn, call.args, call.kwargs)
     every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()
     origins = tuple(
-        origin
-        for origin, is_one in zip(every, traced.arguments.is_array, strict=True)
-        if is_one
+        origin for origin, is_one in zip(every, traced.arguments.is_array, strict=True) if is_one
     )
     donated = (
         donated_inputs(traced.jaxpr)
@@ -190,11 +192,32 @@ def traced_step(
         else tuple(i for i, origin in enumerate(origins) if origin in positions)
     )
     names = tuple(
-        traced.arguments.names()
-        if pure is None
-        else input_paths(traced.arguments, is_lowered=True)
+        traced.arguments.names() if pure is None else input_paths(traced.arguments, is_lowered=True)
     )
-    return Step(traced, names, origins, donated, route)
+    return Step(traced, names, origins, donated, _repeated(traced, names, donated), route)
+
+
+def _repeated(
+    traced: Traced, names: Sequence[str], donated: Collection[int]
+) -> tuple[tuple[int, int], ...]:
+    """Returns the arrays that were given before, each with the position of the first time.
+
+    Raises:
+      ValueError: one of them is donated, which leaves the other without a buffer.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for i, array in enumerate(traced.arguments.arrays):
+        before = first.setdefault(id(array), i)
+        if before == i or not isinstance(array, jax.Array):
+            continue
+        if i in donated or before in donated:
+            raise ValueError(
+                f"{names[before]} and {names[i]} are one array, and donated: JAX can't overwrite "
+                "an array that is still an argument. Give a copy, or leave it out of donate."
+            )
+        found.append((i, before))
+    return tuple(found)
 
 
 def _positions(donate: int | Sequence[int] | None, count: int) -> tuple[int, ...] | None:
@@ -202,8 +225,10 @@ def _positions(donate: int | Sequence[int] | None, count: int) -> tuple[int, ...
         return None
     given = (donate,) if isinstance(donate, int) else tuple(donate)
     for position in given:
-        if not isinstance(position, int) or isinstance(position, bool) or not (
-            -count <= position < count
+        if (
+            not isinstance(position, int)
+            or isinstance(position, bool)
+            or not (-count <= position < count)
         ):
             raise ValueError(
                 f"donate should be positions of the {count} arguments, such as (0, 1), but got "

@@ -69,8 +69,8 @@ class Target:
         elif kind in ("cpu", "here"):
             if shape:
                 raise ValueError(
-                    f"The target {self.name!r} should be {kind!r} alone: its devices are those that "
-                    "JAX has, which XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a "
+                    f"The target {self.name!r} should be {kind!r} alone: its devices are those "
+                    "that JAX has. XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a "
                     "processor."
                 )
         elif kind in GPUS or kind.endswith(".json"):

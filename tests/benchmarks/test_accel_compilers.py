@@ -7,15 +7,15 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from benchmarks.accel.program import measure, of_lowered, placed
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.accel import hlo, layers, program
-from policy._hlo.text import parse
-from benchmarks.accel.program import measure, of_lowered, placed
 from benchmarks.accel.targets import Target
-from policy._hlo.trip_counts import turns
 from benchmarks.layers import layer
+from policy._hlo.text import parse
+from policy._hlo.trip_counts import turns
 from tests.benchmarks.accelerators import target
 
 W, X = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from benchmarks.accel.program import placed
 
 from benchmarks.accel import eight_bits
-from benchmarks.accel.program import placed
 from benchmarks.accel.targets import Target
 from mpmodules import linen
 from tests.benchmarks import accelerators

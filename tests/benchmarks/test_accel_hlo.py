@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accel import hlo, program, traffic
-from policy._hlo.text import parse
 from benchmarks.accel.targets import CHIPS
+from policy._hlo.text import parse
 from policy._hlo.trip_counts import turns
 
 FOLDER = Path(__file__).with_name("hlo")

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import benchmarks.accel.scale as scale
-from policy._hlo.costs import costs_of
 from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
+from policy._hlo.costs import costs_of
 from tests.benchmarks.accelerators import target
 
 TINY = Size(
