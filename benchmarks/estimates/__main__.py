@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.estimates import page
 from benchmarks.estimates.tables import Choice, Table, measured, record, store, stored, tables
+from benchmarks.estimates.training import counts_of
 
 QUICK_TARGETS = ("v5e:1x1", "h100:8")
 
@@ -42,9 +43,12 @@ def chosen_rows(table: Table, policies: Sequence[str], missing: bool) -> list[Ch
 def run(table: Table, choices: Sequence[Choice], quick: bool, write: bool) -> dict[str, Any] | None:
     """Compiles rows of a table, stores each where `write` is set, and returns the record."""
     found = stored(table) if write else None
+    module = table.model.loaded()
+    _, args = module.example(**(module.QUICK if quick else {}))
+    counts = counts_of(args)
     for estimate in measured(table, choices, quick):
         print(f"{table.model.module}, {table.target}: {estimate.rows[0].name}", flush=True)
-        found = record(estimate, found)
+        found = record(estimate, counts, found)
         if write:
             store(table, found)
     return found

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmodules.linen
 from benchmarks.accel.scale_model import Size, cross_entropy, decoder_of, param_spec
-from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 
 LLAMA = Size()
 
@@ -34,11 +34,6 @@ QUICK = {
         length=256,
     )
 }
-
-
-def counts() -> dict[str, int]:
-    """Returns the number of params, and of a device's tokens."""
-    return {"params": param_count(example()[1][0]), "tokens": LLAMA.length}
 
 
 def example(

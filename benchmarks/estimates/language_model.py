@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.language_model import Config, Decoder, cross_entropy
 
 LM1B = Config(
@@ -21,14 +21,6 @@ LM1B = Config(
 )
 
 QUICK = {"config": Config(length=32, batch_size=4, layers=1)}
-
-
-def counts() -> dict[str, int]:
-    """Returns the number of params, and of a device's tokens."""
-    return {
-        "params": param_count(example()[1][0]),
-        "tokens": LM1B.batch_size * LM1B.length,
-    }
 
 
 def example(

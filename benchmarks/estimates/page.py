@@ -219,11 +219,11 @@ def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
 
 
 def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
-    sizes = model.loaded().counts()
+    sizes = found["counts"]
     split = found["mesh"].get("fsdp", 1)
     by_hand = sizes["params"] * BYTES[row["policy"]] / split
     whole = sum(row["matmul_flops"].values())
-    plain = 6.0 * sizes["params"] * sizes["tokens"] * found["devices"]
+    plain = 6.0 * sizes["params"] * sizes["examples"] * found["devices"]
     return [
         f"{model.title}, {target}, {row['name']}",
         "" if row["is_exhausted"] else gib(row["arguments"]),

@@ -2,9 +2,9 @@
 
     python -m policy estimate benchmarks/estimates/smollm2.py:example --on v5e
 
-134.5 million params; 8 texts of 2048 tokens a device. The example's blocks, but scanned and
-rematerialised: thirty of them in a row take ten times as long to compile. Each device holds all
-params and moments; the batch is split over all devices.
+134.5 million params; 8 texts of 2048 tokens a device. The example's blocks, but scanned, so that
+one is compiled instead of thirty, and rematerialised. Each device holds all params and moments; the
+batch is split over all devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.accel.scale_model import cross_entropy
-from benchmarks.estimates.training import adamw, devices_of, int32, param_count, train_step
+from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.smollm2_generate import Block, Config, rotation_of
 from mpmodules import nnx
 
@@ -69,11 +69,6 @@ class Decoder(nnx.Module):
             return block(x, positions, rotation, None)
 
         return self.embed.attend(self.norm(run(self.layers, self.embed(tokens))))
-
-
-def counts() -> dict[str, int]:
-    """Returns the number of params, and of a device's tokens."""
-    return {"params": param_count(example()[1][0]), "tokens": TEXTS * SMOLLM2.context}
 
 
 def example(

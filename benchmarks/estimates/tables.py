@@ -155,12 +155,21 @@ def measured(table: Table, choices: Sequence[Choice], quick: bool = False) -> It
         )
 
 
-def record(found: Estimate, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def record(
+    found: Estimate, counts: Mapping[str, int], before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Returns an estimate as JSON, after the rows of a record of the same target.
 
     A row of the same name is replaced.
+
+    Args:
+      found: the estimate.
+      counts: of the model's params, and of the tokens or images of a device.
+      before: the record.
     """
-    whole = json.loads(json.dumps(dataclasses.asdict(found)))
+    whole = json.loads(json.dumps(dataclasses.asdict(found))) | {"counts": dict(counts)}
+    for row in whole["rows"]:
+        del row["cost_by_path"]
     rows = {} if before is None else {row["name"]: row for row in before["rows"]}
     return {**whole, "rows": list((rows | {row["name"]: row for row in whole["rows"]}).values())}
 

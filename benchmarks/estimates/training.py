@@ -36,7 +36,7 @@ def adamw(master_weights: str = "auto", moment_dtype: str | None = None) -> Mixe
     is_random = moment_dtype is not None or master_weights == "stochastic"
     return mixed_precision(
         optax.adamw(3e-4),
-        current_policy(),
+        current_policy() or "float32",
         master_weights=master_weights,
         moment_dtype=None if moment_dtype is None else {"mu": moment_dtype, "nu": moment_dtype},
         key=jax.random.key(0) if is_random else None,
@@ -93,5 +93,7 @@ def int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def param_count(params: Any) -> int:
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+def counts_of(args: tuple[Any, ...]) -> dict[str, int]:
+    """Returns the number of params of a step's arguments, and of the tokens or labels."""
+    params = sum(math.prod(x.shape) for x in jax.tree.leaves(args[0]))
+    return {"params": params, "examples": math.prod(jax.tree.leaves(args[3])[-1].shape)}
