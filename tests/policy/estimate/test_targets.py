@@ -81,7 +81,7 @@ def test_a_mesh_has_all_devices_of_a_target():
     count = target.devices.size
     assert dict(target.mesh().shape) == {"data": count}
     assert dict(target.mesh({"a": count, "b": 1}).shape) == {"a": count, "b": 1}
-    with pytest.raises(ValueError, match=f"A mesh of data=3, fsdp=5 has 15 devices, but cpu has"):
+    with pytest.raises(ValueError, match="A mesh of data=3, fsdp=5 has 15 devices, but cpu has"):
         target.mesh({"data": 3, "fsdp": 5})
 
 

@@ -1,0 +1,159 @@
+"""Shardings of a call's arrays over a target's mesh, without devices."""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from policy.estimate.placement import Placement, mesh_of, placed_arrays, placement_of, specs_of
+from policy.estimate.targets import Target
+
+P = PartitionSpec
+MESH: Any = AbstractMesh((4, 2), ("data", "fsdp"))
+X = ShapeDtypeStruct((8, 6), jnp.float32)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def target_of(count: int) -> Any:
+    """A target of so many devices, which are this one."""
+    device = jax.devices()[0]
+    target = types.SimpleNamespace(
+        name=f"v5e:{count}x1",
+        platform="tpu",
+        chip=types.SimpleNamespace(memory=100.0),
+        devices=np.array([device] * count),
+    )
+    target.mesh = lambda sizes=None: Target.mesh(target, sizes)
+    return target
+
+
+PLACEMENT = Placement(target_of(8), MESH, True)
+
+
+def specs(shardings, *args, origins=None):
+    leaves = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "shape")]
+    every = [
+        i for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg) if hasattr(leaf, "shape")
+    ]
+    names = [f"leaf{i}" for i in range(len(leaves))]
+    return specs_of(shardings, args, leaves, names, origins or every)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("dta"), r"w is sharded over 'dta', but the mesh of v5e:8x1 has the axes data=4, fsdp=2"),
+        (
+            P(None, "data"),
+            r"w of the shape 8x6 can't be sharded by .* over data=4, fsdp=2: 6 is no ",
+        ),
+        (P(None, None, "data"), "w has the shape 8x6, but its .* is about 3 axes"),
+        (P(None, ("data", "fsdp")), "6 is no multiple of 8"),
+    ],
+)
+def test_a_sharding_that_does_not_fit_is_refused_with_the_arrays_name(spec, message):
+    with pytest.raises(ValueError, match=message):
+        PLACEMENT.sharding(spec, X, "w")
+
+
+def test_a_scalars_shape_is_named():
+    with pytest.raises(ValueError, match=r"step has the shape \(\), but its"):
+        PLACEMENT.sharding(P("data"), ShapeDtypeStruct((), jnp.int32), "step")
+
+
+def test_arrays_are_placed_by_their_specs_and_keys_stay_keys():
+    placed = placed_arrays(
+        PLACEMENT, [X, X, KEY], [P(("data", "fsdp")), None, None], ["a", "b", "c"]
+    )
+    assert placed[0].sharding.shard_shape((8, 6)) == (1, 6)
+    assert placed[1].sharding.is_fully_replicated and placed[2].dtype == KEY.dtype
+
+
+def test_a_step_without_shardings_runs_on_the_first_device():
+    target = target_of(4)
+    alone = placement_of(target, None, None, [X])
+    assert alone.devices == 1 and "Nothing is sharded: one of the 4 devices" in alone.notes[0]
+    assert alone.sharding(P("data"), X, "w").device_set == {target.devices[0]}
+    for spread in (
+        placement_of(target_of(1), {"data": 1}, None, [X]),
+        placement_of(target_of(1), None, (P("data"),), [X]),
+    ):
+        assert spread.devices == 1 and not spread.notes
+
+
+def test_processors_share_their_memory_and_accelerators_do_not():
+    assert PLACEMENT.capacity == 100
+    target = target_of(8)
+    target.platform = "cpu"
+    assert Placement(target, MESH, True).capacity == 12
+    assert Placement(target, MESH, False).capacity == 100
+
+
+def test_a_prefix_spreads_over_the_arrays_of_an_argument():
+    tree = {"a": X, "b": {"c": X, "n": 3, "d": None}, "e": KEY}
+    assert specs((P("data"), None), tree, X) == [P("data"), P("data"), P("data"), None]
+    given = {"a": P("fsdp"), "b": P("data"), "e": None}
+    assert specs((given, P("data")), tree, X) == [P("fsdp"), P("data"), None, P("data")]
+    assert specs(None, tree, X) == [None] * 4
+    # Arrays of keyword arguments, and of a module that is called, have no entry.
+    assert specs((P("data"),), X, origins=[None]) == [None]
+
+
+def test_a_function_gives_specs_by_path_and_shape():
+    seen = []
+
+    def spec_of(path, array):
+        seen.append((path, array.shape))
+        return P("data") if array.ndim else None
+
+    assert specs((spec_of,), [X, KEY]) == [P("data"), None]
+    assert seen == [("leaf0", (8, 6)), ("leaf1", ())]
+    with pytest.raises(TypeError, match="should return a PartitionSpec or None, but returned 3"):
+        specs((lambda *_: 3,), X)
+
+
+def test_an_arrays_own_sharding_holds_unless_another_is_given():
+    own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
+    assert specs(None, own, X) == [P("fsdp"), None]
+    assert specs((P("data"), None), own, X) == [P("data"), None]
+    assert specs((NamedSharding(MESH, P("data")),), own) == [P("data")]
+    assert specs((P(),), own) == [None]  # on each device
+
+
+@pytest.mark.parametrize(
+    ("shardings", "error", "message"),
+    [
+        (P("data"), TypeError, "shardings should be a tuple with an entry for each positional"),
+        ("data", TypeError, "shardings should be a tuple"),
+        ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
+        (("data", None), TypeError, r"shardings\[0\] should be a PartitionSpec, .* has 'data'"),
+        (({"b": P()}, None), ValueError, r"shardings\[0\] is no prefix of the argument's tree: "),
+    ],
+)
+def test_shardings_of_another_form_are_refused(shardings, error, message):
+    with pytest.raises(error, match=message):
+        specs(shardings, {"a": X}, X)
+
+
+def test_the_mesh_is_the_given_one_or_that_of_the_arguments():
+    target = target_of(8)
+    assert dict(mesh_of(target, None, [X]).shape) == {"data": 8}
+    assert dict(mesh_of(target, {"a": 2, "b": 4}, [X]).shape) == {"a": 2, "b": 4}
+    explicit: Any = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(explicit, P("x")))
+    found = mesh_of(target, None, [X, own])
+    assert dict(found.shape) == {"x": 4, "y": 2} and found.axis_types == explicit.axis_types
+    assert dict(mesh_of(target, {"data": 8}, [own]).shape) == {"data": 8}
+    with pytest.raises(ValueError, match="are sharded over x=4, y=2, 8 devices, but v5e:4x1 has 4"):
+        mesh_of(target_of(4), None, [own])
+
+
+@pytest.mark.parametrize("mesh", [4, {"data": 0}, {"data": 2.0}, {3: 4}, {}, ("data", 4)])
+def test_a_mesh_is_a_mapping_of_sizes(mesh):
+    with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):
+        mesh_of(target_of(8), mesh, [X])
