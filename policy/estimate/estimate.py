@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import use_abstract_mesh
 
 from policy.estimate.candidates import Row, RowLike, rows_of
 from policy.estimate.compilation import compiled_program, compiler_of
@@ -163,7 +164,9 @@ def _estimated(
     rules: PolicyRules | None,
 ) -> tuple[PolicyCost, Placement, list[str]]:
     mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
-    with jax.set_mesh(mesh) if asked.mesh is not None else contextlib.nullcontext():
+    # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
+    axes = contextlib.nullcontext() if asked.mesh is None else use_abstract_mesh(mesh.abstract_mesh)
+    with axes:
         call = made_call(fn, args, kwargs, row, rules, mesh)
     placement = placement_of(asked.target, asked.mesh, asked.shardings, (call.args, call.kwargs))
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
