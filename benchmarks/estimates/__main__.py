@@ -45,7 +45,7 @@ def run(table: Table, choices: Sequence[Choice], quick: bool, write: bool) -> di
     found = stored(table) if write else None
     module = table.model.loaded()
     _, args = module.example(**(module.QUICK if quick else {}))
-    counts = counts_of(args)
+    counts = counts_of(args) | {"flops": module.flops_by_hand()}
     for estimate in measured(table, choices, quick):
         print(f"{table.model.module}, {table.target}: {estimate.rows[0].name}", flush=True)
         found = record(estimate, counts, found)

@@ -36,6 +36,19 @@ QUICK = {
 }
 
 
+def flops_by_hand(size: Size = LLAMA) -> float:
+    """Returns the FLOPs of a device's matmuls: 6 for each token and weight of the blocks and the
+    head, 12 for each pair of positions and each of the width, and a third more of both in the
+    blocks, which run forward twice, but for their last matmul.
+    """
+    heads = size.head_width * (size.heads + size.key_heads)
+    last = size.mlp_width * size.width
+    block = 2 * size.width * heads + 3 * last
+    pairs = size.heads * size.head_width * size.length
+    layers = size.layers * (8.0 * block - 2.0 * last + 16.0 * pairs)
+    return size.length * (layers + 6.0 * size.width * size.vocabulary)
+
+
 def example(
     mesh: Mesh | None = None,
     master_weights: str = "auto",

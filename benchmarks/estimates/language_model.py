@@ -23,6 +23,16 @@ LM1B = Config(
 QUICK = {"config": Config(length=32, batch_size=4, layers=1)}
 
 
+def flops_by_hand(config: Config = LM1B) -> float:
+    """Returns the FLOPs of a device's matmuls: 6 for each token and weight of the blocks and the
+    head, 12 for each pair of positions and each of the width.
+    """
+    block = 4 * config.width**2 + 2 * config.width * config.mlp_width
+    weights = config.layers * block + config.width * config.vocab_size
+    pairs = config.layers * config.width * config.length
+    return config.batch_size * config.length * (6.0 * weights + 12.0 * pairs)
+
+
 def example(
     mesh: Mesh | None = None,
     master_weights: str = "auto",

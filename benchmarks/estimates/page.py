@@ -124,7 +124,7 @@ def cells(row: Found) -> list[str]:
         "" if row["bytes"] is None else gib(row["bytes"]),
         exchanged(row["collectives"]),
         "" if seconds is None else milliseconds(seconds),
-        "" if seconds is None or exchanging is None else milliseconds(exchanging),
+        "" if seconds is None or not exchanging else milliseconds(exchanging),
         f"{row['compile_seconds']:.0f}",
     ]
 
@@ -202,33 +202,37 @@ def remarks(found: Found) -> Iterator[str]:
 # Beside arithmetic
 # --------------------------------------------------------------------------------------------------
 
-BYTES = {"float32": 12, "mixed_bfloat16": 12, "bfloat16": 12}
-"""Of a param, its remainder and its moments, an element."""
-
 
 def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
-    """Returns the table of memory and FLOPs beside arithmetic, of the transformers' rows."""
+    """Returns the table of memory and FLOPs beside arithmetic,."""
     rows = []
     for (module, target), one in found.items():
         model = next(model for model in MODELS if model.module == module)
-        if one is not None and model.module != "resnet":
-            rows += [_beside(model, target, one, row) for row in one["rows"][:2]]
-    return markdown(
-        ("step", "arguments, GiB", "by hand", "TFLOPs", "6 x params x tokens", "ratio"), rows
-    )
+        if one is not None:
+            rows += [
+                _beside(model, target, one, row) for row in one["rows"] if not row_options(row)
+            ]
+    head = ("step", "arguments, GiB", "by hand", "ratio", "TFLOPs of matmuls", "by hand", "ratio")
+    return markdown(head, rows)
+
+
+def row_options(row: Found) -> bool:
+    """Returns whether a row has options: its params are stored otherwise."""
+    return "=" in row["name"]
 
 
 def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
-    sizes = found["counts"]
-    split = found["mesh"].get("fsdp", 1)
-    by_hand = sizes["params"] * BYTES[row["policy"]] / split
-    whole = sum(row["matmul_flops"].values())
-    plain = 6.0 * sizes["params"] * sizes["examples"] * found["devices"]
+    counts, devices = found["counts"], found["devices"]
+    by_hand = 12.0 * counts["params"] / found["mesh"].get("fsdp", 1) + counts["batch"]
+    flops = sum(row["matmul_flops"].values())
+    flops_by_hand = counts["flops"] * devices
+    is_known = not row["is_exhausted"]
     return [
         f"{model.title}, {target}, {row['name']}",
-        "" if row["is_exhausted"] else gib(row["arguments"]),
+        gib(row["arguments"]) if is_known else "",
         gib(by_hand),
-        f"{whole / 1e12:.4g}",
-        f"{plain / 1e12:.4g}",
-        f"{whole / plain:.3f}",
+        f"{row['arguments'] / by_hand:.3f}" if is_known else "",
+        f"{flops / 1e12:.4g}",
+        f"{flops_by_hand / 1e12:.4g}",
+        f"{flops / flops_by_hand:.3f}",
     ]

@@ -71,6 +71,19 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(run(self.layers, self.embed(tokens))))
 
 
+def flops_by_hand(config: Config = SMOLLM2) -> float:
+    """Returns the FLOPs of a device's matmuls: 6 for each token and weight of the blocks and the
+    head, 12 for each pair of positions and each of the width, and a third more of both in the
+    blocks, which run forward twice, but for their last matmul.
+    """
+    heads = config.head_width * (config.heads + config.key_heads)
+    last = config.hidden * config.width
+    block = 2 * config.width * heads + 3 * last
+    pairs = config.heads * config.head_width * config.context
+    layers = config.layers * (8.0 * block - 2.0 * last + 16.0 * pairs)
+    return TEXTS * config.context * (layers + 6.0 * config.width * config.vocabulary)
+
+
 def example(
     mesh: Mesh | None = None,
     master_weights: str = "auto",

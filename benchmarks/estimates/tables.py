@@ -39,7 +39,6 @@ def _choice(policy: str, **options: str) -> Choice:
     return Choice(policy, tuple(options.items()))
 
 
-ROUNDED = _choice("bfloat16", master_weights="stochastic")
 NARROW_MOMENTS = _choice("bfloat16", moment_dtype="bfloat16")
 CODED_MOMENTS = _choice("bfloat16", moment_dtype="int8")
 
@@ -70,13 +69,13 @@ class Model:
 
 _BASE = tuple(map(Choice, POLICIES))
 MODELS = (
-    Model("language_model", "Language model", (*_BASE, ROUNDED)),
-    Model("resnet", "ResNet-50", (*_BASE, ROUNDED)),
-    Model("smollm2", "SmolLM2-135M", (*_BASE, ROUNDED)),
+    Model("language_model", "Language model", _BASE),
+    Model("resnet", "ResNet-50", _BASE),
+    Model("smollm2", "SmolLM2-135M", _BASE),
     Model(
         "decoder_8b",
         "Decoder of 8 billion params",
-        (*_BASE, ROUNDED, NARROW_MOMENTS, CODED_MOMENTS),
+        (*_BASE, NARROW_MOMENTS, CODED_MOMENTS),
         {"v5e:16x16": {"data": 4, "fsdp": 64}, "h100:8": {"fsdp": 8}},
     ),
 )
@@ -156,7 +155,7 @@ def measured(table: Table, choices: Sequence[Choice], quick: bool = False) -> It
 
 
 def record(
-    found: Estimate, counts: Mapping[str, int], before: Mapping[str, Any] | None = None
+    found: Estimate, counts: Mapping[str, float], before: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns an estimate as JSON, after the rows of a record of the same target.
 
@@ -164,7 +163,7 @@ def record(
 
     Args:
       found: the estimate.
-      counts: of the model's params, and of the tokens or images of a device.
+      counts: of the model's params, of the batch's bytes and of FLOPs by hand, of one device.
       before: the record.
     """
     whole = json.loads(json.dumps(dataclasses.asdict(found))) | {"counts": dict(counts)}

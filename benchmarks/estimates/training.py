@@ -94,6 +94,7 @@ def int32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def counts_of(args: tuple[Any, ...]) -> dict[str, int]:
-    """Returns the number of params of a step's arguments, and of the tokens or labels."""
+    """Returns the number of params of a step's arguments, and the bytes of the batch."""
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(args[0]))
-    return {"params": params, "examples": math.prod(jax.tree.leaves(args[3])[-1].shape)}
+    batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args[3]))
+    return {"params": params, "batch": batch}
