@@ -48,7 +48,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpmodules.linen
 import mpmodules.nnx
-from benchmarks.accel.program import Figures, of_lowered
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.scale_model import (
     Size,
@@ -57,9 +56,10 @@ from benchmarks.accel.scale_model import (
     nnx_decoder_of,
     param_spec,
 )
-from benchmarks.accel.targets import Target
 from benchmarks.table import Row, run
 from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
+from policy.estimate.program import Figures, of_lowered
+from policy.estimate.targets import Target
 from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary
 

@@ -136,20 +136,25 @@ def _lines(text: str) -> Iterator[str]:
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    results = tuple(
-        Array(
-            dtype,
-            tuple(int(n) for n in shape.split(",") if n),
-            bool(re.search(r"S\([1-9]\d*\)", layout)),
-        )
-        for dtype, shape, layout in _ARRAY.findall(text[:end])
-    )
+    results = arrays_in(text[:end])
     opened = text.index("(", end)
     closed = _closing(text, opened)
     inside = text[opened + 1 : closed]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     return Instruction(
         name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root
+    )
+
+
+def arrays_in(text: str) -> tuple[Array, ...]:
+    """Returns the arrays of a shape, of a tuple each of its parts."""
+    return tuple(
+        Array(
+            dtype,
+            tuple(int(n) for n in shape.split(",") if n),
+            bool(re.search(r"S\([1-9]\d*\)", layout)),
+        )
+        for dtype, shape, layout in _ARRAY.findall(text)
     )
 
 

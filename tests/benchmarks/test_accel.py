@@ -7,13 +7,13 @@ import json
 import sys
 
 import pytest
-from benchmarks.accel.program import Figures
 
 from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
 from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
-from benchmarks.accel.targets import Target
+from policy.estimate.program import Figures
+from policy.estimate.targets import Target
 from benchmarks.table import Row
 from tests.benchmarks import accelerators
 
