@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import use_abstract_mesh
 
 from policy.estimate.candidates import Candidate, RowLike, rows_of
 from policy.estimate.compilation import compiled_step, compiler_of
@@ -187,7 +188,9 @@ def _estimated(
     rules: PolicyRules | None,
 ) -> Answer:
     mesh = mesh_of(question.target, question.mesh, (args, kwargs))
-    with jax.set_mesh(mesh) if question.mesh is not None else contextlib.nullcontext():
+    # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
+    abstract = use_abstract_mesh(mesh.abstract_mesh)
+    with contextlib.nullcontext() if question.mesh is None else abstract:
         call = made_call(fn, args, kwargs, row, rules, mesh)
     placement = placement_of(
         question.target, question.mesh, question.shardings, (call.args, call.kwargs)

@@ -359,7 +359,8 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
     assert (
-        "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
+        "--on is of the tables accel and estimates, and --record of accel: "
+        "python -m benchmarks accel --on v5e"
         in capsys.readouterr().err
     )
 
