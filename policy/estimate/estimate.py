@@ -125,7 +125,7 @@ def estimate(
         mesh=dict(placement.mesh.shape) if placement.is_spread else {},
         capacity=placement.capacity,
         clock=target.chip.clock,
-        timing=_timing(target),
+        timing=target.timing,
         source=target.chip.source,
         compiler=compiler_of(target),
         rows=tuple(cost for cost, _, _ in found),
@@ -143,12 +143,6 @@ class Asked:
     donate: int | Sequence[int] | None
     backward: bool
     params: ParamsArgument
-
-
-def _timing(target: Target) -> str:
-    if target.chip.clock:
-        return "the compiler's cycles"
-    return "a roofline of published peaks" if target.chip.peaks else ""
 
 
 def rules_of(rules: RulesLike) -> PolicyRules:

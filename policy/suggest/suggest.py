@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from policy._jaxpr.paths import naming, spelled
+from policy.estimate.steps import MadeCall
+from policy.estimate.targets import Target
 from policy.matmul_dtypes import ScaledMatmul
 from policy.parameters import ParamsArgument
 from policy.policy import Policy
 from policy.suggest.confirmed import confirmed
 from policy.suggest.confirmed_in_8_bits import confirmed_in_8_bits, scaled_of
 from policy.suggest.eight_bits import SMALLEST, EightBitSearch, split_policy
+from policy.suggest.on_target import FrontSearch
 from policy.suggest.search import Search
 from policy.suggest.suggestion import Suggestion
+from policy.suggest.target_costs import TargetCompiler, require_timed
 from policy.suggest.trial import Trial
 from policy.traced.call import Call, checked_policy, program_of
+
+POINTS = 5
 
 
 def suggest(
     fn: Any,
     *args: Any,
-    error: float,
+    error: float | None = None,
     policy: Policy | str | None = None,
     backward: bool = False,
     params: ParamsArgument = None,
     matmul: ScaledMatmul | str | None = None,
     smallest: int = SMALLEST,
+    on: str | Target | None = None,
+    mesh: Mapping[str, int] | None = None,
+    shardings: Any = None,
+    points: int = POINTS,
     **kwargs: Any,
 ) -> Suggestion:
     """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
@@ -54,10 +65,21 @@ def suggest(
     ``print(suggestion)`` shows code to paste and the evidence; `suggestion.rules` goes with the
     policy, as in ``use_policy("mixed_float16", suggestion.rules)``.
 
+    With a target, ``on="v5e:4x4"``, cost is what its compiler says, and the result has the front of
+    error against cost. Two programs are compiled for it, without rules and with every path in
+    float32; the difference of a module's time between them ranks it. At most `points` sets of
+    paths, far from each other on the front, are then compiled for their real costs; those two
+    programs are points too. No device of the target is needed.
+
+    A TPU multiplies float32 in bfloat16 by default, and a GPU in TF32, but the errors are those of
+    float32 products. So the programs are compiled with ``jax_default_matmul_precision="highest"``,
+    unless it is set: run the suggested rules with it as well.
+
     Args:
       fn, *args, **kwargs: as for `compare`.
       error: the allowed error relative to float32: norm of the difference / norm, of the worst
-        output; or of all gradients together.
+        output; or of all gradients together. It may be left out with `on`: the suggested rules are
+        then those of the cheapest point.
       policy: the policy to run under. None: as it is written, with its own half dtypes.
       backward: whether the budget is for the gradients of the loss that the function returns, not
         for its outputs.
@@ -70,6 +92,10 @@ def suggest(
       smallest: the least contraction and number of outputs of a layer that gains by 8 bits; smaller
         ones are kept out. The default is where the compilers of accelerators count fewer cycles, by
         the table in docs/eight_bits.md.
+      on: the target whose compiler tells the cost, as for `policy.estimate`; one with cycles or
+        published peaks. None: cost is a count of FLOPs and bytes.
+      mesh, shardings: as for `policy.estimate`.
+      points: the most points to compile for the target, at least 3.
 
     Returns:
       The rules and the measurements; see `Suggestion`. The rules are empty if the policy by itself
@@ -77,18 +103,27 @@ def suggest(
 
     Raises:
       TypeError: as `compare` does.
-      ValueError: `error` is not positive; nothing runs in half precision, or nothing has a path
+      RuntimeError: the target's compiler is not installed.
+      ValueError: there is neither a budget nor a target, or `on` is given with `matmul`, without a
+        policy or for a target of which no time is known; no rules within the budget fit into its
+        memory; `error` is not positive; nothing runs in half precision, or nothing has a path
         that a rule could name; float32 itself is not finite; no rules meet the budget. Of
         `matmul`: there is no policy of 16 bits, or no layer that it is about.
     """
-    budget, smallest = _checked(error), _checked_size(smallest)
+    budget, smallest = _checked(error, on), _checked_size(smallest)
     policy, by = split_policy(checked_policy(policy), matmul)
+    target = _target(on, policy, by, mesh, shardings, points)
     call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     modules: set[str] = set()
     program = program_of(call, policy, modules)
     named = modules if program.route == "scope" else None
     scaled = None if by is None or policy is None else scaled_of(call, policy, by, program, named)
     trial = Trial(program, named, scaled)
+    if target is not None and policy is not None:
+        made = MadeCall(fn, args, kwargs, False)
+        compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
+        with naming(trial.paths):
+            return FrontSearch(call, policy, program, trial, compiler, points, budget).suggestion()
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     if not trial.outside:
         search.known[search.every] = 0.0
@@ -101,12 +136,54 @@ def suggest(
         return confirmed_in_8_bits(call, policy.replace(matmul=by), program, layers, found)
 
 
-def _checked(error: Any) -> float:
+def _checked(error: Any, on: Any) -> float:
+    if error is None and on is None:
+        raise ValueError(
+            "suggest needs a budget, as error=0.02, or a target for the front of error against "
+            "cost, as on='v5e:1x1'."
+        )
+    if error is None:
+        return math.inf
     if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
         raise ValueError(
             f"error should be a positive number, the relative error allowed, but got {error!r}."
         )
     return float(error)
+
+
+def _target(
+    on: str | Target | None,
+    policy: Policy | None,
+    by: ScaledMatmul | None,
+    mesh: Any,
+    shardings: Any,
+    points: Any,
+) -> Target | None:
+    """Returns the target, checked together with the arguments that are about it."""
+    if on is None:
+        if mesh is not None or shardings is not None or points != POINTS:
+            raise ValueError(
+                "mesh=, shardings= and points= are about a target: give on= with them, as "
+                "on='v5e:4x4'."
+            )
+        return None
+    if by is not None:
+        raise ValueError(
+            f"m={by.text} and on= are not searched for together: suggest without m= first, and "
+            "then matmul= without on=."
+        )
+    if policy is None:
+        raise ValueError(
+            "on= compiles what rules beside a policy give: give policy= with it, as "
+            "policy='mixed_bfloat16'."
+        )
+    if type(points) is not int or points < 3:
+        raise ValueError(
+            f"points should be a number of programs to compile, at least 3, but got {points!r}."
+        )
+    target = on if isinstance(on, Target) else Target(on)
+    require_timed(target)
+    return target
 
 
 def _checked_size(smallest: Any) -> int:
