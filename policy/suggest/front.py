@@ -223,8 +223,8 @@ def _figures(point: FrontPoint, least: float, of: int) -> str:
 def _remark(point: FrontPoint, front: Sequence[FrontPoint]) -> str:
     if not point.fits:
         return f"lacks {point.missing / 2**30:,.2f} GiB of memory"
-    beaten = next((i for i, other in enumerate(front) if point.is_beaten_by(other)), None)
-    return "alike" if beaten is None else f"beaten by {beaten}"
+    better = next((i for i, other in enumerate(front) if point.is_beaten_by(other)), None)
+    return "no better than another" if better is None else f"beaten by {better}"
 
 
 def _compact(rules: PolicyRules) -> str:
