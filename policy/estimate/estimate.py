@@ -130,7 +130,7 @@ def estimate(
         mesh=dict(placement.mesh.shape) if placement.is_spread else {},
         capacity=placement.capacity,
         clock=target.chip.clock,
-        timing=_timing(target),
+        timing=target.timing,
         source=target.chip.source,
         compiler=compiler_of(target),
         rows=tuple(one.cost for one in found),
@@ -171,12 +171,6 @@ def _same(found: Sequence[Answer]) -> list[str]:
         "The arguments are the same under every policy, whatever its param_dtype. Give functions "
         "that build them, or an example, for params in param_dtype."
     ]
-
-
-def _timing(target: Target) -> str:
-    if target.chip.clock:
-        return "the compiler's cycles"
-    return "a roofline of published peaks" if target.chip.peaks else ""
 
 
 def _estimated(

@@ -17,7 +17,7 @@ from policy.estimate.candidates import Candidate
 from policy.parameters import ParamsArgument
 from policy.rules import PolicyRules
 from policy.scope import use_policy
-from policy.traced.call import input_paths
+from policy.traced.call import Route, input_paths
 from policy.traced.under_policy import traced_under
 
 # Functions that return the shapes of what a function builds; the last one is asked. Libraries with
@@ -161,12 +161,14 @@ def traced_step(
     donate: int | Sequence[int] | None,
     backward: bool,
     params: ParamsArgument,
+    route: Route | None = None,
 ) -> Step:
     """Traces the call of a row.
 
     Args:
       donate: positions of arguments that may be overwritten; None for those that a jitted function
         donates.
+      route: how the policy is applied, where that is known.
 
     Raises:
       TypeError, ValueError: as `policy.audit` does, and where `donate` names no arguments.
@@ -180,6 +182,7 @@ def traced_step(
         params,
         row.policy,
         rules if row.policy is not None else None,
+        route,
     )
     pure = lowered(call.fn, call.args, call.kwargs)
     every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()
