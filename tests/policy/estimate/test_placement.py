@@ -165,7 +165,7 @@ def test_a_mesh_is_a_mapping_of_sizes(mesh):
 def test_an_example_makes_arrays_on_this_machine_where_a_mesh_is_of_others():
     absent = accelerators.target("v5e:2x2")
 
-    def example(mesh=None):
+    def example(mesh=MESH):
         key = jax.random.key(0)
         rows = NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=rows)
