@@ -13,6 +13,9 @@ python -m benchmarks eight_bits        # errors, training and published models i
 python -m benchmarks accel             # programs as TPUs and GPUs get them, compiled without one: 2
                                        # hours
 python -m benchmarks accel --only models layers --on v5e  # some of its tables, on some chips
+python -m benchmarks estimates         # train steps on a v5e chip, 256 of them and 8 H100s: an hour
+                                       # and a half
+python -m benchmarks estimates --only resnet --on h100:8 --write  # some, into docs/estimates.md
 python -m benchmarks packages --write  # published packages' models into docs/porting.md; installs
                                        # them: 20 minutes
 python -m benchmarks packages --only griffin e3x  # some of them
@@ -51,7 +54,7 @@ class Table:
     by_default: bool = True
 
 
-ACCEL, PACKAGES = "accel", "packages"
+ACCEL, PACKAGES, ESTIMATES = "accel", "packages", "estimates"
 TABLES = {
     ACCEL: Table(
         "benchmarks.accel",
@@ -101,6 +104,13 @@ TABLES = {
         "benchmarks.packages",
         "published packages' models in bfloat16",
         quick=None,
+        by_default=False,
+    ),
+    ESTIMATES: Table(
+        "benchmarks.estimates",
+        "what train steps cost under policies",
+        check=(),
+        quick=("--quick",),
         by_default=False,
     ),
     "gpu": Table(
@@ -159,8 +169,8 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or
-    models of theirs.
+    """The arguments of accel, packages or estimates, taken from the options: ``--only`` then names
+    tables or models of theirs.
     """
     given = {"--only": options.only, "--on": options.on}
     options.only = []
@@ -182,16 +192,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("names", nargs="*", metavar="NAME", help=f"tables: {', '.join(TABLES)}")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a file to write a page to")
     command.add_argument(
-        "--write", action="store_true", help="write the table of packages into docs/porting.md"
+        "--write",
+        action="store_true",
+        help="write the table of packages into docs/porting.md, or docs/estimates.md",
     )
     options = command.parse_args(arguments)
-    if ACCEL not in options.names and (options.on or options.record):
+    own = next((name for name in (ACCEL, PACKAGES, ESTIMATES) if name in options.names), "")
+    if (options.on and own not in (ACCEL, ESTIMATES)) or (options.record and own != ACCEL):
         command.error(
-            "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
+            "--on is of the tables accel and estimates, and --record of accel: "
+            "python -m benchmarks accel --on v5e"
         )
-    if PACKAGES not in options.names and options.write:
-        command.error("--write is of the table packages: python -m benchmarks packages --write")
-    own = next((name for name in (ACCEL, PACKAGES) if name in options.names), "")
+    if options.write and own not in (PACKAGES, ESTIMATES):
+        command.error(
+            "--write is of the tables packages and estimates: python -m benchmarks packages --write"
+        )
     more = _of_one(options) if own else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)

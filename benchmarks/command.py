@@ -35,7 +35,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="CHIP",
-        help="chips of accel's tables, as in v5e h100",
+        help="chips of accel's tables, as in v5e h100; targets of estimates",
     )
     made.add_argument(
         "--record", action="store_true", help="record the figures of accel's baselines"

@@ -65,6 +65,7 @@ ROOMS: dict[str, Room] = {
 INNER: dict[str, str] = {
     "policy/audit/checks": "a function for each hazard",
     "policy/audit/render": "the report as text and as an HTML page",
+    "policy/estimate/render": "the table, the page and the plot",
     "policy/compare/render": "the comparison as a table and a chart",
 }
 

@@ -38,7 +38,8 @@ from policy.policy import Policy, cast_to_full, cast_to_half, get_policy, half_d
 from policy.precedence import DtypePolicyWarning
 from policy.rules import PolicyRules
 from policy.scope import current_policy, set_policy, use_policy
-from policy.suggest.suggest import Suggestion, suggest
+from policy.suggest.suggest import suggest
+from policy.suggest.suggestion import Suggestion
 
 __all__ = [
     "Audit",

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accel.targets import Target
 from benchmarks.table import Row
+from policy.estimate.targets import Target
 
 FILE = Path(__file__).with_name("baseline.json")
 QUANTITIES = ("cycles", "bytes", "temporary")

@@ -48,12 +48,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpmodules.linen
 import mpmodules.nnx
-from benchmarks.accel.program import Figures, of_lowered
 from benchmarks.accel.report import rows_of
-from benchmarks.accel.scale_model import Size, decoder_of, nnx_decoder_of
-from benchmarks.accel.targets import Target
+from benchmarks.accel.scale_model import (
+    Size,
+    cross_entropy,
+    decoder_of,
+    nnx_decoder_of,
+    param_spec,
+)
 from benchmarks.table import Row, run
 from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
+from policy.estimate.program import Figures, of_lowered
+from policy.estimate.targets import Target
 from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary
 
@@ -124,27 +130,6 @@ FEW = 0.01  # what norms and the loss add to the exchanges of kernels and tables
 # --------------------------------------------------------------------------------------------------
 # The step
 # --------------------------------------------------------------------------------------------------
-
-
-def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
-    """Splits a param over fsdp along the model's width, which every kernel and table has; norms'
-    scales stay whole.
-    """
-    axis = len(shape) - 1 - tuple(reversed(shape)).index(size.width)
-    is_scale = len(shape) - axis == 1 and shape[:-1] in ((), (size.layers,))
-    return (
-        PartitionSpec()
-        if is_scale
-        else PartitionSpec(*["fsdp" if i == axis else None for i in range(len(shape))])
-    )
-
-
-def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Averages the cross entropy of all tokens but the first: (B, T, vocabulary), (B, T) -> ()."""
-    labels = jnp.roll(tokens, -1, axis=1)
-    weights = (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1).astype(jnp.float32)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return jnp.mean(each * weights[None])
 
 
 def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:

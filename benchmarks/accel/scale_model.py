@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx as flax_nnx
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -59,12 +60,35 @@ def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
 
 def split(x: jax.Array) -> jax.Array:
     """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards
-    over.
+    over. Without a mesh they stay as they are.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto)
     return lax.with_sharding_constraint(x, PartitionSpec(axes, *[None] * (x.ndim - 1)))
+
+
+def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
+    """Splits a param over fsdp along the model's width, which every kernel and table has; norms'
+    scales stay whole.
+    """
+    axis = len(shape) - 1 - tuple(reversed(shape)).index(size.width)
+    is_scale = len(shape) - axis == 1 and shape[:-1] in ((), (size.layers,))
+    return (
+        PartitionSpec()
+        if is_scale
+        else PartitionSpec(*["fsdp" if i == axis else None for i in range(len(shape))])
+    )
+
+
+def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Averages the cross entropy of all tokens but the first: (B, T, vocabulary), (B, T) -> ()."""
+    labels = jnp.roll(tokens, -1, axis=1)
+    weights = (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1).astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return jnp.mean(each * weights[None])
 
 
 def causal(nn: Any) -> Callable[..., jax.Array]:

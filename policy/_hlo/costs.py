@@ -1,22 +1,26 @@
-"""Counts the costs of a run of a compiled program from its text, by the compiler's own estimates.
+"""Counts the costs of a run of a compiled program from its text.
 
-A loop's body counts as often as it runs, and of a conditional the costliest branch. Whatever can't
-be counted is named, not taken for free: a loop whose trip count can't be read, a kernel that the
-compiler gives no cycles for.
+The time of a kernel is the compiler's own estimate where it has one. A loop's body counts as often
+as it runs, and of a conditional the costliest branch. Whatever can't be counted is named, not taken
+for free: a loop whose trip count can't be read, a kernel that the compiler gives no cycles for, an
+opaque kernel of unknown FLOPs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from policy._hlo.kernels import flops_of
+from policy._hlo.contractions import Flops, add_to
+from policy._hlo.kernels import kernel_flops
+from policy._hlo.module_paths import path_of_kernel, with_whole_paths
 from policy._hlo.text import Computation, Instruction, parse
 from policy._hlo.traffic import moved, produced
 from policy._hlo.trip_counts import turns
+from policy._jaxpr.paths import Path
 
-COLLECTIVES = (
+_COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -41,54 +45,80 @@ _FREE = {
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
+# The time of a kernel from its FLOPs by dtype and the bytes that it moves; None if it is unknown.
+KernelTime = Callable[[Mapping[str, float], float], float | None]
+
+
 @dataclasses.dataclass
 class Costs:
-    """Costs of one run.
+    """Costs of one run, on one device.
 
     Attributes:
-      cycles: the sum of the compiler's estimates.
+      time: the sum of the kernels' times: cycles by the compiler's estimates, where it makes any,
+        and of kernels without one the `kernel_time` of `costs_of`. Exchanges take none.
       bytes: read from and written to memory by kernels: results, and operands or the slices that
         are read of them.
       kernels: how many run.
+      flops: of matmuls and convolutions by the dtype that is multiplied, as
+        `policy._hlo.contractions` names it.
       collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation
         and dtype.
-      uncounted: kernels whose cycles, and loops whose trip counts, are not known.
-      rooflines: cycles by `kernel_cycles`, which `cycles` holds too, by JAX operation.
-      by_name: cycles by JAX operation.
+      exchanges: how many collectives run, by operation and dtype.
+      uncounted: kernels whose times, and loops whose trip counts, are not known.
+      rooflines: time by `kernel_time`, which `time` holds too, by JAX operation; empty where the
+        compiler makes no estimates, as all of it is by `kernel_time` then.
+      by_name: time by JAX operation.
+      by_path: time by module path, forward and backward together; that outside of any module is
+        under ``()``.
     """
 
-    cycles: float = 0.0
+    time: float = 0.0
     bytes: float = 0.0
     kernels: int = 0
+    flops: Flops = dataclasses.field(default_factory=dict)
     collectives: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    exchanges: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     uncounted: list[str] = dataclasses.field(default_factory=list)
     rooflines: dict[str, float] = dataclasses.field(default_factory=dict)
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
+    by_path: dict[Path, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def flops_by_dtype(self) -> Flops:
+        """FLOPs of matmuls and convolutions by dtype alone, whatever their precision."""
+        total: Flops = {}
+        for key, flops in self.flops.items():
+            add_to(total, {key.split(",")[0]: flops})
+        return total
 
     def add(self, other: Costs, times: int = 1) -> None:
-        self.cycles += times * other.cycles
+        """Adds the costs of another program that runs `times` times."""
+        self.time += times * other.time
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
-        for key, value in other.collectives.items():
-            self.collectives[key] = self.collectives.get(key, 0.0) + times * value
-        for name, value in other.by_name.items():
-            self.by_name[name] = self.by_name.get(name, 0.0) + times * value
-        for name, value in other.rooflines.items():
-            self.rooflines[name] = self.rooflines.get(name, 0.0) + times * value
+        for name in ("flops", "collectives", "exchanges", "rooflines", "by_name", "by_path"):
+            add_to(getattr(self, name), getattr(other, name), times)
         self.uncounted += other.uncounted
 
 
-def costs_of(text: str, kernel_cycles: Callable[[float, float], float] | None = None) -> Costs:
+def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
     """Counts the costs of one run of a compiled program.
 
     Args:
       text: of `Compiled.as_text()`.
-      kernel_cycles: cycles of a kernel that the compiler gives none for, from its FLOPs and bytes
-        (a roofline), those to and from the chip's own memory among them; None leaves it uncounted.
+      kernel_time: of a kernel that the compiler gives no cycles for, from its FLOPs by dtype and
+        its bytes, those to and from the chip's own memory among them (`policy.estimate.roofline`).
+        It is in cycles for a program of a TPU, else in seconds. None leaves such kernels without a
+        time, and names those in a program of cycles.
     """
     computations, entry = parse(text)
     anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))
-    return _Counter(computations, anywhere, kernel_cycles).of(entry)
+    has_cycles = '"estimated_cycles":' in text
+    costs = _Counter(computations, anywhere, kernel_time, has_cycles).of(entry)
+    whole = with_whole_paths(costs.by_path)
+    return dataclasses.replace(
+        costs, by_path=whole, rooflines=costs.rooflines if has_cycles else {}
+    )
 
 
 class _Counter:
@@ -96,9 +126,11 @@ class _Counter:
         self,
         computations: dict[str, Computation],
         anywhere: dict[str, Computation],
-        kernel_cycles: Callable[[float, float], float] | None,
+        kernel_time: KernelTime | None,
+        has_cycles: bool,
     ):
-        self.computations, self.anywhere, self.kernel_cycles = computations, anywhere, kernel_cycles
+        self.computations, self.anywhere = computations, anywhere
+        self.kernel_time, self.has_cycles = kernel_time, has_cycles
         self.found: dict[str, Costs] = {}
         self.channels: set[tuple[str, str]] = set()
 
@@ -122,7 +154,7 @@ class _Counter:
                 re.findall(r"(?:true|false)_computation=%([\w.\-]+)", instruction.rest)
             )
             branches = [self.of(self.computations[name]) for name in names]
-            costs.add(max(branches, key=lambda branch: (branch.cycles, branch.bytes)))
+            costs.add(max(branches, key=lambda branch: (branch.time, branch.bytes)))
         elif opcode in ("call", "async-start"):
             for names in called.values():
                 for name in names:
@@ -132,7 +164,7 @@ class _Counter:
 
     def _count_kernel(self, costs: Costs, inside: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in COLLECTIVES:
+        if opcode in _COLLECTIVES:
             _exchange(costs, inside, instruction)
             return
         fused = list(self._fused_collectives(instruction)) if opcode == "fusion" else []
@@ -150,20 +182,31 @@ class _Counter:
         ):
             return
         bytes_moved = moved(self.computations, inside, instruction)
+        flops = kernel_flops(self.computations, inside, instruction)
         name = _short(instruction.op_name) or instruction.target or opcode
-        cycles = instruction.cycles
-        if cycles is None and self._runs_beside(inside, instruction):
-            costs.add(Costs(bytes=bytes_moved))
+        time: float | None = instruction.cycles
+        if time is None and self._runs_beside(inside, instruction):
+            costs.add(Costs(bytes=bytes_moved, flops=flops or {}))
             return
-        if cycles is None:
-            cycles = self._by_roofline(costs, inside, instruction, name)
-        costs.add(Costs(float(cycles), bytes_moved, 1, by_name={name: float(cycles)}))
+        if time is None:
+            time = self._by_roofline(costs, inside, instruction, name, flops)
+        path = path_of_kernel(self.computations, instruction)
+        costs.add(
+            Costs(
+                float(time),
+                bytes_moved,
+                1,
+                flops or {},
+                by_name={name: float(time)},
+                by_path={path: float(time)} if time else {},
+            )
+        )
 
     def _fused_collectives(self, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """Yields the collectives of a fusion, nested ones included, each with its computation."""
         fused = self.computations[fusion.called["calls"][0]]
         for instruction in fused.instructions.values():
-            if instruction.opcode in COLLECTIVES:
+            if instruction.opcode in _COLLECTIVES:
                 yield fused, instruction
             elif instruction.opcode == "fusion":
                 yield from self._fused_collectives(instruction)
@@ -185,27 +228,26 @@ class _Counter:
         )
 
     def _by_roofline(
-        self, costs: Costs, inside: Computation, instruction: Instruction, name: str
+        self,
+        costs: Costs,
+        inside: Computation,
+        instruction: Instruction,
+        name: str,
+        flops: Flops | None,
     ) -> float:
-        """Returns the roofline's cycles of an instruction without an estimate; only custom calls
-        have FLOPs.
-        """
-        operands = [
-            inside.instructions[name]
-            for name in instruction.operands
-            if name in inside.instructions
-        ]
-        flops = flops_of(instruction, operands) if instruction.opcode == "custom-call" else 0.0
-        if self.kernel_cycles is None or flops is None:
-            costs.uncounted.append(
-                f"cycles of {instruction.target or instruction.opcode} ({instruction.op_name})"
-            )
-            return 0.0
+        """Returns the roofline's time of an instruction without an estimate."""
         holder = self.anywhere[inside.name]
         touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
-        cycles = self.kernel_cycles(flops, touched)
-        costs.rooflines[name] = costs.rooflines.get(name, 0.0) + cycles
-        return cycles
+        time = None if self.kernel_time is None else self.kernel_time(flops or {}, touched)
+        label = f"{instruction.target or instruction.opcode} ({instruction.op_name})"
+        if time is None:
+            if self.has_cycles:
+                costs.uncounted.append(f"cycles of {label}")
+            return 0.0
+        if flops is None:  # the time of its bytes is a lower bound
+            costs.uncounted.append(f"FLOPs of {label}")
+        costs.rooflines[name] = costs.rooflines.get(name, 0.0) + time
+        return time
 
 
 def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:
@@ -223,6 +265,8 @@ def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> Non
     for array in arrays:
         key = (opcode, array.dtype)
         costs.collectives[key] = costs.collectives.get(key, 0.0) + array.bytes
+    for key in {(opcode, array.dtype) for array in arrays}:
+        costs.exchanges[key] = costs.exchanges.get(key, 0) + 1
 
 
 def _short(op_name: str) -> str:

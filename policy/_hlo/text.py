@@ -26,7 +26,7 @@ _CALLED = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class HloArray:
     """One array of an instruction's result. `on_chip` is whether it lies in a memory of the chip's
     own.
     """
@@ -48,7 +48,7 @@ class Instruction:
 
     name: str
     opcode: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     operands: tuple[str, ...]
     literal: str
     rest: str
@@ -136,20 +136,25 @@ def _lines(text: str) -> Iterator[str]:
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    results = tuple(
-        Array(
-            dtype,
-            tuple(int(n) for n in shape.split(",") if n),
-            bool(re.search(r"S\([1-9]\d*\)", layout)),
-        )
-        for dtype, shape, layout in _ARRAY.findall(text[:end])
-    )
+    results = arrays_in(text[:end])
     opened = text.index("(", end)
     closed = _closing(text, opened)
     inside = text[opened + 1 : closed]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     return Instruction(
         name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root
+    )
+
+
+def arrays_in(text: str) -> tuple[HloArray, ...]:
+    """Returns the arrays of a shape, of a tuple each of its parts."""
+    return tuple(
+        HloArray(
+            dtype,
+            tuple(int(n) for n in shape.split(",") if n),
+            bool(re.search(r"S\([1-9]\d*\)", layout)),
+        )
+        for dtype, shape, layout in _ARRAY.findall(text)
     )
 
 
@@ -162,7 +167,7 @@ def _closing(text: str, opened: int) -> int:
     raise ValueError(f"Parentheses do not close in {text[:200]!r}.")
 
 
-def settled(computation: Computation, instruction: Instruction) -> Instruction:
+def through_moves(computation: Computation, instruction: Instruction) -> Instruction:
     while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
         instruction = computation.instructions[instruction.operands[0]]
     return instruction

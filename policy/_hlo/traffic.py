@@ -4,7 +4,7 @@ shapes in its text.
 
 from __future__ import annotations
 
-from policy._hlo.text import Array, Computation, Instruction
+from policy._hlo.text import Computation, HloArray, Instruction
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _LIBRARIES = ("__cublas", "__cudnn")
@@ -44,7 +44,7 @@ def moved(
     return _outside(_all(operands)) + _outside(results)
 
 
-def produced(inside: Computation, instruction: Instruction) -> tuple[Array, ...]:
+def produced(inside: Computation, instruction: Instruction) -> tuple[HloArray, ...]:
     """Returns the results of an instruction; for the start of an asynchronous one, the results of
     its end.
 
@@ -68,15 +68,15 @@ def _operands(inside: Computation, instruction: Instruction) -> list[Instruction
     ]
 
 
-def _all(instructions: list[Instruction]) -> tuple[Array, ...]:
+def _all(instructions: list[Instruction]) -> tuple[HloArray, ...]:
     return tuple(array for instruction in instructions for array in instruction.results)
 
 
-def _outside(arrays: tuple[Array, ...]) -> float:
+def _outside(arrays: tuple[HloArray, ...]) -> float:
     return sum(array.bytes for array in arrays if not array.on_chip)
 
 
-def _whole(arrays: tuple[Array, ...]) -> float:
+def _whole(arrays: tuple[HloArray, ...]) -> float:
     return sum(array.bytes for array in arrays)
 
 
@@ -84,7 +84,7 @@ def _read(
     computations: dict[str, Computation],
     fused: Computation,
     number: int,
-    operand: tuple[Array, ...],
+    operand: tuple[HloArray, ...],
 ) -> float:
     """Returns the bytes that a fusion reads of an operand."""
     outside = _outside(operand)
@@ -136,7 +136,7 @@ def _written(
     computations: dict[str, Computation],
     fused: Computation,
     root: Instruction,
-    results: tuple[Array, ...],
+    results: tuple[HloArray, ...],
 ) -> float:
     """Returns the bytes that a fusion writes: of arrays updated in place only the updates."""
     if root.opcode == "tuple" and len(root.operands) == len(results):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from policy._hlo.text import Computation, Instruction, settled
+from policy._hlo.text import Computation, Instruction, through_moves
 
 
 def turns(
@@ -66,14 +66,14 @@ def _through(fused: Computation, instruction: Instruction, outer: list[Instructi
 
 
 def _number(computation: Computation, instruction: Instruction) -> int | None:
-    instruction = settled(computation, instruction)
+    instruction = through_moves(computation, instruction)
     is_integer = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.literal)
     return int(instruction.literal) if is_integer else None
 
 
 def _index(computation: Computation, instruction: Instruction) -> int | None:
     """Returns the index of an instruction in the loop's state; None where it is not in it."""
-    instruction = settled(computation, instruction)
+    instruction = through_moves(computation, instruction)
     if instruction.opcode != "get-tuple-element":
         return None
     found = re.search(r"index=(\d+)", instruction.rest)
@@ -82,7 +82,7 @@ def _index(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _entering(inside: Computation, start: Instruction, index: int) -> int | None:
-    start = settled(inside, start)
+    start = through_moves(inside, start)
     if start.opcode != "tuple":
         return None
     return _number(inside, inside.instructions[start.operands[index]])
@@ -99,7 +99,7 @@ def _step(
     result = body.root
     if result.opcode != "tuple":
         return None
-    add = settled(body, body.instructions[result.operands[counter]])
+    add = through_moves(body, body.instructions[result.operands[counter]])
     names, holder, outer = add.operands, body, None
     if add.opcode == "fusion":
         outer = [body.instructions[name] for name in add.operands]
@@ -112,7 +112,7 @@ def _step(
         side = holder.instructions[name]
         where = holder
         if outer is not None:
-            inner = settled(holder, side)
+            inner = through_moves(holder, side)
             side, where = (
                 (outer[int(inner.literal)], body)
                 if inner.opcode == "parameter"

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from policy._jaxpr.origins import is_jax_file
@@ -38,10 +38,22 @@ def source_of(equation: Equation) -> str:
         if owner == "tool":
             return ""
         if owner == "user":
-            return (
-                f"{os.path.basename(code.co_filename)}:{_line(code, instruction)} "
-                f"({_shortened(code.co_qualname)})"
-            )
+            return _spelled(code.co_filename, _line(code, instruction), code.co_qualname)
+    return ""
+
+
+def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Returns the line of the user's code among frames, as `source_of` writes it.
+
+    Args:
+      frames: files, lines and qualified names of functions, the innermost first.
+    """
+    for file, line, function in frames:
+        owner = _owner(file)
+        if owner == "tool":
+            return ""
+        if owner == "user":
+            return _spelled(file, line, function)
     return ""
 
 
@@ -64,6 +76,11 @@ def layer_of(equation: Equation, path: Path) -> str:
 def is_users_file(file: str) -> bool:
     """Returns whether a file is user code, in none of the libraries below it."""
     return _owner(file) == "user"
+
+
+def _spelled(file: str, line: int, function: str) -> str:
+    where = f"{os.path.basename(file)}:{line}"
+    return f"{where} ({_shortened(function)})" if function else where
 
 
 def _frames(equation: Equation) -> Iterator[tuple[Any, int]]:

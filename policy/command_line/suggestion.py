@@ -2,6 +2,10 @@
 
     python -m policy suggest models/net.py:example --error 0.02 --policy mixed_bfloat16
     python -m policy suggest models/net.py:example --error 0.05 --policy mixed_bfloat16 --matmul f8
+    python -m policy suggest models/net.py:example --policy mixed_bfloat16 --on v5e:1x1
+
+With --on, a TPU or GPU that need not be there, cost is what its compiler says, and the front of
+error against cost is printed: of each point, the rules.
 
 The function runs. Arguments that are shapes are filled with numbers drawn from a normal
 distribution: give arrays of your own data for figures that hold there.
@@ -17,8 +21,11 @@ import jax.numpy as jnp
 
 from policy.command_line.arguments import params_of, parse_argument, policy_of
 from policy.command_line.target import CommandError, call_of, running_users_code, target_of
+from policy.estimate.targets import Target
 from policy.suggest.eight_bits import SMALLEST
-from policy.suggest.suggest import suggest
+from policy.suggest.suggest import POINTS, suggest
+from policy.suggest.suggestion import Suggestion
+from policy.suggest.target_costs import require_timed
 
 
 def add_suggest(commands: Any) -> argparse.ArgumentParser:
@@ -29,7 +36,9 @@ def add_suggest(commands: Any) -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--error", type=float, required=True, help="the relative error allowed")
+    command.add_argument(
+        "--error", type=float, help="the relative error allowed; with --on it may be left out"
+    )
     command.add_argument(
         "--matmul", metavar="TEXT", help="layers may run in these 8 bits, as f8 or i8"
     )
@@ -39,6 +48,19 @@ def add_suggest(commands: Any) -> argparse.ArgumentParser:
         default=SMALLEST,
         metavar="SIZE",
         help="the least contraction and outputs of a layer to run in 8 bits (%(default)s)",
+    )
+    command.add_argument(
+        "--on", metavar="TARGET", help="cost by a target's compiler, as v5e:1x1 or h100"
+    )
+    command.add_argument(
+        "--points",
+        type=int,
+        default=POINTS,
+        metavar="COUNT",
+        help="the most points of the front, each a program to compile (%(default)s)",
+    )
+    command.add_argument(
+        "--plot", metavar="FILE", help="draw the front into a file, with --on (needs matplotlib)"
     )
     command.set_defaults(run=run_suggest)
     return command
@@ -53,6 +75,7 @@ def run_suggest(options: argparse.Namespace) -> int:
     given = [parse_argument(text) for text in options.arg]
     fn, args, kwargs = call_of(target_of(options.target), given, options.target)
     policy, _ = policy_of(options)
+    target = _target_of(options)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
     with running_users_code(f"{options.target} can't be run"):
         try:
@@ -65,12 +88,42 @@ def run_suggest(options: argparse.Namespace) -> int:
                 params=params_of(options),
                 matmul=options.matmul,
                 smallest=options.smallest,
+                on=target,
+                points=options.points,
                 **kwargs,
             )
         except ValueError as error:
             raise CommandError(str(error)) from None
     print(found)
+    if options.plot:
+        _plot(found, options.plot)
     return 0
+
+
+def _target_of(options: argparse.Namespace) -> Target | None:
+    """Returns the target of --on.
+
+    Raises:
+      CommandError: there is none of this name, its compiler is not installed, or --plot is given
+        without it.
+    """
+    if options.on is None:
+        if options.plot:
+            raise CommandError("--plot draws a target's front: give --on with it, as --on v5e:1x1.")
+        return None
+    try:
+        target = Target(options.on)
+        require_timed(target)
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(str(error)) from None
+    return target
+
+
+def _plot(found: Suggestion, file: str) -> None:
+    try:
+        found.plot(file)
+    except (ImportError, OSError, ValueError) as error:  # matplotlib, the folder, the ending
+        raise CommandError(f"--plot {file}: {error}") from None
 
 
 def _is_shape(leaf: Any) -> bool:

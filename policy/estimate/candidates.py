@@ -14,7 +14,7 @@ AS_WRITTEN = "as written"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Candidate:
     """A row to estimate.
 
     Attributes:
@@ -32,7 +32,9 @@ class Row:
         return "" if self.policy is None else short_text(self.policy)
 
 
-def rows_of(policies: Sequence[RowLike] | Mapping[str, RowLike] | Policy | str) -> tuple[Row, ...]:
+def rows_of(
+    policies: Sequence[RowLike] | Mapping[str, RowLike] | Policy | str,
+) -> tuple[Candidate, ...]:
     """Returns the rows that `policies` asks for.
 
     Raises:
@@ -55,11 +57,11 @@ def rows_of(policies: Sequence[RowLike] | Mapping[str, RowLike] | Policy | str) 
     return rows
 
 
-def _rows(policies: Any) -> Iterator[Row]:
+def _rows(policies: Any) -> Iterator[Candidate]:
     if isinstance(policies, Mapping):
         for name, item in policies.items():
             policy, options = _divided(item)
-            yield Row(str(name), policy, options)
+            yield Candidate(str(name), policy, options)
         return
     if not isinstance(policies, (list, tuple)):
         raise TypeError(
@@ -69,7 +71,9 @@ def _rows(policies: Any) -> Iterator[Row]:
     for item in policies:
         policy, options = _divided(item)
         text = AS_WRITTEN if policy is None else short_text(policy)
-        yield Row(", ".join([text, *(f"{k}={v}" for k, v in options.items())]), policy, options)
+        yield Candidate(
+            ", ".join([text, *(f"{k}={v}" for k, v in options.items())]), policy, options
+        )
 
 
 def _divided(item: Any) -> tuple[Policy | None, dict[str, Any]]:

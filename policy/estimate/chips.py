@@ -18,7 +18,9 @@ class Chip:
       memory: bytes that programs may take: on a TPU what its compiler leaves them.
       bandwidth: of that memory, bytes a second; 0 where none is published.
       peaks: FLOP/s of the matmul units by the operands' dtype. Float32 is what a matmul of default
-        precision takes: TF32 on a GPU, bfloat16's passes on a TPU. Empty where none is published.
+        precision takes: TF32 on a GPU, bfloat16's passes on a TPU; "float32, highest" is the
+        peak of a GPU's other units, on which one of highest precision runs. Empty where none is
+        published.
       link_bandwidth: of all links to other devices together, bytes a second, in one direction; 0
         where none is published.
       clock: Hz of the matmul units, by which cycles become seconds; 0 where the compiler gives no
@@ -35,8 +37,12 @@ class Chip:
     source: str
 
     def peak(self, dtype: str) -> float:
-        """Returns FLOP/s of matmuls of operands in `dtype`; of an unlisted one those of float32."""
-        return self.peaks.get(dtype, self.peaks.get("float32", 0.0))
+        """Returns FLOP/s of matmuls of operands in `dtype`; of an unlisted one those of float32.
+
+        A precision may follow the dtype, as in "float32, highest".
+        """
+        names = (dtype, dtype.partition(",")[0], "float32")
+        return next((self.peaks[name] for name in names if name in self.peaks), 0.0)
 
 
 _GIB = 2.0**30
@@ -61,9 +67,16 @@ def _gpu(
     half: float,
     links: float,
     source: str,
+    highest: float,
     **peaks: float,
 ) -> Chip:
-    flops = {"bfloat16": half, "float16": half, "float32": half / 2, **peaks}
+    flops = {
+        "bfloat16": half,
+        "float16": half,
+        "float32": half / 2,
+        "float32, highest": highest,
+        **peaks,
+    }
     return Chip("cuda", memory, bandwidth, flops, links, 0.0, f"NVIDIA, {source}")
 
 
@@ -73,7 +86,8 @@ def _eight(flops: float) -> dict[str, float]:
 
 # A TPU's clock follows from its peak: FLOP/s / (2 * multiply-adds a cycle): units of 128 x 128, one
 # for a core of v2, 2 of v3, 4 of v4, 4 for v5e, 8 for v5p; of 256 x 256, 4 for v6e and 4 for each
-# half of tpu7x. Peaks of a GPU are dense ones; its memory is what the device reports.
+# half of tpu7x. Peaks of a GPU are dense ones, and of highest precision those that its data sheet
+# gives for FP32 (for eight B200 600e12); its memory is what the device reports.
 CHIPS: dict[str, Chip] = {
     "v2": _tpu(
         7.48, 350e9, 23e12, 124e9, 0.7e9, "TPU v2, a core; Jouppi et al., 2020, for its links"
@@ -101,6 +115,7 @@ CHIPS: dict[str, Chip] = {
         312e12,
         300e9,
         "A100 data sheet, 2022",
+        highest=19.5e12,
         int8=624e12,
         float64=19.5e12,
     ),
@@ -110,6 +125,7 @@ CHIPS: dict[str, Chip] = {
         989.5e12,
         450e9,
         "H100 data sheet, 2024",
+        highest=67e12,
         **_eight(1979e12),
         float64=67e12,
     ),
@@ -119,6 +135,7 @@ CHIPS: dict[str, Chip] = {
         989.5e12,
         450e9,
         "H200 data sheet, 2024",
+        highest=67e12,
         **_eight(1979e12),
         float64=67e12,
     ),
@@ -128,6 +145,7 @@ CHIPS: dict[str, Chip] = {
         2250e12,
         900e9,
         "HGX B200 data sheet, 2025, an eighth of it",
+        highest=75e12,
         **_eight(4500e12),
         float64=37e12,
     ),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import re
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from policy._hlo.buffers import HeldBuffer, memory_of
+from policy._hlo.dump import compiled_with_dump
+from policy._jaxpr.paths import naming, spelled
 from policy.estimate.report import Buffer
 from policy.estimate.targets import Target
 
+_LARGEST = 20  # buffers that a row has
 _PACKAGES = {
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
@@ -22,13 +24,13 @@ _PACKAGES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledStep:
     """A program as a compiler made it, of one device.
 
     Attributes:
-      text: its HLO; "" where the compiler ran out of memory before it wrote any.
+      text: its HLO, also where the compiler ran out of memory.
       arguments, temporaries, outputs, code: bytes of memory, of outputs those that overwrite no
-        argument.
+        argument; constants count as code.
       is_exhausted: whether the compiler ran out of memory.
       buffers: the largest arrays when the most memory is taken.
       seconds: CPU seconds of the compiler.
@@ -44,7 +46,7 @@ class Program:
     seconds: float
 
 
-def compiled_program(lowered: Any, target: Target, names: tuple[str, ...]) -> Program:
+def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> CompiledStep:
     """Compiles the result of ``jax.jit(...).lower(...)``.
 
     Args:
@@ -55,40 +57,59 @@ def compiled_program(lowered: Any, target: Target, names: tuple[str, ...]) -> Pr
     Raises:
       ValueError: the compiler refuses it, for another reason than memory.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.process_time()
-        failure = ""
-        compiled: Any = None
-        try:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        except jax.errors.JaxRuntimeError as error:
-            failure = str(error)
-            if "RESOURCE_EXHAUSTED" not in failure and "Ran out of memory" not in failure:
-                raise ValueError(
-                    f"{target.name}'s compiler refuses the program: {failure.splitlines()[0]}"
-                ) from error
-        seconds = time.process_time() - start
-        if compiled is None:
-            return _exhausted(Path(folder), failure, seconds)
-        memory = compiled.memory_analysis()
-        return Program(
-            compiled.as_text(),
-            memory.argument_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            memory.generated_code_size_in_bytes,
-            False,
-            (),
+    start = time.process_time()
+    try:
+        compiled, dump = compiled_with_dump(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"{target.name}'s compiler refuses the program: {str(error).splitlines()[0]}"
+        ) from error
+    seconds = time.process_time() - start
+    use = memory_of(dump)
+    buffers = _buffers(use.buffers[:_LARGEST], names)
+    if compiled is None:
+        return CompiledStep(
+            dump.program,
+            use.arguments,
+            use.temporaries,
+            use.outputs,
+            use.constants,
+            True,
+            buffers,
             seconds,
+        )
+    memory = compiled.memory_analysis()
+    return CompiledStep(
+        compiled.as_text(),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        max(memory.generated_code_size_in_bytes, use.constants),
+        False,
+        buffers,
+        seconds,
+    )
+
+
+def _buffers(held: Sequence[HeldBuffer], names: Sequence[str]) -> tuple[Buffer, ...]:
+    with naming(buffer.path for buffer in held):
+        return tuple(
+            Buffer(
+                buffer.bytes,
+                buffer.dtype,
+                buffer.shape,
+                buffer.kind,
+                _name(buffer, names) or spelled(buffer.path),
+                buffer.operation,
+                buffer.source,
+            )
+            for buffer in held
         )
 
 
-def _exhausted(folder: Path, failure: str, seconds: float) -> Program:
-    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds", failure)
-    needed = float(found[1]) * 1024.0 ** (" KMGT".index(found[2])) if found else 0.0
-    texts = sorted(folder.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    text = texts[-1].read_text() if texts else ""
-    return Program(text, 0, int(needed), 0, 0, True, (), seconds)
+def _name(buffer: HeldBuffer, names: Sequence[str]) -> str:
+    number = buffer.parameter
+    return names[number] if number is not None and number < len(names) else ""
 
 
 def compiler_of(target: Target) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from policy._hlo.costs import Costs, costs_of
+from policy._hlo.module_paths import by_spelled_path
 from policy._jaxpr.graph import Graph
 from policy.audit.audit import operations_of
 from policy.audit.report import Audit
-from policy.estimate.candidates import Row
-from policy.estimate.compilation import Program
+from policy.estimate.candidates import Candidate
+from policy.estimate.compilation import CompiledStep
 from policy.estimate.lowering import host_callbacks
 from policy.estimate.placement import Placement
 from policy.estimate.report import Exchange, PolicyCost
+from policy.estimate.roofline import compute_seconds, kernel_time
 from policy.estimate.steps import Step
 
 
-def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> PolicyCost:
+def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placement) -> PolicyCost:
     """Returns the costs of a step's compiled program."""
     chip = placement.target.chip
     written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
-    costs = costs_of(program.text, lambda flops, moved: 0.0) if program.text else None
-    cycles = costs.cycles if costs is not None and chip.clock else None
+    costs = costs_of(program.text, kernel_time(chip)) if program.text else None
+    cycles = costs.time if costs is not None and chip.clock else None
     return PolicyCost(
         name=row.name,
         policy=row.policy_text,
@@ -34,7 +36,7 @@ def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> Pol
         matmul_flops=written.matmul_flops_by_dtype,
         bytes=None if costs is None else costs.bytes,
         cycles=cycles,
-        compute_seconds=None if cycles is None else cycles / chip.clock,
+        compute_seconds=None if costs is None else compute_seconds(chip, costs),
         collectives=()
         if costs is None
         else tuple(
@@ -46,6 +48,7 @@ def cost_of(row: Row, step: Step, program: Program, placement: Placement) -> Pol
         buffers=program.buffers,
         compile_seconds=program.seconds,
         is_exhausted=program.is_exhausted,
+        cost_by_path={} if costs is None else by_spelled_path(costs.by_path),
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import use_abstract_mesh
 
-from policy.estimate.candidates import Row, RowLike, rows_of
-from policy.estimate.compilation import compiled_program, compiler_of
+from policy.estimate.candidates import Candidate, RowLike, rows_of
+from policy.estimate.compilation import compiled_step, compiler_of
 from policy.estimate.costing import cost_of
 from policy.estimate.lowering import lowered_step
 from policy.estimate.placement import (
@@ -25,6 +26,7 @@ from policy.estimate.report import Estimate, PolicyCost
 from policy.estimate.steps import made_call, name_of, traced_step
 from policy.estimate.targets import Target
 from policy.parameters import ParamsArgument
+from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike
 
@@ -114,13 +116,13 @@ def estimate(
     checked = (
         PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
     )
-    asked = Asked(target, mesh, shardings, donate, backward, params)
+    question = Question(target, mesh, shardings, donate, backward, params)
     found = []
     for done, row in enumerate(rows):
         if progress is not None:
             progress(row.name, done, len(rows))
-        found.append(_estimated(asked, fn, args, kwargs, row, checked))
-    placement = found[0][1]
+        found.append(_estimated(question, fn, args, kwargs, row, checked))
+    placement = found[0].placement
     return Estimate(
         name=name_of(fn),
         target=target.name,
@@ -128,16 +130,16 @@ def estimate(
         mesh=dict(placement.mesh.shape) if placement.is_spread else {},
         capacity=placement.capacity,
         clock=target.chip.clock,
-        timing=_timing(target),
+        timing=target.timing,
         source=target.chip.source,
         compiler=compiler_of(target),
-        rows=tuple(cost for cost, _, _ in found),
-        notes=tuple(dict.fromkeys(note for _, _, notes in found for note in notes)),
+        rows=tuple(one.cost for one in found),
+        notes=tuple(dict.fromkeys([*(note for one in found for note in one.notes), *_same(found)])),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Question:
     """What is the same for each row; see `estimate`."""
 
     target: Target
@@ -148,34 +150,60 @@ class Asked:
     params: ParamsArgument
 
 
-def _timing(target: Target) -> str:
-    if target.chip.clock:
-        return "the compiler's cycles"
-    return "a roofline of published peaks" if target.chip.peaks else ""
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A row's costs, the devices of its step, its policy if its arguments don't depend on it, and
+    remarks.
+    """
+
+    cost: PolicyCost
+    placement: Placement
+    unheeded: Policy | None
+    notes: list[str]
+
+
+def _same(found: Sequence[Answer]) -> list[str]:
+    """Returns a remark where policies differ in param_dtype, but not the arguments."""
+    dtypes = {one.unheeded.param_dtype for one in found if one.unheeded is not None}
+    if len(dtypes) < 2:
+        return []
+    return [
+        "The arguments are the same under every policy, whatever its param_dtype. Give functions "
+        "that build them, or an example, for params in param_dtype."
+    ]
 
 
 def _estimated(
-    asked: Asked,
+    question: Question,
     fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
-) -> tuple[PolicyCost, Placement, list[str]]:
-    mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
-    with jax.set_mesh(mesh) if asked.mesh is not None else contextlib.nullcontext():
+) -> Answer:
+    mesh = mesh_of(question.target, question.mesh, (args, kwargs))
+    # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
+    abstract = use_abstract_mesh(mesh.abstract_mesh)
+    with contextlib.nullcontext() if question.mesh is None else abstract:
         call = made_call(fn, args, kwargs, row, rules, mesh)
-    placement = placement_of(asked.target, asked.mesh, asked.shardings, (call.args, call.kwargs))
+    placement = placement_of(
+        question.target, question.mesh, question.shardings, (call.args, call.kwargs)
+    )
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
-        step = traced_step(call, row, rules, asked.donate, asked.backward, asked.params)
+        step = traced_step(call, row, rules, question.donate, question.backward, question.params)
         arrays = step.traced.arguments.arrays
-        specs = specs_of(asked.shardings, call.args, arrays, step.names, step.origins)
+        specs = specs_of(question.shardings, call.args, arrays, step.names, step.origins)
         placed = placed_arrays(placement, arrays, specs, step.names)
-        lowered, notes = lowered_step(step, placed, asked.target, name_of(call.fn))
-    program = compiled_program(lowered, asked.target, step.names)
+        lowered, notes = lowered_step(step, placed, question.target, name_of(call.fn))
+    program = compiled_step(lowered, question.target, step.names)
     shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
     program = dataclasses.replace(program, arguments=program.arguments - shared)
-    return cost_of(row, step, program, placement), placement, [*placement.notes, *notes]
+    return Answer(
+        cost_of(row, step, program, placement),
+        placement,
+        None if call.is_made else row.policy,
+        [*placement.notes, *notes],
+    )
 
 
 def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from policy._hlo.costs import Costs, costs_of
-from policy.estimate.chips import Chip
+from policy.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
 from policy.estimate.targets import Target
 
 OutOfMemory = jax.errors.JaxRuntimeError
@@ -33,11 +33,14 @@ class Figures:
       kernels: how many run.
       flops: the compiler's count; 0 of a GPU.
       collectives: bytes of one device's results, by operation and dtype.
-      exchange: seconds of the collectives at the published bandwidth of the links.
+      exchange: seconds of the collectives at the published bandwidth of the links; 0 where none is
+        published.
       uncounted: costs that the figures leave out.
       rooflines: kernels with a hundredth of the cycles and more whose cycles are the chip's
         roofline.
       seconds: CPU seconds of the compiler.
+      compute_seconds: of the kernels on the chip, by cycles or the roofline of its published
+        figures; None where it has neither.
     """
 
     cycles: float
@@ -55,6 +58,7 @@ class Figures:
     seconds: float
     costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
     results: float = 0.0
+    compute_seconds: float | None = None
 
     @property
     def memory(self) -> float:
@@ -100,12 +104,13 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
     text = compiled.as_text()
     chip = target.chip
     is_tpu = chip.platform == "tpu"
-    costs = costs_of(text, lambda flops, moved: roofline(chip, flops, moved) * chip.clock)
+    costs = costs_of(text, kernel_time(chip))
     analysis = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     loops = " while(" in text
     return Figures(
-        cycles=costs.cycles if is_tpu else 0.0,
+        cycles=costs.time if is_tpu else 0.0,
+        compute_seconds=compute_seconds(chip, costs),
         bytes=costs.bytes if loops or not is_tpu else analysis["bytes accessed"],
         moved=costs.bytes,
         has_loops=loops,
@@ -114,33 +119,15 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         kernels=costs.kernels,
         flops=analysis.get("flops", 0.0),
         collectives=costs.collectives,
-        exchange=exchange_seconds(chip, costs.collectives),
-        uncounted=tuple(x for x in costs.uncounted if is_tpu or not x.startswith("cycles of")),
+        exchange=exchange_seconds(chip, costs.collectives) or 0.0,
+        uncounted=tuple(costs.uncounted),
         rooflines=tuple(
-            name
-            for name, cycles in costs.rooflines.items()
-            if is_tpu and cycles > 0.01 * costs.cycles
+            name for name, cycles in costs.rooflines.items() if cycles > 0.01 * costs.time
         ),
         seconds=seconds,
         costs=costs,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )
-
-
-def roofline(chip: Chip, flops: float, moved: float) -> float:
-    """Returns the least seconds of a kernel, by the chip's published peaks."""
-    return max(flops / chip.flops, moved / chip.bandwidth)
-
-
-def exchange_seconds(chip: Chip, collectives: dict[tuple[str, str], float]) -> float:
-    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the
-    others once.
-    """
-    sent = sum(
-        size * (2 if operation == "all-reduce" else 1)
-        for (operation, _), size in collectives.items()
-    )
-    return sent / chip.link_bandwidth
 
 
 def half(shape: Sequence[int]) -> jax.ShapeDtypeStruct:

@@ -13,11 +13,11 @@ import jax
 from policy._jaxpr.donation import donated_inputs
 from policy._jaxpr.trace import Traced, is_array, lowered, origins_of
 from policy.callables import require_function
-from policy.estimate.candidates import Row
+from policy.estimate.candidates import Candidate
 from policy.parameters import ParamsArgument
 from policy.rules import PolicyRules
 from policy.scope import use_policy
-from policy.traced.call import input_paths
+from policy.traced.call import Route, input_paths
 from policy.traced.under_policy import traced_under
 
 # Functions that return the shapes of what a function builds; the last one is asked. Libraries with
@@ -67,7 +67,7 @@ def made_call(
     fn: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
     mesh: jax.sharding.Mesh,
 ) -> MadeCall:
@@ -94,7 +94,7 @@ def made_call(
 
 
 def _run_example(
-    fn: Callable[..., Any], row: Row, mesh: jax.sharding.Mesh
+    fn: Callable[..., Any], row: Candidate, mesh: jax.sharding.Mesh
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Returns the function and arguments that an example returns; None if `fn` is no example."""
     try:
@@ -156,17 +156,19 @@ def _is_builder(arg: Any) -> bool:
 
 def traced_step(
     call: MadeCall,
-    row: Row,
+    row: Candidate,
     rules: PolicyRules | None,
     donate: int | Sequence[int] | None,
     backward: bool,
     params: ParamsArgument,
+    route: Route | None = None,
 ) -> Step:
     """Traces the call of a row.
 
     Args:
       donate: positions of arguments that may be overwritten; None for those that a jitted function
         donates.
+      route: how the policy is applied, where that is known.
 
     Raises:
       TypeError, ValueError: as `policy.audit` does, and where `donate` names no arguments.
@@ -180,6 +182,7 @@ def traced_step(
         params,
         row.policy,
         rules if row.policy is not None else None,
+        route,
     )
     pure = lowered(call.fn, call.args, call.kwargs)
     every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()

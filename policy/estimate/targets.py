@@ -108,6 +108,13 @@ class Target:
         """The platform to lower for: "tpu", "cuda", "rocm" or "cpu"."""
         return self.chip.platform
 
+    @property
+    def timing(self) -> str:
+        """The source of seconds: "the compiler's cycles", "a roofline of published peaks", or ""."""
+        if self.chip.clock:
+            return "the compiler's cycles"
+        return "a roofline of published peaks" if self.chip.peaks else ""
+
     @functools.cached_property
     def devices(self) -> np.ndarray:
         """The devices of the topology, flat.

@@ -25,21 +25,27 @@ def traced_under(
     params: ParamsArgument,
     policy: Policy | None,
     rules: PolicyRules | None,
+    route: Route | None = None,
 ) -> tuple[Traced, Route]:
     """Traces a call under a policy, as `traced_call` does, and returns how the policy is applied.
 
     A policy of half precision is applied by its scope, or, where that makes no matmul half
     precision, by autocast. None traces the call as it is written.
+
+    Args:
+      route: "scope" or "autocast", where that is known.
     """
     if policy is None:
         return traced_call(fn, args, kwargs, backward, params), "as written"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DtypePolicyWarning)
-        with use_policy(policy, rules):
-            traced = traced_call(fn, args, kwargs, backward, params)
-    if is_half(policy.compute_dtype) and not multiplies_in_half(traced.jaxpr):
-        ruled = lambda pure, of: autocast(pure, policy, params=of, rules=rules)  # noqa: E731
-        return traced_call(fn, args, kwargs, backward, params, ruled), "autocast"
-    for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=4)
-    return traced, "scope"
+    if route != "autocast":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DtypePolicyWarning)
+            with use_policy(policy, rules):
+                traced = traced_call(fn, args, kwargs, backward, params)
+        is_float32 = is_half(policy.compute_dtype) and not multiplies_in_half(traced.jaxpr)
+        if route == "scope" or not is_float32:
+            for warning in caught:
+                warnings.warn(warning.message, warning.category, stacklevel=4)
+            return traced, "scope"
+    ruled = lambda pure, of: autocast(pure, policy, params=of, rules=rules)  # noqa: E731
+    return traced_call(fn, args, kwargs, backward, params, ruled), "autocast"

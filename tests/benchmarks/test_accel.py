@@ -7,14 +7,14 @@ import json
 import sys
 
 import pytest
-from benchmarks.accel.program import Figures
 
 from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
 from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
-from benchmarks.accel.targets import Target
 from benchmarks.table import Row
+from policy.estimate.program import Figures
+from policy.estimate.targets import Target
 from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")
@@ -359,8 +359,8 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
     assert (
-        "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
-        in capsys.readouterr().err
+        "--on is of the tables accel and estimates, and --record of accel: "
+        "python -m benchmarks accel --on v5e" in capsys.readouterr().err
     )
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from benchmarks.accel.program import placed
 
 from benchmarks.accel import eight_bits
-from benchmarks.accel.targets import Target
 from mpmodules import linen
+from policy.estimate.program import placed
+from policy.estimate.targets import Target
 from tests.benchmarks import accelerators
 
 WIDTH = 512

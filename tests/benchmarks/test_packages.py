@@ -216,7 +216,7 @@ def test_the_whole_table_is_written_or_nothing(capsys):
     assert "--write replaces the whole table: leave out --only" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         everything.main(["models", "--write"])
-    assert "--write is of the table packages" in capsys.readouterr().err
+    assert "--write is of the tables packages and estimates" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------

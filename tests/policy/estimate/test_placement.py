@@ -10,8 +10,10 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import policy
 from policy.estimate.placement import Placement, mesh_of, placed_arrays, placement_of, specs_of
 from policy.estimate.targets import Target
+from tests.benchmarks import accelerators
 
 P = PartitionSpec
 MESH: Any = AbstractMesh((4, 2), ("data", "fsdp"))
@@ -157,3 +159,19 @@ def test_the_mesh_is_the_given_one_or_that_of_the_arguments():
 def test_a_mesh_is_a_mapping_of_sizes(mesh):
     with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):
         mesh_of(target_of(8), mesh, [X])
+
+
+@pytest.mark.slow
+def test_an_example_makes_arrays_on_this_machine_where_a_mesh_is_of_others():
+    absent = accelerators.target("v5e:2x2")
+
+    def example(mesh=None):
+        key = jax.random.key(0)
+        rows = NamedSharding(mesh, P("data"))
+        x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=rows)
+        assert dict(jax.sharding.get_abstract_mesh().shape) == {"data": 2, "fsdp": 2}
+        return lambda x: jax.random.bernoulli(key, x), (x,)
+
+    sizes = {"data": 2, "fsdp": 2}
+    found = policy.estimate(example, policies=["float32"], on=absent, mesh=sizes)
+    assert found["float32"].arguments == 8 * 128 * 4 / 2

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from policy.policy import get_policy
+from policy.suggest.applied import applied
 from policy.suggest.search import Search
-from policy.suggest.suggest import _applied, suggest
+from policy.suggest.suggest import suggest
 from policy.suggest.trial import Trial
 from policy.traced.call import Call, program_of
 
@@ -94,8 +95,7 @@ def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget()
     program = program_of(call, policy)
     trial = Trial(program, None)
     errors = {
-        wide: trial.error(_applied(call, policy, program, trial, wide)[1])
-        for wide in subsets(trial)
+        wide: trial.error(applied(call, policy, program, trial, wide)[1]) for wide in subsets(trial)
     }
     for budget in budgets(errors):
         found = suggest(model, *arguments, error=budget, policy=policy)

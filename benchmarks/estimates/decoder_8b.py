@@ -1,0 +1,78 @@
+"""A train step of a decoder of 8 billion params, Llama 3's shape, its layers scanned and
+rematerialised.
+
+    python -m policy estimate benchmarks/estimates/decoder_8b.py:example \\
+        --on v5e:16x16 --mesh data=4,fsdp=64
+
+The model of `benchmarks/accel/scale_model.py` in linen, one text of 4096 tokens a device. Params,
+moments and remainders are split over the axis `fsdp` of the mesh, or over the only axis that it
+has, along the model's width; the batch is split over all axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+import mpmodules.linen
+from benchmarks.accel.scale_model import Size, cross_entropy, decoder_of, param_spec
+from benchmarks.estimates.training import adamw, devices_of, int32, train_step
+
+LLAMA = Size()
+
+QUICK = {
+    "size": Size(
+        layers=2,
+        width=256,
+        heads=4,
+        key_heads=2,
+        head_width=128,
+        mlp_width=1024,
+        vocabulary=2048,
+        length=256,
+    )
+}
+
+
+def flops_by_hand(size: Size = LLAMA) -> float:
+    """Returns the FLOPs of a device's matmuls: 6 for each token and weight of the blocks and the
+    head, 12 for each pair of positions and each of the width, and a third more of both in the
+    blocks, which run forward twice, but for their last matmul.
+    """
+    heads = size.head_width * (size.heads + size.key_heads)
+    last = size.mlp_width * size.width
+    block = 2 * size.width * heads + 3 * last
+    pairs = size.heads * size.head_width * size.length
+    layers = size.layers * (8.0 * block - 2.0 * last + 16.0 * pairs)
+    return size.length * (layers + 6.0 * size.width * size.vocabulary)
+
+
+def example(
+    mesh: Mesh | None = None,
+    master_weights: str = "auto",
+    moment_dtype: str | None = None,
+    size: Size = LLAMA,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the step under the policy in force, and the shapes that it is called with.
+
+    Args:
+      mesh: the devices.
+      master_weights, moment_dtype: see `adamw`.
+      size: of the model.
+    """
+    nn: Any = mpmodules.linen
+    model = decoder_of(nn)(size)
+    tokens = int32(devices_of(mesh), size.length)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss_fn(params: Any, batch_stats: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return cross_entropy(model.apply({"params": params}, tokens), tokens), batch_stats
+
+    def spec_of(shape: tuple[int, ...]) -> PartitionSpec:
+        axis = "fsdp" if mesh is None else mesh.axis_names[-1]
+        return PartitionSpec(*(axis if name else None for name in param_spec(shape, size)))
+
+    tx = adamw(master_weights, moment_dtype)
+    return train_step(loss_fn, tx, params, (), tokens, mesh, spec_of)

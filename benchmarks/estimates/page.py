@@ -1,0 +1,238 @@
+"""docs/estimates.md, made of the stored results."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.estimates.tables import MODELS, Model, Table, stored, tables
+
+PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
+NOTES = Path(__file__).parent / "notes"
+WIDTH = 120
+GIB, MIB = 2.0**30, 2.0**20
+Found = Mapping[str, Any]
+HEAD = (
+    "policy",
+    "memory, GiB",
+    "arguments",
+    "temporaries",
+    "fits",
+    "TFLOPs of matmuls",
+    "GiB moved",
+    "exchanged, MiB",
+    "ms",
+    "of these exchanging",
+    "compile, CPU s",
+)
+
+
+def page() -> str:
+    """Returns the page of all stored results."""
+    found = {(table.model.module, table.target): stored(table) for table in tables()}
+    parts = [note("opening"), made_by([one for one in found.values() if one is not None])]
+    for model in MODELS:
+        parts += [f"## {model.title}", note(model.module)]
+        for table in tables(only=[model.module]):
+            one = found[model.module, table.target]
+            if one is not None:
+                parts += [section(table, one)]
+    parts += [note("arithmetic"), arithmetic(found)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def note(name: str) -> str:
+    return (NOTES / f"{name}.md").read_text(encoding="utf-8").strip()
+
+
+def made_by(found: Sequence[Found]) -> str:
+    """Returns the line that says which command made the page, and the compilers."""
+    compilers = dict.fromkeys(one["compiler"] for one in found)
+    sources = dict.fromkeys(one["source"] for one in found)
+    return wrapped(
+        "Made by `python -m benchmarks estimates --write`, with "
+        f"{'; '.join(compilers)}. Figures of the devices: {'; '.join(sources)}."
+    )
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# A table
+# --------------------------------------------------------------------------------------------------
+
+
+def section(table: Table, found: Found) -> str:
+    """Returns a table with its command, and the largest arrays of the rows that don't fit."""
+    return "\n\n".join(
+        [
+            f"### {table.model.title}, {place(found)}",
+            f"```console\n{command(table.command)}\n```",
+            markdown(HEAD, [cells(row) for row in found["rows"]]),
+            *buffers(found["rows"]),
+            *remarks(found),
+        ]
+    )
+
+
+def place(found: Found) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+    return found["target"] + (f" ({axes})" if len(found["mesh"]) > 1 or "fsdp" in axes else "")
+
+
+def command(words: Sequence[str]) -> str:
+    """Returns a command as it is typed, wrapped with backslashes."""
+    lines, line = [], "$"
+    for flag, value in _pairs(words):
+        part = " ".join(map(shlex.quote, (flag, *value)))
+        if len(f"{line} {part} \\") > WIDTH:
+            lines, line = [*lines, f"{line} \\"], "   "
+        line = f"{line} {part}"
+    return "\n".join([*lines, line])
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yields each flag with its value."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        yield word, [rest.pop(0)] if word.startswith("-") and rest else []
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells(row: Found) -> list[str]:
+    """Returns a row of a table."""
+    parts = ("", "") if row["is_exhausted"] else map(gib, (row["arguments"], row["temporaries"]))
+    seconds = total_seconds(row)
+    exchanging = exchange_seconds(row)
+    return [
+        row["name"],
+        gib(row["memory"]),
+        *parts,
+        fit(row),
+        flops(row["matmul_flops"]),
+        "" if row["bytes"] is None else gib(row["bytes"]),
+        exchanged(row["collectives"]),
+        "" if seconds is None else milliseconds(seconds),
+        "" if seconds is None or not exchanging else milliseconds(exchanging),
+        f"{row['compile_seconds']:.0f}",
+    ]
+
+
+def fit(row: Found) -> str:
+    spare = (row["capacity"] - row["memory"]) / GIB
+    fits = not row["is_exhausted"] and spare >= 0
+    return f"yes, {spare:.2f} left" if fits else f"**no**, {-spare:.2f} too much"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def flops(by_dtype: Mapping[str, float]) -> str:
+    """Returns TFLOPs by dtype, those of a thousandth and less left out."""
+    whole = sum(by_dtype.values())
+    return ", ".join(
+        f"{count / 1e12:.4g} {dtype}" for dtype, count in by_dtype.items() if count > whole / 1e3
+    )
+
+
+def exchanged(collectives: Sequence[Found]) -> str:
+    """Returns MiB by dtype, the largest first; below a MiB nothing."""
+    sums: dict[str, float] = {}
+    for one in collectives:
+        sums[one["dtype"]] = sums.get(one["dtype"], 0.0) + one["bytes"]
+    large = sorted(((size, dtype) for dtype, size in sums.items() if size > MIB), reverse=True)
+    return ", ".join(f"{size / MIB:.0f} {dtype}" for size, dtype in large)
+
+
+def exchange_seconds(row: Found) -> float | None:
+    seconds = [one["seconds"] for one in row["collectives"]]
+    return None if None in seconds else sum(seconds)
+
+
+def total_seconds(row: Found) -> float | None:
+    """Returns the seconds of kernels and exchanges, as `PolicyCost.seconds`."""
+    if row["compute_seconds"] is None:
+        return None
+    return row["compute_seconds"] + (exchange_seconds(row) or 0.0)
+
+
+def buffers(rows: Sequence[Found], most: int = 5) -> Iterator[str]:
+    """Yields the largest arrays of the rows that run out of memory, those of like rows once."""
+    for row in rows:
+        if row["is_exhausted"] and row["buffers"]:
+            lines = [
+                f"- {gib(one['bytes'])} GiB, {one['dtype']}[{','.join(map(str, one['shape']))}], "
+                f"{one['kind']}: {_where(one)}"
+                for one in row["buffers"][:most]
+            ]
+            yield f"Under {row['name']} the largest arrays are\n\n" + "\n".join(lines)
+
+
+def _where(one: Found) -> str:
+    parts = (one["path"], one["operation"], one["source"])
+    return ", ".join(f"`{part}`" for part in parts if part) or "unknown"
+
+
+def remarks(found: Found) -> Iterator[str]:
+    """Yields what the figures leave out, and notes on the whole."""
+    for text in found["notes"]:
+        yield wrapped(text)
+    left_out = dict.fromkeys(itertools.chain(*(row["uncounted"] for row in found["rows"])))
+    if left_out:
+        yield wrapped(f"Not counted: {', '.join(left_out)}.")
+
+
+# --------------------------------------------------------------------------------------------------
+# Beside arithmetic
+# --------------------------------------------------------------------------------------------------
+
+
+def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
+    """Returns the table of memory and FLOPs beside arithmetic,."""
+    rows = []
+    for (module, target), one in found.items():
+        model = next(model for model in MODELS if model.module == module)
+        if one is not None:
+            rows += [
+                _beside(model, target, one, row) for row in one["rows"] if not row_options(row)
+            ]
+    head = ("step", "arguments, GiB", "by hand", "ratio", "TFLOPs of matmuls", "by hand", "ratio")
+    return markdown(head, rows)
+
+
+def row_options(row: Found) -> bool:
+    """Returns whether a row has options: its params are stored otherwise."""
+    return "=" in row["name"]
+
+
+def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
+    counts, devices = found["counts"], found["devices"]
+    by_hand = 12.0 * counts["params"] / found["mesh"].get("fsdp", 1) + counts["batch"]
+    flops = sum(row["matmul_flops"].values())
+    flops_by_hand = counts["flops"] * devices
+    is_known = not row["is_exhausted"]
+    return [
+        f"{model.title}, {target}, {row['name']}",
+        gib(row["arguments"]) if is_known else "",
+        gib(by_hand),
+        f"{row['arguments'] / by_hand:.3f}" if is_known else "",
+        f"{flops / 1e12:.4g}",
+        f"{flops_by_hand / 1e12:.4g}",
+        f"{flops / flops_by_hand:.3f}",
+    ]
