@@ -18,7 +18,10 @@ _OF_LOOPS = re.compile(
     r"/closed_call|/eval_jaxpr|/checkpoint)$"
 )
 _STACKING = "/jit(dynamic_update_index_in_dim)/dynamic_update_slice"
-_PASSING = ("tuple", "get-tuple-element", "while", "conditional", "call", "parameter")
+_PASSING = (
+    *("tuple", "get-tuple-element", "while", "conditional", "call", "parameter"),
+    *("async-start", "async-update", "async-done"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Makers:
         holder = self.holders[name]
         instruction = holder.instructions[name]
         if instruction.opcode in _PASSING:
-            return self._passed(holder, instruction, index, seen)
+            found = self._passed(holder, instruction, index, seen)
+            return found or (Maker(instruction) if self._is_named(instruction) else None)
         if instruction.opcode == "fusion":
             return self._fused(instruction, index, seen)
         if self._is_named(instruction):
@@ -124,11 +128,29 @@ class Makers:
             return self._made(_operand(instruction, *index), seen) if index else None
         if opcode == "parameter":
             return self._entering(holder, instruction, index, seen)
+        if opcode.startswith("async"):
+            return self._asynchronous(instruction, index, seen)
         for key in ("body", "branch_computations", "to_apply", "called_computations"):
             for called in instruction.called.get(key, ()):
                 if found := self._made((self.computations[called].root.name, index), seen):
                     return found
         return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
+
+    def _asynchronous(
+        self, instruction: Instruction, index: tuple[int, ...], seen: set[Place]
+    ) -> Maker | None:
+        """Returns the maker of a result of an operation that runs beside others.
+
+        Its start returns its operands, its results and a context.
+        """
+        if instruction.opcode == "async-done":
+            return self._made(_operand(instruction, 0, 1, *index), seen)
+        if instruction.opcode == "async-update":
+            return self._made(_operand(instruction, 0, *index), seen)
+        called = instruction.called.get("calls", ())
+        if index[:1] != (1,) or not called:
+            return None
+        return self._made((self.computations[called[0]].root.name, index[1:]), seen)
 
     def _entering(
         self,
