@@ -137,7 +137,7 @@ class Makers:
         return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
 
     def _asynchronous(
-        self, instruction: Instruction, index: tuple[int, ...], seen: set[Place]
+        self, instruction: Instruction, index: tuple[int, ...], seen: set[ValuePlace]
     ) -> Maker | None:
         """Returns the maker of a result of an operation that runs beside others.
 

@@ -78,9 +78,9 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
             buffers,
             seconds,
         )
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return CompiledStep(
-        compiled.as_text(),
+        compiled.as_text() or dump.program,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
