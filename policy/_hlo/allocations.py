@@ -17,11 +17,11 @@ _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
 )
 _RANGE = re.compile(r"\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
-Place = tuple[str, tuple[int, ...]]
+ResultPlace = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class PlacedValue:
     """An array that an instruction makes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Value:
       array: its dtype and shape; None of a tuple, a table of addresses.
     """
 
-    place: Place
+    place: ResultPlace
     bytes: int
     offset: int
     array: Array | None
@@ -54,7 +54,7 @@ class Allocation:
     color: int
     kind: str
     parameter: int | None
-    values: tuple[Value, ...]
+    values: tuple[PlacedValue, ...]
 
 
 def allocations_of(text: str) -> list[Allocation]:
@@ -63,7 +63,7 @@ def allocations_of(text: str) -> list[Allocation]:
     Raises:
       ValueError: there are none in it.
     """
-    found: list[tuple[re.Match[str], list[Value]]] = []
+    found: list[tuple[re.Match[str], list[PlacedValue]]] = []
     for line in text.splitlines():
         if opened := _ALLOCATION.match(line):
             found.append((opened, []))
@@ -74,18 +74,18 @@ def allocations_of(text: str) -> list[Allocation]:
     return [_allocation(opened, tuple(values)) for opened, values in found]
 
 
-def _value(found: re.Match[str]) -> Value:
+def _value(found: re.Match[str]) -> PlacedValue:
     arrays = () if found[5].startswith("(") else arrays_in(found[5])
-    return Value(
+    return PlacedValue(
         _place(found[1], found[2] or ""), int(found[3]), int(found[4]), next(iter(arrays), None)
     )
 
 
-def _place(name: str, index: str) -> Place:
+def _place(name: str, index: str) -> ResultPlace:
     return name, tuple(int(n) for n in index.split(",") if n)
 
 
-def _allocation(opened: re.Match[str], values: tuple[Value, ...]) -> Allocation:
+def _allocation(opened: re.Match[str], values: tuple[PlacedValue, ...]) -> Allocation:
     rest = opened[3]
     color = re.search(r", color (\d+)", rest)
     parameter = re.search(r", parameter (\d+), shape .* at ShapeIndex \{(\d*)", rest)
@@ -101,21 +101,23 @@ def _allocation(opened: re.Match[str], values: tuple[Value, ...]) -> Allocation:
     )
 
 
-def live_ranges_of(text: str) -> dict[Place, tuple[int, int]]:
+def live_ranges_of(text: str) -> dict[ResultPlace, tuple[int, int]]:
     """Returns the first and last moment of each value in the text of ``live-range.txt``."""
     found = filter(None, map(_RANGE.match, text.splitlines()))
     return {_place(match[1], match[2]): (int(match[3]), int(match[4])) for match in found}
 
 
-def last_of(allocation: Allocation, ranges: Mapping[Place, tuple[int, int]]) -> Value | None:
+def last_of(
+    allocation: Allocation, ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> PlacedValue | None:
     """Returns the array in an allocation that is alive for the longest, which an output is."""
     arrays = [value for value in allocation.values if value.array is not None]
     return max(arrays, key=lambda value: ranges.get(value.place, (-1, -1))[::-1], default=None)
 
 
 def largest_moment(
-    allocations: Iterable[Allocation], ranges: Mapping[Place, tuple[int, int]]
-) -> list[Value]:
+    allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> list[PlacedValue]:
     """Returns the values that are alive when they take the most memory, the largest first.
 
     Of values that share memory at that moment, because an operation overwrites its operand, it
@@ -133,15 +135,15 @@ def largest_moment(
 
 
 def _moments(
-    allocations: Iterable[Allocation], ranges: Mapping[Place, tuple[int, int]]
-) -> Iterator[list[tuple[int, Value]]]:
+    allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> Iterator[list[tuple[int, PlacedValue]]]:
     """Yields the values that are alive, with their allocations' numbers, whenever one is made."""
-    starting: dict[int, list[tuple[int, Value]]] = {}
+    starting: dict[int, list[tuple[int, PlacedValue]]] = {}
     for number, allocation in enumerate(allocations):
         for value in allocation.values:
             if value.place in ranges:
                 starting.setdefault(ranges[value.place][0], []).append((number, value))
-    alive: list[tuple[int, Value]] = []
+    alive: list[tuple[int, PlacedValue]] = []
     for moment in sorted(starting):
         alive = [entry for entry in alive if ranges[entry[1].place][1] >= moment]
         alive += starting[moment]
@@ -149,15 +151,15 @@ def _moments(
 
 
 def _apart(
-    alive: list[tuple[int, Value]], ranges: Mapping[Place, tuple[int, int]]
-) -> Iterator[Value]:
+    alive: list[tuple[int, PlacedValue]], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> Iterator[PlacedValue]:
     """Yields the values that share no memory, the largest first."""
-    chosen: list[tuple[int, Value]] = []
+    chosen: list[tuple[int, PlacedValue]] = []
     for number, value in sorted(alive, key=lambda e: (-e[1].bytes, -ranges[e[1].place][0])):
         if not any(n == number and _overlap(value, other) for n, other in chosen):
             chosen.append((number, value))
             yield value
 
 
-def _overlap(one: Value, other: Value) -> bool:
+def _overlap(one: PlacedValue, other: PlacedValue) -> bool:
     return one.offset < other.offset + other.bytes and other.offset < one.offset + one.bytes
