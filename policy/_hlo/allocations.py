@@ -21,7 +21,7 @@ ResultPlace = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedValue:
+class StoredValue:
     """An array that an instruction makes.
 
     Attributes:
@@ -54,7 +54,7 @@ class Allocation:
     color: int
     kind: str
     parameter: int | None
-    values: tuple[PlacedValue, ...]
+    values: tuple[StoredValue, ...]
 
 
 def allocations_of(text: str) -> list[Allocation]:
@@ -63,7 +63,7 @@ def allocations_of(text: str) -> list[Allocation]:
     Raises:
       ValueError: there are none in it.
     """
-    found: list[tuple[re.Match[str], list[PlacedValue]]] = []
+    found: list[tuple[re.Match[str], list[StoredValue]]] = []
     for line in text.splitlines():
         if opened := _ALLOCATION.match(line):
             found.append((opened, []))
@@ -74,9 +74,9 @@ def allocations_of(text: str) -> list[Allocation]:
     return [_allocation(opened, tuple(values)) for opened, values in found]
 
 
-def _value(found: re.Match[str]) -> PlacedValue:
+def _value(found: re.Match[str]) -> StoredValue:
     arrays = () if found[5].startswith("(") else arrays_in(found[5])
-    return PlacedValue(
+    return StoredValue(
         _place(found[1], found[2] or ""), int(found[3]), int(found[4]), next(iter(arrays), None)
     )
 
@@ -85,7 +85,7 @@ def _place(name: str, index: str) -> ResultPlace:
     return name, tuple(int(n) for n in index.split(",") if n)
 
 
-def _allocation(opened: re.Match[str], values: tuple[PlacedValue, ...]) -> Allocation:
+def _allocation(opened: re.Match[str], values: tuple[StoredValue, ...]) -> Allocation:
     rest = opened[3]
     color = re.search(r", color (\d+)", rest)
     parameter = re.search(r", parameter (\d+), shape .* at ShapeIndex \{(\d*)", rest)
@@ -109,7 +109,7 @@ def live_ranges_of(text: str) -> dict[ResultPlace, tuple[int, int]]:
 
 def last_of(
     allocation: Allocation, ranges: Mapping[ResultPlace, tuple[int, int]]
-) -> PlacedValue | None:
+) -> StoredValue | None:
     """Returns the array in an allocation that is alive for the longest, which an output is."""
     arrays = [value for value in allocation.values if value.array is not None]
     return max(arrays, key=lambda value: ranges.get(value.place, (-1, -1))[::-1], default=None)
@@ -117,7 +117,7 @@ def last_of(
 
 def largest_moment(
     allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
-) -> list[PlacedValue]:
+) -> list[StoredValue]:
     """Returns the values that are alive when they take the most memory, the largest first.
 
     Of values that share memory at that moment, because an operation overwrites its operand, it
@@ -136,14 +136,14 @@ def largest_moment(
 
 def _moments(
     allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
-) -> Iterator[list[tuple[int, PlacedValue]]]:
+) -> Iterator[list[tuple[int, StoredValue]]]:
     """Yields the values that are alive, with their allocations' numbers, whenever one is made."""
-    starting: dict[int, list[tuple[int, PlacedValue]]] = {}
+    starting: dict[int, list[tuple[int, StoredValue]]] = {}
     for number, allocation in enumerate(allocations):
         for value in allocation.values:
             if value.place in ranges:
                 starting.setdefault(ranges[value.place][0], []).append((number, value))
-    alive: list[tuple[int, PlacedValue]] = []
+    alive: list[tuple[int, StoredValue]] = []
     for moment in sorted(starting):
         alive = [entry for entry in alive if ranges[entry[1].place][1] >= moment]
         alive += starting[moment]
@@ -151,15 +151,15 @@ def _moments(
 
 
 def _apart(
-    alive: list[tuple[int, PlacedValue]], ranges: Mapping[ResultPlace, tuple[int, int]]
-) -> Iterator[PlacedValue]:
+    alive: list[tuple[int, StoredValue]], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> Iterator[StoredValue]:
     """Yields the values that share no memory, the largest first."""
-    chosen: list[tuple[int, PlacedValue]] = []
+    chosen: list[tuple[int, StoredValue]] = []
     for number, value in sorted(alive, key=lambda e: (-e[1].bytes, -ranges[e[1].place][0])):
         if not any(n == number and _overlap(value, other) for n, other in chosen):
             chosen.append((number, value))
             yield value
 
 
-def _overlap(one: PlacedValue, other: PlacedValue) -> bool:
+def _overlap(one: StoredValue, other: StoredValue) -> bool:
     return one.offset < other.offset + other.bytes and other.offset < one.offset + one.bytes

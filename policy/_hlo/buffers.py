@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from policy._hlo.allocations import (
     Allocation,
-    PlacedValue,
     ResultPlace,
+    StoredValue,
     allocations_of,
     largest_moment,
     last_of,
@@ -145,7 +145,7 @@ class _Reader:
             return ""
         return parameter.op_name.replace("\\'", "'")
 
-    def _made(self, value: PlacedValue, array: Array, kind: str, size: int) -> HeldBuffer:
+    def _made(self, value: StoredValue, array: Array, kind: str, size: int) -> HeldBuffer:
         held = HeldBuffer(size, jax_dtype_name(array.dtype), array.shape, kind)
         maker = self.makers.maker_of(value.place)
         if maker is None:

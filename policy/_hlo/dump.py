@@ -61,7 +61,7 @@ def compiled_with_dump(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Turns JAX's persistent cache off, of which JAX reads the setting once unless it is reset."""
+    """Turns JAX's persistent cache off, whose setting JAX 0.12 reads once unless it is reset."""
     was = cast(Any, jax.config).jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
