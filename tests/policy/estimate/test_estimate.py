@@ -54,9 +54,7 @@ def train_example(master_weights: Any = "auto", moment_dtype: Any = None, jits: 
 
     def step(params, state, x):
         value, gradients = policy.value_and_grad(
-            lambda params: jnp.mean(
-                jnp.square(cast(Any, net.apply({"params": params}, x)).astype(F32))
-            ),
+            lambda params: jnp.mean(jnp.square(apply({"params": params}, x).astype(F32))),
             policy=current,
         )(params)
         params, state, _ = policy.apply_gradients(tx, params, state, gradients)
