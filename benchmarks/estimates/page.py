@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.estimates.tables import MODELS, Model, Table, stored, tables
+from benchmarks.estimates.tables import MODELS, Table, stored, tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
 NOTES = Path(__file__).parent / "notes"
 WIDTH = 120
 GIB, MIB = 2.0**30, 2.0**20
+_LINES = 8  # of the largest arrays
 Found = Mapping[str, Any]
 HEAD = (
     "policy",
@@ -143,11 +144,15 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
+def tera(count: float) -> str:
+    return f"{count / 1e12:,.0f}" if count >= 1e15 else f"{count / 1e12:.4g}"
+
+
 def flops(by_dtype: Mapping[str, float]) -> str:
     """Returns TFLOPs by dtype, those of a thousandth and less left out."""
     whole = sum(by_dtype.values())
     return ", ".join(
-        f"{count / 1e12:.4g} {dtype}" for dtype, count in by_dtype.items() if count > whole / 1e3
+        f"{tera(count)} {dtype}" for dtype, count in by_dtype.items() if count > whole / 1e3
     )
 
 
@@ -180,10 +185,8 @@ def buffers(rows: Sequence[Found]) -> Iterator[str]:
             for one in row["buffers"]:
                 key = one["kind"], one["bytes"], one["dtype"], _owner(one), one["operation"]
                 alike.setdefault(key, []).append(one)
-            lines = [_line(group) for group in alike.values()]
-            yield f"The {len(row['buffers'])} largest arrays under {row['name']}:\n\n" + "\n".join(
-                lines
-            )
+            lines = [_line(group) for group in alike.values()][:_LINES]
+            yield f"The largest arrays under {row['name']}:\n\n" + "\n".join(lines)
 
 
 def _owner(one: Found) -> str:
@@ -216,31 +219,31 @@ def remarks(found: Found) -> Iterator[str]:
 
 
 def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
-    """Returns the table of memory and FLOPs beside arithmetic."""
-    rows = []
-    for (module, target), one in found.items():
-        model = next(model for model in MODELS if model.module == module)
-        if one is not None:
-            rows += [
-                _beside(model, target, one, row)
-                for row in one["rows"]
-                if row["name"] == row["policy"]
-            ]
+    """Returns the table of memory and FLOPs beside arithmetic, of each table's first row."""
+    rows = [
+        _beside(_titled(module), target, one, one["rows"][0])
+        for (module, target), one in found.items()
+        if one is not None
+    ]
     head = ("step", "arguments, GiB", "by hand", "ratio", "TFLOPs of matmuls", "by hand", "ratio")
     return markdown(head, rows)
 
 
-def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
+def _titled(module: str) -> str:
+    return next(model.title for model in MODELS if model.module == module)
+
+
+def _beside(title: str, target: str, found: Found, row: Found) -> list[str]:
     counts, devices = found["counts"], found["devices"]
     by_hand = 12.0 * counts["params"] / found["mesh"].get("fsdp", 1) + counts["batch"]
     flops = sum(row["matmul_flops"].values())
     flops_by_hand = counts["flops"] * devices
     return [
-        f"{model.title}, {target}, {row['name']}",
+        f"{title}, {target}, {row['name']}",
         gib(row["arguments"]),
         gib(by_hand),
         f"{row['arguments'] / by_hand:.3f}",
-        f"{flops / 1e12:.4g}",
-        f"{flops_by_hand / 1e12:.4g}",
+        tera(flops),
+        tera(flops_by_hand),
         f"{flops / flops_by_hand:.3f}",
     ]

@@ -275,7 +275,7 @@ def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest
     assert page.cells(row)[:5] == ["a", "6.00", "1.00", "2.00", "**no**, 2.00 too much"]
     (text,) = page.buffers([row])
     assert text.splitlines() == [
-        "The 5 largest arrays under a:",
+        "The largest arrays under a:",
         "",
         "- 2 of 1.00 GiB, float32[2,3] and float32[3,2]: arguments `args[1].inner[0].mu`",
         "- 0.50 GiB, float32[2,3]: argument `args[0]`",
