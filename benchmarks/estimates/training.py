@@ -20,13 +20,16 @@ from policy import (
     value_and_grad,
 )
 from policy.optim import state_shardings
+from policy.optim.storage_modes import MasterWeights
 
 SpecOf = Callable[[tuple[int, ...]], PartitionSpec]
 # loss_fn(params, batch_stats, batch) -> (loss, batch_stats); a model without statistics has ().
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
-def adamw(master_weights: str = "auto", moment_dtype: str | None = None) -> MixedPrecision:
+def adamw(
+    master_weights: MasterWeights = "auto", moment_dtype: str | None = None
+) -> MixedPrecision:
     """Makes AdamW under the policy in force.
 
     Args:
