@@ -254,7 +254,7 @@ def test_the_plot_stacks_memory_beside_the_capacity_and_seconds():
     figure = estimate_of(cost(), half(uncounted=("sorts",))).plot()
     memory, seconds = figure.axes
     assert bars(memory) == {"arguments": [6, 6], "temporaries": [5, 5], "outputs": [1, 1]}
-    assert [line.get_xdata()[0] for line in memory.lines] == [16.0]
+    assert [line.get_xydata()[0, 0] for line in memory.lines] == [16.0]
     assert memory.get_xlabel() == "memory of a device, GiB"
     assert bars(seconds) == {"compute": [800, 400], "exchanges": [20, 10]}
     assert seconds.get_xlabel() == "time by the compiler's cycles, ms"
