@@ -137,7 +137,7 @@ class FrontSearch:
             None if cost.is_exhausted else cost.cycles,
             None if cost.is_exhausted else cost.seconds,
             cost.exchange_seconds,
-            0 if cost.fits in (True, None) else max(-cost.spare, 1),
+            0 if cost.fits is not False else max(-(cost.spare or 0), 1),
             wide not in self.measured,
             cost.is_lower_bound,
         )

@@ -82,7 +82,7 @@ def exchanged_bytes(row: PolicyCost) -> float | None:
     return float(sum(one.bytes for one in row.collectives))
 
 
-def known_memory(row: PolicyCost, part: str = "memory") -> int | None:
+def memory_parts(row: PolicyCost, part: str = "memory") -> int | None:
     """Returns the bytes of a part of a row's memory; None if the compiler gave up without any."""
     return None if row.is_exhausted and not row.memory else getattr(row, part)
 

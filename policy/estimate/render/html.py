@@ -11,7 +11,7 @@ from policy.estimate.render.figures import (
     exchanged_bytes,
     facts_of,
     has_exchanges,
-    known_memory,
+    memory_parts,
     ratio,
     seconds_text,
     uncounted_in,
@@ -87,10 +87,10 @@ def _columns(estimate: Estimate) -> Iterator[tuple[str, Callable[[PolicyCost], C
         yield "fits", lambda row: (_verdict(row), None)
     yield (
         "memory",
-        lambda row: _compared(known_memory(row), first and known_memory(first), bytes_text),
+        lambda row: _compared(memory_parts(row), first and memory_parts(first), bytes_text),
     )
     for part in _PARTS:
-        yield part, lambda row, part=part: _compared(known_memory(row, part), None, bytes_text)
+        yield part, lambda row, part=part: _compared(memory_parts(row, part), None, bytes_text)
     yield (
         "matmul FLOPs",
         lambda row: _compared(sum(row.matmul_flops.values()), None, amount),

@@ -15,7 +15,7 @@ from policy.estimate.render.figures import (
     exchanged_bytes,
     facts_of,
     has_exchanges,
-    known_memory,
+    memory_parts,
     ratio,
     seconds_text,
     shares_text,
@@ -132,12 +132,12 @@ def _columns(estimate: Estimate) -> Iterator[_Column]:
     if any(row.fits is not None for row in rows):
         styles = [_STYLES[row.fits] for row in rows]
         yield _Column("fits", [verdict(row) for row in rows], styles=styles, is_text=True)
-    yield _compared("memory", rows, known_memory, bytes_text)
+    yield _compared("memory", rows, memory_parts, bytes_text)
     parts = ["arguments", "temporaries", "outputs"]
     if any(row.code * 100 >= row.memory > 0 for row in rows):  # not worth a column else
         parts.append("code")
     for part in parts:
-        yield _Column(part, [_known(known_memory(row, part), bytes_text) for row in rows])
+        yield _Column(part, [_known(memory_parts(row, part), bytes_text) for row in rows])
     flops = [_flops(row.matmul_flops) for row in rows]
     yield _Column("matmul FLOPs", flops, is_text=True)
     yield from _work(rows)

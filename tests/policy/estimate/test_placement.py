@@ -1,7 +1,7 @@
 """Shardings of a call's arrays over a target's mesh, without devices."""
 
 import types
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def target_of(count: int) -> Any:
         chip=types.SimpleNamespace(memory=100.0),
         devices=np.array([device] * count),
     )
-    target.mesh = lambda sizes=None: Target.mesh(target, sizes)
+    target.mesh = lambda sizes=None: Target.mesh(cast(Any, target), sizes)
     return target
 
 
@@ -172,7 +172,7 @@ def test_a_mesh_is_a_mapping_of_sizes(mesh):
 def test_an_example_makes_arrays_on_this_machine_where_a_mesh_is_of_others():
     absent = accelerators.target("v5e:2x2")
 
-    def example(mesh=None):
+    def example(mesh: Any = None):
         key = jax.random.key(0)
         rows = NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=rows)
