@@ -13,6 +13,8 @@ python -m benchmarks eight_bits        # errors, training and published models i
 python -m benchmarks accel             # programs as TPUs and GPUs get them, compiled without one: 2
                                        # hours
 python -m benchmarks accel --only models layers --on v5e  # some of its tables, on some chips
+python -m benchmarks memory            # what ten train steps take, beside the estimate: 3 minutes
+python -m benchmarks memory --on here  # on the GPU or TPU at hand
 python -m benchmarks packages --write  # published packages' models into docs/porting.md; installs
                                        # them: 20 minutes
 python -m benchmarks packages --only griffin e3x  # some of them
@@ -51,7 +53,7 @@ class Table:
     by_default: bool = True
 
 
-ACCEL, PACKAGES = "accel", "packages"
+ACCEL, PACKAGES, MEMORY = "accel", "packages", "memory"
 TABLES = {
     ACCEL: Table(
         "benchmarks.accel",
@@ -96,6 +98,12 @@ TABLES = {
     ),
     "moments": Table(
         "benchmarks.moments", "where training ends by the dtype of moments", quick=None
+    ),
+    MEMORY: Table(
+        "benchmarks.memory",
+        "the memory of train steps beside its estimate",
+        quick=None,
+        by_default=False,
     ),
     PACKAGES: Table(
         "benchmarks.packages",
@@ -159,8 +167,8 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel or packages, taken from the options: ``--only`` then names tables or
-    models of theirs.
+    """The arguments of accel, packages or memory, taken from the options: ``--only`` then names
+    tables, models or steps of theirs.
     """
     given = {"--only": options.only, "--on": options.on}
     options.only = []
@@ -185,13 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--write", action="store_true", help="write the table of packages into docs/porting.md"
     )
     options = command.parse_args(arguments)
-    if ACCEL not in options.names and (options.on or options.record):
+    if ACCEL not in options.names and (
+        options.record or (options.on and MEMORY not in options.names)
+    ):
         command.error(
-            "--on and --record are of the table accel: python -m benchmarks accel --on v5e"
+            "--on and --record are of the table accel: python -m benchmarks accel --on v5e; "
+            "memory takes --on too: python -m benchmarks memory --on here"
         )
     if PACKAGES not in options.names and options.write:
         command.error("--write is of the table packages: python -m benchmarks packages --write")
-    own = next((name for name in (ACCEL, PACKAGES) if name in options.names), "")
+    own = next((name for name in (ACCEL, PACKAGES, MEMORY) if name in options.names), "")
     more = _of_one(options) if own else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)

@@ -24,20 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory_steps import STEPS
 from benchmarks.table import Row, run
 
-NAMES = (
-    "MLP, linen, float32, AdamW",
-    "ResNet, nnx, mixed_bfloat16, SGD",
-    "ViT, nnx, float32, AdamW",
-    "decoder, 65536 tokens, linen, mixed_bfloat16",
-    "LSTM, nnx, mixed_float16, loss scale",
-    "embeddings, linen, bfloat16, remainders",
-    "decoder, scanned, remat, linen, bfloat16",
-    "encoder, nnx, moments in 8 bits",
-    "decoder, linen, mixed_float16, microbatches",
-    "encoder, Flax's, autocast",
-)
 TARGETS = ("cpu", "here")
 AT_MOST, AT_LEAST = 1.1, 0.9
 GIB = 2.0**30
@@ -50,9 +39,9 @@ def chosen(only: Sequence[str]) -> list[str]:
       ValueError: a text that no name holds.
     """
     for text in only:
-        if not any(text in name for name in NAMES):
-            raise ValueError(f"No step is named {text!r}. Steps: {'; '.join(NAMES)}.")
-    return [name for name in NAMES if not only or any(text in name for text in only)]
+        if not any(text in name for name in STEPS):
+            raise ValueError(f"No step is named {text!r}. Steps: {'; '.join(STEPS)}.")
+    return [name for name in STEPS if not only or any(text in name for text in only)]
 
 
 def in_own_process(name: str, on: str, small: bool) -> dict[str, Any]:
