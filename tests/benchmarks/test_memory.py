@@ -66,7 +66,7 @@ def test_a_system_whose_peak_cannot_be_reset_is_refused(monkeypatch, tmp_path):
 def test_a_donated_argument_counts_once_and_the_others_too():
     step = doubling(2**22)  # three arrays of 16 MiB, of which one is overwritten
     program = compiled(step)
-    plan = memory_job.estimated(step, "cpu", program)
+    plan = memory_job.estimated(step, "cpu")
     assert plan["arguments"] == 3 * 2**24 and plan["outputs"] < 1024
     assert memory_job.measured(step, program) == pytest.approx(sum(plan.values()), rel=0.25)
 
