@@ -18,7 +18,6 @@ import ctypes.util
 import functools
 import gc
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -134,6 +133,8 @@ def makers(step: Step) -> list[Any]:
     """
 
     def of(path: Any, leaf: Any) -> Maker:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.copy
         name = jax.tree_util.keystr(path)
         if "'scale'" in name or "'var'" in name:
             kind = "ones"
@@ -203,7 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.on == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(json.dumps(figures(options.name, options.on, options.small)))
     return 0
 

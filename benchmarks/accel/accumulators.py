@@ -20,12 +20,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.accel.models import arguments, cases, small_cases
+from benchmarks.accel.program import Figures, measure
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import Program
 from benchmarks.table import Row, run
 from policy import value_and_grad
-from policy.estimate.program import Figures, measure
 from policy.grads.value_and_grad import GradientKind
 
 TARGETS = ("v5e:2x2", "h100")

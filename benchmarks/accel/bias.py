@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
 from mpmodules.functional import trailing, with_bias_gradient
 from policy.accumulators import accumulating
-from policy.estimate.program import Figures, measure, placed
 from policy.materialize import materialized
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
 from mpmodules import linen
-from policy.estimate.program import Figures, measure, placed
 from policy.precedence import DtypePolicyWarning
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "tpu7x:1x1x1", "h100")

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import layers
+from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.layers import Case, layer
 from benchmarks.models import REFERENCE, WINGS
 from benchmarks.table import Row, run
-from policy.estimate.program import Figures, measure, placed
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
 OTHERS = ("v5p:1x1x1", "tpu7x:1x1x1", "a100", "b200")

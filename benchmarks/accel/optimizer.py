@@ -25,9 +25,9 @@ from benchmarks.accel.targets import Target  # first: it sets what JAX reads whe
 # isort: split
 import jax
 
+from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.optimizer import LEAVES, PLAIN, SAME_AS_PEERS, Pipeline, pipelines
 from benchmarks.table import Row, run
-from policy.estimate.program import Figures, measure, placed
 
 TARGET = "v5e:1x1"
 SHAPE = (4096, 1024)

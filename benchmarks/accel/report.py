@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from benchmarks.accel.program import Figures
 from benchmarks.table import Row
-from policy.estimate.program import Figures
 from policy.estimate.targets import Target
 
 Bounds = Mapping[str, float | None]

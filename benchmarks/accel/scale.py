@@ -48,6 +48,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpmodules.linen
 import mpmodules.nnx
+from benchmarks.accel.program import Figures, of_lowered
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.scale_model import (
     Size,
@@ -58,7 +59,6 @@ from benchmarks.accel.scale_model import (
 )
 from benchmarks.table import Row, run
 from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
-from policy.estimate.program import Figures, of_lowered
 from policy.estimate.targets import Target
 from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary

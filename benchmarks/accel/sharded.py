@@ -33,10 +33,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.accel.program import Figures, measure
 from benchmarks.table import Row, run
 from mpmodules import linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.estimate.program import Figures, measure
 from policy.optim import state_shardings
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]

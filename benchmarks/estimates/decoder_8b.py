@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 import mpmodules.linen
 from benchmarks.accel.scale_model import Size, cross_entropy, decoder_of, param_spec
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
+from policy.optim.storage_modes import MasterWeights
 
 LLAMA = Size()
 
@@ -51,7 +52,7 @@ def flops_by_hand(size: Size = LLAMA) -> float:
 
 def example(
     mesh: Mesh | None = None,
-    master_weights: str = "auto",
+    master_weights: MasterWeights = "auto",
     moment_dtype: str | None = None,
     size: Size = LLAMA,
 ) -> tuple[Any, tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.language_model import Config, Decoder, cross_entropy
+from policy.optim.storage_modes import MasterWeights
 
 LM1B = Config(
     vocab_size=30000, width=512, layers=6, heads=8, mlp_width=2048, length=128, batch_size=32
@@ -35,7 +36,7 @@ def flops_by_hand(config: Config = LM1B) -> float:
 
 def example(
     mesh: Mesh | None = None,
-    master_weights: str = "auto",
+    master_weights: MasterWeights = "auto",
     moment_dtype: str | None = None,
     config: Config = LM1B,
 ) -> tuple[Any, tuple[Any, ...]]:

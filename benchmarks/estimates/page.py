@@ -112,13 +112,13 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def cells(row: Found) -> list[str]:
     """Returns a row of a table."""
-    parts = ("", "") if row["is_exhausted"] else map(gib, (row["arguments"], row["temporaries"]))
     seconds = total_seconds(row)
     exchanging = exchange_seconds(row)
     return [
         row["name"],
         gib(row["memory"]),
-        *parts,
+        gib(row["arguments"]),
+        gib(row["temporaries"]),
         fit(row),
         flops(row["matmul_flops"]),
         "" if row["bytes"] is None else gib(row["bytes"]),
@@ -172,21 +172,33 @@ def total_seconds(row: Found) -> float | None:
     return row["compute_seconds"] + (exchange_seconds(row) or 0.0)
 
 
-def buffers(rows: Sequence[Found], most: int = 5) -> Iterator[str]:
-    """Yields the largest arrays of the rows that run out of memory, those of like rows once."""
+def buffers(rows: Sequence[Found]) -> Iterator[str]:
+    """Yields the largest arrays of each row that runs out of memory, alike ones in a line."""
     for row in rows:
         if row["is_exhausted"] and row["buffers"]:
-            lines = [
-                f"- {gib(one['bytes'])} GiB, {one['dtype']}[{','.join(map(str, one['shape']))}], "
-                f"{one['kind']}: {_where(one)}"
-                for one in row["buffers"][:most]
-            ]
-            yield f"Under {row['name']} the largest arrays are\n\n" + "\n".join(lines)
+            alike: dict[tuple[Any, ...], list[Found]] = {}
+            for one in row["buffers"]:
+                key = one["kind"], one["bytes"], one["dtype"], _owner(one), one["operation"]
+                alike.setdefault(key, []).append(one)
+            lines = [_line(group) for group in alike.values()]
+            yield f"The {len(row['buffers'])} largest arrays under {row['name']}:\n\n" + "\n".join(
+                lines
+            )
 
 
-def _where(one: Found) -> str:
-    parts = (one["path"], one["operation"], one["source"])
-    return ", ".join(f"`{part}`" for part in parts if part) or "unknown"
+def _owner(one: Found) -> str:
+    """Returns the tree of an argument, as in ``args[1].inner[0].mu``, or a temporary's path."""
+    return one["path"].partition("['")[0] if one["kind"] == "argument" else one["path"]
+
+
+def _line(alike: Sequence[Found]) -> str:
+    first = alike[0]
+    count = "" if len(alike) == 1 else f"{len(alike)} of "
+    shapes = dict.fromkeys(f"{one['dtype']}[{','.join(map(str, one['shape']))}]" for one in alike)
+    parts = (_owner(first), first["operation"], first["source"])
+    where = ", ".join(f"`{part}`" for part in parts if part) or "unknown"
+    kind = first["kind"] + ("s" if len(alike) > 1 else "")
+    return f"- {count}{gib(first['bytes'])} GiB, {' and '.join(shapes)}: {kind} {where}"
 
 
 def remarks(found: Found) -> Iterator[str]:
@@ -204,21 +216,18 @@ def remarks(found: Found) -> Iterator[str]:
 
 
 def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
-    """Returns the table of memory and FLOPs beside arithmetic,."""
+    """Returns the table of memory and FLOPs beside arithmetic."""
     rows = []
     for (module, target), one in found.items():
         model = next(model for model in MODELS if model.module == module)
         if one is not None:
             rows += [
-                _beside(model, target, one, row) for row in one["rows"] if not row_options(row)
+                _beside(model, target, one, row)
+                for row in one["rows"]
+                if row["name"] == row["policy"]
             ]
     head = ("step", "arguments, GiB", "by hand", "ratio", "TFLOPs of matmuls", "by hand", "ratio")
     return markdown(head, rows)
-
-
-def row_options(row: Found) -> bool:
-    """Returns whether a row has options: its params are stored otherwise."""
-    return "=" in row["name"]
 
 
 def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
@@ -226,12 +235,11 @@ def _beside(model: Model, target: str, found: Found, row: Found) -> list[str]:
     by_hand = 12.0 * counts["params"] / found["mesh"].get("fsdp", 1) + counts["batch"]
     flops = sum(row["matmul_flops"].values())
     flops_by_hand = counts["flops"] * devices
-    is_known = not row["is_exhausted"]
     return [
         f"{model.title}, {target}, {row['name']}",
-        gib(row["arguments"]) if is_known else "",
+        gib(row["arguments"]),
         gib(by_hand),
-        f"{row['arguments'] / by_hand:.3f}" if is_known else "",
+        f"{row['arguments'] / by_hand:.3f}",
         f"{flops / 1e12:.4g}",
         f"{flops_by_hand / 1e12:.4g}",
         f"{flops / flops_by_hand:.3f}",

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.resnet_fashion_mnist import MODELS
+from policy.optim.storage_modes import MasterWeights
 
 CLASSES, IMAGES = 1000, 64
 QUICK = {"model": "ResNet8", "images": 2, "side": 32}
@@ -33,7 +34,7 @@ def flops_by_hand() -> float:
 
 def example(
     mesh: Mesh | None = None,
-    master_weights: str = "auto",
+    master_weights: MasterWeights = "auto",
     moment_dtype: str | None = None,
     model: str = "ResNet50",
     images: int = IMAGES,

@@ -21,6 +21,7 @@ from benchmarks.accel.scale_model import cross_entropy
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from examples.smollm2_generate import Block, Config, rotation_of
 from mpmodules import nnx
+from policy.optim.storage_modes import MasterWeights
 
 SMOLLM2 = Config(
     layers=30,
@@ -86,7 +87,7 @@ def flops_by_hand(config: Config = SMOLLM2) -> float:
 
 def example(
     mesh: Mesh | None = None,
-    master_weights: str = "auto",
+    master_weights: MasterWeights = "auto",
     moment_dtype: str | None = None,
     texts: int = TEXTS,
     config: Config = SMOLLM2,

@@ -22,25 +22,25 @@ Option = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A row: a policy, and options of the example."""
+    """A row: its name, a policy, and options of the example."""
 
+    name: str
     policy: str
     options: Option = ()
 
     @property
-    def name(self) -> str:
-        return ", ".join([self.policy, *(f"{key}={value}" for key, value in self.options)])
+    def text(self) -> str:
+        """The row as the command takes it."""
+        return " ".join(
+            [f"{self.name}={self.policy}", *(f"{key}={value}" for key, value in self.options)]
+        )
 
     def row(self, more: Mapping[str, Any] = {}) -> RowLike:
         return self.policy, {**dict(self.options), **more}
 
 
-def _choice(policy: str, **options: str) -> Choice:
-    return Choice(policy, tuple(options.items()))
-
-
-NARROW_MOMENTS = _choice("bfloat16", moment_dtype="bfloat16")
-CODED_MOMENTS = _choice("bfloat16", moment_dtype="int8")
+NARROW_MOMENTS = Choice("bfloat16 moments", "bfloat16", (("moment_dtype", "bfloat16"),))
+INT8_MOMENTS = Choice("int8 moments", "bfloat16", (("moment_dtype", "int8"),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Model:
         return importlib.import_module(f"benchmarks.estimates.{self.module}")
 
 
-_BASE = tuple(map(Choice, POLICIES))
+_BASE = tuple(Choice(name, name) for name in POLICIES)
 MODELS = (
     Model("language_model", "Language model", _BASE),
     Model("resnet", "ResNet-50", _BASE),
@@ -75,7 +75,7 @@ MODELS = (
     Model(
         "decoder_8b",
         "Decoder of 8 billion params",
-        (*_BASE, NARROW_MOMENTS, CODED_MOMENTS),
+        (*_BASE, NARROW_MOMENTS, INT8_MOMENTS),
         {"v5e:16x16": {"data": 4, "fsdp": 64}, "h100:8": {"fsdp": 8}},
     ),
 )
@@ -100,19 +100,18 @@ class Table:
     def command(self) -> list[str]:
         """The command of the table's rows, in words."""
         mesh = [] if self.mesh is None else ["--mesh", _axes(self.mesh)]
+        alone = [choice.policy for choice in self.model.choices if not choice.options]
+        rows = [("--row", choice.text) for choice in self.model.choices if choice.options]
         return [
             *("python", "-m", "policy", "estimate", f"{self.model.path}:example"),
             *("--on", self.target, *mesh),
-            *("--policies", ",".join(map(_text, self.model.choices))),
+            *("--policies", ",".join(alone)),
+            *(word for row in rows for word in row),
         ]
 
 
 def _axes(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
-
-
-def _text(choice: Choice) -> str:
-    return ":".join([choice.policy, *(f"{key}={value}" for key, value in choice.options)])
 
 
 def tables(only: Sequence[str] = (), on: Sequence[str] = ()) -> list[Table]:
@@ -169,6 +168,7 @@ def record(
     whole = json.loads(json.dumps(dataclasses.asdict(found))) | {"counts": dict(counts)}
     for row in whole["rows"]:
         del row["cost_by_path"]
+        row["buffers"] = row["buffers"] if row["is_exhausted"] else []
     rows = {} if before is None else {row["name"]: row for row in before["rows"]}
     return {**whole, "rows": list((rows | {row["name"]: row for row in whole["rows"]}).values())}
 

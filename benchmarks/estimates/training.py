@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,16 @@ from policy import (
     value_and_grad,
 )
 from policy.optim import state_shardings
+from policy.optim.storage_modes import MasterWeights
 
 SpecOf = Callable[[tuple[int, ...]], PartitionSpec]
 # loss_fn(params, batch_stats, batch) -> (loss, batch_stats); a model without statistics has ().
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
-def adamw(master_weights: str = "auto", moment_dtype: str | None = None) -> MixedPrecision:
+def adamw(
+    master_weights: MasterWeights = "auto", moment_dtype: str | None = None
+) -> MixedPrecision:
     """Makes AdamW under the policy in force.
 
     Args:
@@ -37,7 +40,7 @@ def adamw(master_weights: str = "auto", moment_dtype: str | None = None) -> Mixe
     return mixed_precision(
         optax.adamw(3e-4),
         current_policy() or "float32",
-        master_weights=master_weights,
+        master_weights=cast(Any, master_weights),
         moment_dtype=None if moment_dtype is None else {"mu": moment_dtype, "nu": moment_dtype},
         key=jax.random.key(0) if is_random else None,
     )

@@ -17,11 +17,11 @@ _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
 )
 _RANGE = re.compile(r"\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
-ValuePlace = tuple[str, tuple[int, ...]]
+ResultPlace = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldValue:
+class StoredValue:
     """An array that an instruction makes.
 
     Attributes:
@@ -31,7 +31,7 @@ class HeldValue:
       array: its dtype and shape; None of a tuple, a table of addresses.
     """
 
-    place: ValuePlace
+    place: ResultPlace
     bytes: int
     offset: int
     array: HloArray | None
@@ -54,7 +54,7 @@ class Allocation:
     color: int
     kind: str
     parameter: int | None
-    values: tuple[HeldValue, ...]
+    values: tuple[StoredValue, ...]
 
 
 def allocations_of(text: str) -> list[Allocation]:
@@ -63,7 +63,7 @@ def allocations_of(text: str) -> list[Allocation]:
     Raises:
       ValueError: there are none in it.
     """
-    found: list[tuple[re.Match[str], list[HeldValue]]] = []
+    found: list[tuple[re.Match[str], list[StoredValue]]] = []
     for line in text.splitlines():
         if opened := _ALLOCATION.match(line):
             found.append((opened, []))
@@ -74,18 +74,18 @@ def allocations_of(text: str) -> list[Allocation]:
     return [_allocation(opened, tuple(values)) for opened, values in found]
 
 
-def _value(found: re.Match[str]) -> HeldValue:
+def _value(found: re.Match[str]) -> StoredValue:
     arrays = () if found[5].startswith("(") else arrays_in(found[5])
-    return HeldValue(
+    return StoredValue(
         _place(found[1], found[2] or ""), int(found[3]), int(found[4]), next(iter(arrays), None)
     )
 
 
-def _place(name: str, index: str) -> ValuePlace:
+def _place(name: str, index: str) -> ResultPlace:
     return name, tuple(int(n) for n in index.split(",") if n)
 
 
-def _allocation(opened: re.Match[str], values: tuple[HeldValue, ...]) -> Allocation:
+def _allocation(opened: re.Match[str], values: tuple[StoredValue, ...]) -> Allocation:
     rest = opened[3]
     color = re.search(r", color (\d+)", rest)
     parameter = re.search(r", parameter (\d+), shape .* at ShapeIndex \{(\d*)", rest)
@@ -101,23 +101,23 @@ def _allocation(opened: re.Match[str], values: tuple[HeldValue, ...]) -> Allocat
     )
 
 
-def live_ranges_of(text: str) -> dict[ValuePlace, tuple[int, int]]:
+def live_ranges_of(text: str) -> dict[ResultPlace, tuple[int, int]]:
     """Returns the first and last moment of each value in the text of ``live-range.txt``."""
     found = filter(None, map(_RANGE.match, text.splitlines()))
     return {_place(match[1], match[2]): (int(match[3]), int(match[4])) for match in found}
 
 
 def last_of(
-    allocation: Allocation, ranges: Mapping[ValuePlace, tuple[int, int]]
-) -> HeldValue | None:
+    allocation: Allocation, ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> StoredValue | None:
     """Returns the array in an allocation that is alive for the longest, which an output is."""
     arrays = [value for value in allocation.values if value.array is not None]
     return max(arrays, key=lambda value: ranges.get(value.place, (-1, -1))[::-1], default=None)
 
 
 def largest_moment(
-    allocations: Iterable[Allocation], ranges: Mapping[ValuePlace, tuple[int, int]]
-) -> list[HeldValue]:
+    allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> list[StoredValue]:
     """Returns the values that are alive when they take the most memory, the largest first.
 
     Of values that share memory at that moment, because an operation overwrites its operand, it
@@ -135,15 +135,15 @@ def largest_moment(
 
 
 def _moments(
-    allocations: Iterable[Allocation], ranges: Mapping[ValuePlace, tuple[int, int]]
-) -> Iterator[list[tuple[int, HeldValue]]]:
+    allocations: Iterable[Allocation], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> Iterator[list[tuple[int, StoredValue]]]:
     """Yields the values that are alive, with their allocations' numbers, whenever one is made."""
-    starting: dict[int, list[tuple[int, HeldValue]]] = {}
+    starting: dict[int, list[tuple[int, StoredValue]]] = {}
     for number, allocation in enumerate(allocations):
         for value in allocation.values:
             if value.place in ranges:
                 starting.setdefault(ranges[value.place][0], []).append((number, value))
-    alive: list[tuple[int, HeldValue]] = []
+    alive: list[tuple[int, StoredValue]] = []
     for moment in sorted(starting):
         alive = [entry for entry in alive if ranges[entry[1].place][1] >= moment]
         alive += starting[moment]
@@ -151,15 +151,15 @@ def _moments(
 
 
 def _apart(
-    alive: list[tuple[int, HeldValue]], ranges: Mapping[ValuePlace, tuple[int, int]]
-) -> Iterator[HeldValue]:
+    alive: list[tuple[int, StoredValue]], ranges: Mapping[ResultPlace, tuple[int, int]]
+) -> Iterator[StoredValue]:
     """Yields the values that share no memory, the largest first."""
-    chosen: list[tuple[int, HeldValue]] = []
+    chosen: list[tuple[int, StoredValue]] = []
     for number, value in sorted(alive, key=lambda e: (-e[1].bytes, -ranges[e[1].place][0])):
         if not any(n == number and _overlap(value, other) for n, other in chosen):
             chosen.append((number, value))
             yield value
 
 
-def _overlap(one: HeldValue, other: HeldValue) -> bool:
+def _overlap(one: StoredValue, other: StoredValue) -> bool:
     return one.offset < other.offset + other.bytes and other.offset < one.offset + one.bytes

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from policy._hlo.allocations import (
     Allocation,
-    HeldValue,
-    ValuePlace,
+    ResultPlace,
+    StoredValue,
     allocations_of,
     largest_moment,
     last_of,
@@ -35,10 +35,10 @@ class HeldBuffer:
       dtype: its dtype, as in "bfloat16".
       shape: on one device.
       kind: "argument", "output" or "temporary".
-      path: the module path of the operation that makes it, or, of slices that a loop stacks, of
-        that which makes a slice; () of an argument.
+      path: the module path of the operation that makes it, of a stack of slices that of the slices;
+        () of an argument.
       operation: the JAX operation that makes it; or XLA's, as in "copy" or "convert", if XLA adds
-        one that moves or converts what the module makes; "" of an argument.
+        one that moves or converts the module's result; "" of an argument.
       source: the line of the user's code; "" if it is unknown.
       parameter: the number of an argument among those of the compiled program, also of a temporary
         that is an argument converted or copied; None of others.
@@ -114,7 +114,7 @@ class _Reader:
         self.parameters = entry.parameters
         self.names = {parameter.name for parameter in self.parameters.values()}
         self.sources = SourceFrames(dump.program)
-        self.ranges: Mapping[ValuePlace, tuple[int, int]] = live_ranges_of(dump.live_ranges)
+        self.ranges: Mapping[ResultPlace, tuple[int, int]] = live_ranges_of(dump.live_ranges)
 
     def buffers(self, by_kind: Mapping[str, list[Allocation]]) -> Iterator[HeldBuffer]:
         for allocation in by_kind["argument"]:
@@ -132,7 +132,7 @@ class _Reader:
     def _argument(self, allocation: Allocation, array: HloArray) -> HeldBuffer:
         return HeldBuffer(
             allocation.bytes,
-            full_dtype(array.dtype),
+            jax_dtype_name(array.dtype),
             array.shape,
             "argument",
             parameter=allocation.parameter,
@@ -145,8 +145,8 @@ class _Reader:
             return ""
         return parameter.op_name.replace("\\'", "'")
 
-    def _made(self, value: HeldValue, array: HloArray, kind: str, size: int) -> HeldBuffer:
-        held = HeldBuffer(size, full_dtype(array.dtype), array.shape, kind)
+    def _made(self, value: StoredValue, array: HloArray, kind: str, size: int) -> HeldBuffer:
+        held = HeldBuffer(size, jax_dtype_name(array.dtype), array.shape, kind)
         maker = self.makers.maker_of(value.place)
         if maker is None:
             return held
@@ -166,7 +166,7 @@ class _Reader:
         )
 
 
-def full_dtype(dtype: str) -> str:
+def jax_dtype_name(dtype: str) -> str:
     """Returns the name that JAX has for a dtype of XLA: "f8e4m3fn" is "float8_e4m3fn"."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]

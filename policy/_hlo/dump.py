@@ -35,7 +35,7 @@ class Dump:
 def compiled_with_dump(
     lowered: jax.stages.Lowered,
 ) -> tuple[jax.stages.Compiled | None, Dump]:
-    """Compiles a program and reads what XLA writes about it.
+    """Compiles a program and reads the files that XLA writes about it.
 
     It compiles even if JAX's persistent cache has the program: XLA writes nothing about one that it
     loads.
@@ -61,7 +61,7 @@ def compiled_with_dump(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Turns JAX's persistent cache off, of which JAX reads the setting once unless it is reset."""
+    """Turns JAX's persistent cache off, whose setting JAX 0.12 reads once unless it is reset."""
     was = cast(Any, jax.config).jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -75,8 +75,8 @@ def _without_cache() -> Iterator[None]:
 def read_dump(folder: str | Path) -> Dump:
     """Reads the files of the one program that XLA was told to write there, by ``xla_dump_to``.
 
-    The TPU's compiler writes them before it raises ``RESOURCE_EXHAUSTED``, so that they say what
-    takes the memory that there isn't.
+    The TPU's compiler writes them before it raises ``RESOURCE_EXHAUSTED``, so that they name
+    the arrays that do not fit.
 
     Raises:
       ValueError: the folder holds no program, several, or not all files of one.

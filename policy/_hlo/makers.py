@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from policy._hlo.allocations import ValuePlace
+from policy._hlo.allocations import ResultPlace
 from policy._hlo.text import Computation, Instruction
 
 _COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
@@ -18,19 +18,22 @@ _OF_LOOPS = re.compile(
     r"/closed_call|/eval_jaxpr|/checkpoint)$"
 )
 _STACKING = "/jit(dynamic_update_index_in_dim)/dynamic_update_slice"
-_PASSING = ("tuple", "get-tuple-element", "while", "conditional", "call", "parameter")
+_PASSING = (
+    *("tuple", "get-tuple-element", "while", "conditional", "call", "parameter"),
+    *("async-start", "async-update", "async-done"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """What makes a value.
+    """The maker of a value.
 
     Attributes:
       instruction: one with a name; or a parameter of the program, if it is an argument that is
         moved or converted; or the value's own one.
       moving: the instruction without a name, as "convert", by which XLA moves or converts the
         result of `instruction`; "" if there is none.
-      stacked: what makes the slice, if `instruction` writes one into an array.
+      stacked: the maker of the slice, if `instruction` writes one into an array.
     """
 
     instruction: Instruction
@@ -62,11 +65,11 @@ class Makers:
         }
         self.labels = {i.op_name for i in entry.parameters.values()}
 
-    def maker_of(self, place: ValuePlace) -> Maker | None:
+    def maker_of(self, place: ResultPlace) -> Maker | None:
         """Returns the maker of a value.
 
         A fusion without a name has that of its root, or of its costliest operation; a loop's state
-        that of what its body makes of it.
+        that of its body's result.
 
         Returns:
           None if the program has no such instruction.
@@ -76,7 +79,7 @@ class Makers:
             return None
         return self._made(place, set()) or Maker(holder.instructions[place[0]])
 
-    def _made(self, place: ValuePlace, seen: set[ValuePlace]) -> Maker | None:
+    def _made(self, place: ResultPlace, seen: set[ResultPlace]) -> Maker | None:
         name, index = place
         if place in seen or name not in self.holders:
             return None
@@ -84,7 +87,8 @@ class Makers:
         holder = self.holders[name]
         instruction = holder.instructions[name]
         if instruction.opcode in _PASSING:
-            return self._passed(holder, instruction, index, seen)
+            found = self._passed(holder, instruction, index, seen)
+            return found or (Maker(instruction) if self._is_named(instruction) else None)
         if instruction.opcode == "fusion":
             return self._fused(instruction, index, seen)
         if self._is_named(instruction):
@@ -97,7 +101,7 @@ class Makers:
             return False
         return not (name.endswith(_STACKING) and instruction.opcode in (*_MOVING, *_WITHOUT_EFFECT))
 
-    def _moved(self, instruction: Instruction, opcode: str, seen: set[ValuePlace]) -> Maker | None:
+    def _moved(self, instruction: Instruction, opcode: str, seen: set[ResultPlace]) -> Maker | None:
         """Returns the maker of the value that an instruction without a name moves or converts."""
         opcode = re.sub("-(start|done)$", "", opcode)
         if not instruction.operands or opcode not in (*_MOVING, *_WITHOUT_EFFECT):
@@ -112,7 +116,7 @@ class Makers:
         holder: Computation,
         instruction: Instruction,
         index: tuple[int, ...],
-        seen: set[ValuePlace],
+        seen: set[ResultPlace],
     ) -> Maker | None:
         """Returns the maker of a part of a tuple, or of a result of a computation."""
         opcode = instruction.opcode
@@ -124,20 +128,38 @@ class Makers:
             return self._made(_operand(instruction, *index), seen) if index else None
         if opcode == "parameter":
             return self._entering(holder, instruction, index, seen)
+        if opcode.startswith("async"):
+            return self._asynchronous(instruction, index, seen)
         for key in ("body", "branch_computations", "to_apply", "called_computations"):
             for called in instruction.called.get(key, ()):
                 if found := self._made((self.computations[called].root.name, index), seen):
                     return found
         return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
 
+    def _asynchronous(
+        self, instruction: Instruction, index: tuple[int, ...], seen: set[ResultPlace]
+    ) -> Maker | None:
+        """Returns the maker of a result of an operation that runs beside others.
+
+        Its start returns its operands, its results and a context.
+        """
+        if instruction.opcode == "async-done":
+            return self._made(_operand(instruction, 0, 1, *index), seen)
+        if instruction.opcode == "async-update":
+            return self._made(_operand(instruction, 0, *index), seen)
+        called = instruction.called.get("calls", ())
+        if index[:1] != (1,) or not called:
+            return None
+        return self._made((self.computations[called[0]].root.name, index[1:]), seen)
+
     def _entering(
         self,
         holder: Computation,
         parameter: Instruction,
         index: tuple[int, ...],
-        seen: set[ValuePlace],
+        seen: set[ResultPlace],
     ) -> Maker | None:
-        """Returns the maker of a computation's argument: of a loop's, what its body returns."""
+        """Returns the maker of a computation's argument: of a loop's, of its body's result."""
         if holder is self.entry:
             return Maker(parameter)
         caller = self.callers.get(holder.name)
@@ -149,7 +171,7 @@ class Makers:
         return self._made(_operand(caller, number, *index), seen)
 
     def _fused(
-        self, fusion: Instruction, index: tuple[int, ...], seen: set[ValuePlace]
+        self, fusion: Instruction, index: tuple[int, ...], seen: set[ResultPlace]
     ) -> Maker | None:
         fused = self.computations[fusion.called["calls"][0]]
         root = fused.root
@@ -169,23 +191,16 @@ class Makers:
         return max(filter(self._is_named, inside), key=_cost, default=None)
 
     def _stacked(self, instruction: Instruction) -> Instruction | None:
-        """Returns what makes the slice that an instruction writes into an array."""
+        """Returns the maker of the slice that an instruction writes into an array."""
         if instruction.opcode != "dynamic-update-slice":
             return None
         found = self._made(_operand(instruction, 1), set())
         return found.instruction if found and self._is_named(found.instruction) else None
 
 
-def _operand(instruction: Instruction, number: int, *index: int) -> ValuePlace:
-    """Returns the place of an operand, or of a part of it.
-
-    An element of a tuple is the result of a get-tuple-element, or, since XLA of jaxlib 0.12,
-    written in place, as ``%tuple#1``.
-    """
-    name = instruction.operands[number]
-    written = re.findall(r"%[\w.\-]+((?:#\d+)*)", instruction.literal)
-    inside = re.findall(r"\d+", written[number]) if len(written) > number else ()
-    return name, (*map(int, inside), *index)
+def _operand(instruction: Instruction, number: int, *index: int) -> ResultPlace:
+    """Returns the place of an operand, or of a part of it."""
+    return instruction.operands[number], index
 
 
 def _unmoved(fused: Computation, root: Instruction) -> Instruction:

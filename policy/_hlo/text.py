@@ -106,12 +106,31 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
             entry = current if opened[1] else entry
             computations[current] = Computation(current, lines)
         elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
-            lines[found[2]] = _instruction(found[2], line[found.end() :], bool(found[1]))
+            instruction = _instruction(found[2], line[found.end() :], bool(found[1]))
+            for name in instruction.operands:
+                _add_element(lines, name)
+            lines[found[2]] = instruction
         elif line.strip() == "}":
             current = ""
     if not entry:
         raise ValueError("The text is no HLO module: it has no ENTRY.")
     return computations, computations[entry]
+
+
+def _add_element(lines: dict[str, Instruction], name: str) -> None:
+    """Adds the get-tuple-element that an operand such as ``%tuple#1`` stands for, which XLA of
+    jaxlib 0.12 doesn't write.
+    """
+    whole, _, index = name.rpartition("#")
+    if not whole or name in lines:
+        return
+    _add_element(lines, whole)
+    found = lines[whole].results if whole in lines else ()
+    results = found[int(index) : int(index) + 1]
+    rest = f", index={index}"
+    lines[name] = Instruction(
+        name, "get-tuple-element", results, (whole,), f"%{whole}", rest, False
+    )
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -140,7 +159,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     opened = text.index("(", end)
     closed = _closing(text, opened)
     inside = text[opened + 1 : closed]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", inside))
     return Instruction(
         name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root
     )

@@ -67,25 +67,17 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     seconds = time.process_time() - start
     use = memory_of(dump)
     buffers = _buffers(use.buffers[:_LARGEST], names)
-    if compiled is None:
-        return CompiledStep(
-            dump.program,
-            use.arguments,
-            use.temporaries,
-            use.outputs,
-            use.constants,
-            True,
-            buffers,
-            seconds,
-        )
-    memory = compiled.memory_analysis()
+    # The allocations themselves: libtpu's `memory_analysis` counts gaps between temporaries twice.
+    # It alone has the code, which is not known of a program that is too large.
+    memory: Any = None if compiled is None else compiled.memory_analysis()
+    code = 0 if memory is None else memory.generated_code_size_in_bytes
     return CompiledStep(
-        compiled.as_text(),
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        max(memory.generated_code_size_in_bytes, use.constants),
-        False,
+        dump.program,
+        use.arguments,
+        use.temporaries,
+        use.outputs,
+        max(code, use.constants),
+        compiled is None,
         buffers,
         seconds,
     )

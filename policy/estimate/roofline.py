@@ -79,10 +79,10 @@ def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -
 
 def _peak(chip: Chip, dtype: str) -> float:
     """Returns FLOP/s of products of a dtype, of which "float32, bfloat16 x3" takes three of
-    another's.
+    another's. TF32 is float32 of default precision.
     """
     _, _, multiplied = dtype.partition(", ")
     base, by, passes = multiplied.partition(" x")
     if not by:
         return chip.peak(dtype)
-    return chip.peak("float32" if base == "tf32" else base) / int(passes)
+    return chip.peak(base) / int(passes)  # of "tf32", which is unlisted, that of float32

@@ -110,7 +110,9 @@ class Target:
 
     @property
     def timing(self) -> str:
-        """The source of seconds: cycles of the compiler, or a roofline; "" where there is none."""
+        """The source of seconds: "the compiler's cycles", "a roofline of published peaks", or "" if
+        there is none.
+        """
         if self.chip.clock:
             return "the compiler's cycles"
         return "a roofline of published peaks" if self.chip.peaks else ""

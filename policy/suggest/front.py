@@ -143,12 +143,12 @@ def chosen_sets(
     return chosen
 
 
-Place = tuple[float, float]
+FrontPlace = tuple[float, float]
 
 
 def _places(
     errors: Mapping[WideModules, float], costs: Sequence[float]
-) -> dict[WideModules, Place]:
+) -> dict[WideModules, FrontPlace]:
     """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
     finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
     low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)
@@ -164,12 +164,12 @@ def _places(
     }
 
 
-def _is_beaten(place: Place, others: Iterable[Place]) -> bool:
+def _is_beaten(place: FrontPlace, others: Iterable[FrontPlace]) -> bool:
     return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
 
 
 def _distance(
-    places: Mapping[WideModules, Place], wide: WideModules, chosen: Iterable[WideModules]
+    places: Mapping[WideModules, FrontPlace], wide: WideModules, chosen: Iterable[WideModules]
 ) -> float:
     return min(math.dist(places[wide], places[other]) for other in chosen if other in places)
 

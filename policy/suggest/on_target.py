@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from policy._jaxpr.paths import spelled
-from policy.estimate.report import PolicyCost
 from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.suggest.applied import measured_outputs, rules_for
@@ -138,7 +137,7 @@ class FrontSearch:
             None if cost.is_exhausted else cost.cycles,
             None if cost.is_exhausted else cost.seconds,
             cost.exchange_seconds,
-            _missing(cost),
+            0 if cost.fits is not False else max(-(cost.spare or 0), 1),
             wide not in self.measured,
             cost.is_lower_bound,
         )
@@ -150,11 +149,6 @@ class FrontSearch:
             f"{self.compiler.target.name}: {min(met, default=0) / 2**30:.2f} GiB are missing at "
             "least. Spread the step with shardings=; policy.estimate shows what takes the memory."
         )
-
-
-def _missing(cost: PolicyCost) -> int:
-    """Returns the bytes of memory that a program lacks, at least 1 if it doesn't fit."""
-    return max(-(cost.spare or 0), 1) if cost.fits is False else 0
 
 
 def _cost(point: FrontPoint) -> float:

@@ -11,9 +11,12 @@ import pytest
 from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
-from benchmarks.accel import baseline, claims, gpu_configs, layers, models, report, targets
+from benchmarks.accel import baseline, claims, layers, models, report, targets
+from benchmarks.accel.program import Figures
 from benchmarks.table import Row
-from policy.estimate.program import Figures
+from policy.estimate import gpu_configs
+from policy.estimate import targets as compilers
+from policy.estimate.chips import CHIPS
 from policy.estimate.targets import Target
 from tests.benchmarks import accelerators
 
@@ -41,7 +44,7 @@ def figures(**changes):
 
 def test_a_chip_that_there_is_not_is_refused():
     with pytest.raises(
-        ValueError, match=r"There is no target 'v7x:2x2'. Chips: v5e, v5p, v6e, tpu7x, h100"
+        ValueError, match=r"There is no target 'v7x:2x2'.* Chips: v2, v3, v4, v5e, v5p, v6e, tpu7x"
     ):
         Target("v7x:2x2")
 
@@ -64,8 +67,8 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     def missing(**_):
         raise RuntimeError("Unable to find the plugin\nand more")
 
-    targets._topology.cache_clear()
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
+    compilers._topology.cache_clear()
+    monkeypatch.setattr(compilers.topologies, "get_topology_desc", missing)
     with pytest.raises(
         RuntimeError,
         match=r"No compiler for h100: Unable to find the plugin\. .*mpmodules\[accel\]",
@@ -77,8 +80,8 @@ def test_a_missing_compiler_skips_a_test_and_fails_it_where_it_is_required(monke
     def missing(**_):
         raise RuntimeError("no plugin")
 
-    targets._topology.cache_clear()
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
+    compilers._topology.cache_clear()
+    monkeypatch.setattr(compilers.topologies, "get_topology_desc", missing)
     monkeypatch.delenv(accelerators.REQUIRED, raising=False)
     with pytest.raises(pytest.skip.Exception, match="No compiler for h100: no plugin"):
         accelerators.target("h100")
@@ -94,7 +97,7 @@ def test_a_gpus_configuration_holds_its_figures():
         and "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in h100
     )
     for name, gpu in gpu_configs.GPUS.items():
-        published = targets.CHIPS[name]
+        published = CHIPS[name]
         assert abs(gpu.memory_bandwidth / published.bandwidth - 1) < 0.05
         assert published.memory * 0.9 < gpu.memory <= published.memory * 1.1
 
@@ -311,10 +314,10 @@ def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
     def missing(**_):
         raise RuntimeError("no plugin")
 
-    targets._topology.cache_clear()
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
+    compilers._topology.cache_clear()
+    monkeypatch.setattr(compilers.topologies, "get_topology_desc", missing)
     assert command.main(["--only", "models"]) == 2
-    assert capsys.readouterr().err == f"No compiler for v5e:1x1: no plugin. {targets.INSTALL}\n"
+    assert capsys.readouterr().err == f"No compiler for v5e:1x1: no plugin. {compilers.INSTALL}\n"
 
 
 def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):

@@ -10,13 +10,12 @@ import pytest
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
-from benchmarks.accel import layers
+from benchmarks.accel import layers, program
+from benchmarks.accel.program import measure, of_lowered, placed
 from benchmarks.layers import layer
 from policy._hlo import costs as hlo
 from policy._hlo.text import parse
 from policy._hlo.trip_counts import turns
-from policy.estimate import program
-from policy.estimate.program import measure, of_lowered, placed
 from policy.estimate.targets import Target
 from tests.benchmarks.accelerators import target
 

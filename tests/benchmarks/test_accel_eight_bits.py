@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.accel import eight_bits
+from benchmarks.accel.program import placed
 from mpmodules import linen
-from policy.estimate.program import placed
 from policy.estimate.targets import Target
 from tests.benchmarks import accelerators
 

@@ -20,8 +20,11 @@ from benchmarks.estimates import tables as listed
 from benchmarks.estimates.tables import MODELS, TARGETS, Choice, Model, Table, record, tables
 from benchmarks.estimates.training import counts_of
 from policy import use_policy
+from policy.command_line.layout import mesh_sizes
+from policy.command_line.rows import rows_to_estimate
+from policy.command_line.target import target_of
 from policy.estimate.candidates import rows_of
-from policy.estimate.report import Estimate, Exchange, PolicyCost
+from policy.estimate.report import Buffer, Estimate, Exchange, PolicyCost
 from policy.estimate.targets import Target
 
 CASES = [
@@ -245,25 +248,45 @@ def test_a_row_shows_its_figures_with_what_is_left():
     ]  # fmt: skip
 
 
+def buffer_of(**others: Any) -> Buffer:
+    figures: dict[str, Any] = {
+        "bytes": 2**30,
+        "dtype": "float32",
+        "shape": (2, 3),
+        "kind": "argument",
+        "path": "",
+        "operation": "",
+        "source": "",
+    }
+    figures.update(others)
+    return Buffer(**figures)
+
+
 def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest_arrays():
-    exhausted = dataclasses.replace(
-        cost("a"),
-        memory=6 * 2**30,
-        bytes=None,
-        compute_seconds=None,
-        collectives=(),
-        is_exhausted=True,
+    arrays = (
+        buffer_of(path="args[1].inner[0].mu['gate']['kernel']"),
+        buffer_of(path="args[1].inner[0].mu['up']['kernel']", shape=(3, 2)),
+        buffer_of(path="args[0]['up']['kernel']", bytes=2**29),
+        buffer_of(kind="temporary", path="net/up", operation="dot_general", source="net.py:3"),
+        buffer_of(kind="temporary"),
     )
-    found = json.loads(json.dumps(record(found_of(exhausted), COUNTS)))
-    (row,) = found["rows"]
-    cells = page.cells(row)
-    assert cells[:5] == ["a", "6.00", "", "", "**no**, 2.00 too much"]
-    assert cells[6:10] == ["", "", "", ""]
-    array = {"bytes": 2**30, "dtype": "float32", "shape": [2, 3], "kind": "temporary"}
-    where = {"path": "layers/gate", "operation": "dot_general", "source": ""}
-    row["buffers"] = [array | where]
+    exhausted = cost("a", memory=6 * 2**30, is_exhausted=True, buffers=arrays)
+    (row,) = record(found_of(exhausted), COUNTS)["rows"]
+    assert page.cells(row)[:5] == ["a", "6.00", "1.00", "2.00", "**no**, 2.00 too much"]
     (text,) = page.buffers([row])
-    assert text.endswith("- 1.00 GiB, float32[2,3], temporary: `layers/gate`, `dot_general`")
+    assert text.splitlines() == [
+        "The 5 largest arrays under a:",
+        "",
+        "- 2 of 1.00 GiB, float32[2,3] and float32[3,2]: arguments `args[1].inner[0].mu`",
+        "- 0.50 GiB, float32[2,3]: argument `args[0]`",
+        "- 1.00 GiB, float32[2,3]: temporary `net/up`, `dot_general`, `net.py:3`",
+        "- 1.00 GiB, float32[2,3]: temporary unknown",
+    ]
+
+
+def test_arrays_of_a_row_that_fits_are_not_stored():
+    (row,) = record(found_of(cost("a", buffers=(buffer_of(),))), COUNTS)["rows"]
+    assert row["buffers"] == [] and not list(page.buffers([row]))
 
 
 def test_a_command_is_wrapped_and_stays_the_same_words():
@@ -282,3 +305,18 @@ def test_every_command_of_the_page_is_that_of_a_table():
     text = page.PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     typed = [shlex.split(line[1:]) for line in text.splitlines() if line.startswith("$ ")]
     assert typed == [table.command for table in tables()]
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: table.file.stem)
+def test_a_tables_command_names_its_rows_its_target_and_its_mesh(table: Table):
+    *_, target, on, devices = table.command[:7]
+    assert (on, devices) == ("--on", table.target)
+    assert target_of(target) is not None
+    given = dict(zip(table.command[5::2], table.command[6::2], strict=True))
+    assert mesh_sizes(given.get("--mesh")) == table.mesh
+    words = table.command
+    asked = [words[i + 1] for i, word in enumerate(words) if word == "--row"]
+    found = rows_to_estimate(given["--policies"], asked)
+    assert found == {
+        choice.name: (choice.policy, dict(choice.options)) for choice in table.model.choices
+    }

@@ -53,6 +53,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
         "accel",
         "eight_bits",
         "gpu",
+        "memory",
         "packages",
     }
     assert set(everything.chosen([], quick=True)) >= {

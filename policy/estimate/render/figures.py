@@ -75,9 +75,16 @@ def shares_text(flops: Mapping[str, float]) -> str:
     return ", ".join(f"{short(dtype)} {part:.1%}" for dtype, part in parts.items())
 
 
-def exchanged_bytes(row: PolicyCost) -> float:
-    """Returns the bytes of all exchanges of a row."""
+def exchanged_bytes(row: PolicyCost) -> float | None:
+    """Returns the bytes of all exchanges of a row; None if its program didn't compile."""
+    if row.kernels is None and not row.collectives:
+        return None
     return float(sum(one.bytes for one in row.collectives))
+
+
+def memory_parts(row: PolicyCost, part: str = "memory") -> int | None:
+    """Returns the bytes of a part of a row's memory; None if the compiler gave up without any."""
+    return None if row.is_exhausted and not row.memory else getattr(row, part)
 
 
 def has_exchanges(estimate: Estimate) -> bool:

@@ -11,6 +11,7 @@ from policy.estimate.render.figures import (
     exchanged_bytes,
     facts_of,
     has_exchanges,
+    memory_parts,
     ratio,
     seconds_text,
     uncounted_in,
@@ -84,9 +85,12 @@ def _columns(estimate: Estimate) -> Iterator[tuple[str, Callable[[PolicyCost], C
     yield "policy", lambda row: (join_markup((tag("strong", row.name), " ", _applied(row))), None)
     if any(row.fits is not None for row in rows):
         yield "fits", lambda row: (_verdict(row), None)
-    yield "memory", lambda row: _compared(row.memory, first and first.memory, bytes_text)
+    yield (
+        "memory",
+        lambda row: _compared(memory_parts(row), first and memory_parts(first), bytes_text),
+    )
     for part in _PARTS:
-        yield part, lambda row, part=part: _compared(getattr(row, part), None, bytes_text)
+        yield part, lambda row, part=part: _compared(memory_parts(row, part), None, bytes_text)
     yield (
         "matmul FLOPs",
         lambda row: _compared(sum(row.matmul_flops.values()), None, amount),

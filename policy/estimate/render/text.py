@@ -15,6 +15,7 @@ from policy.estimate.render.figures import (
     exchanged_bytes,
     facts_of,
     has_exchanges,
+    memory_parts,
     ratio,
     seconds_text,
     shares_text,
@@ -131,12 +132,12 @@ def _columns(estimate: Estimate) -> Iterator[_Column]:
     if any(row.fits is not None for row in rows):
         styles = [_STYLES[row.fits] for row in rows]
         yield _Column("fits", [verdict(row) for row in rows], styles=styles, is_text=True)
-    yield _compared("memory", rows, lambda row: row.memory, bytes_text)
-    yield _Column("arguments", [bytes_text(row.arguments) for row in rows])
-    yield _Column("temporaries", [bytes_text(row.temporaries) for row in rows])
-    yield _Column("outputs", [bytes_text(row.outputs) for row in rows])
+    yield _compared("memory", rows, memory_parts, bytes_text)
+    parts = ["arguments", "temporaries", "outputs"]
     if any(row.code * 100 >= row.memory > 0 for row in rows):  # not worth a column else
-        yield _Column("code", [bytes_text(row.code) for row in rows])
+        parts.append("code")
+    for part in parts:
+        yield _Column(part, [_known(memory_parts(row, part), bytes_text) for row in rows])
     flops = [_flops(row.matmul_flops) for row in rows]
     yield _Column("matmul FLOPs", flops, is_text=True)
     yield from _work(rows)

@@ -1,6 +1,7 @@
 """`policy.estimate` on the processor at hand: steps, examples, builders, donation and errors."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from policy.estimate.candidates import rows_of
 
 F32 = jnp.float32
 W, X = ShapeDtypeStruct((64, 64), F32), ShapeDtypeStruct((16, 64), F32)
-estimate = functools.partial(policy.estimate, on="cpu")
+estimate: Any = functools.partial(policy.estimate, on="cpu")
 
 
 def loss(w, x):
@@ -37,7 +38,7 @@ class NnxNet(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-def train_example(master_weights="auto", moment_dtype=None, jits=True):
+def train_example(master_weights: Any = "auto", moment_dtype: Any = None, jits: bool = True):
     """A whole train step under the policy in force, from shapes alone."""
     current, net = policy.current_policy(), Net()
     assert current is not None
@@ -49,9 +50,11 @@ def train_example(master_weights="auto", moment_dtype=None, jits=True):
         moment_dtype=moment_dtype,
     )
 
+    apply: Any = net.apply
+
     def step(params, state, x):
         value, gradients = policy.value_and_grad(
-            lambda params: jnp.mean(jnp.square(net.apply({"params": params}, x).astype(F32))),
+            lambda params: jnp.mean(jnp.square(apply({"params": params}, x).astype(F32))),
             policy=current,
         )(params)
         params, state, _ = policy.apply_gradients(tx, params, state, gradients)
@@ -73,7 +76,7 @@ def size(tree):
 
 def test_a_row_has_the_compilers_own_memory():
     found = estimate(loss, W, X, policies=["float32"])["float32"]
-    memory = jax.jit(loss).lower(W, X).compile().memory_analysis()
+    memory: Any = jax.jit(loss).lower(W, X).compile().memory_analysis()
     assert found.arguments == memory.argument_size_in_bytes == size((W, X))
     assert found.outputs == memory.output_size_in_bytes == 4
     assert found.temporaries == memory.temp_size_in_bytes
@@ -142,7 +145,7 @@ def test_an_example_is_made_anew_under_each_policy_with_the_rows_options():
         ("narrow", "bfloat16", {"master_weights": "remainder", "moment_dtype": "bfloat16"}),
     ):
         with policy.use_policy(text):
-            expected[name] = size(train_example(**options)[1])
+            expected[name] = size(train_example(**cast(Any, options))[1])
     assert {row.name: row.arguments for row in rows.rows} == expected
     assert expected["narrow"] < expected["kept"]
     assert rows.name == "train_example" and rows["kept"].policy == "bfloat16"

@@ -1,7 +1,7 @@
 """Shardings of a call's arrays over a target's mesh, without devices."""
 
 import types
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def target_of(count: int) -> Any:
         chip=types.SimpleNamespace(memory=100.0),
         devices=np.array([device] * count),
     )
-    target.mesh = lambda sizes=None: Target.mesh(target, sizes)
+    target.mesh = lambda sizes=None: Target.mesh(cast(Any, target), sizes)
     return target
 
 
@@ -106,6 +106,11 @@ def test_a_prefix_spreads_over_the_arrays_of_an_argument():
     assert specs((P("data"),), X, origins=[None]) == [None]
 
 
+def test_entries_may_be_given_by_position():
+    assert specs({1: P("data")}, X, X) == [None, P("data")]
+    assert specs({}, X) == [None]
+
+
 def test_a_function_gives_specs_by_path_and_shape():
     seen = []
 
@@ -132,6 +137,8 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
     [
         (P("data"), TypeError, "shardings should be a tuple with an entry for each positional"),
         ("data", TypeError, "shardings should be a tuple"),
+        ({2: P("data")}, ValueError, "shardings has an entry for the argument 2, but the function"),
+        ({-1: P("data")}, ValueError, "an entry for the argument -1, .* counted from 0"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
         (("data", None), TypeError, r"shardings\[0\] should be a PartitionSpec, .* has 'data'"),
         (({"b": P()}, None), ValueError, r"shardings\[0\] is no prefix of the argument's tree: "),
@@ -165,7 +172,7 @@ def test_a_mesh_is_a_mapping_of_sizes(mesh):
 def test_an_example_makes_arrays_on_this_machine_where_a_mesh_is_of_others():
     absent = accelerators.target("v5e:2x2")
 
-    def example(mesh=None):
+    def example(mesh: Any = None):
         key = jax.random.key(0)
         rows = NamedSharding(mesh, P("data"))
         x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=rows)

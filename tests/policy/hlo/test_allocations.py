@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policy._hlo.allocations import allocations_of, largest_moment, last_of, live_ranges_of
-from policy._hlo.buffers import full_dtype, memory_of
+from policy._hlo.buffers import jax_dtype_name, memory_of
 from policy._hlo.dump import Dump, read_dump
 from policy._jaxpr.paths import spelled
 
@@ -22,6 +22,7 @@ allocation 1: size 16, output shape is |(f32[16], f32[4])|, maybe-live-out:
 allocation 2: size 512, maybe-live-out:
  value: <3 early @0> (size=32,offset=0): s8[32]{0}
  value: <4 late @0> (size=16,offset=0): f32[4]{0}
+ value: <12 scratch @0> (size=64,offset=64): f32[16]{0}
 allocation 3: size 8, thread-local:
  value: <5 add @0> (size=4,offset=0): f32[]
 allocation 4: size 12, constant:
@@ -40,6 +41,7 @@ RANGES = """HloLiveRange (max 9):
   BufferLiveRange:
     early{}:0-2
     late{}:3-9
+    scratch{}:5-6
     tuple{}:8-9
     operand{}:1-4
     in-place{}:4-6
@@ -109,6 +111,21 @@ def test_its_largest_buffers_have_their_modules_operations_and_lines():
     assert [b.bytes for b in buffers] == [163840 * 20480 * 2] * 4 + [20480 * 20480 * 2] * 2
 
 
+def test_a_copy_of_an_argument_names_it():
+    program = FOLDER.with_name("makers.txt").read_text()
+    values = """allocation 0: size 64, preallocated-temp:
+ value: <1 of_argument @0> (size=32,offset=0): f32[8]{0}
+ value: <2 of_result @0> (size=32,offset=32): f32[8]{0}
+"""
+    dump = Dump(program, values, "  of_argument{}:0-1\n  of_result{}:0-1\n")
+    assert [
+        (b.kind, b.path, b.operation, b.parameter, b.label) for b in memory_of(dump).buffers
+    ] == [
+        ("temporary", (), "convert", 0, "w"),
+        ("temporary", ("act",), "convert", None, ""),
+    ]
+
+
 def test_memory_of_the_chips_own_does_not_count():
     dump = read_dump(FOLDER)
     on_chip = "allocation 9: size 4096, color 1, preallocated-temp:\n"
@@ -143,4 +160,4 @@ def test_a_folder_without_one_program_is_refused(tmp_path):
     ],
 )
 def test_dtypes_have_the_names_of_jax(xla, jax):
-    assert full_dtype(xla) == jax
+    assert jax_dtype_name(xla) == jax

@@ -42,6 +42,10 @@ CASES = {
     ),
     "padding": (convolution(), IMAGE, KERNEL),
     "strides": (STRIDED, IMAGE, KERNEL),
+    "padding at one end": (
+        convolution(window_strides=(2, 1), padding=[(0, 1), (0, 0)]),
+        *(IMAGE, KERNEL),
+    ),
     "negative padding": (convolution(padding=[(-1, 2), (3, -2)]), IMAGE, KERNEL),
     "dilations": (
         convolution(lhs_dilation=(1, 3), rhs_dilation=(2, 1), padding=[(1, 2), (0, 3)]),

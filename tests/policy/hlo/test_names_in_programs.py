@@ -104,6 +104,9 @@ PROGRAM = Path(__file__).with_name("makers.txt").read_text()
             "",
             "jit(f)/while/body/closed_call/layers/sin",
         ),
+        (("done", ()), "jit(f)/heavy/dot_general", "", None),
+        (("a.0", ()), "jit(f)/act/tanh", "copy", None),
+        (("begun", (2,)), "jit(f)/other/mul", "", None),
         (("last", ()), "", "", None),
     ],
 )
