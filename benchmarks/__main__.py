@@ -16,6 +16,8 @@ python -m benchmarks accel --only models layers --on v5e  # some of its tables, 
 python -m benchmarks estimates         # train steps on a v5e chip, 256 of them and 8 H100s: an hour
                                        # and a half
 python -m benchmarks estimates --only resnet --on h100:8 --write  # some, into docs/estimates.md
+python -m benchmarks memory            # what ten train steps take, beside the estimate: 3 minutes
+python -m benchmarks memory --on here  # on the GPU or TPU at hand
 python -m benchmarks packages --write  # published packages' models into docs/porting.md; installs
                                        # them: 20 minutes
 python -m benchmarks packages --only griffin e3x  # some of them
@@ -54,7 +56,7 @@ class Table:
     by_default: bool = True
 
 
-ACCEL, PACKAGES, ESTIMATES = "accel", "packages", "estimates"
+ACCEL, PACKAGES, ESTIMATES, MEMORY = "accel", "packages", "estimates", "memory"
 TABLES = {
     ACCEL: Table(
         "benchmarks.accel",
@@ -99,6 +101,12 @@ TABLES = {
     ),
     "moments": Table(
         "benchmarks.moments", "where training ends by the dtype of moments", quick=None
+    ),
+    MEMORY: Table(
+        "benchmarks.memory",
+        "the memory of train steps beside its estimate",
+        quick=None,
+        by_default=False,
     ),
     PACKAGES: Table(
         "benchmarks.packages",
@@ -169,8 +177,8 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel, packages or estimates, taken from the options: ``--only`` then names
-    tables or models of theirs.
+    """The arguments of accel, packages, estimates or memory, taken from the options: ``--only``
+    then names tables, models or steps of theirs.
     """
     given = {"--only": options.only, "--on": options.on}
     options.only = []
@@ -197,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write the table of packages into docs/porting.md, or docs/estimates.md",
     )
     options = command.parse_args(arguments)
-    own = next((name for name in (ACCEL, PACKAGES, ESTIMATES) if name in options.names), "")
-    if (options.on and own not in (ACCEL, ESTIMATES)) or (options.record and own != ACCEL):
+    own = next((name for name in (ACCEL, PACKAGES, ESTIMATES, MEMORY) if name in options.names), "")
+    if (options.on and own not in (ACCEL, ESTIMATES, MEMORY)) or (options.record and own != ACCEL):
         command.error(
-            "--on is of the tables accel and estimates, and --record of accel: "
+            "--on is of the tables accel, estimates and memory, and --record of accel: "
             "python -m benchmarks accel --on v5e"
         )
     if options.write and own not in (PACKAGES, ESTIMATES):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -24,7 +24,10 @@ from policy.autocast.transform import autocast
 from policy.grads import accumulate_gradients, split_batch
 
 F32, I32 = jnp.float32, jnp.int32
+# Modules, which hash.
 FLAX: Any = flax.linen
+LINEN: Any = linen
+NNX: Any = nnx
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -165,7 +168,7 @@ class Tables(linen.Module):
 @functools.cache
 def scanned_decoder() -> Any:
     """A decoder's class: one layer, scanned over, of which backward keeps the inputs alone."""
-    Block = linen_models.of(cast(Any, linen)).Block
+    Block = linen_models.of(LINEN).Block
 
     class Layer(linen.Module):
         heads: int
@@ -186,7 +189,7 @@ def scanned_decoder() -> Any:
                 linen.remat(Layer, prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=cast(Any, linen.broadcast),
+                in_axes=linen.broadcast,  # pyright: ignore[reportArgumentType]
                 length=self.layers,
             )
             x = linen.Embed(self.vocabulary, self.width)(tokens)
@@ -205,7 +208,7 @@ def mlp(small: bool) -> Step:
     """Params and AdamW's moments in float32: nothing else is large."""
     width, batch = (32, 4) if small else (4096, 32)
     x = shape(batch, width)
-    model = of_linen(linen_models.of(cast(Any, linen)).Mlp(layers=5, width=width), x, "float32")
+    model = of_linen(linen_models.of(LINEN).Mlp(layers=5, width=width), x, "float32")
     return train_step(model, optax.adamw(1e-3), "float32", x, x, in_force="float32")
 
 
@@ -214,7 +217,7 @@ def resnet(small: bool) -> Step:
     sizes = {"filters": 4, "stages": (1,)} if small else {"filters": 32, "stages": (2, 2)}
     policy, (batch, pixels) = "mixed_bfloat16", (2, 32) if small else (40, 192)
     x, y = shape(batch, pixels, pixels, 3), shape(batch, dtype=I32)
-    build = nnx_models.of(cast(Any, nnx)).ResNet
+    build = nnx_models.of(NNX).ResNet
     model = of_nnx(lambda: build(**sizes, dtype_policy=policy, rngs=flax.nnx.Rngs(0)))
     return train_step(model, optax.sgd(1e-3, 0.9, nesterov=True), policy, x, y)
 
@@ -224,7 +227,7 @@ def vit(small: bool) -> Step:
     sizes = {"layers": 1, "width": 16, "heads": 2} if small else {"layers": 4, "width": 192}
     batch, pixels = (2, 32) if small else (48, 224)
     x, y = shape(batch, pixels, pixels, 3), shape(batch, dtype=I32)
-    build = nnx_models.of(cast(Any, nnx)).VisionTransformer
+    build = nnx_models.of(NNX).VisionTransformer
     sizes |= {"dtype_policy": "float32"}
     model = of_nnx(lambda: build(**sizes, rngs=flax.nnx.Rngs(0)))
     return train_step(model, optax.adamw(1e-3), "float32", x, y)
@@ -234,7 +237,7 @@ def vocabulary(small: bool) -> Step:
     """Logits of 65,536 tokens, their softmax and its cotangent."""
     policy, tokens = "mixed_bfloat16", shape(*((2, 8) if small else (8, 128)), dtype=I32)
     width, words = (16, 32) if small else (256, 65536)
-    module = linen_models.of(cast(Any, linen)).Transformer(
+    module = linen_models.of(LINEN).Transformer(
         layers=1 if small else 2, width=width, heads=4, vocabulary=words
     )
     model = of_linen(module, tokens, policy)
@@ -276,7 +279,7 @@ def eight_bit_moments(small: bool) -> Step:
     """An encoder whose moments are stored in 8 bits."""
     policy, tokens = "mixed_bfloat16", shape(*((2, 8) if small else (2, 32)), dtype=I32)
     sizes = {"layers": 1 if small else 8, "width": 128 if small else 1024, "heads": 8}
-    build = nnx_models.of(cast(Any, nnx)).Transformer
+    build = nnx_models.of(NNX).Transformer
 
     def built() -> Any:
         return build(
@@ -292,7 +295,7 @@ def microbatches(small: bool) -> Step:
     """A decoder in float16, its gradients summed over four microbatches."""
     policy, tokens = "mixed_float16", shape(*((4, 8) if small else (8, 32)), dtype=I32)
     sizes = {"layers": 1, "width": 16} if small else {"layers": 6, "width": 768}
-    module = linen_models.of(cast(Any, linen)).Transformer(**sizes, heads=4, vocabulary=8192)
+    module = linen_models.of(LINEN).Transformer(**sizes, heads=4, vocabulary=8192)
     options = {"microbatches": 4, "loss_scale": "dynamic", "in_force": policy}
     model = of_linen(module, tokens, policy)
     return train_step(model, optax.adamw(1e-3), policy, tokens, tokens, **options)

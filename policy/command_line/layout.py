@@ -39,8 +39,8 @@ def shardings_of(
 ) -> dict[int, PartitionSpec] | None:
     """Returns the specs of arguments, by position, from texts such as ``2=data+fsdp,None``.
 
-    >>> shardings_of(["0=data", "2=data+fsdp,None"], {"data": 4, "fsdp": 4})
-    {0: PartitionSpec('data',), 2: PartitionSpec(('data', 'fsdp'), None)}
+    >>> tuple(shardings_of(["2=data+fsdp,None"], {"data": 4, "fsdp": 4})[2])
+    (('data', 'fsdp'), None)
 
     Args:
       texts: one for each argument.

@@ -163,8 +163,8 @@ class Estimate:
     >>> import jax, jax.numpy as jnp, policy
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     >>> found = policy.estimate(jnp.matmul, x, x, policies=["float32", "bfloat16"], on="cpu")
-    >>> [row.name for row in found.rows], found["bfloat16"].outputs
-    (['float32', 'bfloat16'], 128)
+    >>> [row.name for row in found.rows], dict(found["bfloat16"].matmul_flops)
+    (['float32', 'bfloat16'], {'bfloat16': 1024})
 
     Attributes:
       name: of the function.

@@ -106,6 +106,11 @@ def test_a_prefix_spreads_over_the_arrays_of_an_argument():
     assert specs((P("data"),), X, origins=[None]) == [None]
 
 
+def test_entries_may_be_given_by_position():
+    assert specs({1: P("data")}, X, X) == [None, P("data")]
+    assert specs({}, X) == [None]
+
+
 def test_a_function_gives_specs_by_path_and_shape():
     seen = []
 
@@ -132,6 +137,8 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
     [
         (P("data"), TypeError, "shardings should be a tuple with an entry for each positional"),
         ("data", TypeError, "shardings should be a tuple"),
+        ({2: P("data")}, ValueError, "shardings has an entry for the argument 2, but the function"),
+        ({-1: P("data")}, ValueError, "an entry for the argument -1, .* counted from 0"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
         (("data", None), TypeError, r"shardings\[0\] should be a PartitionSpec, .* has 'data'"),
         (({"b": P()}, None), ValueError, r"shardings\[0\] is no prefix of the argument's tree: "),

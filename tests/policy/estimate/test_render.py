@@ -6,6 +6,7 @@ import io
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from policy.estimate.render.html import estimate_page
@@ -75,6 +76,7 @@ def test_a_row_that_lacks_memory_says_how_much_and_what_takes_it():
     assert "largest buffers" not in str(estimate_of(cost(buffers=(buffer(),))))
     many = estimate_of(lacking(buffers=(buffer(),) * 11))
     assert "  3 more in to_html() and to_json()" in str(many)
+    assert str(many).count("f32[8,2048,50257]") == 8
 
 
 def test_a_row_that_the_compiler_gave_up_does_not_fit_and_has_no_figures():
@@ -199,6 +201,10 @@ def test_bars_of_memory_stand_against_the_capacity():
     assert memory["piece arguments"] == "width:40.0000%"
     assert memory["piece temporaries"] == "width:60.0000%"
     assert memory["capacity"] == "left:80.0000%" and "piece outputs" not in memory
+    small = cost(memory=5 * GIB, arguments=4 * GIB, temporaries=GIB, outputs=0, code=0)
+    assert 'class="piece arguments" style="width:20.0000%"' in (
+        estimate_page(estimate_of(lacking(), small))
+    )
 
 
 def test_numbers_sort_by_their_size_and_unknown_ones_by_nothing():
@@ -254,7 +260,7 @@ def test_the_plot_stacks_memory_beside_the_capacity_and_seconds():
     figure = estimate_of(cost(), half(uncounted=("sorts",))).plot()
     memory, seconds = figure.axes
     assert bars(memory) == {"arguments": [6, 6], "temporaries": [5, 5], "outputs": [1, 1]}
-    assert [line.get_xdata()[0] for line in memory.lines] == [16.0]
+    assert [np.asarray(line.get_xdata())[0] for line in memory.lines] == [16.0]
     assert memory.get_xlabel() == "memory of a device, GiB"
     assert bars(seconds) == {"compute": [800, 400], "exchanges": [20, 10]}
     assert seconds.get_xlabel() == "time by the compiler's cycles, ms"
@@ -269,6 +275,13 @@ def test_the_plot_of_unknown_seconds_has_memory_alone():
     assert not memory.lines and set(bars(memory)) == {"arguments", "temporaries", "outputs"}
     _, seconds = estimate_of(cost(), not_compiled()).plot().axes
     assert [text.get_text() for text in seconds.texts] == [" unknown"]
+
+
+@pytest.mark.slow  # imports matplotlib
+def test_names_are_no_mathematics_on_the_plot():
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    [memory, _] = estimate_of(cost("$x_1$ \x1b")).plot().axes
+    assert [tick.get_text() for tick in memory.get_yticklabels()] == [r"\$x_1\$ "]
 
 
 @pytest.mark.slow  # imports matplotlib

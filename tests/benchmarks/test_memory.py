@@ -1,0 +1,159 @@
+"""The table of memory: what is read of the system, the steps' shapes, and a tiny step's row."""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as everything
+from benchmarks import memory, memory_job
+from benchmarks.memory_steps import STEPS, Step
+from policy.optim import finite_of
+
+STATUS = "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+
+@pytest.fixture(autouse=True)
+def as_the_benchmark_runs():
+    """Flax's own layers under autocast mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def doubling(size: int) -> Step:
+    """A step that returns its donated argument, doubled, and a sum."""
+    array = jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def step(params, opt_state, state, x, y):
+        return params * 2, opt_state, state, x.sum() + y.sum()
+
+    return Step(step, (array, (), (), array, array), lambda params: ())
+
+
+def compiled(step: Step):
+    return jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).compile()
+
+
+def test_a_field_of_proc_is_read_in_bytes():
+    assert memory_job.status_bytes(STATUS, "VmHWM") == 2048 * 1024
+    with pytest.raises(ValueError, match=r"^/proc/self/status has no VmSwap: .* needs Linux\.$"):
+        memory_job.status_bytes(STATUS, "VmSwap")
+
+
+@on_linux
+def test_the_peak_starts_at_what_is_resident_and_keeps_what_was_freed():
+    memory_job.reset_peak()
+    before = memory_job.resident()
+    assert memory_job.peak_resident() - before < 2**20
+    array = np.ones(2**21)  # 16 MiB
+    del array
+    assert 15 * 2**20 < memory_job.peak_resident() - before < 20 * 2**20
+    memory_job.reset_peak()
+    assert memory_job.peak_resident() - before < 8 * 2**20
+
+
+def test_a_system_whose_peak_cannot_be_reset_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_job, "PROC", tmp_path / "none")
+    with pytest.raises(RuntimeError, match=r"^The peak of resident memory can't be reset: .*Linux"):
+        memory_job.reset_peak()
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_donated_argument_counts_once_and_the_others_too():
+    step = doubling(2**22)  # three arrays of 16 MiB, of which one is overwritten
+    program = compiled(step)
+    plan = memory_job.estimated(step, "cpu")
+    assert plan["arguments"] == 3 * 2**24 and plan["outputs"] < 1024
+    assert memory_job.measured(step, program) == pytest.approx(sum(plan.values()), rel=0.25)
+
+
+@pytest.mark.slow
+def test_arguments_are_those_of_a_start_of_training():
+    step = STEPS["LSTM, nnx, mixed_float16, loss scale"](True)
+    programs = memory_job.makers(step)
+    params, state, rest, x, y = jax.tree.map(lambda make: make(jax.random.key(0)), programs)
+    made = jax.tree.leaves((params, state, rest, x, y))
+    for leaf, planned in zip(made, jax.tree.leaves(step.arguments), strict=True):
+        assert (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
+    assert jnp.unique(x).size > 10 and jnp.issubdtype(y.dtype, jnp.integer)
+    assert float(state.loss_scale.loss_scale) == 2.0**15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_no_step_is_skipped(name):
+    step = STEPS[name](True)
+    arguments = jax.tree.map(lambda make: make(jax.random.key(0)), memory_job.makers(step))
+    _, state, _, loss = compiled(step)(*arguments)
+    assert bool(finite_of(state)) and math.isfinite(loss)
+
+
+def test_a_row_is_missed_where_the_estimate_is_off_by_more_than_a_tenth():
+    def row(estimated, small=False):
+        figures = {
+            "estimated": estimated,
+            "measured": 100.0,
+            "plan": {"arguments": 2.0**30},
+            "device": "H100",
+        }
+        return memory.row_of("MLP", "here", figures, small)
+
+    assert [row(size).is_missed for size in (89.0, 91.0, 109.0, 111.0)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not row(50.0, small=True).is_missed
+    assert row(100.0).target == "H100" and row(100.0).note == "GiB: arguments 1.00"
+
+
+def test_ten_steps_are_measured_each_in_a_process_of_its_own(monkeypatch):
+    figures = {"estimated": 3.0, "measured": 4.0, "plan": {}, "device": "cpu"}
+    called = []
+
+    def job(*arguments):
+        called.append(arguments)
+        return figures
+
+    monkeypatch.setattr(memory, "in_own_process", job)
+    assert [row.ratio for row in memory.rows(False)] == [0.75] * 10
+    assert called == [(name, "cpu", False) for name in STEPS]
+    called.clear()
+    assert len(list(memory.rows(True, on=["cpu", "here"], only=["LSTM"]))) == 2
+    assert [on for _, on, _ in called] == ["cpu", "here"]
+
+
+def test_unknown_steps_and_targets_are_refused(capsys):
+    assert memory.main(["--only", "MPL"]) == 2
+    assert capsys.readouterr().err.startswith("No step is named 'MPL'. Steps: MLP, linen, float32")
+    assert memory.main(["--on", "v5e"]) == 2
+    message = "A step runs on 'cpu', or 'here' on JAX's default device, but got 'v5e'.\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_step_that_fails_says_what_its_process_said(monkeypatch):
+    monkeypatch.setattr(memory.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match=r"^The step 'MLP' failed: $"):
+        memory.in_own_process("MLP", "cpu", True)
+
+
+def test_on_and_only_reach_the_table_of_memory(monkeypatch):
+    called = []
+    monkeypatch.setattr(everything, "run", lambda *given: (called.append(given[-1]), (0, []))[1])
+    monkeypatch.setattr(everything, "_write", lambda *given: None)
+    assert everything.main(["memory", "--on", "here", "--only", "MLP"]) == 0
+    assert called == [["--only", "MLP", "--on", "here"]]
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_tiny_step_is_measured_by_the_command(capsys):
+    assert memory.main(["--small", "--only", "MLP", "--check"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("memory") and "MLP, linen, float32, AdamW" in line and "GiB" in line
