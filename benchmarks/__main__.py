@@ -177,8 +177,8 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """The arguments of accel, packages, estimates or memory, taken from the options: ``--only`` then
-    names tables, models or steps of theirs.
+    """The arguments of accel, packages, estimates or memory, taken from the options: ``--only``
+    then names tables, models or steps of theirs.
     """
     given = {"--only": options.only, "--on": options.on}
     options.only = []

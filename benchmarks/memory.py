@@ -1,6 +1,6 @@
 """The memory that a train step is estimated to take, beside what it takes.
 
-    python -m benchmarks.memory            # ten steps on the CPU: 3 minutes, at most 3 GiB; Linux
+    python -m benchmarks.memory            # ten steps on the CPU: 3 minutes, at most 4 GiB; Linux
     python -m benchmarks.memory --check    # exits with 1 where an estimate is off by more than 10%
     python -m benchmarks.memory --on here  # on the GPU, TPU or CPU that JAX finds
     python -m benchmarks.memory --only MLP # steps whose names hold that

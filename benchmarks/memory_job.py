@@ -27,27 +27,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import policy
 from benchmarks.memory_steps import STEPS, Step
 
 PROC = Path("/proc/self")
 Maker = Callable[[jax.Array], jax.Array]
 
 
-def estimated(step: Step, on: str, compiled: Any) -> dict[str, int]:
-    """Returns the bytes that a step takes by the compiler's plan, in parts.
+def estimated(step: Step, on: str) -> dict[str, int]:
+    """Returns the bytes that a step takes by `policy.estimate`, in parts.
 
     Args:
       step: the step; nothing of it has run.
       on: the target.
-      compiled: the step, compiled for the target.
     """
-    memory = compiled.memory_analysis()
-    if memory is None:
-        raise RuntimeError(f"The compiler of {on!r} analyses no memory.")
+    [row] = policy.estimate(
+        step.function, *step.arguments, policies=[None], on=on, donate=step.donated
+    ).rows
     return {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
+        "arguments": row.arguments,
+        "outputs": row.outputs,
+        "temporaries": row.temporaries,
+        "code": row.code,
     }
 
 
@@ -183,8 +184,8 @@ def _device_peak(device: Any) -> int:
 def figures(name: str, on: str, small: bool) -> dict[str, Any]:
     """Returns a step's estimate and what it took: bytes, and the device's name."""
     step = STEPS[name](small)
+    plan = estimated(step, on)
     compiled = jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).compile()
-    plan = estimated(step, on, compiled)
     return {
         "estimated": sum(plan.values()),
         "measured": measured(step, compiled),

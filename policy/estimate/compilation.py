@@ -12,6 +12,7 @@ import jax
 
 from policy._hlo.buffers import HeldBuffer, memory_of
 from policy._hlo.dump import compiled_with_dump
+from policy._hlo.library_scratch import library_scratch
 from policy._jaxpr.paths import naming, spelled
 from policy.estimate.report import Buffer
 from policy.estimate.targets import Target
@@ -34,6 +35,7 @@ class CompiledStep:
       is_exhausted: whether the compiler ran out of memory.
       buffers: the largest arrays when the most memory is taken.
       seconds: CPU seconds of the compiler.
+      scratch: bytes of `temporaries` that a processor's library kernels may allocate.
     """
 
     text: str
@@ -44,6 +46,7 @@ class CompiledStep:
     is_exhausted: bool
     buffers: tuple[Buffer, ...]
     seconds: float
+    scratch: int = 0
 
 
 def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> CompiledStep:
@@ -71,15 +74,17 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     # It alone has the code, which is not known of a program that is too large.
     memory: Any = None if compiled is None else compiled.memory_analysis()
     code = 0 if memory is None else memory.generated_code_size_in_bytes
+    scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
     return CompiledStep(
         dump.program,
         use.arguments,
-        use.temporaries,
+        use.temporaries + scratch,
         use.outputs,
         max(code, use.constants),
         compiled is None,
         buffers,
         seconds,
+        scratch,
     )
 
 

@@ -30,6 +30,10 @@ from policy.policy import Policy
 from policy.rules import PolicyRules
 from policy.scope import RulesLike
 
+_SCRATCH = (
+    "Temporaries have the largest copy that the processor's library kernels may make of their "
+    "inputs, which XLA does not plan."
+)
 DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
 Progress = Callable[[str, int, int], None]
 
@@ -202,7 +206,7 @@ def _estimated(
         cost_of(row, step, program, placement),
         placement,
         None if call.is_made else row.policy,
-        [*placement.notes, *notes],
+        [*placement.notes, *notes, *([_SCRATCH] if program.scratch else [])],
     )
 
 

@@ -362,7 +362,7 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     with pytest.raises(SystemExit):
         everything.main(["models", "--on", "v5e"])
     assert (
-        "--on is of the tables accel and estimates, and --record of accel: "
+        "--on is of the tables accel, estimates and memory, and --record of accel: "
         "python -m benchmarks accel --on v5e" in capsys.readouterr().err
     )
 

@@ -62,15 +62,17 @@ def test_a_system_whose_peak_cannot_be_reset_is_refused(monkeypatch, tmp_path):
         memory_job.reset_peak()
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_donated_argument_counts_once_and_the_others_too():
     step = doubling(2**22)  # three arrays of 16 MiB, of which one is overwritten
     program = compiled(step)
-    plan = memory_job.estimated(step, "cpu", program)
+    plan = memory_job.estimated(step, "cpu")
     assert plan["arguments"] == 3 * 2**24 and plan["outputs"] < 1024
     assert memory_job.measured(step, program) == pytest.approx(sum(plan.values()), rel=0.25)
 
 
+@pytest.mark.slow
 def test_arguments_are_those_of_a_start_of_training():
     step = STEPS["LSTM, nnx, mixed_float16, loss scale"](True)
     programs = memory_job.makers(step)

@@ -52,6 +52,7 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
     assert set(everything.chosen([], quick=False)) == set(everything.TABLES) - {
         "accel",
         "eight_bits",
+        "estimates",
         "gpu",
         "memory",
         "packages",
