@@ -76,7 +76,8 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     code = 0 if memory is None else memory.generated_code_size_in_bytes
     scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
     return CompiledStep(
-        dump.program,
+        # The compiler's cycles are in its own text alone, which a program that is too large lacks.
+        dump.program if compiled is None else compiled.as_text(),
         use.arguments,
         use.temporaries + scratch,
         use.outputs,
