@@ -122,9 +122,10 @@ def model(ws: Any, x: Any) -> Any:
         return jnp.tanh(x @ ws["third"])
 
 
-def arguments(width: int = 512) -> Any:
-    sizes = {"first": (8, 8), "second": (8, 8), "third": (8, width)}
-    return {name: normal(*size) / 3 for name, size in sizes.items()}, normal(64, 8)
+def arguments(width: int = 512, size: int = 8) -> Any:
+    sizes = {"first": (size, size), "second": (size, size), "third": (size, width)}
+    scale = 1 / math.sqrt(size)
+    return {name: normal(*s, scale=scale) for name, s in sizes.items()}, normal(8 * size, size)
 
 
 def on(target: Any = None, *args: Any, **options: Any) -> Any:
@@ -364,7 +365,7 @@ def test_what_can_not_be_asked_of_a_target_is_refused_before_anything_is_compile
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v5e:1x1", "h100"])
 def test_the_front_is_by_a_real_targets_compiler(name: str, programs: list[str]) -> None:
-    found = on(target(name), *arguments(4096), error=None, points=3)
+    found = on(target(name), *arguments(2048, 256), error=None, points=3)
     assert len(programs) == 3 == found.programs
     by_kept = {len(point.paths): point for point in found.points}
     assert (by_kept[0].cycles is not None) == (name == "v5e:1x1")
