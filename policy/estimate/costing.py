@@ -20,7 +20,10 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
     """Returns the costs of a step's compiled program."""
     chip = placement.target.chip
     written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
-    costs = costs_of(program.text, kernel_time(chip)) if program.text else None
+    # The text of a program that is too large is no final one: a TPU's has no cycles, and other
+    # kernels than the compiler's.
+    has_costs = bool(program.text) and not program.is_exhausted
+    costs = costs_of(program.text, kernel_time(chip)) if has_costs else None
     cycles = costs.time if costs is not None and chip.clock else None
     return PolicyCost(
         name=row.name,
