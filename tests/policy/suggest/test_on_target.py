@@ -24,9 +24,11 @@ from policy.estimate.chips import CHIPS
 from policy.estimate.compilation import CompiledStep
 from policy.estimate.steps import Step
 from policy.estimate.targets import Target
+from policy.policy import get_policy
 from policy.suggest import target_costs
 from policy.suggest.suggest import suggest
 from policy.suggest.target_costs import TargetProgram, module_costs
+from policy.traced.under_policy import traced_under
 from tests.benchmarks.accelerators import target
 from tests.programs import apply
 
@@ -273,6 +275,16 @@ def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(
     ends = {len(point.paths): point for point in found.points}
     assert ends[0].error > 1e-4 and ends[3].error == 0.0
     assert ends[3].seconds != ends[0].seconds
+
+
+@pytest.mark.parametrize(("route", "rules"), [("scope", {".*": "float32"}), ("autocast", {})])
+def test_a_known_route_is_taken_whatever_the_rules_leave_in_half(route: Any, rules: Any) -> None:
+    """Where rules keep all of it in float32, no matmul says that layers obey the scope."""
+    x = jax.ShapeDtypeStruct((8, 16), F32)
+    variables = jax.eval_shape(Net().init, jax.random.key(0), x)
+    policy, named = get_policy("mixed_bfloat16"), PolicyRules(rules)
+    arguments = (Net().apply, (variables, x), {}, False, None, policy, named)
+    assert traced_under(*arguments, route)[1] == route != traced_under(*arguments)[1]
 
 
 class NnxNet(flax_nnx.Module):
