@@ -77,7 +77,7 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
     return CompiledStep(
         # The compiler's cycles are in its own text alone, which a program that is too large lacks.
-        dump.program if compiled is None else compiled.as_text(),
+        dump.program if compiled is None else compiled.as_text() or "",
         use.arguments,
         use.temporaries + scratch,
         use.outputs,

@@ -24,18 +24,19 @@ from policy.estimate.chips import CHIPS
 from policy.estimate.compilation import CompiledStep
 from policy.estimate.steps import Step
 from policy.estimate.targets import Target
+from policy.policy import get_policy
 from policy.suggest import target_costs
 from policy.suggest.suggest import suggest
 from policy.suggest.target_costs import TargetProgram, module_costs
+from policy.traced.under_policy import traced_under
 from tests.benchmarks.accelerators import target
 from tests.programs import apply
 
 F32 = jnp.float32
-RNG = np.random.default_rng(0)
 
 
-def normal(*shape: int, scale: float = 1.0) -> Any:
-    return jnp.asarray(scale * RNG.normal(size=shape), F32)
+def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> Any:
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), F32)
 
 
 class Fake(Target):
@@ -85,7 +86,7 @@ class Compiler:
         dtypes = dtypes_of(opened(step.traced.jaxpr)[0])
         memory = self.memory if any(map(is_half, dtypes)) else self.wide_memory
         fails = self.exhausts and memory > target.chip.memory
-        self.texts.append("" if fails else hlo(step))
+        self.texts.append(hlo(step))
         return CompiledStep(self.texts[-1], 0, memory, 0, 0, fails, (), 0.1)
 
 
@@ -125,7 +126,8 @@ def model(ws: Any, x: Any) -> Any:
 def arguments(width: int = 512, size: int = 8) -> Any:
     sizes = {"first": (size, size), "second": (size, size), "third": (size, width)}
     scale = 1 / math.sqrt(size)
-    return {name: normal(*s, scale=scale) for name, s in sizes.items()}, normal(8 * size, size)
+    ws = {name: normal(*s, scale=scale, seed=i) for i, (name, s) in enumerate(sizes.items())}
+    return ws, normal(8 * size, size, seed=3)
 
 
 def on(target: Any = None, *args: Any, **options: Any) -> Any:
@@ -170,6 +172,13 @@ def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has
     errors = [point.error for point in found.front]
     assert len(times) > 2 and times == sorted(times) and errors == sorted(errors, reverse=True)
     assert all(point.cycles == pytest.approx(point.seconds * 1.5e9) for point in found.front)
+
+
+@pytest.mark.slow
+def test_the_set_that_meets_the_budget_is_a_point_however_few_there_are(compiler: Compiler) -> None:
+    """Of three points without a budget, the third has two paths in float32."""
+    assert [len(point.paths) for point in on(error=None, points=3).points] == [0, 2, 3]
+    assert on(error=0.05, points=3).paths == ("second",)
 
 
 @pytest.mark.slow
@@ -266,6 +275,16 @@ def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(
     ends = {len(point.paths): point for point in found.points}
     assert ends[0].error > 1e-4 and ends[3].error == 0.0
     assert ends[3].seconds != ends[0].seconds
+
+
+@pytest.mark.parametrize(("route", "rules"), [("scope", {".*": "float32"}), ("autocast", {})])
+def test_a_known_route_is_taken_whatever_the_rules_leave_in_half(route: Any, rules: Any) -> None:
+    """Where rules keep all of it in float32, no matmul says that layers obey the scope."""
+    x = jax.ShapeDtypeStruct((8, 16), F32)
+    variables = jax.eval_shape(Net().init, jax.random.key(0), x)
+    policy, named = get_policy("mixed_bfloat16"), PolicyRules(rules)
+    arguments = (Net().apply, (variables, x), {}, False, None, policy, named)
+    assert traced_under(*arguments, route)[1] == route != traced_under(*arguments)[1]
 
 
 class NnxNet(flax_nnx.Module):
