@@ -15,6 +15,7 @@ from policy import full_precision as full_precision
 from policy import get_policy as get_policy
 from policy import set_policy as set_policy
 from policy import use_policy as use_policy
+from policy._version import __version__ as __version__
 
 # isort: split
 from mpmodules._registration import register

@@ -6,6 +6,7 @@ Others are in `policy.optim`, `policy.grads`, `policy.sharding`, `policy.losses`
 """
 
 from policy import grads, losses, optim, reductions, sharding, testing
+from policy._version import __version__ as __version__
 from policy.audit.audit import audit
 from policy.audit.report import Audit, Finding
 from policy.autocast.transform import autocast

