@@ -1,9 +1,9 @@
 """Settings of the documentation's site: Sphinx, MyST Markdown, executed notebooks, a reference.
 
     pip install -e '.[docs]'
-    python -m sphinx -W --keep-going -j auto -b html docs out/site    # then open out/site/index.html
+    python -m sphinx -W --keep-going -j auto -b html docs out/site
 
-The build needs no network. It executes the notebooks below docs/stories; the one that needs a
+The first page is out/site/index.html. The build needs no network. It executes the notebooks below docs/stories; the one that needs a
 published checkpoint shows its saved outputs where the checkpoint's package is not installed.
 """
 

@@ -3,8 +3,8 @@
     python docs/make_why.py
 
 Each line is computed: the mean of n x n ones by an average pool, the gradient of an embedding's row
-by how often its token occurs, and the first step of Adam by the size of a float16 gradient. It takes
-half a minute on a CPU, and needs matplotlib.
+by the occurrences of its token, and the first step of Adam by the size of a float16 gradient. It
+takes half a minute on a CPU, and needs matplotlib.
 """
 
 from __future__ import annotations
