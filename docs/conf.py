@@ -3,8 +3,9 @@
     pip install -e '.[docs]'
     python -m sphinx -W --keep-going -j auto -b html docs out/site
 
-The first page is out/site/index.html. The build needs no network. It executes the notebooks below docs/stories; the one that needs a
-published checkpoint shows its saved outputs where the checkpoint's package is not installed.
+The first page is out/site/index.html. The build needs no network. It executes the notebooks below
+docs/stories; the one that needs a published checkpoint shows its saved outputs where the package of
+the checkpoint is not installed.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_the_four_numbers_of_the_readme_are_measured():
     ]
     table = README.partition("| exact |\n|---|---|---|---|\n")[2].partition("\n\n")[0]
     cells = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()]
-    told = [[float(cell.replace("−", "-")) for cell in row] for row in cells]
+    told = [[float(cell.replace("\N{MINUS SIGN}", "-")) for cell in row] for row in cells]
     for (theirs, ours, exact), measured in zip(told, figures, strict=True):
         assert exact == measured[2]
         np.testing.assert_allclose([theirs, ours], np.asarray(measured[:2], float), rtol=0.05)
