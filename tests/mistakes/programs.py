@@ -243,8 +243,8 @@ INSPECTION = [
     Mistake(
         "suggest without a budget",
         lambda: suggest(loss_fn, P, policy=BF16),
-        TypeError,
-        ("suggest()", "'error'"),
+        ValueError,
+        ("budget", "error=0.02", "on='v5e:1x1'"),
     ),
     Mistake(
         "a budget in percent",
