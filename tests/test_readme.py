@@ -55,11 +55,11 @@ def gradient_of_a_row(wing):
 
 
 def error_of_layer_norm(wing, **options):
-    x = (1000 + np.random.default_rng(2).normal(size=(8, 32, 16))).astype(np.float32)
+    x = np.asarray(1000 + jax.random.normal(jax.random.key(0), (64, 256)))
     wide = x - x.astype(np.float64).mean(-1, keepdims=True)
     true = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
     return np.abs(
-        np.asarray(wing.LayerNorm(16, rngs=wing.Rngs(0), **options)(x), float) - true
+        np.asarray(wing.LayerNorm(256, rngs=wing.Rngs(0), **options)(x), float) - true
     ).max()
 
 
