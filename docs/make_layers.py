@@ -2,9 +2,9 @@
 
     python docs/make_layers.py
 
-It first holds the tables against what the installed Flax exports, and writes nothing where a layer
-of Flax's is neither in the catalogue nor exempt. tests/test_catalogue.py does the same, so that a
-new layer shows up as a gap.
+Checks first that every layer that the installed Flax exports is listed or exempt, and writes
+nothing otherwise. tests/test_catalogue.py makes the same check, so a new layer of Flax's fails a
+test.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import pathlib
 import sys
+import textwrap
 import types
 
 import flax.linen
@@ -28,10 +29,10 @@ class Row:
     """One layer or function.
 
     Attributes:
-      name: as Flax exports it.
-      wide: what runs in reduction_dtype.
-      upstream: what Flax does in half precision.
-      tests: a test of it, ``file::name`` below tests/, for each wing that has it.
+      name: the name that Flax exports.
+      wide: the computations in reduction_dtype.
+      upstream: Flax's behaviour in half precision.
+      tests: a test, ``file::name`` below tests/, for each wing that has the layer or function.
     """
 
     name: str
@@ -116,11 +117,11 @@ def one(tests: dict[str, str], wing: str) -> dict[str, str]:
     return {wing: tests[wing]}
 
 
-_BIAS = "the gradient of the bias; the accumulators of matmuls, as XLA has them"
-_BIAS_UP = "sums the gradient of the bias to half precision"
-_NORM = "statistics, scale and bias, and their gradients; one rounding at the end"
-_CELL = "initialisers, the gradients of biases; gates are summed in compute_dtype as in Flax"
-_CELL_UP = "returns float32 from half inputs, or fails"
+_BIAS = "the gradient of the bias; the accumulators of matmuls are the backend's"
+_BIAS_UP = "sums the gradient of the bias in half precision"
+_NORM = "statistics, scale, bias and their gradients; the result is rounded once"
+_CELL = "initialisers and the gradients of biases; gates are summed in compute_dtype, as in Flax"
+_CELL_UP = "returns float32 from half-precision inputs, or raises"
 
 LAYERS = (
     Row("Dense", _BIAS, _BIAS_UP, one(_MATMUL, "linen")),
@@ -134,51 +135,51 @@ LAYERS = (
     Row(
         "Embed",
         "the gradient of the table",
-        "sums the gradient in half precision: 4096 occurrences count 256",
+        "sums the gradient in half precision: 4096 uses of a row count as 256",
         _EMBED,
     ),
     Row(
         "LayerNorm",
         _NORM,
-        "cancels where the mean is large; nnx rounds before the statistics",
+        "loses digits if the mean is large; nnx rounds the input before the statistics",
         _NORMS,
     ),
-    Row("RMSNorm", _NORM, "nnx rounds before the statistics", _NORMS),
+    Row("RMSNorm", _NORM, "nnx rounds the input before the statistics", _NORMS),
     Row(
         "GroupNorm",
         _NORM,
-        "cancels where the mean is large; nnx rounds before the statistics",
+        "loses digits if the mean is large; nnx rounds the input before the statistics",
         _NORMS,
     ),
     Row(
         "BatchNorm",
         _NORM,
-        "cancels where the mean is large; nnx runs in half precision in evaluation",
+        "loses digits if the mean is large; nnx evaluates in half precision",
         _NORMS,
     ),
     Row(
         "InstanceNorm",
         _NORM,
-        "cancels where the mean is large; nnx rounds before the statistics",
+        "loses digits if the mean is large; nnx rounds the input before the statistics",
         _INSTANCE,
     ),
     Row(
         "WeightNorm",
-        "norms of weights",
-        "stores the normalised weights in half precision, whatever param_dtype is",
+        "the norms of the weights",
+        "stores the normalised weights in half precision, against param_dtype",
         _WEIGHTS,
     ),
     Row(
         "SpectralNorm",
         "the power iteration and its statistics",
-        "linen stores the normalised weights in half precision, whatever param_dtype is",
+        "linen stores the normalised weights in half precision, against param_dtype",
         _WEIGHTS,
     ),
     Row(
         "MultiHeadAttention",
         "logits and softmax; the decode cache is in compute_dtype",
-        "softmax in half precision; nnx only with dropout or sown weights, and its float32 cache "
-        "fails to decode",
+        "softmax in half precision, in nnx only with dropout or sown weights; nnx's float32 cache "
+        "makes decoding raise",
         _ATTENTION,
     ),
     Row(
@@ -195,8 +196,8 @@ LAYERS = (
     ),
     Row(
         "RoPE",
-        "positions, angles, sines and cosines, the rotation",
-        "returns float32 from half inputs",
+        "positions, angles, sines, cosines and the rotation",
+        "returns float32 from half-precision inputs",
         _ROTARY,
     ),
     Row("SimpleCell", _CELL, _CELL_UP, _CELLS),
@@ -207,16 +208,13 @@ LAYERS = (
     Row("ConvLSTMCell", _CELL, _CELL_UP, one(_CELLS, "linen")),
     Row(
         "RNN",
-        "the gradients of half weights, over the steps; a loop over its cell, whose carry keeps "
-        "its type",
-        "fails where the cell's carry changes type",
+        "the sums of gradients over the steps; the carry keeps its dtype",
+        "raises if the cell changes the carry's dtype",
         _RNN,
     ),
-    Row("Bidirectional", "nothing of its own", "as RNN", _BOTH_WAYS),
-    Row(
-        "Dropout", "nothing: masks and scaling are exact enough in compute_dtype", "as ours", _SAME
-    ),
-    Row("Sequential", "nothing of its own: a boundary, as any module is", "knows no policy", _SAME),
+    Row("Bidirectional", "nothing of its own", "as for RNN", _BOTH_WAYS),
+    Row("Dropout", "nothing: masking and scaling in compute_dtype are accurate", "the same", _SAME),
+    Row("Sequential", "nothing of its own; it casts as any module does", "no casts", _SAME),
     Row(
         "PReLU",
         "slope times input, and the gradient of the slope",
@@ -225,14 +223,14 @@ LAYERS = (
     ),
     Row(
         "LoRA",
-        "the accumulators of its two matmuls, as XLA has them",
-        "returns float32 over a float32 base module",
+        "nothing; the accumulators of its two matmuls are the backend's",
+        "returns float32 if its base module does",
         _LORA,
     ),
     Row(
         "LoRALinear",
-        "as Linear; its low-rank part follows the policy",
-        "returns float32 from dtype=bfloat16",
+        "as for Linear; the low-rank part follows the policy",
+        "returns float32 under dtype=bfloat16",
         _LORA,
     ),
 )
@@ -247,31 +245,31 @@ FUNCTIONS = (
     Row("pool", "the reduction of windows", "reduces in half precision", _POOL),
     Row(
         "max_pool",
-        "the gradient, where more than four windows overlap",
+        "the gradient, if more than four windows overlap",
         "sums the gradient in half precision",
         _MAX_POOL,
     ),
     Row(
         "min_pool",
-        "the gradient, where more than four windows overlap",
+        "the gradient, if more than four windows overlap",
         "sums the gradient in half precision",
         one(_MAX_POOL, "nnx"),
     ),
-    Row("softmax", "all of it", "exp, sum and division in half precision", _ACTIVATION),
-    Row("log_softmax", "all of it", "exp and log in half precision", _ACTIVATION),
-    Row("logsumexp", "all of it", "exp and log in half precision", _ACTIVATION),
-    Row("log_sigmoid", "all of it", "exp and log in half precision", _ACTIVATION),
-    Row("softplus", "all of it", "exp and log in half precision", _ACTIVATION),
+    Row("softmax", "everything", "exponential, sum and division in half precision", _ACTIVATION),
+    Row("log_softmax", "everything", "exponential and logarithm in half precision", _ACTIVATION),
+    Row("logsumexp", "everything", "exponential and logarithm in half precision", _ACTIVATION),
+    Row("log_sigmoid", "everything", "exponential and logarithm in half precision", _ACTIVATION),
+    Row("softplus", "everything", "exponential and logarithm in half precision", _ACTIVATION),
     Row(
         "standardize",
-        "all of it",
-        "squares in half precision; cancels where the mean is large",
+        "everything",
+        "squares in half precision; loses digits if the mean is large",
         _ACTIVATION,
     ),
     Row(
         "normalize",
-        "`standardize` under its deprecated name",
-        "as standardize",
+        "everything: the deprecated name of `standardize`",
+        "as for `standardize`",
         one(_ACTIVATION, "linen"),
     ),
     Row("dot_product_attention", "logits and softmax", "softmax in half precision", _ATTENTION),
@@ -284,18 +282,18 @@ FUNCTIONS = (
     Row(
         "dot_product_attention_with_rope",
         "rotation, logits and softmax",
-        "float32 queries and keys from half ones",
+        "makes half-precision queries and keys float32",
         _ROTARY,
     ),
 )
 
-_EIGHT_BIT = "an operation of 8-bit matmuls that a layer is given; the layer around it obeys"
+_EIGHT_BIT = "an 8-bit matmul, given to a layer as an argument; the layer follows the policy"
 EXEMPT = {
     "linen": {
-        "Module": "the base class: ours carries the policy",
-        "RNNCellBase": "a base class without parameters: ours carries the policy",
-        "BatchApply": "reshapes what a module takes and returns; the module inside obeys",
-        "tabulate": "shows the policy of each module, and what gave it",
+        "Module": "the base class; ours carries the policy",
+        "RNNCellBase": "a base class without parameters; ours carries the policy",
+        "BatchApply": "reshapes the inputs and outputs of a module, which follows the policy",
+        "tabulate": "ours also shows the policy of each module, and what gave it",
         "Fp8DotGeneral": _EIGHT_BIT,
         "Fp8DotGeneralOp": _EIGHT_BIT,
         "Fp8DirectDotGeneralOp": _EIGHT_BIT,
@@ -303,22 +301,22 @@ EXEMPT = {
         "Fp8Einsum": _EIGHT_BIT,
     },
     "nnx": {
-        "Module": "the base class: ours carries the policy",
-        "RNNCellBase": "a base class without parameters: ours carries the policy",
+        "Module": "the base class; ours carries the policy",
+        "RNNCellBase": "a base class without parameters; ours carries the policy",
         "Object": "another name for Pytree",
-        "tabulate": "shows the policy of each module, and what gave it",
-        "Pytree": "the base of what holds state: no call, no dtype",
-        "Dict": "holds modules and is never called",
-        "List": "holds modules and is never called",
+        "tabulate": "ours also shows the policy of each module, and what gave it",
+        "Pytree": "the base class of objects with state; it has no call",
+        "Dict": "holds modules; it has no call",
+        "List": "holds modules; it has no call",
         "Rngs": "holds random keys",
         "RngStream": "holds a random key",
         "Optimizer": (
-            "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients"
+            "takes any optax transform, `policy.mixed_precision` included, and ScaledGradients"
         ),
         "ModelAndOptimizer": (
-            "runs policy.mixed_precision(...), or any optax transform; takes ScaledGradients"
+            "takes any optax transform, `policy.mixed_precision` included, and ScaledGradients"
         ),
-        "EMA": "averages variables in the dtype that they are stored in: keep those in float32",
+        "EMA": "averages variables in their stored dtype: store them in float32",
         "Metric": "a base class; Flax's metrics sum in float32",
         "MultiMetric": "holds metrics; Flax's metrics sum in float32",
     },
@@ -330,7 +328,7 @@ def upstream(wing: str) -> types.ModuleType:
 
 
 def stateful_classes(module: types.ModuleType) -> dict[str, type]:
-    """The classes that `module` exports and that hold parameters, carry state or reduce."""
+    """Returns the classes that `module` exports and that hold parameters or state, or reduce."""
     bases = (flax.linen.Module, flax.linen.BatchApply, flax.nnx.Pytree)
     exported = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     return {
@@ -341,13 +339,13 @@ def stateful_classes(module: types.ModuleType) -> dict[str, type]:
 
 
 def gaps(wing: str, module: types.ModuleType | None = None) -> list[str]:
-    """The classes of Flax's that are neither in the catalogue nor exempt, by name."""
+    """Returns the names of Flax's classes that are neither in the catalogue nor exempt."""
     known = {row.name for row in LAYERS if wing in row.tests} | set(EXEMPT[wing])
     return sorted(set(stateful_classes(upstream(wing) if module is None else module)) - known)
 
 
 def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
-    """Raises a LookupError that names every layer of Flax's that the catalogue lacks."""
+    """Raises a LookupError that names every layer of Flax's that is missing in the catalogue."""
     missing = gaps(wing, module)
     if missing:
         raise LookupError(
@@ -359,39 +357,74 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
         )
 
 
+PROSE = """
+This page lists every layer and function of Flax that has a dtype question, with the part of it that
+runs in reduction_dtype (float32 under a half-precision policy), and what Flax does in half
+precision.
+
+Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns the dtype
+that the [boundary](concepts.md#the-boundary) asks for. The gradient of a parameter has the dtype of
+the parameter. Running statistics are float32. For the backward pass a norm, softmax or loss saves
+the half-precision activation itself, and no float32 copy of it.
+
+Everything else that `flax.linen` and `flax.nnx` export is exported unchanged.
+
+The page is written by `python docs/make_layers.py`. A test compares it with the layers that the
+installed Flax exports.
+"""
+TESTS = """
+A test of each layer and function, below `tests/`. The table `tests/mpmodules/table` also reads the
+dtype of every matmul and every sum of each layer, forward and backward, under every policy.
+"""
+
+
+def filled(text: str, indent: str = "") -> list[str]:
+    """Returns the lines of a paragraph, wrapped at 120 columns."""
+    return textwrap.wrap(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def wrapped(text: str) -> list[str]:
+    """Returns the lines of paragraphs, each followed by an empty line."""
+    return [line for each in text.strip().split("\n\n") for line in (*filled(each), "")]
+
+
+def tests_by_file() -> dict[str, dict[str, list[str]]]:
+    """Returns the names of the layers and functions, by file of tests and by test."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in (*LAYERS, *FUNCTIONS):
+        for test in dict.fromkeys(row.tests.values()):
+            file, name = test.split("::")
+            found.setdefault(file, {}).setdefault(name, []).append(row.name)
+    return dict(sorted(found.items()))
+
+
 def page() -> str:
-    """The text of docs/layers.md."""
-    lines = [
-        "# Layers and functions",
-        "",
-        "Made by `python docs/make_layers.py`; a test holds it against what the installed Flax "
-        "exports.",
-        "",
-        "Every layer keeps its parameters in param_dtype, multiplies in compute_dtype and returns "
-        "what the policy "
-        "says. The tables say what else runs in reduction_dtype, what Flax does in half precision "
-        "without us, and the "
-        "test (below `tests/`). Each layer is moreover a row of `mpmodules/table`, which reads the "
-        "dtype of every "
-        "matmul and every sum, forward and backward, under every policy.",
-        "",
-    ]
+    """Returns the text of docs/layers.md."""
+    lines = ["# Layers and functions", "", *wrapped(PROSE)]
     for title, rows in (("Layers", LAYERS), ("Functions", FUNCTIONS)):
         lines += [
             f"## {title}",
             "",
-            "| name | wing | in reduction_dtype | upstream | test |",
-            "|---|---|---|---|---|",
+            "| name | wing | in reduction_dtype | Flax in half precision |",
+            "|---|---|---|---|",
         ]
-        for row in rows:
-            tests = "<br>".join(f"`{test}`" for test in dict.fromkeys(row.tests.values()))
-            lines.append(
-                f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} | {tests} |"
-            )
+        lines += [
+            f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} |"
+            for row in rows
+        ]
         lines.append("")
-    lines += ["## Exempt", "", "| name | wing | why |", "|---|---|---|"]
+    lines += ["## Exempt", "", *wrapped("Exports of Flax without a dtype question of their own.")]
+    lines += ["| name | wing | reason |", "|---|---|---|"]
     for wing in WINGS:
         lines += [f"| `{name}` | {wing} | {reason} |" for name, reason in EXEMPT[wing].items()]
+    lines += ["", "## Tests", "", *wrapped(TESTS)]
+    for file, names in tests_by_file().items():
+        lines.append(f"- `{file}`")
+        for name, covered in names.items():
+            listed = ", ".join(f"`{each}`" for each in covered)
+            lines += filled(f"  - `{name}`: {listed}", indent="    ")
     return "\n".join(lines) + "\n"
 
 
