@@ -360,7 +360,7 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
 PROSE = """
 This page lists every layer and function of Flax that has a dtype question, with the part of it that
 runs in reduction_dtype (float32 under a half-precision policy), and what Flax does in half
-precision.
+precision. A name without linen or nnx behind it is in both.
 
 Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns the dtype
 that the [boundary](concepts.md#the-boundary) asks for. The gradient of a parameter has the dtype of
@@ -400,6 +400,19 @@ def tests_by_file() -> dict[str, dict[str, list[str]]]:
     return dict(sorted(found.items()))
 
 
+def named(row: Row) -> str:
+    """Returns the name of a layer or function, with its wing if only one has it."""
+    return f"`{row.name}`" + ("" if len(row.tests) == len(WINGS) else f" ({', '.join(row.tests)})")
+
+
+def grouped(rows: tuple[Row, ...]) -> dict[tuple[str, str], list[Row]]:
+    """Returns the rows that have the same texts, by these."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.wide, row.upstream), []).append(row)
+    return found
+
+
 def page() -> str:
     """Returns the text of docs/layers.md."""
     lines = ["# Layers and functions", "", *wrapped(PROSE)]
@@ -407,12 +420,12 @@ def page() -> str:
         lines += [
             f"## {title}",
             "",
-            "| name | wing | in reduction_dtype | Flax in half precision |",
-            "|---|---|---|---|",
+            f"| {title.lower()} | in reduction_dtype | Flax in half precision |",
         ]
+        lines += ["|---|---|---|"]
         lines += [
-            f"| `{row.name}` | {', '.join(row.tests)} | {row.wide} | {row.upstream} |"
-            for row in rows
+            f"| {', '.join(map(named, group))} | {wide} | {upstream} |"
+            for (wide, upstream), group in grouped(rows).items()
         ]
         lines.append("")
     lines += ["## Exempt", "", *wrapped("Exports of Flax without a dtype question of their own.")]
