@@ -1,4 +1,4 @@
-"""Prints the README's sentences on accelerators, with the figures of a run.
+"""Prints sentences on accelerators, with the figures of a run.
 
 python -m benchmarks accel --json rows.json && python -m benchmarks.accel.claims rows.json
 """

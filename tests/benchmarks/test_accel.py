@@ -367,7 +367,7 @@ def test_chips_are_of_the_accelerators_tables_alone(capsys):
     )
 
 
-def test_the_readmes_sentences_are_the_rows_figures(tmp_path, capsys):
+def test_sentences_have_the_rows_figures(tmp_path, capsys):
     rows = [
         Row("cycles", name, ratio, 1.0, target="v5e:2x2")
         for name, ratio in (("a", 0.9), ("b", 1.1))

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# As README tells users of mypy.
+# As docs/own_layers.md tells users of mypy.
 MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
 
 

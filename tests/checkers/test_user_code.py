@@ -17,6 +17,7 @@ from tests.checkers.checkers import ROOT, Report
 
 USER_CODE = Path(__file__).parent / "user_code"
 README = (ROOT / "README.md").read_text()
+OWN_LAYERS = (ROOT / "docs" / "own_layers.md").read_text()
 CHECKERS = {"mypy": checkers.mypy, "pyright": checkers.pyright}
 
 # Types that Flax gives what `init` and `apply` return; and optax, to mypy, has no types at all.
@@ -54,9 +55,9 @@ def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_rea
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_readme_tells_users_of_mypy_of_the_plugin_that_the_test_runs_it_with():
+def test_the_docs_tell_users_of_mypy_of_the_plugin_that_the_test_runs_it_with():
     (line,) = [line for line in checkers.MYPY_SETTINGS.splitlines() if line.startswith("plugins")]
-    assert line in README
+    assert line in OWN_LAYERS
 
 
 def differences(text: str, place: int, reports: list[Report], file: str) -> list[str]:
