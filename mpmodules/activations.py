@@ -33,7 +33,7 @@ def logsumexp(
 ) -> Any:
     """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
 
-    See `policy.reductions.logsumexp`.
+    Arguments as in `policy.reductions.logsumexp`.
 
     Example:
       >>> activations.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
@@ -58,7 +58,7 @@ def standardize(
 
     Under a policy, and for half inputs, a variance that is not given does not cancel where the mean
     is large (`policy.reductions.standardize`). Without a policy, float32 gives the result of
-    `jax.nn.standardize`.
+    `jax.nn.standardize`. Other arguments as in `policy.reductions.standardize`.
 
     Args:
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.

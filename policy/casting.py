@@ -68,15 +68,24 @@ def cast_floating(
     """Casts the floating arrays of a tree to `dtype`.
 
     Integers, booleans, PRNG keys, complex numbers (unless `complex_too`), non-arrays and arrays
-    that already have the dtype are returned unchanged. `is_leaf` stops the walk as in
-    `jax.tree.map`; the nodes it stops at are returned by identity unless they are floating arrays
-    themselves.
+    that already have the dtype are returned unchanged.
 
     >>> import jax.numpy as jnp
     >>> import policy
     >>> tree = policy.cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.bfloat16)
     >>> tree["w"].dtype, tree["step"].dtype
     (dtype(bfloat16), dtype('int32'))
+
+    Args:
+      tree: a tree; arrays may be `jax.ShapeDtypeStruct`.
+      dtype: a floating dtype.
+      is_leaf: stops the walk as in `jax.tree.map`. The nodes it stops at are returned by identity
+        unless they are floating arrays themselves.
+      complex_too: whether complex arrays are cast, to the complex dtype with parts of that width;
+        complex64 is the narrowest.
+
+    Returns:
+      A tree of the same structure and shapes.
 
     Raises:
       ValueError: `dtype` is float64 while x64 is disabled.

@@ -26,6 +26,23 @@ from jax.typing import ArrayLike
 from policy.checkpointing import keeping_inputs
 from policy.reductions import reduction_dtype_of, widely
 
+__all__ = [
+    "cosine_distance",
+    "cosine_similarity",
+    "ctc_loss",
+    "kl_divergence",
+    "kl_divergence_with_log_targets",
+    "sigmoid_binary_cross_entropy",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_with_integer_labels",
+    "squared_error",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 ClassAxis = int | tuple[int, ...]
 
 
@@ -331,6 +348,13 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
     >>> from policy import losses
     >>> losses.squared_error(jnp.array([300.0], jnp.float16))
     Array([90000.], dtype=float32)
+
+    Args:
+      predictions: floating, any shape.
+      targets: of the same shape; None stands for zeros.
+
+    Returns:
+      The shape of `predictions`.
     """
     given = (predictions,) if targets is None else (predictions, targets)
     return widely(optax.squared_error, *given, dtype=reduction_dtype_of(*given))
@@ -353,7 +377,11 @@ def kl_divergence(
     Args:
       log_predictions: (..., K) log probabilities.
       targets: (..., K) probabilities; a target of 0 adds 0.
+      axis: the axis, or axes, of the K classes.
       where: broadcastable to them; False leaves an element out.
+
+    Returns:
+      (...), without `axis`.
     """
 
     def run(log_predictions: jax.Array, targets: jax.Array) -> jax.Array:
@@ -379,7 +407,11 @@ def kl_divergence_with_log_targets(
 
     Args:
       log_predictions, log_targets: (..., K) log probabilities; a target of -inf adds 0.
+      axis: the axis, or axes, of the K classes.
       where: broadcastable to them; False leaves an element out.
+
+    Returns:
+      (...), without `axis`.
     """
 
     def run(log_predictions: jax.Array, log_targets: jax.Array) -> jax.Array:
@@ -446,8 +478,9 @@ def ctc_loss(
 
     Args:
       logits: (B, T, K) floating.
-      logit_paddings: (B, T), 1 for padding frames; `label_paddings`: (B, N) likewise.
+      logit_paddings: (B, T), 1 for padding frames.
       labels: (B, N) integers.
+      label_paddings: (B, N), 1 for padding labels.
       blank_id: the class of the blank.
       log_epsilon: stands for log(0).
 
@@ -486,6 +519,7 @@ def cosine_similarity(
     Args:
       predictions, targets: (..., d) floating.
       epsilon: the least squared norm, as in optax.
+      axis: the axis, or axes, of the d elements.
       where: broadcastable to them; False leaves an element out.
 
     Returns:
@@ -509,9 +543,14 @@ def cosine_distance(
 ) -> jax.Array:
     """Computes 1 - `cosine_similarity`, in reduction_dtype.
 
+    Arguments as in `cosine_similarity`.
+
     >>> import jax.numpy as jnp
     >>> from policy import losses
     >>> losses.cosine_distance(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))
     Array(1., dtype=float32)
+
+    Returns:
+      (...), between 0 and 2.
     """
     return 1.0 - cosine_similarity(predictions, targets, epsilon, axis, where)

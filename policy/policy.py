@@ -360,6 +360,9 @@ def get_policy(policy: Policy | str) -> Policy:
     >>> policy.get_policy("p=f32,c=bf16").output_dtype
     dtype(bfloat16)
 
+    Args:
+      policy: a Policy or a text.
+
     Raises:
       ValueError: the text has an unknown key or dtype, or gives a key twice.
       TypeError: `policy` is neither a Policy nor a text.

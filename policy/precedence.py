@@ -19,7 +19,16 @@ from policy.scope import require_usable
 
 
 class DtypePolicyWarning(UserWarning):
-    """Warns that part of a program doesn't obey the policy in force."""
+    """Warns that part of a program doesn't obey the policy in force.
+
+    >>> import warnings
+    >>> import policy
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     y = policy.autocast(lambda x: 2 * x)(1.0)  # without any policy
+    >>> caught[0].category is policy.DtypePolicyWarning
+    True
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,30 @@ from policy.checkpointing import keeping_inputs
 from policy.reduction_dtype import reduction_dtype_of as reduction_dtype_of
 from policy.reduction_dtype import widest
 
+__all__ = [
+    "cumprod",
+    "cumsum",
+    "einsum",
+    "global_norm",
+    "log_sigmoid",
+    "log_softmax",
+    "logsumexp",
+    "mean",
+    "reduction_dtype_of",
+    "segment_sum",
+    "softmax",
+    "softplus",
+    "standardize",
+    "std",
+    "var",
+    "widely",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 Axis = int | Sequence[int] | None
 
 
@@ -119,6 +143,9 @@ def log_softmax(
     >>> from policy import reductions
     >>> reductions.log_softmax(jnp.zeros(2, jnp.bfloat16), dtype=jnp.float32)
     Array([-0.6931472, -0.6931472], dtype=float32)
+
+    Returns:
+      x's shape; -inf where `where` leaves an entry out.
     """
     del initial
     return widely(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
@@ -140,6 +167,15 @@ def logsumexp(
     >>> from policy import reductions
     >>> f"{float(reductions.logsumexp(jnp.zeros(4, jnp.bfloat16), dtype=jnp.float32)):.3f}"
     '1.386'
+
+    Args:
+      x: floating, any shape.
+      axis: the axes to sum over; None is all of them.
+      b: factors, broadcastable to x; None is ones.
+      keepdims: whether the summed axes stay, with length 1.
+      return_sign: whether the sign of the sum is returned too, for sums that may be negative.
+      where: False leaves an entry out.
+      dtype: of the result; None is x's.
 
     Returns:
       x's shape without `axis` (with 1 in its place if `keepdims`), in `dtype` or x's; with
@@ -197,6 +233,16 @@ def mean(
     >>> from policy import reductions
     >>> float(reductions.mean(jnp.full(4, 60000, jnp.float16)))
     60000.0
+
+    Args:
+      x: any shape.
+      axis: the axes to average over; None is all of them.
+      dtype: of the result; None is x's.
+      keepdims: whether those axes stay, with length 1.
+      where: broadcastable to x; False leaves an entry out.
+
+    Returns:
+      x's shape without `axis`.
     """
     return widely(lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype)
 
@@ -212,12 +258,23 @@ def var(
 ) -> jax.Array:
     """Computes the variance over `axis`, in two passes in reduction_dtype.
 
-    Returns `dtype` or x's (real) dtype. `ddof` is as in NumPy.
+    Returns `dtype` or x's (real) dtype.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
     >>> reductions.var(jnp.array([1000.0, 1002.0], jnp.float16))
     Array(1., dtype=float16)
+
+    Args:
+      x: floating or complex, any shape.
+      axis: the axes of the variance; None is all of them.
+      dtype: of the result; None is x's real dtype.
+      ddof: is subtracted from the count of elements in the divisor, as in NumPy.
+      keepdims: whether those axes stay, with length 1.
+      where: broadcastable to x; False leaves an entry out.
+
+    Returns:
+      x's shape without `axis`.
     """
 
     def run(x: jax.Array) -> jax.Array:
@@ -237,7 +294,7 @@ def std(
 ) -> jax.Array:
     """Computes the standard deviation over `axis`, in two passes in reduction_dtype.
 
-    Returns `dtype` or x's (real) dtype.
+    Returns `dtype` or x's (real) dtype. Arguments as in `var`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -281,7 +338,14 @@ def standardize(
 
     Args:
       x: floating, any shape.
+      axis: the axes of the statistics.
       mean, variance: broadcastable to x, or None to compute them over `axis`.
+      epsilon: is added to the variance.
+      where: broadcastable to x; False leaves an entry out of the statistics.
+      dtype: of the result; None is x's.
+
+    Returns:
+      x's shape.
     """
 
     def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
@@ -317,6 +381,18 @@ def cumsum(
     >>> from policy import reductions
     >>> float(reductions.cumsum(jnp.ones(4096, jnp.float16))[-1])
     4096.0
+
+    Args:
+      x: any shape; a scalar counts as (1,).
+      axis: the axis to sum along; None flattens x first.
+      dtype: of the result; None is x's.
+      reverse: whether the sums start at the end.
+
+    Returns:
+      x's shape, or (x.size,) without an axis.
+
+    Raises:
+      ValueError: x has no such axis.
     """
     return _running(jax.lax.cumsum, x, axis, dtype, reverse)
 
@@ -326,7 +402,7 @@ def cumprod(
 ) -> jax.Array:
     """Computes running products along `axis` (of the flattened array if None) in reduction_dtype.
 
-    Returns `dtype` or x's. Integers as in `cumsum`.
+    Returns `dtype` or x's. Integers, and arguments as in `cumsum`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
@@ -392,6 +468,7 @@ def segment_sum(
       segment_ids: (n,) integers; ids outside of [0, num_segments) are left out.
       num_segments: the number of segments; needed under jit.
       indices_are_sorted, unique_indices, bucket_size, mode: as in `jax.ops.segment_sum`.
+      dtype: of the result; None is data's.
 
     Returns:
       (num_segments, ...).

@@ -191,6 +191,10 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
     'p=f32,c=bf16,o=f32'
     >>> policy.set_policy(None)
 
+    Args:
+      policy: a Policy, its text form, or None.
+      rules: `PolicyRules`, or an argument for their constructor.
+
     Raises:
       ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
         disabled.

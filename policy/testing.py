@@ -41,6 +41,21 @@ from policy.traced.gradients import parameter_places, traced_call
 from policy.traced.kept_dtypes import origin_of, parameters_of
 from policy.ulps import what_is_off
 
+__all__ = [
+    "assert_close_in_ulps",
+    "assert_dots_in",
+    "assert_matmuls_obey",
+    "assert_no_silent_promotion",
+    "assert_params_keep_dtype",
+    "assert_reductions_in",
+    "assert_same_program",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 DTypes = DTypeLike | Collection[DTypeLike]
 # As in a policy's text: NumPy's f8 and i8 are float64 and int64.
 _EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}

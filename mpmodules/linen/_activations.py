@@ -23,6 +23,12 @@ class PReLU(Layer, flax_nn.PReLU):
 
     Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
     multiplied in reduction_dtype and rounded once.
+
+    Example:
+      >>> layer = linen.PReLU(dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.asarray([-200.0, 3.0]))
+      >>> y
+      Array([-2, 3], dtype=bfloat16)
     """
 
     param_dtype: DTypeLike | None = None

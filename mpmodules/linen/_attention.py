@@ -60,6 +60,12 @@ class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttenti
     Projections and the weighted sum of values run in compute_dtype, logits and softmax in
     reduction_dtype, with dropout, sown weights, masks and decoding alike. An `attention_fn` of the
     user's own is obeyed.
+
+    Example:
+      >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype, variables["params"]["query"]["kernel"].dtype
+      ((1, 5, 8), dtype(bfloat16), dtype('float32'))
     """
 
     param_dtype: DTypeLike | None = None
@@ -67,14 +73,31 @@ class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttenti
 
 
 class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
-    """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
+    """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`.
+
+    Example:
+      >>> layer = linen.MultiHeadAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype
+      ((1, 5, 8), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention
 
 
 class SelfAttention(Attention, flax_nn.SelfAttention):
-    """`flax.linen.SelfAttention` that obeys policies; see `MultiHeadDotProductAttention`."""
+    """`flax.linen.SelfAttention` that obeys policies; see `MultiHeadDotProductAttention`.
+
+    Example:
+      >>> import warnings
+      >>> layer = linen.SelfAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> with warnings.catch_warnings():  # Flax deprecates this class
+      ...     warnings.simplefilter("ignore")
+      ...     y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype
+      ((1, 5, 8), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention

@@ -19,6 +19,12 @@ class Conv(Biased, flax_nn.Conv):
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
     and so is the result. A Conv that is a boundary with a wider output_dtype returns the
     convolution's accumulator.
+
+    Example:
+      >>> layer = linen.Conv(8, (3, 3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 6, 2)))
+      >>> y.shape, y.dtype, variables["params"]["kernel"].dtype
+      ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
 
     param_dtype: DTypeLike | None = None
@@ -41,12 +47,25 @@ class ConvLocal(Biased, flax_nn.ConvLocal):
 
     JAX's operation has no accumulator to return: one that is a boundary with a wider output_dtype
     widens its result.
+
+    Example:
+      >>> layer = linen.ConvLocal(8, (3,), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 2)))
+      >>> y.shape, y.dtype
+      ((1, 6, 8), dtype(bfloat16))
     """
 
     param_dtype: DTypeLike | None = None
 
 
 class ConvTranspose(Accumulating, flax_nn.ConvTranspose):
-    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`."""
+    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`.
+
+    Example:
+      >>> layer = linen.ConvTranspose(8, (3,), strides=(2,), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 2)))
+      >>> y.shape, y.dtype
+      ((1, 12, 8), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None

@@ -40,8 +40,9 @@ def dot_product_attention_weights(
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width), where the
-        key heads divide the heads (Flax's own function takes equal ones only).
+      query: (batch..., queries, heads, width).
+      key: (batch..., keys, key heads, width), where the key heads divide the heads (Flax's own
+        function takes equal ones only).
 
     Returns:
       Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`); with
@@ -115,8 +116,9 @@ def dot_product_attention(
     Arguments and masks are Flax's. In float32 and wider it is Flax's own function.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
-        width), where the key heads divide the heads (Flax's own function takes equal ones only).
+      query: (batch..., queries, heads, width).
+      key, value: (batch..., keys, key heads, width), where the key heads divide the heads (Flax's
+        own function takes equal ones only).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
 

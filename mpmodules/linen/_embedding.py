@@ -28,6 +28,16 @@ class Embed(Layer, flax_nn.Embed):
     token is summed over its occurrences in reduction_dtype (a table stored in half is widened
     first, which XLA fuses into the lookup). `attend` is a matmul in compute_dtype; where it is a
     boundary with a wider output_dtype it returns its accumulator.
+
+    Example:
+      >>> layer = linen.Embed(10, 4, dtype_policy="p=f32,c=bf16")
+      >>> tokens = jnp.zeros(4096, jnp.int32)
+      >>> y, variables = layer.init_with_output(key, tokens)
+      >>> y.shape, y.dtype
+      ((4096, 4), dtype(bfloat16))
+      >>> loss = lambda variables: layer.apply(variables, tokens).sum()
+      >>> jax.grad(loss)(variables)["params"]["embedding"][0]  # each occurrence counts
+      Array([4096., 4096., 4096., 4096.], dtype=float32)
     """
 
     param_dtype: DTypeLike | None = None

@@ -178,6 +178,12 @@ class Dense(Biased, flax_nn.Dense):
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
     and so is the result. A Dense that is a boundary with a wider output_dtype returns the matmul's
     accumulator.
+
+    Example:
+      >>> layer = linen.Dense(3, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, variables["params"]["kernel"].dtype
+      ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
     param_dtype: DTypeLike | None = None
@@ -196,7 +202,14 @@ class Dense(Biased, flax_nn.Dense):
 
 
 class DenseGeneral(Biased, flax_nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` that obeys policies; dtypes as in `Dense`."""
+    """`flax.linen.DenseGeneral` that obeys policies; dtypes as in `Dense`.
+
+    Example:
+      >>> layer = linen.DenseGeneral((2, 3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((5, 4)))
+      >>> y.shape, y.dtype
+      ((5, 2, 3), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None
 
@@ -232,7 +245,14 @@ class _AtMatmul(Exception):
 
 
 class Einsum(Accumulating, flax_nn.Einsum):
-    """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`."""
+    """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`.
+
+    Example:
+      >>> layer = linen.Einsum((4, 3), "bi,ij->bj", dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype
+      ((2, 3), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None
 

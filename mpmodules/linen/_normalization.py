@@ -294,6 +294,13 @@ def _run_apart(
 class LayerNorm(Normalization, flax_nn.LayerNorm):
     """`flax.linen.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at
     the end.
+
+    Example:
+      >>> layer = linen.LayerNorm(dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.asarray([[1000.0, 1008.0]], jnp.bfloat16)
+      >>> y, variables = layer.init_with_output(key, x)
+      >>> y
+      Array([[-1, 1]], dtype=bfloat16)
     """
 
     param_dtype: DTypeLike | None = None
@@ -305,6 +312,13 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
 class RMSNorm(Normalization, flax_nn.RMSNorm):
     """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
     end.
+
+    Example:
+      >>> layer = linen.RMSNorm(dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.full((1, 4), 3.0, jnp.bfloat16)
+      >>> y, variables = layer.init_with_output(key, x)
+      >>> y
+      Array([[1, 1, 1, 1]], dtype=bfloat16)
     """
 
     param_dtype: DTypeLike | None = None
@@ -314,6 +328,13 @@ class RMSNorm(Normalization, flax_nn.RMSNorm):
 class GroupNorm(Normalization, flax_nn.GroupNorm):
     """`flax.linen.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at
     the end.
+
+    Example:
+      >>> layer = linen.GroupNorm(num_groups=2, dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.asarray([[1000.0, 1008.0, 8.0, 16.0]], jnp.bfloat16)
+      >>> y, variables = layer.init_with_output(key, x)
+      >>> y
+      Array([[-1, 1, -1, 1]], dtype=bfloat16)
     """
 
     param_dtype: DTypeLike | None = None
@@ -325,6 +346,13 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
 class InstanceNorm(Normalization, flax_nn.InstanceNorm):
     """`flax.linen.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
     the end.
+
+    Example:
+      >>> layer = linen.InstanceNorm(dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.asarray([[[1000.0], [1008.0]]], jnp.bfloat16)
+      >>> y, variables = layer.init_with_output(key, x)
+      >>> y.ravel()
+      Array([-1, 1], dtype=bfloat16)
     """
 
     param_dtype: DTypeLike | None = None
@@ -342,6 +370,13 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
     Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
     statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
     Without a policy they become NaN, as in Flax.
+
+    Example:
+      >>> layer = linen.BatchNorm(use_running_average=False, dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.asarray([[1000.0], [1008.0]], jnp.bfloat16)
+      >>> y, variables = layer.init_with_output(key, x)
+      >>> y.ravel(), variables["batch_stats"]["mean"].dtype
+      (Array([-1, 1], dtype=bfloat16), dtype('float32'))
     """
 
     param_dtype: DTypeLike | None = None

@@ -35,6 +35,17 @@ class RNNCellBase(Module, flax_nn.RNNCellBase):
     the carry is never cast. Under a policy the new carry has the dtypes of the one given where
     these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
     result is not cast.
+
+    Example:
+      >>> class Sum(linen.RNNCellBase):
+      ...     def __call__(self, carry, x):
+      ...         return carry + x.astype(carry.dtype), x
+      ...     def initialize_carry(self, key, shape):
+      ...         return jnp.zeros(shape)
+      ...     num_feature_axes = 1
+      >>> carry, y = Sum(dtype_policy="p=f32,c=bf16").apply({}, jnp.zeros(3), jnp.ones(3))
+      >>> carry.dtype, y.dtype
+      (dtype('float32'), dtype(bfloat16))
     """
 
     _crossing: ClassVar[Crossing] = StepCrossing()
@@ -116,7 +127,15 @@ def _is_floating(dtype: DTypeLike) -> bool:
 
 
 class SimpleCell(Cell, flax_nn.SimpleCell):
-    """`flax.linen.SimpleCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.linen.SimpleCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.SimpleCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
 
     param_dtype: DTypeLike | None = None
 
@@ -129,6 +148,13 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
     Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
     its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
     half precision run in float32.
+
+    Example:
+      >>> layer = linen.LSTMCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
     param_dtype: DTypeLike | None = None
@@ -139,6 +165,13 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
 
     Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that
     matches nothing but its parts is refused.
+
+    Example:
+      >>> layer = linen.OptimizedLSTMCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
     param_dtype: DTypeLike | None = None
@@ -167,19 +200,44 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
 
 
 class GRUCell(Cell, flax_nn.GRUCell):
-    """`flax.linen.GRUCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.linen.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.GRUCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
 
     param_dtype: DTypeLike | None = None
 
 
 class MGUCell(Cell, flax_nn.MGUCell):
-    """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.MGUCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
 
     param_dtype: DTypeLike | None = None
 
 
 class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
-    """`flax.linen.ConvLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.linen.ConvLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.ConvLSTMCell(3, (3,), dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.ones((2, 6, 4))
+      >>> carry = layer.initialize_carry(key, x.shape)
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, x)
+      >>> y.shape, y.dtype
+      ((2, 6, 3), dtype(bfloat16))
+    """
 
     param_dtype: DTypeLike | None = None
 
@@ -190,6 +248,12 @@ class RNN(Module, flax_nn.RNN):
 
     The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
     of Flax's) to the carry returned, so that one call can go on where another ended.
+
+    Example:
+      >>> layer = linen.RNN(linen.LSTMCell(3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 3), dtype(bfloat16))
     """
 
     _dtype_fields: ClassVar[bool] = True
@@ -242,6 +306,13 @@ class RNN(Module, flax_nn.RNN):
 class Bidirectional(Module, flax_nn.Bidirectional):
     """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but
     never for the carry.
+
+    Example:
+      >>> forward, backward = linen.RNN(linen.GRUCell(3)), linen.RNN(linen.GRUCell(3))
+      >>> layer = linen.Bidirectional(forward, backward, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 6), dtype(bfloat16))
     """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()

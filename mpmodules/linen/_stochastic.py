@@ -16,6 +16,12 @@ class Dropout(Layer, flax_nn.Dropout):
     """`flax.linen.Dropout` that obeys policies: a floating input is cast to compute_dtype.
 
     The masks are Flax's.
+
+    Example:
+      >>> layer = linen.Dropout(0.5, deterministic=True, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype
+      ((2, 4), dtype(bfloat16))
     """
 
     _dtype_fields: ClassVar[bool] = True

@@ -111,6 +111,12 @@ class ReparameterizedWeights(Module):
 class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
     """`flax.linen.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales
     kept in param_dtype.
+
+    Example:
+      >>> layer = linen.WeightNorm(linen.Dense(3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(variables)}
+      ((2, 3), dtype(bfloat16), {'float32'})
     """
 
     param_dtype: DTypeLike | None = None
@@ -127,6 +133,13 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
 
     Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
     param_dtype.
+
+    Example:
+      >>> layer = linen.SpectralNorm(linen.Dense(3), dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.ones((2, 4))
+      >>> y, variables = layer.init_with_output(key, x, update_stats=False)
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(variables)}
+      ((2, 3), dtype(bfloat16), {'float32'})
     """
 
     param_dtype: DTypeLike | None = None

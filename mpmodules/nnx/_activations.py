@@ -22,6 +22,11 @@ class PReLU(Layer, flax_nnx.PReLU):
 
     Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
     multiplied in reduction_dtype and rounded once.
+
+    Example:
+      >>> layer = nnx.PReLU(dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.asarray([-200.0, 3.0]))
+      Array([-2, 3], dtype=bfloat16)
     """
 
     def _call_layer(

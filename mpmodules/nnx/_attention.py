@@ -36,6 +36,13 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     Projections and the weighted sum of values run in compute_dtype, logits and softmax in
     reduction_dtype, with dropout, sown weights, masks, grouped queries and decoding alike. An
     `attention_fn` of the user's own is obeyed.
+
+    Example:
+      >>> with use_policy("p=f32,c=bf16"):
+      ...     layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> y = layer(jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype, layer.query.kernel[...].dtype
+      ((1, 5, 8), dtype(bfloat16), dtype('float32'))
     """
 
     _adopts_children: ClassVar[bool] = True

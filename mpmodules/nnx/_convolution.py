@@ -23,6 +23,12 @@ class Conv(Matmul, flax_nnx.Conv):
 
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
     and so is the result.
+
+    Example:
+      >>> layer = nnx.Conv(2, 8, (3, 3), rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((1, 6, 6, 2)))
+      >>> y.shape, y.dtype, layer.kernel[...].dtype
+      ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
 
     _operation = "conv_general_dilated"
@@ -37,6 +43,12 @@ class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that
     where the operands are half. So Flax's method runs on operands without a gradient; the gradient
     is that of the same method in compute_dtype.
+
+    Example:
+      >>> layer = nnx.ConvTranspose(2, 8, (3,), 2, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((1, 6, 2)))
+      >>> y.shape, y.dtype
+      ((1, 12, 8), dtype(bfloat16))
     """
 
     def _call_accumulating(

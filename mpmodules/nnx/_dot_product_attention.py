@@ -101,8 +101,8 @@ def dot_product_attention(
     float32.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
-        width).
+      query: (batch..., queries, heads, width).
+      key, value: (batch..., keys, key heads, width).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
 

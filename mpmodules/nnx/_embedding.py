@@ -42,6 +42,15 @@ class Embed(Layer, flax_nnx.Embed):
     token is summed over its occurrences in reduction_dtype (a table stored in half is widened
     first, which XLA fuses into the lookup). `attend` is a matmul in compute_dtype; where it is a
     boundary with a wider output_dtype it returns its accumulator.
+
+    Example:
+      >>> layer = nnx.Embed(10, 4, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> tokens = jnp.zeros(4096, jnp.int32)
+      >>> layer(tokens).dtype
+      dtype(bfloat16)
+      >>> gradients = nnx.grad(lambda layer: layer(tokens).sum())(layer)
+      >>> gradients["embedding"][...][0]  # each occurrence counts
+      Array([4096., 4096., 4096., 4096.], dtype=float32)
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True

@@ -127,8 +127,12 @@ def grad(
     grads: GradientKind = "float32",
     **options: Any,
 ) -> Callable[..., Any]:
-    """Like `value_and_grad` without the value: returns the gradients, or with `has_aux` the pair
-    `(gradients, aux)`.
+    """Differentiates `f` as `value_and_grad` does, without returning the loss.
+
+    Arguments and errors as in `value_and_grad`.
+
+    Returns:
+      A function that returns the gradients, or with `has_aux` the pair `(gradients, aux)`.
 
     Example:
       >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")

@@ -131,6 +131,12 @@ class Linear(Matmul, flax_nnx.Linear):
 
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
     and so is the result.
+
+    Example:
+      >>> layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, layer.kernel[...].dtype
+      ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
     _operation = "dot_general"
@@ -140,7 +146,14 @@ class Linear(Matmul, flax_nnx.Linear):
 
 
 class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` that obeys policies; dtypes as in `Linear`."""
+    """`flax.nnx.LinearGeneral` that obeys policies; dtypes as in `Linear`.
+
+    Example:
+      >>> layer = nnx.LinearGeneral(4, (2, 3), rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((5, 4)))
+      >>> y.shape, y.dtype
+      ((5, 2, 3), dtype(bfloat16))
+    """
 
     _operation = "dot_general"
     _default_operations = (None, lax.dot_general)
@@ -158,7 +171,14 @@ class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
 
 
 class Einsum(Matmul, flax_nnx.Einsum):
-    """`flax.nnx.Einsum` that obeys policies; dtypes as in `Linear`."""
+    """`flax.nnx.Einsum` that obeys policies; dtypes as in `Linear`.
+
+    Example:
+      >>> layer = nnx.Einsum("bi,ij->bj", (4, 3), rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype
+      ((2, 3), dtype(bfloat16))
+    """
 
     _operation = "einsum_op"
     _default_operations = (jnp.einsum,)

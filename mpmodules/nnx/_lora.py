@@ -31,6 +31,12 @@ class LoRA(Layer, flax_nnx.LoRA):
 
     Both matrices are kept in param_dtype and multiplied in compute_dtype; a `base_module`'s result
     is cast to compute_dtype before it is added.
+
+    Example:
+      >>> layer = nnx.LoRA(4, 2, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, layer.lora_a[...].dtype
+      ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
     def _call_layer(
@@ -61,6 +67,12 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
 
     Under a policy its low-rank part follows the policy too, unless `lora_dtype` or
     `lora_param_dtype` is given.
+
+    Example:
+      >>> layer = nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, layer.kernel[...].dtype
+      ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
     _operation = Linear._operation

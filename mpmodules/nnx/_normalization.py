@@ -275,6 +275,11 @@ def _in(module: Any, reduction_dtype: np.dtype) -> Any:
 class LayerNorm(Normalization, flax_nnx.LayerNorm):
     """`flax.nnx.LayerNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
     end.
+
+    Example:
+      >>> layer = nnx.LayerNorm(2, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.asarray([[1000.0, 1008.0]], jnp.bfloat16))
+      Array([[-1, 1]], dtype=bfloat16)
     """
 
     _region = layer_norm_region
@@ -283,12 +288,22 @@ class LayerNorm(Normalization, flax_nnx.LayerNorm):
 class RMSNorm(Normalization, flax_nnx.RMSNorm):
     """`flax.nnx.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
     end.
+
+    Example:
+      >>> layer = nnx.RMSNorm(4, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.full((1, 4), 3.0, jnp.bfloat16))
+      Array([[1, 1, 1, 1]], dtype=bfloat16)
     """
 
 
 class GroupNorm(Normalization, flax_nnx.GroupNorm):
     """`flax.nnx.GroupNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
     end.
+
+    Example:
+      >>> layer = nnx.GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.asarray([[1000.0, 1008.0, 8.0, 16.0]], jnp.bfloat16))
+      Array([[-1, 1, -1, 1]], dtype=bfloat16)
     """
 
     def _region(self, x: jax.Array) -> Region | None:
@@ -301,6 +316,11 @@ class GroupNorm(Normalization, flax_nnx.GroupNorm):
 class InstanceNorm(Normalization, flax_nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` that obeys policies: statistics in reduction_dtype, one rounding at
     the end.
+
+    Example:
+      >>> layer = nnx.InstanceNorm(1, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.asarray([[[1000.0], [1008.0]]], jnp.bfloat16)).ravel()
+      Array([-1, 1], dtype=bfloat16)
     """
 
     _region = instance_norm_region
@@ -315,6 +335,12 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
     Under a policy, a batch without elements, or whose mask keeps none, is normalised by the running
     statistics, which stay as they are; devices of `axis_name` whose mask keeps none are left out.
     Without a policy they become NaN, as in Flax.
+
+    Example:
+      >>> layer = nnx.BatchNorm(1, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> y = layer(jnp.asarray([[1000.0], [1008.0]], jnp.bfloat16))
+      >>> y.ravel(), layer.mean[...].dtype
+      (Array([-1, 1], dtype=bfloat16), dtype('float32'))
     """
 
     _running = ("mean", "var")

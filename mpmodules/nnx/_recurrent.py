@@ -33,6 +33,17 @@ class RNNCellBase(Module, flax_nnx.RNNCellBase):
     the carry is never cast. Under a policy the new carry has the dtypes of the one given where
     these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
     result is not cast.
+
+    Example:
+      >>> class Sum(nnx.RNNCellBase):
+      ...     def __call__(self, carry, x):
+      ...         return carry + x.astype(carry.dtype), x
+      ...     def initialize_carry(self, shape, rngs=None):
+      ...         return jnp.zeros(shape)
+      ...     num_feature_axes = 1
+      >>> carry, y = Sum(dtype_policy="p=f32,c=bf16")(jnp.zeros(3), jnp.ones(3))
+      >>> carry.dtype, y.dtype
+      (dtype('float32'), dtype(bfloat16))
     """
 
     _crossing: ClassVar[Crossing] = StepCrossing()
@@ -119,6 +130,13 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
     """`flax.nnx.SimpleCell` that obeys policies; dtypes as in `LSTMCell`.
 
     With no policy its `dtype` is float32.
+
+    Example:
+      >>> layer = nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry((2, 4), nnx.Rngs(0))
+      >>> carry, y = layer(carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
 
@@ -130,15 +148,38 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
     Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
     its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
     half precision run in float32.
+
+    Example:
+      >>> layer = nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry((2, 4), nnx.Rngs(0))
+      >>> carry, y = layer(carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
 
 class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
-    """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = nnx.OptimizedLSTMCell(4, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry((2, 4), nnx.Rngs(0))
+      >>> carry, y = layer(carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
 
 
 class GRUCell(Cell, flax_nnx.GRUCell):
-    """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`."""
+    """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry((2, 4), nnx.Rngs(0))
+      >>> carry, y = layer(carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
 
 
 _upstream_call = flax_nnx.RNN.__call__  # Flax's own: a port wraps the method
@@ -150,6 +191,13 @@ class RNN(Module, flax_nnx.RNN):
 
     The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
     of Flax's) to the carry returned, so that one call can go on where another ended.
+
+    Example:
+      >>> with use_policy("p=f32,c=bf16"):
+      ...     layer = nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0)))
+      >>> y = layer(jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 3), dtype(bfloat16))
     """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()
@@ -228,6 +276,14 @@ def _widened(cell: Any, dtype: DTypeLike) -> Any:
 class Bidirectional(Module, flax_nnx.Bidirectional):
     """`flax.nnx.Bidirectional` that carries a policy: a boundary as any module's call is, but never
     for the carry.
+
+    Example:
+      >>> with use_policy("p=f32,c=bf16"):
+      ...     cells = [nnx.GRUCell(4, 3, rngs=nnx.Rngs(i)) for i in range(2)]
+      ...     layer = nnx.Bidirectional(*[nnx.RNN(cell) for cell in cells])
+      >>> y = layer(jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 6), dtype(bfloat16))
     """
 
     _crossing: ClassVar[Crossing] = LoopCrossing()

@@ -31,6 +31,11 @@ class RoPE(Layer, flax_nnx.RoPE):
     Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines
     and cosines are in reduction_dtype; so is the rotation, which is rounded once to the input's
     dtype, or under a policy to compute_dtype.
+
+    Example:
+      >>> layer = nnx.RoPE(dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.ones((2, 5, 8))).dtype
+      dtype(bfloat16)
     """
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
@@ -83,8 +88,8 @@ def dot_product_attention_with_rope(
     `dot_product_attention`.
 
     Args:
-      query: (batch..., queries, heads, width); `key` and `value`: (batch..., keys, key heads,
-        width).
+      query: (batch..., queries, heads, width).
+      key, value: (batch..., keys, key heads, width).
       rope: a `RoPE`, ours or Flax's.
       input_positions: (length,), or (batch..., length) with a position for each token of the batch,
         which Flax's own function does not take.

@@ -16,6 +16,11 @@ class Dropout(Layer, flax_nnx.Dropout):
     """`flax.nnx.Dropout` that obeys policies: a floating input is cast to compute_dtype.
 
     Masks are Flax's own.
+
+    Example:
+      >>> layer = nnx.Dropout(0.5, deterministic=True, dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.ones((2, 4))).dtype
+      dtype(bfloat16)
     """
 
     def _call_layer(

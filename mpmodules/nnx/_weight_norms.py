@@ -90,6 +90,13 @@ def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
     """`flax.nnx.WeightNorm` that obeys policies: norms in reduction_dtype, weights and scales kept
     in param_dtype.
+
+    Example:
+      >>> with use_policy("p=f32,c=bf16"):
+      ...     layer = nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype
+      ((2, 3), dtype(bfloat16))
     """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
@@ -123,6 +130,13 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
 
     Its statistics `u` and `sigma` are stored in the wider of float32 and reduction_dtype, not in
     param_dtype.
+
+    Example:
+      >>> with use_policy("p=f32,c=bf16"):
+      ...     layer = nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+      >>> y = layer(jnp.ones((2, 4)))
+      >>> y.shape, y.dtype
+      ((2, 3), dtype(bfloat16))
     """
 
     def _capture(self, policy: Policy | None, source: Source) -> None:

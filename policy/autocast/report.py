@@ -18,6 +18,13 @@ OPAQUE_MATMUL = "opaque, holds a matmul"
 class Record:
     """One kind of operation at one place.
 
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = policy.autocast(jnp.dot, "mixed_bfloat16", params=0)
+    >>> [record] = fn.explain(jnp.eye(2), jnp.eye(2)).records
+    >>> record.primitive, record.done
+    ('dot_general', 'bfloat16')
+
     Attributes:
       path: the module path, as in rules; "" outside of any module.
       primitive: its name.

@@ -44,6 +44,7 @@ class NoOpLossScale:
 
     @property
     def loss_scale(self) -> int:
+        """The scale, 1."""
         return 1
 
     def scale(self, tree: T) -> T:

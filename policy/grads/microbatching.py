@@ -31,6 +31,13 @@ def split_batch(batch: T, count: int) -> T:
     {'x': Array([[0, 2, 4],
            [1, 3, 5]], dtype=int32)}
 
+    Args:
+      batch: a tree of arrays that share their first axis.
+      count: the number of microbatches.
+
+    Returns:
+      A tree of the same structure.
+
     Raises:
       ValueError: `count` is not a positive integer; a leaf's first axis is not a multiple of it; or
         leaves differ in that axis.

@@ -287,14 +287,16 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiates `loss_fn` as `value_and_grad` does, without returning the loss.
 
-    The new function returns the gradients, or with `has_aux` the pair `(gradients, aux)`. Arguments
-    and errors are those of `value_and_grad`.
+    Arguments and errors as in `value_and_grad`.
 
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import policy
     >>> policy.grad(lambda w: jnp.sum(w * w))(jnp.array([1.0, 3.0], jnp.bfloat16))
     Array([2., 6.], dtype=float32)
+
+    Returns:
+      A function that returns the gradients, or with `has_aux` the pair `(gradients, aux)`.
     """
     differentiated = value_and_grad(
         loss_fn, argnums, has_aux, policy=policy, loss_scale=loss_scale, grads=grads
