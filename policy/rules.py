@@ -163,7 +163,7 @@ class PolicyRules:
     def rule_for(
         self, path: str | None, cls: type | None = None, *, model: str = ""
     ) -> tuple[Pattern, Policy] | None:
-        """Returns the first matching rule as (pattern, policy), or None; arguments as in `match`."""
+        """Returns the first matching rule as (pattern, policy) or None; arguments as in `match`."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
 
     def of_model(self, model: str) -> PolicyRules:

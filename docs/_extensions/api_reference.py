@@ -16,12 +16,14 @@ autosummary and napoleon, and their options. It adds
 from __future__ import annotations
 
 import inspect
+import re
 from importlib import metadata
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.domains.python._object import PyObject
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.inspect import stringify_signature
 
@@ -59,28 +61,29 @@ def _default(value: Any) -> Any:
     return _Shown(getattr(value, "__name__", "..."))
 
 
-def _is_layer(obj: Any) -> bool:
-    return inspect.isclass(obj) and obj.__module__.startswith("mpmodules.")
+def _annotation(annotation: Any, obj: Any) -> Any:
+    """Returns an annotation of ours, which is a text; none of Flax's, or of a layer's fields."""
+    is_layer = inspect.isclass(obj) and obj.__module__.startswith("mpmodules.")
+    return annotation if isinstance(annotation, str) and not is_layer else inspect.Signature.empty
 
 
 def readable_signature(obj: Any, *, is_method: bool = False) -> inspect.Signature | None:
-    """Returns the signature of a function, method or class for the reference; None without one.
-
-    Annotations are those of the code. Layers have none: Flax's are types of its own.
-    """
+    """Returns the signature of a function, method or class for the reference; None without one."""
     try:
         signature = inspect.signature(obj)
+        if inspect.isclass(obj) and set(signature.parameters) == {"args", "kwargs"}:
+            signature, is_method = inspect.signature(obj.__init__), True  # Flax's metaclass
     except (TypeError, ValueError):
         return None
     parameters = list(signature.parameters.values())
-    if is_method and parameters and parameters[0].name in ("self", "cls"):
+    if is_method and parameters and parameters[0].name == "self":
         parameters = parameters[1:]
-    shown = [p.replace(default=_default(p.default)) for p in parameters if p.name != "parent"]
-    result = signature.return_annotation
-    if _is_layer(obj):
-        shown = [p.replace(annotation=inspect.Parameter.empty) for p in shown]
-    if inspect.isclass(obj):
-        result = inspect.Signature.empty
+    shown = [
+        p.replace(default=_default(p.default), annotation=_annotation(p.annotation, obj))
+        for p in parameters
+        if p.name != "parent"
+    ]
+    result = _annotation(signature.return_annotation, obj)
     return signature.replace(parameters=shown, return_annotation=result)
 
 
@@ -95,18 +98,36 @@ def _process_signature(
     if found is None:
         return None
     arguments = found.replace(return_annotation=inspect.Signature.empty)
-    text = stringify_signature(arguments)
-    result = found.return_annotation
-    if result is inspect.Signature.empty or what == "class":
-        return text, ""
-    return text, result if isinstance(result, str) else getattr(result, "__name__", str(result))
+    result = "" if inspect.isclass(obj) else found.return_annotation
+    return stringify_signature(arguments), result if isinstance(result, str) else ""
+
+
+_TERMS = re.compile(r"^ +\*{0,2}\w+(?:, \*{0,2}\w+)*:(?= )")
+_UNCLOSED = re.compile(r"``([^`]+)`(?!`)")
+_QUOTED = re.compile(r"(``[^`]+``|`[^`]+`)(?=[A-Za-z])|``[^`]+``|`[^`]+`")
 
 
 def _process_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Makes a heading of the line before Flax's own description of a layer."""
-    lines[:] = [f".. rubric:: {line[:-1]}" if line == FLAXS else line for line in lines]
+    """Makes valid reStructuredText of a docstring: ``*args, **kwargs:`` and plurals of names.
+
+    The line before Flax's own description of a layer becomes a heading, and the attributes in it
+    arguments, which they are.
+    """
+    is_flaxs = False
+    for place, line in enumerate(lines):
+        if line == FLAXS:
+            line, is_flaxs = f".. rubric:: {line[:-1]}", True
+        elif line == "Attributes:" and is_flaxs:
+            line = "Args:"
+        elif not line.lstrip().startswith((">>>", "...")):
+            line = _TERMS.sub(lambda match: match[0].replace("*", r"\*"), line)
+            if line.count("`") % 2:
+                line = _UNCLOSED.sub(r"``\1``", line)
+            else:
+                line = _QUOTED.sub(lambda match: rf"{match[0]}\ " if match[1] else match[0], line)
+        lines[place] = line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,6 +178,7 @@ def _configure(app: Sphinx, config: Config) -> None:
     config.autosummary_generate = False
     config.napoleon_numpy_docstring = False
     config.napoleon_use_ivar = True  # attributes as a list, not as objects of their own
+    config.napoleon_attr_annotations = False
     config.napoleon_use_rtype = False
     config.python_maximum_signature_line_length = 88
     config.default_role = "api"
@@ -166,6 +188,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Registers the extension."""
     for extension in ("autodoc", "autosummary", "napoleon"):
         app.setup_extension(f"sphinx.ext.{extension}")
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.add_role("api", api_role)
     app.add_directive("since-flax", SinceFlax)
     app.connect("config-inited", _configure)

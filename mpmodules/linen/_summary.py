@@ -51,9 +51,10 @@ def tabulate(
     Args:
       module: the module to tabulate.
       rngs: as `Module.init` takes them.
-      *options, **named_options: all that `flax.linen.tabulate` takes.
       policy_columns: whether our columns are there. By default they are where any module obeys a
         policy: without one the table is Flax's.
+
+    Other arguments as in `flax.linen.tabulate`.
 
     Returns:
       A function of the method's arguments that returns the table as text.

@@ -220,7 +220,8 @@ class RNN(Module, flax_nnx.RNN):
           inputs: (batch..., time, features...), or (time, batch..., features...) where
             `time_major`.
           initial_carry: a result of the cell's `initialize_carry` for one step, in any floating
-          dtype. seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
+            dtype.
+          seq_lengths, return_carry, time_major, reverse, keep_order, rngs: as Flax has them.
 
         Returns:
           The outputs of all steps, or a pair of the last carry and the outputs where

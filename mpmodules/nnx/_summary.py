@@ -43,9 +43,14 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
 
     Args:
       obj: an nnx module, or another graph object.
-      *input_args, **kwargs: all that `flax.nnx.tabulate` takes, and the method's arguments.
+      *input_args: the method's arguments.
       policy_columns: whether our columns are there. By default they are where any module obeys a
         policy: without one the table is Flax's.
+
+    Other arguments as in `flax.nnx.tabulate`.
+
+    Returns:
+      The table, as text.
 
     Example:
       >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
