@@ -36,7 +36,7 @@ def logsumexp(
     Arguments as in `policy.reductions.logsumexp`.
 
     Example:
-      >>> activations.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
+      >>> linen.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
       Array(17.55, dtype=float16)
     """
     return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
@@ -64,7 +64,7 @@ def standardize(
       algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
 
     Example:
-      >>> activations.standardize(jnp.asarray([1.0, 3.0], jnp.bfloat16))
+      >>> linen.standardize(jnp.asarray([1.0, 3.0], jnp.bfloat16))
       Array([-1, 1], dtype=bfloat16)
     """
     dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]

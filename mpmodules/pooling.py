@@ -52,7 +52,7 @@ def pool(
 
     Example:
       >>> x = jnp.ones((1, 4, 2), jnp.bfloat16)
-      >>> pooling.pool(x, 0.0, jax.lax.add, (2,), (2,), "VALID").shape
+      >>> linen.pool(x, 0.0, jax.lax.add, (2,), (2,), "VALID").shape
       (1, 2, 2)
     """
     inputs = jnp.asarray(inputs)
@@ -101,7 +101,7 @@ def avg_pool(
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
-      >>> pooling.avg_pool(x, (2,), (2,))[0, :, 0]
+      >>> linen.avg_pool(x, (2,), (2,))[0, :, 0]
       Array([0.5, 2.5], dtype=bfloat16)
     """
 
@@ -125,7 +125,7 @@ def max_pool(
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
-      >>> pooling.max_pool(x, (2,), (2,))[0, :, 0]
+      >>> linen.max_pool(x, (2,), (2,))[0, :, 0]
       Array([1, 3], dtype=bfloat16)
     """
     return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
@@ -144,7 +144,7 @@ def min_pool(
 
     Example:
       >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
-      >>> pooling.min_pool(x, (2,), (2,))[0, :, 0]
+      >>> nnx.min_pool(x, (2,), (2,))[0, :, 0]
       Array([0, 2], dtype=bfloat16)
     """
     return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

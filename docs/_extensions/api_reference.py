@@ -182,6 +182,7 @@ def _configure(app: Sphinx, config: Config) -> None:
     config.napoleon_use_rtype = False
     config.python_maximum_signature_line_length = 88
     config.default_role = "api"
+    config.smartquotes_action = "D"  # dashes alone: "float32" is a value
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
