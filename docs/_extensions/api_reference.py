@@ -181,6 +181,7 @@ def _configure(app: Sphinx, config: Config) -> None:
     config.napoleon_attr_annotations = False
     config.napoleon_use_rtype = False
     config.python_maximum_signature_line_length = 88
+    config.add_module_names = True  # the names to import
     config.default_role = "api"
     config.smartquotes_action = "D"  # dashes alone: "float32" is a value
 
