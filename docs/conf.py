@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_extensions")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The kernels of the notebooks read the packages of this checkout too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -34,15 +34,12 @@ release = version = globals()["__version__"]
 
 extensions = [
     "myst_nb",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
-    "sphinx.ext.napoleon",
+    "api_reference",  # autodoc, autosummary and napoleon, with their settings
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_templates", "**/.ipynb_checkpoints", "**/README.md"]
-templates_path = ["_templates"]
+exclude_patterns = ["_*", "**/.ipynb_checkpoints", "**/README.md"]
 
 # Markdown
 myst_enable_extensions = ["colon_fence", "dollarmath", "smartquotes"]
@@ -59,16 +56,6 @@ nb_execution_excludepatterns = (
 nb_merge_streams = True
 
 # Reference
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
-autosummary_generate = False
-napoleon_google_docstring = True
-napoleon_numpy_docstring = False
-napoleon_use_rtype = False
-default_role = "code"
-python_maximum_signature_line_length = 88
-add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 # HTML
