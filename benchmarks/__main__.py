@@ -1,11 +1,14 @@
-"""Every table, each in a process of its own: what a policy costs beside what a user would pick
-instead.
+"""Every table of benchmarks, each in a process of its own: the costs of a policy beside those of
+its alternatives.
 
 python -m benchmarks                   # all that need no GPU: 40 minutes on two idle cores
 python -m benchmarks --check           # exits with 1 where a bound is missed, and names the rows
 python -m benchmarks --quick --check   # counts alone, of small models: under 3 minutes; the same on
                                        # every run
 python -m benchmarks --only models     # one table, or several: --only models --only scale
+python -m benchmarks --write           # stores the rows in benchmarks/results, and writes
+                                       # docs/benchmarks.md, accuracy.md and convergence.md
+python -m benchmarks.page              # measures nothing: docs/benchmarks.md of the stored rows
 python -m benchmarks --json FILE       # the rows of all as JSON, with date, device and versions
 python -m benchmarks gpu               # at most 8 minutes on a GPU
 python -m benchmarks eight_bits        # errors, training and published models in 8 bits: 40
@@ -47,6 +50,7 @@ class Table:
       check: the arguments with which it exits with 1 where a bound is missed; () if it always does.
       quick: the arguments of its quick run; None if it has none.
       by_default: whether it runs where no names are given.
+      writes: whether its command takes ``--write``, and writes a page of its own.
     """
 
     module: str
@@ -54,6 +58,7 @@ class Table:
     check: tuple[str, ...] = ("--check",)
     quick: tuple[str, ...] | None = None
     by_default: bool = True
+    writes: bool = False
 
 
 ACCEL, PACKAGES, ESTIMATES, MEMORY = "accel", "packages", "estimates", "memory"
@@ -84,20 +89,27 @@ TABLES = {
     "optimizer": Table(
         "benchmarks.optimizer", "a step's bytes beside Optax, jmp and mpx", quick=("--small",)
     ),
-    "exchange": Table("benchmarks.all_reduce", "what data parallel training exchanges", quick=()),
+    "exchange": Table("benchmarks.all_reduce", "exchanges of data parallel training", quick=()),
     "scale": Table(
         "benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)
     ),
-    "inspection": Table("benchmarks.inspection", "what audit and compare cost"),
-    "accuracy": Table("benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None),
+    "inspection": Table("benchmarks.inspection", "costs of audit and compare"),
+    "accuracy": Table(
+        "benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None, writes=True
+    ),
     "convergence": Table(
-        "benchmarks.convergence", "where training ends by storage mode", check=(), quick=None
+        "benchmarks.convergence",
+        "where training ends by storage mode",
+        check=(),
+        quick=None,
+        writes=True,
     ),
     "eight_bits": Table(
         "benchmarks.eight_bits",
         "errors, training and published models in 8 bits",
         quick=("--quick",),
         by_default=False,
+        writes=True,
     ),
     "moments": Table(
         "benchmarks.moments", "where training ends by the dtype of moments", quick=None
@@ -113,13 +125,15 @@ TABLES = {
         "published packages' models in bfloat16",
         quick=None,
         by_default=False,
+        writes=True,
     ),
     ESTIMATES: Table(
         "benchmarks.estimates",
-        "what train steps cost under policies",
+        "costs of train steps under policies",
         check=(),
         quick=("--quick",),
         by_default=False,
+        writes=True,
     ),
     "gpu": Table(
         "benchmarks.gpu",
@@ -155,8 +169,11 @@ def run(
     return run_table(name, f"{name}: {table.what}", table.module, arguments)
 
 
-def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path | None) -> None:
-    if json_file is None and markdown_file is None:
+def _write(
+    tables: dict[str, Any], json_file: Path | None, markdown_file: Path | None, stores: bool
+) -> None:
+    named = [name for name in page.NAMES if tables.get(name)] if stores else []
+    if json_file is None and markdown_file is None and not named:
         return
     compilers = {}
     if ACCEL in tables:
@@ -173,7 +190,12 @@ def _write(tables: dict[str, Any], json_file: Path | None, markdown_file: Path |
     if json_file is not None:
         json_file.write_text(json.dumps({"environment": where, "tables": tables}, indent=1) + "\n")
     if markdown_file is not None:
-        markdown_file.write_text(page.markdown(where, tables))
+        shown = {name: {"environment": where, "rows": rows} for name, rows in tables.items()}
+        markdown_file.write_text(page.markdown(shown))
+    for name in named:
+        page.store(name, where, tables[name])
+    if named:
+        page.PAGE.write_text(page.markdown(page.stored()))
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
@@ -183,11 +205,7 @@ def _of_one(options: argparse.Namespace) -> list[str]:
     given = {"--only": options.only, "--on": options.on}
     options.only = []
     chosen = [part for flag, names in given.items() if names for part in (flag, *names)]
-    return [
-        *chosen,
-        *(["--record"] if options.record else []),
-        *(["--write"] if options.write else []),
-    ]
+    return [*chosen, *(["--record"] if options.record else [])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--write",
         action="store_true",
-        help="write the table of packages into docs/porting.md, or docs/estimates.md",
+        help="store the rows, and write the pages that are made of them",
     )
     options = command.parse_args(arguments)
     own = next((name for name in (ACCEL, PACKAGES, ESTIMATES, MEMORY) if name in options.names), "")
@@ -211,10 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--on is of the tables accel, estimates and memory, and --record of accel: "
             "python -m benchmarks accel --on v5e"
         )
-    if options.write and own not in (PACKAGES, ESTIMATES):
-        command.error(
-            "--write is of the tables packages and estimates: python -m benchmarks packages --write"
-        )
+    if options.write and (options.quick or (own == MEMORY and options.only)):
+        command.error("--write stores whole tables: leave --quick, and --only of memory, out")
     more = _of_one(options) if own else []
     try:
         tables = chosen([*options.names, *options.only], options.quick)
@@ -223,13 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     results, failed = {}, []
     for name, table in tables.items():
-        status, results[name] = run(
-            name, table, options.quick, options.check, more if name == own else ()
-        )
+        writes = ["--write"] if options.write and table.writes else []
+        arguments_of_table = [*(more if name == own else ()), *writes]
+        status, results[name] = run(name, table, options.quick, options.check, arguments_of_table)
         if status == 2:  # what it needs is not there, and it said so
             return 2
         failed += [name] if status else []
-    _write(results, options.json, options.markdown)
+    _write(results, options.json, options.markdown, options.write)
     return exit_status(failed)
 
 

@@ -1,21 +1,17 @@
-"""Where training ends when params are stored in bfloat16, in each way to keep their float32 value,
-against float32.
+"""Measures where training ends when params are stored in bfloat16, in each way to keep their
+float32 value, beside float32.
 
-    python -m benchmarks.convergence [--small] [--json FILE] [--markdown FILE]
+    python -m benchmarks.convergence             # prints the table; exits with 1 where a bound is
+                                                 # missed
+    python -m benchmarks.convergence --write     # stores the figures, and writes
+                                                 # docs/convergence.md
+    python -m benchmarks.convergence --examples --write  # trains two examples beside float32 too:
+                                                         # an hour on two cores
+    python -m benchmarks.convergence --stored --write    # measures nothing: the page of stored
+                                                         # figures
+    python -m benchmarks.convergence --small --json FILE --markdown FILE
 
-**Noisy quadratic**: 4096 weights w are drawn to targets t of about 0.1 by gradients w - t + n, n
-normal of deviation 0.01, with Adam at a learning rate of 1e-4 for 4000 steps. The figure is the
-root mean square of w - t over the last tenth of the steps: of the weights as they are used, that is
-rounded, and of the float32 weights behind them. Rounding exact weights to bfloat16 alone costs
-1.7e-4.
-
-**Digits**: the main job, `examples/train_digits.py`, with params and matmuls in bfloat16 (float32
-in the first row): its ResNet, data, seed, learning rates and number of steps. The loss is the mean
-of the last epoch's; accuracy is on the held-out fifth, where one image is 0.28%.
-
-**What must hold**, or the command ends with status 1: `full`, `remainder` and `kahan` end within 5%
-of float32 on the quadratic and within 1% of its accuracy on the digits, `stochastic` within a
-factor of 3 and within 2%; `remainder` gives the numbers of `full`.
+The texts of the page, which say what is measured, are in benchmarks/notes.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,14 +30,21 @@ import numpy as np
 import optax
 
 import policy as mp
+from benchmarks import beside_float32
+from benchmarks.accuracy.report import environment
+from benchmarks.markdown import measured_on, note, wrapped
+from benchmarks.markdown import table as markdown_table
 
 SEED = 0
+ROOT = pathlib.Path(__file__).parents[1]
+NOTES, RESULTS = ROOT / "benchmarks" / "notes", ROOT / "benchmarks" / "results" / "convergence.json"
+PAGE = ROOT / "docs" / "convergence.md"
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How params are stored: their dtype, and what is kept beside them. `within` bounds what may be
-    lost.
+    """A way to store params: their dtype, and the copy kept beside them. `within` bounds the error
+    on the quadratic, as a factor, and the loss of accuracy on the digits.
     """
 
     name: str
@@ -133,8 +137,8 @@ def digits(storage: Storage, small: bool = False) -> tuple[float, float]:
 
 
 def measure(storage: Storage, small: bool = False) -> Row:
-    """Runs both jobs; the small digits for the last storage only, as the others compile as long for
-    no other code.
+    """Runs both jobs; the small digits for the last storage only, as the others take as long to
+    compile the same code.
     """
     if not small:
         return Row(storage, *quadratic(storage), *digits(storage))
@@ -143,7 +147,7 @@ def measure(storage: Storage, small: bool = False) -> Row:
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """What must hold and does not."""
+    """Returns the bounds that are missed."""
     by_name = {row.storage.name: row for row in rows}
     reference, found = by_name[REFERENCE.name], []
     for row in rows:
@@ -178,7 +182,7 @@ HEADER = (
 
 
 def table(rows: list[Row]) -> str:
-    """The figures as a Markdown table."""
+    """Returns the figures as a Markdown table."""
     reference = rows[0]
     cells = [
         (
@@ -192,23 +196,13 @@ def table(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(HEADER, *cells, strict=True)]
-    lines = [HEADER, tuple("-" * width for width in widths), *cells]
-    pad = lambda line: " | ".join(  # noqa: E731
-        cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-    )
-    return "\n".join(f"| {pad(line)} |" for line in lines)
+    return markdown_table(HEADER, cells)
 
 
-def markdown(rows: list[Row]) -> str:
-    """docs/convergence.md."""
-    title, _, rest = (__doc__ or "").partition("\n\n")
-    command, _, notes = rest.partition("\n\n")
-    versions = f"jax {jax.__version__}, optax {optax.__version__}, {jax.default_backend()}"
-    return (
-        f"# Convergence\n\n{title}\n\n```bash\n{command.strip()}\n```\n\n"
-        f"{table(rows)}\n\nMeasured with {versions}.\n\n{notes}"
-    )
+def record(rows: list[Row], missed: Sequence[str]) -> dict[str, Any]:
+    """Returns the figures with the environment that they are of."""
+    figures = [{"name": row.storage.name} | _figures(row) for row in rows]
+    return {"environment": environment(), "rows": figures, "missed": list(missed)}
 
 
 def _figures(row: Row) -> dict[str, float]:
@@ -219,30 +213,75 @@ def _figures(row: Row) -> dict[str, float]:
     }
 
 
+def stored() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def rows_of(record: Mapping[str, Any]) -> list[Row]:
+    """Returns the rows of a record."""
+    storages = {storage.name: storage for storage in STORAGES}
+    return [
+        Row(storages[row["name"]], **{name: row[name] for name in row if name != "name"})
+        for row in record["rows"]
+    ]
+
+
+def page(record: Mapping[str, Any], examples: Mapping[str, Any]) -> str:
+    """Returns docs/convergence.md for these figures, and those of the examples."""
+    parts = [
+        note(NOTES, "convergence"),
+        table(rows_of(record)),
+        measured_on(record["environment"]),
+        note(NOTES, "convergence_storage"),
+        *beside_float32.sections(examples),
+    ]
+    return wrapped("\n\n".join(parts)) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 1 where something that must hold does not."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a few steps of each: that it runs, not where it ends"
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="a file to write the figures to")
-    parser.add_argument("--markdown", type=pathlib.Path, help="a file to write the table to")
-    options = parser.parse_args(arguments)
+    """Runs the command; 1 where a bound is missed, 2 for --small --write."""
+    options = _parser().parse_args(arguments)
+    if options.small and options.write:
+        print("--small measures a few steps, which no page is made of.")
+        return 2
+    figures = stored() if options.stored else _measured(options.small)
+    examples = beside_float32.stored()
+    if options.examples and not options.stored:
+        examples = {name: beside_float32.trained(name) for name in beside_float32.EXAMPLES}
+    print(table(rows_of(figures)), *figures["missed"], sep="\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.write and not options.stored:
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        beside_float32.RESULTS.write_text(json.dumps(examples, indent=1) + "\n", encoding="utf-8")
+    for file in (options.markdown, PAGE if options.write else None):
+        if file is not None:
+            file.write_text(page(figures, examples), encoding="utf-8")
+    return int(bool(figures["missed"]))
+
+
+def _measured(small: bool) -> dict[str, Any]:
     rows = []
     for storage in STORAGES:
-        rows.append(measure(storage, options.small))
+        rows.append(measure(storage, small))
         print(f"{storage.name}: done", file=sys.stderr, flush=True)
-    print(table(rows))
-    if options.markdown is not None:
-        options.markdown.write_text(markdown(rows))
-    found = [] if options.small else complaints(rows)
-    if options.json is not None:
-        figures = [{"name": row.storage.name} | _figures(row) for row in rows]
-        options.json.write_text(json.dumps({"rows": figures, "missed": found}, indent=1) + "\n")
-    print(*found, sep="\n")
-    return int(bool(found))
+    return record(rows, [] if small else complaints(rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--small", action="store_true", help="a few steps of each, to try the programs")
+    add("--examples", action="store_true", help="train the two examples too")
+    add("--stored", action="store_true", help="measure nothing: take the stored figures")
+    add("--write", action="store_true", help="store the figures and write docs/convergence.md")
+    add("--json", type=pathlib.Path, help="a file to write the figures to")
+    add("--markdown", type=pathlib.Path, help="a file to write the page to")
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,136 +1,224 @@
-"""docs/benchmarks.md, made from the rows of runs: each table with ratios by name and quantity, and
-what it says.
+"""docs/benchmarks.md, made of the stored rows of the tables and of the notes that explain them.
 
-python -m benchmarks accel --json accel.json                    # what TPUs and GPUs get
-python -m benchmarks --json cpu.json                            # and XLA's programs for CPUs
-python -m benchmarks.page accel.json cpu.json > docs/benchmarks.md
-python -m benchmarks.page accel.json --into docs/benchmarks.md  # the accelerators' part alone
+python -m benchmarks --write         # measures the tables that need no GPU, stores their rows, and
+                                     # writes the page
+python -m benchmarks memory --write  # the same of another table: memory or accel
+python -m benchmarks.page            # measures nothing: the page of the stored rows
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NOTES = Path(__file__).parent / "notes"
-OPENING, CLOSING = "<!-- accelerators -->", "<!-- end of accelerators -->"
+from benchmarks.markdown import measured_on, note, table, wrapped
+
+HERE = Path(__file__).parent
+NOTES, RESULTS, PAGE = HERE / "notes", HERE / "results", HERE.parent / "docs" / "benchmarks.md"
+ACCEL = "accel"
+NAMES = (
+    *(ACCEL, "models", "layers", "peers", "autocast", "ports"),
+    *("optimizer", "scale", "inspection", "memory"),
+)  # in the order of the page
+TITLES = {
+    "models": "Models",
+    "layers": "Layers",
+    "peers": "Models beside jmp and mpx",
+    "autocast": "Autocast",
+    "ports": "Tracing of ported models",
+    "optimizer": "Optimizer steps",
+    "scale": "Growth with layers, params and devices",
+    "inspection": "Audit and compare",
+    "memory": "Estimated and measured memory",
+    "sharded": "A whole sharded train step",
+    "accumulators": "Gradients as accumulators",
+    "bias": "Biases",
+    "eight_bits": "Matmuls in 8 bits",
+}
+QUANTITIES = {"temporary": "temporary memory", "/autocast": "cycles / autocast's"}
+FEW = 3  # a target with fewer rows shares a table with the others of its kind
+GIB = 2.0**30
+Row = Mapping[str, Any]
+Stored = Mapping[str, Any]  # "environment" and "rows"
 
 
-def markdown(environment: Mapping[str, str], tables: Mapping[str, Any]) -> str:
-    """The page. Tables of rows of ratios are shown, the accelerators' first; others are named with
-    their own pages.
-    """
-    parts = [
-        "# Benchmarks",
-        "The tables of `python -m benchmarks --markdown FILE`, of which `--only NAME` makes one; "
-        "with `--check` it fails where a bound is missed, and names the row.",
-        "No GPU was at hand: `python -m benchmarks gpu` is what to run on one, in 8 minutes at "
-        "most."
-        if "gpu" not in tables
-        else "",
-        accelerators(environment, tables["accel"]) if tables.get("accel") else "",
-        f"# XLA for CPUs\n\n{_where(environment)}" if set(tables) - {"accel"} else "",
-        "What XLA counts is the same on every run; CPU seconds are not. Numerics have pages of "
-        "their own: [accuracy.md](accuracy.md) and [convergence.md](convergence.md); so has "
-        "[the exchange between devices](bf16_all_reduce.md).",
-    ]
-    for name, rows in tables.items():
-        if (
-            name != "accel"
-            and isinstance(rows, list)
-            and rows
-            and all("ratio" in row for row in rows)
-        ):
-            parts += [f"## {name}", _note(name), _table(rows)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+# --------------------------------------------------------------------------------------------------
+# Stored rows
+# --------------------------------------------------------------------------------------------------
 
 
-def accelerators(environment: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The part of the page on TPUs and GPUs: a table for each chip and each of the command's
-    tables.
-    """
-    versions = {
-        name: version for name, version in environment.items() if version != "not installed"
-    }
-    parts = [OPENING, "# TPUs and GPUs", _where(versions), _note("accelerators")]
-    tables = dict.fromkeys(row["table"] for row in rows if row["table"] != "baseline")
-    for name in tables:
-        of_table = [row for row in rows if row["table"] == name]
-        parts += [f"## {name} on accelerators", _note(f"{name}_on_accelerators")]
-        for target in dict.fromkeys(row["target"] for row in of_table):
-            of_target = [row for row in of_table if row["target"] == target]
-            parts += [
-                f"### {target}" if target else "",
-                _table(of_target, "ours / by hand", _with_figures),
-            ]
-    return "\n\n".join(part for part in [*parts, CLOSING] if part)
+def stored(folder: Path | None = None) -> dict[str, Stored]:
+    """Returns the stored tables by name, in the order of the page."""
+    files = {name: (folder or RESULTS) / f"{name}.json" for name in NAMES}
+    return {n: json.loads(f.read_text("utf-8")) for n, f in files.items() if f.exists()}
 
 
-def into(page: str, part: str) -> str:
-    """A page with its part on accelerators replaced; one that has none gets it after its first
-    paragraph.
+def store(
+    name: str,
+    environment: Mapping[str, str],
+    rows: Sequence[Row],
+    folder: Path | None = None,
+) -> None:
+    """Stores the rows of a table. Rows of accelerators replace those of the same table and target;
+    the others stay.
 
     Raises:
-      ValueError: the page's part has no end.
+      ValueError: other rows would stay, and were made with another version of JAX.
     """
-    if OPENING in page:
-        before, _, rest = page.partition(OPENING)
-        if CLOSING not in rest:
-            raise ValueError(f"The page has {OPENING}, and no {CLOSING} after it.")
-        return before + part + rest.partition(CLOSING)[2]
-    title, first, rest = page.split("\n\n", 2)
-    return "\n\n".join((title, first, part, rest))
+    file = (folder or RESULTS) / f"{name}.json"
+    kept: list[Row] = []
+    if name == ACCEL and file.exists():
+        rows = [row for row in rows if row["table"] != "baseline"]
+        before = json.loads(file.read_text("utf-8"))
+        measured = {(row["table"], row["target"]) for row in rows}
+        kept = [row for row in before["rows"] if (row["table"], row["target"]) not in measured]
+        if kept and before["environment"]["jax"] != environment["jax"]:
+            raise ValueError(
+                f"The stored rows are of jax {before['environment']['jax']}, and these of jax "
+                f"{environment['jax']}: measure all tables and targets, or install that version."
+            )
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *rows])
+    where = json.dumps(dict(environment))
+    file.write_text(f'{{\n "environment": {where},\n "rows": [\n{lines}\n ]\n}}\n', "utf-8")
 
 
-def _note(name: str) -> str:
-    """The text that stands before a table; empty where the table has none."""
-    note = NOTES / f"{name}.md"
-    return note.read_text(encoding="utf-8").strip() if note.exists() else ""
+# --------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
-def _where(environment: Mapping[str, str]) -> str:
-    where = ", ".join(
-        f"{name} {value}" for name, value in environment.items() if name not in ("date", "device")
-    )
-    return f"{environment['date']}, on {environment['device']}, {where}."
+def markdown(tables: Mapping[str, Stored]) -> str:
+    """Returns the page: the tables of accelerators, then those of XLA's programs for CPUs."""
+    on_cpus = {name: one for name, one in tables.items() if name != ACCEL and _ratios(one)}
+    parts = [note(NOTES, "benchmarks")]
+    if ACCEL in tables:
+        parts += accelerators(tables[ACCEL])
+    if on_cpus:
+        parts += [note(NOTES, "cpus"), _measured(on_cpus)]
+    for name, one in on_cpus.items():
+        parts += [
+            f"### {TITLES.get(name, name)}",
+            f"`python -m benchmarks --only {name}`",
+            note(NOTES, name),
+            *_tables(one["rows"], _memory if name == "memory" else _ratio),
+        ]
+    return wrapped("\n\n".join(part for part in parts if part)) + "\n"
 
 
-def _table(
-    rows: Sequence[Mapping[str, Any]],
-    corner: str = "ours / reference",
-    cell: Callable[[Mapping[str, Any]], str] | None = None,
-) -> str:
-    """A line for each name, a column for each quantity; a missed bound in bold, with the bound."""
-    quantities = list(dict.fromkeys(row["quantity"] for row in rows))
+def _ratios(one: Stored) -> bool:
+    """Returns whether a table has rows of ratios; others have pages of their own."""
+    rows = one["rows"]
+    return isinstance(rows, list) and bool(rows) and all("ratio" in row for row in rows)
+
+
+def _measured(tables: Mapping[str, Stored]) -> str:
+    """Returns where tables were measured, those of one environment together."""
+    names: dict[str, list[str]] = {}
+    for name, one in tables.items():
+        names.setdefault(measured_on(one["environment"]), []).append(f"`{name}`")
+    if len(names) == 1:
+        return next(iter(names))
+    return "\n".join(f"- {text} Tables: {', '.join(of)}." for text, of in names.items())
+
+
+def accelerators(one: Stored) -> list[str]:
+    """Returns the part of the page on TPUs and GPUs: a table for each of the command's tables and
+    targets.
+    """
+    parts = [note(NOTES, "accelerators"), _compiled(one["environment"])]
+    rows = [row for row in one["rows"] if row["table"] != "baseline"]
+    for name in dict.fromkeys(row["table"] for row in rows):
+        parts += [
+            f"### {TITLES.get(name, name)}, compiled for accelerators",
+            f"`python -m benchmarks.accel.{name}`",
+            note(NOTES, f"{name}_on_accelerators"),
+        ]
+        of_table = [row for row in rows if row["table"] == name]
+        targets = {
+            target: [row for row in of_table if row["target"] == target]
+            for target in dict.fromkeys(row["target"] for row in of_table)
+        }
+        few = [target for target, of in targets.items() if len({row["name"] for row in of}) < FEW]
+        for target, of_target in targets.items():
+            if target not in few or len(targets) == 1:
+                parts += [f"On {target}:", *_tables(of_target, _with_figures)]
+                parts += [note(NOTES, f"{name}_on_{target.partition(':')[0]}")]
+        if few and len(targets) > 1:
+            others = [
+                {**row, "name": f"{row['name']}, {target}"}
+                for target in few
+                for row in targets[target]
+            ]
+            which = "other targets" if len(few) < len(targets) else "each target"
+            parts += [f"On {which}:", *_tables(others, _with_figures)]
+    return parts
+
+
+def _compiled(environment: Mapping[str, str]) -> str:
+    return measured_on(environment).replace("Measured", "Compiled", 1)
+
+
+def _tables(rows: Sequence[Row], cells: Callable[[Row], Mapping[str, str]]) -> list[str]:
+    """Returns tables of rows: a line for each name, a column for each quantity. Names that share
+    fewer than half of their quantities are in different tables.
+    """
     names: dict[str, dict[str, str]] = {}
     for row in rows:
-        names.setdefault(row["name"], {})[row["quantity"]] = (cell or _cell)(row)
-    lines = [[corner, *quantities], ["---", *["---:"] * len(quantities)]]
-    lines += [
-        [name, *(cells.get(quantity, "") for quantity in quantities)]
-        for name, cells in names.items()
+        names.setdefault(row["name"], {}).update(cells(row))
+    return [
+        table(
+            ["ours / reference", *(QUANTITIES.get(name, name) for name in columns)],
+            [[name, *(names[name].get(column, "") for column in columns)] for name in members],
+        )
+        for columns, members in _groups(names)
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(row: Mapping[str, Any]) -> str:
+def _groups(names: Mapping[str, Iterable[str]]) -> list[tuple[list[str], list[str]]]:
+    """Returns the columns and the names of each table, in the order of the first names."""
+    order = list(dict.fromkeys(column for columns in names.values() for column in columns))
+    found: dict[frozenset[str], list[str]] = {}
+    for name, columns in names.items():
+        found.setdefault(frozenset(columns), []).append(name)
+    merged: dict[frozenset[str], list[str]] = {}
+    for columns in sorted(found, key=len, reverse=True):
+        wider = next((w for w in merged if columns < w and 2 * len(columns) >= len(w)), columns)
+        merged.setdefault(wider, []).extend(found[columns])
+    place = {name: i for i, name in enumerate(names)}
+    groups = [
+        ([column for column in order if column in columns], sorted(members, key=place.__getitem__))
+        for columns, members in merged.items()
+    ]
+    return sorted(groups, key=lambda group: place[group[1][0]])
+
+
+def _ratio(row: Row) -> dict[str, str]:
+    """Returns the ratio, in bold with its bound where it misses it."""
     ratio = f"{row['ratio']:.3f}"
     bound = "" if row["bound"] is None else f" (bound {row['bound']:g})"
-    return f"**{ratio}**{bound}" if row["missed"] else ratio
+    return {row["quantity"]: f"**{ratio}**{bound}" if row["missed"] else ratio}
 
 
-def _with_figures(row: Mapping[str, Any]) -> str:
-    """The ratio, and the figures that it is of."""
-    unknown = f", not counted: {row['unknown']}" if row["unknown"] else ""
-    return f"{_cell(row)} ({_short(row['ours'])} / {_short(row['reference'])}{unknown})"
+def _with_figures(row: Row) -> dict[str, str]:
+    """Returns the ratio, and where they are stored the figures that it is of."""
+    (ratio,) = _ratio(row).values()
+    unknown = f", not counted: {row['unknown']}" if row.get("unknown") else ""
+    if "ours" in row:
+        ratio = f"{ratio} ({_short(row['ours'])} / {_short(row['reference'])}{unknown})"
+    return {row["quantity"]: ratio}
+
+
+def _memory(row: Row) -> dict[str, str]:
+    return {
+        "estimate, GiB": f"{row['ours'] / GIB:.2f}",
+        "estimate / measured": _ratio(row)[row["quantity"]],
+    }
 
 
 def _short(number: float) -> str:
-    """Three digits and a unit: 12.3M."""
+    """Returns three digits and a unit: 12.3M."""
     for unit, size in (
         ("T", 1e12),
         ("G", 1e9),
@@ -145,36 +233,5 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page of what runs wrote with ``--json``, or replaces the accelerators' part of a
-    page.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="written by python -m benchmarks --json"
-    )
-    parser.add_argument(
-        "--into", type=Path, metavar="PAGE", help="replace the accelerators' part of this page"
-    )
-    options = parser.parse_args(arguments)
-    runs = [json.loads(file.read_text()) for file in options.files]
-    of_accel = [run for run in runs if run["tables"].get("accel")]
-    if options.into and not of_accel:
-        print(
-            "There are no accelerators' rows: python -m benchmarks accel --json FILE writes them.",
-            file=sys.stderr,
-        )
-        return 2
-    if options.into:
-        part = accelerators(of_accel[-1]["environment"], of_accel[-1]["tables"]["accel"])
-        options.into.write_text(into(options.into.read_text(), part))
-        return 0
-    tables = {name: rows for run in runs for name, rows in run["tables"].items()}
-    print(markdown(runs[-1]["environment"], tables), end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(markdown(stored()), encoding="utf-8")

@@ -1,30 +1,34 @@
-"""What is wrong with a row, and the table as text, JSON and Markdown."""
+"""Checks rows against their bounds, and writes the table as text, JSON and Markdown."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import math
 import platform
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks.accuracy import torch_peer
 from benchmarks.accuracy.cases import OURS, PEERS, PROMISED, Precision, Row
+from benchmarks.markdown import cores, measured_on, table, wrapped
 
-TIE = 0.1  # ulps; what is correctly rounded but for float32's own error scatters by less
+Record = Mapping[str, Any]  # "environment" and "rows"
+Recorded = Mapping[str, Any]  # a row of a record
+
+TIE = 0.1  # ulps; results that are rounded once from float32 scatter by less
 RELATIVE_TIE = (
     0.1  # of the best peer: two orders of summation of the same accuracy differ by this much
 )
-FLOAT32 = 32.0  # ulps of float32: what sums of thousands leave in one order or another, 4e-6
+FLOAT32 = 32.0  # ulps of float32, 4e-6: the effect of the order of a sum of thousands
 COLUMNS: tuple[str, ...] = (*OURS, *PEERS)
 
 
 def complaints(row: Row) -> list[str]:
-    """In words, what a row breaks: the promise of its family, or that ours is never worse than the
-    best peer.
-    """
+    """Returns the bounds that a row misses: that of its family, or the best of the others."""
     ours, best, broken = row.worst_of_ours, row.best_of_peers, []
     promise = FLOAT32 if row.precision.wide else 1.0
     if row.case.family in PROMISED and not ours <= promise:
@@ -35,22 +39,23 @@ def complaints(row: Row) -> list[str]:
 
 
 def allowed(best: float, wide: bool = False) -> float:
-    """What ours may have where the best of the others has `best`: a tie, or what rounding once
-    gives anybody.
+    """Returns the largest error allowed where the best of the others has `best`: a tie, or the
+    error of one rounding.
     """
     return max(FLOAT32, 2 * best) if wide else max(best + TIE, best * (1 + RELATIVE_TIE), 0.5 + TIE)
 
 
-def number(value: float | None) -> str:
+def number(value: float | str | None) -> str:
+    """Returns an error as tables show it; as in a record, "inf" is a text."""
     if value is None:
         return "raises"
-    if math.isinf(value):
+    if isinstance(value, str) or math.isinf(value):
         return "inf"
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def environment() -> dict[str, str]:
-    """Date, versions and device, as the report states them."""
+    """Returns the date, the versions and the device, as pages state them."""
     packages = ["mpmodules", "jax", "flax", "optax", "torch"]
     versions: dict[str, str] = {}
     for name in packages:
@@ -59,21 +64,20 @@ def environment() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "0.1.0 (from source)" if name == "mpmodules" else "not installed"
     device = jax.devices()[0]
-    where = f"{device.device_kind} ({device.platform}), {platform.machine()}"
+    kind = device.device_kind
+    named = kind if kind == device.platform else f"{kind} ({device.platform})"
     return {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         **versions,
-        "device": where,
+        "device": f"{named}, {platform.machine()}",
+        "cores": str(cores()),
     }
 
 
 def about_torch() -> str:
     if torch_peer.available():
-        return (
-            "torch: under CPU autocast; blank where it has no such layer or function, or the row "
-            "was not written."
-        )
+        return "torch runs under CPU autocast."
     return (
         "torch is not installed, so its column is empty: `pip install torch` and run the command "
         "again."
@@ -112,57 +116,79 @@ def _cell(row: Row, column: str) -> str:
     return number(row.ulps[column]) if column in row.ulps else ""
 
 
-def markdown(rows: list[Row], notes: str) -> str:
-    """The text of docs/accuracy.md."""
-    stated = ", ".join(
-        f"{name} {value}" for name, value in environment().items() if name not in ("date", "device")
-    )
-    lines = [
-        "# Accuracy",
-        "",
-        "Made by `python -m benchmarks.accuracy --markdown docs/accuracy.md`.",
-        "",
-        f"{environment()['date']}, on {environment()['device']}, with {stated}.",
-        "",
-        notes.strip(),
-        "",
-        about_torch(),
-        "",
-        summary(rows),
+def markdown(record: Record, notes: str) -> str:
+    """Returns the text of docs/accuracy.md.
+
+    Args:
+      record: as `as_json` returns it.
+      notes: what stands before the result.
+    """
+    where, rows = record["environment"], record["rows"]
+    torch = where.get("torch_measured")
+    parts = [
+        notes,
+        measured_on(where) + (f" The torch column was measured on {torch}." if torch else ""),
+        _summary(rows),
     ]
-    for title, part in sections(rows):
-        columns = columns_of(part)
-        lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
-        lines += [
-            f"| case | inputs | {' | '.join(columns)} |",
-            "|---|---|" + "---:|" * len(columns),
+    return wrapped("\n\n".join([*parts, *map(_section, _by_section(rows).items())])) + "\n"
+
+
+def _by_section(rows: Sequence[Recorded]) -> dict[str, list[Recorded]]:
+    """Returns recorded rows by the title of their section, in the order of `sections`."""
+    keys = {(" from " in row["precision"], row["precision"], "ours" in row["ulps"]) for row in rows}
+    return {
+        f"{precision[0].upper()}{precision[1:]}, {'functions' if functions else 'layers'}": [
+            row
+            for row in rows
+            if row["precision"] == precision and ("ours" in row["ulps"]) is functions
         ]
-        for row in part:
-            cells = " | ".join(_cell(row, column) for column in columns)
-            lines.append(
-                f"| {row.case.name}{' **!**' if complaints(row) else ''} | {row.case.inputs} | "
-                f"{cells} |"
-            )
-    return "\n".join(lines) + "\n"
+        for _, precision, functions in sorted(keys)
+    }
+
+
+def _section(titled: tuple[str, Sequence[Recorded]]) -> str:
+    title, rows = titled
+    columns = [
+        name for name in COLUMNS if name == "torch" or any(name in row["ulps"] for row in rows)
+    ]
+    lines = [
+        [
+            f"{row['case']}{' **!**' if row['complaints'] else ''}",
+            row["inputs"],
+            *(number(row["ulps"][name]) if name in row["ulps"] else "" for name in columns),
+        ]
+        for row in rows
+    ]
+    return f"## {title}\n\n{table(['case', 'inputs', *columns], lines, left=2)}"
 
 
 def summary(rows: list[Row]) -> str:
-    """Whether everything holds, and the rows where it does not."""
-    broken = [(row, complaint) for row in rows for complaint in complaints(row)]
-    lines = [f"All {len(rows)} rows hold."]
+    """Returns whether all rows are within their bounds, with those that are not, and the accepted
+    ones.
+    """
+    return _summary(as_json(rows)["rows"])
+
+
+def _summary(rows: Sequence[Recorded]) -> str:
+    broken = [(row, complaint) for row in rows for complaint in row["complaints"]]
+    parts = [f"All {len(rows)} rows are within their bounds."]
     if broken:
-        lines = [f"{len({id(row) for row, _ in broken})} of {len(rows)} rows do not hold:", ""]
-        lines += [f"- {row.case}, {row.precision}: {complaint}" for row, complaint in broken]
-    for reason in dict.fromkeys(row.case.accepted for row in rows if accepted(row)):
-        names = dict.fromkeys(
-            row.case.name for row in rows if accepted(row) and row.case.accepted == reason
-        )
-        lines += ["", f"Accepted, {'; '.join(names)}: {reason}."]
-    return "\n".join(lines)
+        count = len({id(row) for row, _ in broken})
+        lines = [
+            f"- {row['case']} ({row['inputs']}), {row['precision']}: {complaint}"
+            for row, complaint in broken
+        ]
+        parts = [f"{count} of {len(rows)} rows miss a bound:", "\n".join(lines)]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["accepted"] and row["case"] not in reasons.setdefault(row["accepted"], []):
+            reasons[row["accepted"]].append(row["case"])
+    parts += [f"Accepted for {'; '.join(names)}: {reason}." for reason, names in reasons.items()]
+    return "\n\n".join(parts)
 
 
 def accepted(row: Row) -> bool:
-    """Whether ours is worse than a column that the case has a reason to be worse than."""
+    """Returns whether ours is worse than a column that the case accepts to be worse than."""
     others = [row.ulps.get(column) for column in row.case.against] if row.case.accepted else []
     return any(
         value is not None and row.worst_of_ours > allowed(value, row.precision.wide)
@@ -171,7 +197,7 @@ def accepted(row: Row) -> bool:
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:
-    """All measurements; a column that raised is null, an infinite error the text "inf"."""
+    """Returns all measurements. A column that raised is null, an infinite error the text "inf"."""
     return {
         "environment": environment(),
         "rows": [
@@ -185,7 +211,33 @@ def as_json(rows: list[Row]) -> dict[str, Any]:
                     for name, value in row.ulps.items()
                 },
                 "complaints": complaints(row),
+                "accepted": row.case.accepted if accepted(row) else "",
             }
             for row in rows
         ],
     }
+
+
+def with_stored_torch(record: dict[str, Any], stored: Record) -> dict[str, Any]:
+    """Returns a record without torch, with the stored figures of torch for the same rows."""
+    before = {
+        _key(row): {"torch": row["ulps"]["torch"]}
+        for row in stored["rows"]
+        if "torch" in row["ulps"]
+    }
+    rows = [{**row, "ulps": {**row["ulps"], **before.get(_key(row), {})}} for row in record["rows"]]
+    where = stored["environment"]
+    measured = where.get("torch_measured", f"{where['date']}, with Python {where['python']}")
+    known = {"torch": where["torch"], "torch_measured": measured}
+    return {"environment": record["environment"] | known, "rows": rows}
+
+
+def _key(row: Recorded) -> tuple[str, str, str]:
+    return row["case"], row["inputs"], row["precision"]
+
+
+def dumped(record: Record) -> str:
+    """Returns a record as JSON, with a row on each line."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in record["rows"])
+    where = json.dumps(record["environment"])
+    return f'{{\n "environment": {where},\n "rows": [\n{rows}\n ]\n}}\n'

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.estimates.tables import MODELS, Table, stored, tables
+from benchmarks.markdown import WIDTH, note, wrapped
+from benchmarks.markdown import table as markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
 NOTES = Path(__file__).parent / "notes"
-WIDTH = 120
 GIB, MIB = 2.0**30, 2.0**20
 _LINES = 8  # of the largest arrays
 Found = Mapping[str, Any]
@@ -35,33 +35,27 @@ HEAD = (
 def page() -> str:
     """Returns the page of all stored results."""
     found = {(table.model.module, table.target): stored(table) for table in tables()}
-    parts = [note("opening"), made_by([one for one in found.values() if one is not None])]
+    parts = [note(NOTES, "opening"), made_by([one for one in found.values() if one is not None])]
     for model in MODELS:
-        parts += [f"## {model.title}", note(model.module)]
+        parts += [f"## {model.title}", note(NOTES, model.module)]
         for table in tables(only=[model.module]):
             one = found[model.module, table.target]
             if one is not None:
                 parts += [section(table, one)]
-    parts += [note("arithmetic"), arithmetic(found)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def note(name: str) -> str:
-    return (NOTES / f"{name}.md").read_text(encoding="utf-8").strip()
+    parts += [note(NOTES, "arithmetic"), arithmetic(found)]
+    return wrapped("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def made_by(found: Sequence[Found]) -> str:
-    """Returns the line that says which command made the page, and the compilers."""
+    """Returns the sentences that say which compilers made the rows, where, and whose figures of the
+    devices they use.
+    """
     compilers = dict.fromkeys(one["compiler"] for one in found)
     sources = dict.fromkeys(one["source"] for one in found)
-    return wrapped(
-        "Made by `python -m benchmarks estimates --write`, with "
-        f"{'; '.join(compilers)}. Figures of the devices: {'; '.join(sources)}."
+    return (
+        f"Compiled on an x86 Linux machine with 2 cores, with {' and with '.join(compilers)}. "
+        f"Figures of the devices: {'; '.join(sources)}."
     )
-
-
-def wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,11 +98,6 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
     while rest:
         word = rest.pop(0)
         yield word, [rest.pop(0)] if word.startswith("-") and rest else []
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cells(row: Found) -> list[str]:
@@ -205,12 +194,11 @@ def _line(alike: Sequence[Found]) -> str:
 
 
 def remarks(found: Found) -> Iterator[str]:
-    """Yields what the figures leave out, and notes on the whole."""
-    for text in found["notes"]:
-        yield wrapped(text)
+    """Yields the notes on a table, and the costs that its figures leave out."""
+    yield from found["notes"]
     left_out = dict.fromkeys(itertools.chain(*(row["uncounted"] for row in found["rows"])))
     if left_out:
-        yield wrapped(f"Not counted: {', '.join(left_out)}.")
+        yield f"Not counted: {', '.join(left_out)}."
 
 
 # --------------------------------------------------------------------------------------------------

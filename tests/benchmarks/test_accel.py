@@ -280,34 +280,42 @@ def test_the_command_fails_where_a_baseline_got_dearer(fake_table, capfd):
     assert "missed a bound: baseline" in captured.err
 
 
-def test_the_commands_rows_make_a_page(fake_table):
+def test_the_commands_rows_are_stored_and_make_a_page(fake_table):
     assert command.main(["--record", "--json", str(fake_table / "rows.json")]) == 0
     rows = json.loads((fake_table / "rows.json").read_text())
     assert [row["table"] for row in rows] == ["fake"]
     where = {"date": "today", "device": "cpu", "jax": "0.12"}
-    part = page.accelerators(where, rows)
-    assert "### v5e:1x1" in part and "| x | **1.500** (bound 1) (3 / 2) |" in part
-    made = page.markdown(where, {"accel": rows, "layers": [Row("bytes", "y", 1.0, 1.0).as_json()]})
-    assert made.index("# TPUs and GPUs") < made.index("# XLA for CPUs") < made.index("## layers")
-    again = page.into(made, part.replace("1.500", "1.400"))
-    assert "1.400" in again and "1.500" not in again and again.count(page.OPENING) == 1
-    assert page.into("# Benchmarks\n\nHow.\n\n## layers\n", part).index("TPUs") < len(part)
+    page.store("accel", where, rows, fake_table)
+    page.store("layers", where, [Row("bytes", "y", 1.0, 1.0).as_json()], fake_table)
+    made = page.markdown(page.stored(fake_table))
+    assert "On v5e:1x1:" in made and "| x | **1.500** (bound 1) (3 / 2) |" in made
+    assert "Compiled on today, on cpu, with jax 0.12." in made
+    assert made.index("## TPUs and GPUs") < made.index("## XLA for CPUs") < made.index("### Layers")
 
 
-def test_a_page_whose_part_has_no_end_is_refused():
-    with pytest.raises(
-        ValueError, match=r"The page has <!-- accelerators -->, and no <!-- end of accelerators -->"
-    ):
-        page.into(f"# Benchmarks\n\n{page.OPENING}\n", "part")
+def test_rows_of_a_target_replace_those_of_the_same_target_alone(tmp_path):
+    where = {"date": "today", "device": "cpu", "jax": "0.12"}
+    of = lambda target, ours: {  # noqa: E731
+        "table": "models",
+        **Row("bytes", "x", ours, 2.0, target=target).as_json(),
+    }
+    page.store("accel", where, [of("v5e:2x2", 1.0), of("h100", 2.0)], tmp_path)
+    page.store("accel", where, [of("v5e:2x2", 3.0)], tmp_path)
+    (one,) = page.stored(tmp_path).values()
+    assert {row["target"]: row["ratio"] for row in one["rows"]} == {"v5e:2x2": 1.5, "h100": 1.0}
+    assert "| x, v5e:2x2 | 1.500 (3 / 2) |" in page.markdown({"accel": one})
+    with pytest.raises(ValueError, match=r"The stored rows are of jax 0.12, and these of jax 0.13"):
+        page.store("accel", where | {"jax": "0.13"}, [of("h100", 2.0)], tmp_path)
 
 
-def test_without_accelerators_rows_a_page_is_left_as_it_is(tmp_path, capsys):
-    (tmp_path / "cpu.json").write_text(json.dumps({"environment": {}, "tables": {"layers": []}}))
-    assert page.main([str(tmp_path / "cpu.json"), "--into", str(tmp_path / "page.md")]) == 2
-    assert (
-        "There are no accelerators' rows: python -m benchmarks accel --json FILE"
-        in capsys.readouterr().err
-    )
+def test_names_that_share_few_quantities_are_in_different_tables():
+    rows = [
+        Row(quantity, name, 1.0, 1.0).as_json()
+        for name, quantities in {"a": "flops bytes", "b": "bytes", "c": "seconds"}.items()
+        for quantity in quantities.split()
+    ]
+    text = page.markdown({"fake": {"environment": {"date": "d", "device": "cpu"}, "rows": rows}})
+    assert "| a | 1.000 | 1.000 |\n| b |  | 1.000 |\n\n| ours / reference | seconds |" in text
 
 
 def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):

@@ -155,11 +155,13 @@ def test_a_peer_that_raises_has_no_figure_and_ours_may_not_raise():
 def test_a_reason_to_be_worse_counts_for_the_columns_it_is_given_for():
     case = dataclasses.replace(_doubling(), family="matmuls", accepted="of this")
     row = Row(case, BFLOAT16, {"ours": 2.0, "jax, optax": 2.0, "torch": 0.5})
-    assert report.complaints(row) == [] and "Accepted, doubling: of this." in report.summary([row])
+    assert report.complaints(row) == [] and "Accepted for doubling: of this." in report.summary(
+        [row]
+    )
     worse = dataclasses.replace(row, ulps={"ours": 2.0, "jax, optax": 1.0, "torch": 0.5})
     assert report.complaints(worse) == ["2 ulps, where the best of the others has 1"]
     tied = dataclasses.replace(row, ulps={"ours": 2.0, "jax, optax": 2.0, "torch": 2.0})
-    assert report.summary([tied]) == "All 1 rows hold."
+    assert report.summary([tied]) == "All 1 rows are within their bounds."
 
 
 def _command(monkeypatch, case: Case, *arguments: str) -> int:
@@ -173,7 +175,7 @@ def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
 ):
     table, figures = tmp_path / "accuracy.md", tmp_path / "accuracy.json"
     assert _command(monkeypatch, _doubling(), "--json", str(figures), "--markdown", str(table)) == 0
-    assert "All 2 rows hold." in capsys.readouterr().out
+    assert "All 2 rows are within their bounds." in capsys.readouterr().out
     page = table.read_text()
     assert "| doubling | normal | 0.00 | 0.00 |  |" in page and "## Float16, functions" in page
     assert f"jax {jax.__version__}" in page
@@ -184,7 +186,7 @@ def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
     assert _command(monkeypatch, _doubling(ours=_off(4)), "--only", ", float16") == 1
     out = capsys.readouterr().out
     assert (
-        "1 of 1 rows do not hold:" in out
+        "1 of 1 rows miss a bound:" in out
         and "- doubling (normal), float16: " in out
         and "WORSE" in out
     )

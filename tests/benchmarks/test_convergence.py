@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import beside_float32
 from benchmarks.convergence import (
-    HEADER,
     REFERENCE,
     STORAGES,
     Row,
     complaints,
     main,
-    markdown,
+    page,
     quadratic,
+    rows_of,
+    stored,
     table,
 )
 
@@ -33,17 +35,54 @@ def test_the_small_run_prints_and_writes_every_row(tmp_path, capsys):
     assert " 0.0000 " not in line  # the last one's digits were run
 
 
-def test_the_page_that_is_shown_is_of_this_commands_form():
-    shown, made = PAGE.read_text(), markdown(GOOD)
-    figures = [line for line in shown.splitlines() if line.startswith("| ")]
-    assert [line.split("|")[1].strip() for line in figures[2:]] == [
-        storage.name for storage in STORAGES
+def test_the_page_is_made_of_the_stored_figures():
+    figures = stored()
+    assert PAGE.read_text(encoding="utf-8") == page(figures, beside_float32.stored())
+    assert [row.storage.name for row in rows_of(figures)] == [storage.name for storage in STORAGES]
+    assert complaints(rows_of(figures)) == figures["missed"] == []
+
+
+def test_the_small_run_is_not_stored(capsys):
+    assert main(["--small", "--write"]) == 2
+    assert "which no page is made of" in capsys.readouterr().out
+
+
+def run_of(policy, seed, **more):
+    """A run as both examples write it."""
+    scales = [2.0**20, 2.0**19, 2.0**19, 2.0**18] if policy == "mixed_float16" else [1.0] * 4
+    return {
+        "policy": policy,
+        "seed": seed,
+        "losses": [2.0, 1.0, 1.0, 1.0 + seed],
+        "loss_scales": scales,
+        "parameter_bytes": 1024,
+        "optimizer_bytes": 2048,
+        "activation_bytes": 512,
+        "skipped": 3 if policy == "mixed_float16" else 0,
+        "seconds": 2.0,
+        **more,
+    }
+
+
+def test_the_jsons_of_the_examples_make_the_second_part():
+    names, seeds = ("float32", "mixed_bfloat16", "mixed_float16"), range(3)
+    where = {"date": "today", "versions": {"jax": "1"}, "devices": ["cpu"], "machine": "2 cpu"}
+    images = [run_of(n, s, accuracies=[[4, 0.9 + 0.01 * s]]) for n in names for s in seeds]
+    texts = [
+        run_of(n, s, held_out=1.5 + 0.1 * s, final_loss=1.0, sample="In the")
+        for n in names
+        for s in seeds
     ]
-    assert [cell.strip() for cell in figures[0].strip("|").split("|")] == list(HEADER)
-    prose = lambda text: [  # noqa: E731
-        line for line in text.splitlines() if not line.startswith(("|", "Measured with"))
-    ]
-    assert prose(shown) == prose(made)
+    results = {
+        "fashion_mnist": beside_float32.from_fashion_mnist({**where, "results": images}),
+        "language_model": beside_float32.from_language_model({**where, "runs": texts}),
+    }
+    text = "\n".join(beside_float32.sections(results))
+    assert "| mixed_float16 | 91.00% ± 1.00% | 1.5000 | 1.0 | 2.0 | 0.5 | 3, 3, 3 |" in text
+    assert "| 2^18, 2^18, 2^18 | 2 |" in text and "1.7000 nats a character" in text
+    assert "Steps that mixed_float16 skipped: seed 0: 0, 1, 3; seed 1: 0, 1, 3;" in text
+    assert text.count(": within the noise of float32") == 4 and "**not within**" not in text
+    assert "Measured on today, on 2 cpu, with jax 1." in text and "In the" in text
 
 
 def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_others_end():

@@ -215,8 +215,8 @@ def test_the_whole_table_is_written_or_nothing(capsys):
         main(["--write", "--only", "e3x"])
     assert "--write replaces the whole table: leave out --only" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        everything.main(["models", "--write"])
-    assert "--write is of the tables packages and estimates" in capsys.readouterr().err
+        everything.main(["models", "--quick", "--write"])
+    assert "--write stores whole tables: leave --quick" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
