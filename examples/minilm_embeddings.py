@@ -33,8 +33,8 @@ cores, with --compare twenty; at the end two tables, and a heat map of the simil
     bfloat16                43.0   1.4e-3   2.0e-3
     float16                 43.0   1.7e-4   2.5e-4
 
-Where it is not plain, the policy holds for what is multiplied by a matrix of weights, and what runs
-between those, the residual stream, its norms and the attention's weights, stays in float32.
+Without --plain, the policy applies to the layers that multiply by a matrix of weights. The residual
+stream, its norms and the attention's weights stay in float32.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ there are.
     python examples/resnet_fashion_mnist.py --compare --seeds 3 --json out/fashion.json
     python examples/resnet_fashion_mnist.py --model ResNet50 --all-reduce-dtype bf16
 
-The fourth command makes the table below, of three seeds; the fifth is for several devices.
+The fourth command makes the table of docs/convergence.md, from three seeds. The fifth is for
+several devices.
 
 Data: Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), 60000 training and 10000 test images of
 clothes, 28x28 grey, ten classes, from the system package: `apt-get install dataset-fashion-mnist`
@@ -18,8 +19,8 @@ line says so.
 Model and training are those of Flax's example (google/flax, examples/imagenet): the two residual
 blocks that are told which convolution and normalisation to use, a last normalisation of each block
 that starts at zero, SGD with Nesterov momentum, warm-up and a cosine, one-hot cross-entropy and an
-L2 penalty on what has more than one axis. Upstream threads a dtype through each class, picks it by
-platform, and brings its own loss scaling into the step; here no class knows of one. For images this
+L2 penalty on params of more than one axis. Upstream threads a dtype through each class, picks it by
+platform, and brings its own loss scaling into the step; here no class has a dtype. For images this
 small the first convolution is 3x3, and no pooling follows it.
 
 With several devices the batch is split over them and the params are on each. Under `jax.jit`, the

@@ -19,8 +19,8 @@ Data and model: those of `language_model.py` beside this file, or any text with 
 
 The mesh has three axes. `data` and `fsdp` split the batch; `fsdp` also splits each param and its
 optimizer state, which are gathered where they are used; `tensor` splits attention by heads and the
-MLP by its hidden width. Nothing in the model knows of it: params lie as `param_spec` says,
-optimizer state lies beside its params (`policy.optim.state_shardings`), and XLA's partitioner does
+MLP by its hidden width. The model does not depend on it: `param_spec` places the params,
+`policy.optim.state_shardings` places the optimizer state beside them, and XLA's partitioner does
 the rest. It sums gradients in the dtype that each weight gradient's dot returns: under
 mixed_bfloat16 bfloat16 for kernels, float32 for biases, norms and the embedding. With
 --all-reduce-dtype each device takes its own gradients under `jax.shard_map`, and
@@ -30,9 +30,9 @@ printed at the start is read from the program as it was partitioned
 (`policy.sharding.collectives_of`).
 
 Checkpoints hold params, optimizer state (masters and loss scale with it) and the losses so far.
-Batches are drawn from the seed and the step, initial params from the seed, neither from the mesh,
-and there is no dropout: so a run that is killed goes on with the losses that it would have had, on
-whatever mesh.
+Batches depend on the seed and the step, and initial params on the seed; neither depends on the
+mesh, and there is no dropout. A run that is killed therefore resumes with the losses that it would
+have had, on any mesh.
 
 Expected, for the default sizes and --steps 30: in float32 one device, eight, and two processes of
 four (data=2,fsdp=2, tensor=2) give the same losses to 9e-6 of each, and so does a run of two
