@@ -1,0 +1,151 @@
+"""The generated pages: each is made of stored results by its command, and its prose is wrapped."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks import accuracy, beside_float32, convergence, performance
+from benchmarks import page as benchmarks_page
+from benchmarks.estimates import page as estimates_page
+from benchmarks.markdown import WIDTH, table, wrapped
+from tests.eight_devices import ROOT
+
+DOCS = ROOT / "docs"
+SHORT = 40
+
+
+def _gallery() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_gallery", DOCS / "make_gallery.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+gallery = _gallery()
+
+
+class Page(NamedTuple):
+    name: str
+    make: Callable[[], str]
+    command: str
+    machine: str
+
+
+PAGES = [
+    Page(
+        "accuracy.md",
+        lambda: accuracy.page(accuracy.stored()),
+        "python -m benchmarks.accuracy --write",
+        "Measured on 20",
+    ),
+    Page(
+        "benchmarks.md",
+        lambda: benchmarks_page.markdown(benchmarks_page.stored()),
+        "python -m benchmarks --write",
+        "Measured on 20",
+    ),
+    Page(
+        "convergence.md",
+        lambda: convergence.page(convergence.stored(), beside_float32.stored()),
+        "python -m benchmarks.convergence --write",
+        "Measured on 20",
+    ),
+    Page(
+        "estimates.md",
+        estimates_page.page,
+        "python -m benchmarks estimates --write",
+        "Compiled on an x86 Linux machine",
+    ),
+    Page(
+        "performance.md",
+        performance.page,
+        "python -m benchmarks.performance",
+        "run on an x86 machine with two cores",
+    ),
+    Page(
+        "gallery.md",
+        lambda: gallery.page(json.loads(gallery.STORED.read_text("utf-8"))),
+        "python docs/make_gallery.py",
+        "Measured on 20",
+    ),
+]
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request: pytest.FixtureRequest) -> Page:
+    return request.param
+
+
+def text_of(page: Page) -> str:
+    return (DOCS / page.name).read_text(encoding="utf-8")
+
+
+def paragraphs(text: str) -> Iterator[list[str]]:
+    """Yields the lines of each paragraph and list item, without code, tables and headings."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n(?=- )", text):
+        lines = block.strip("\n").split("\n")
+        if block.strip() and not lines[0].startswith(("|", "#", "<!--", "![")):
+            yield lines
+
+
+def test_a_page_is_made_of_the_stored_results(page: Page):
+    assert text_of(page) == page.make(), f"run the command of docs/{page.name} with --stored"
+
+
+def test_a_page_names_its_command_and_its_machine(page: Page):
+    text = text_of(page)
+    assert page.command in text and page.machine in " ".join(text.split())
+
+
+def test_prose_is_wrapped_as_it_is_read(page: Page):
+    found = list(paragraphs(text_of(page)))
+    assert len(found) > 5
+    for lines in found:
+        assert [line for line in lines if len(line) > WIDTH] == []
+        assert [line for line in lines[:-1] if len(line) < SHORT] == []
+
+
+def test_a_page_has_one_title(page: Page):
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+
+
+def test_wrapping_keeps_code_tables_and_list_items():
+    code = "```bash\na  b\n\n# c\n```"
+    grid = table(["a", "b"], [["1", "2"]])
+    assert wrapped(f"one\ntwo\n\n{code}\n\n{grid}") == f"one two\n\n{code}\n\n{grid}"
+    long = " ".join(itertools.repeat("word", 30))
+    assert wrapped(f"- a\n- {long}") == f"- a\n- {long[:114]}\n  {long[115:]}"
+    span = "`python -m x y`"
+    assert span in wrapped(f"{'word ' * 22}{span} and more")
+
+
+def test_the_gallery_has_every_example_with_its_picture():
+    files = {file.stem for file in ROOT.glob("examples/*.py")} - {"__init__"}
+    assert {example.name for example in gallery.EXAMPLES} == files
+    stored = json.loads(gallery.STORED.read_text("utf-8"))
+    for example in gallery.EXAMPLES:
+        assert stored["examples"][example.name]["command"] == example.command
+        assert stored["examples"][example.name]["output"]
+        picture = gallery.picture_of(example)
+        assert picture.exists() == bool(example.picture)
+        assert not example.picture or picture.stat().st_size < gallery.LARGEST + 1
+    assert sum(one["seconds"] for one in stored["examples"].values()) < 1200
+
+
+def test_an_output_is_stored_without_progress_bars():
+    assert gallery.cleaned("\n 10%|#\r100%|##\nloss 1.0  \n\x1b[1mbold\x1b[0m\n") == (
+        "100%|##\nloss 1.0\nbold"
+    )
