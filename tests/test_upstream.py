@@ -14,12 +14,9 @@ import pytest
 from tests.eight_devices import ROOT, run_python
 
 PAGE = (ROOT / "docs/upstream.md").read_text()
-REPORTS = {
-    title: body
-    for title, body in re.findall(
-        r"^## ((?:Flax|Optax): [^\n]*)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE
-    )
-}
+REPORTS: dict[str, str] = dict(
+    re.findall(r"^## ((?:Flax|Optax): [^\n]*)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+)
 # A part of the title, the numbers that the reproduction prints after the change, and how far off
 # they may be.
 REPAIRED = {
@@ -59,12 +56,11 @@ def changed(diff: str, site: Path) -> None:
 @pytest.mark.parametrize("name", REPAIRED)
 def test_the_suggested_change_repairs_the_reproduction(name, tmp_path):
     (body,) = (body for title, body in REPORTS.items() if name in title)
+    unused = shutil.ignore_patterns("__pycache__", "*_test.py")
     for package in (flax, optax):
         assert package.__file__ is not None
         folder = Path(package.__file__).parent
-        shutil.copytree(
-            folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__", "*_test.py")
-        )
+        shutil.copytree(folder, tmp_path / folder.name, ignore=unused)
     (diff,) = re.findall(r"```diff\n(.*?)```", body, re.DOTALL)
     changed(diff, tmp_path)
     program = tmp_path / "reproduction.py"
