@@ -49,9 +49,8 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # x: (B, T, D)
         y = nn.LayerNorm(dtype=self.dtype, name="norm_1")(x)
         x = x + nn.MultiHeadDotProductAttention(4, dtype=self.dtype, name="attn")(y)
-        y = nn.LayerNorm(name="norm_2")(
-            x
-        )  # the dtype was forgotten here: what follows runs in float32
+        # The dtype was forgotten here, so that the next layer runs in float32.
+        y = nn.LayerNorm(name="norm_2")(x)
         y = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(y))
         return x + nn.Dense(x.shape[-1], dtype=self.dtype, name="down")(y)
 
@@ -85,8 +84,8 @@ def audited() -> Audit:
     return audit(loss, params, tokens, backward=True)
 
 
-def photograph(page: Path, png: Path) -> None:
-    """Draws a page in a headless browser."""
+def photograph(page: Path, png: Path, size: tuple[int, int] = (1500, 1150)) -> None:
+    """Draws a page in a headless browser, in a window of this width and height."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit(
@@ -96,7 +95,7 @@ def photograph(page: Path, png: Path) -> None:
     with tempfile.TemporaryDirectory() as profile:
         flags = (
             f"--user-data-dir={profile}",
-            "--window-size=1500,1150",
+            f"--window-size={size[0]},{size[1]}",
             "--force-device-scale-factor=0.62",
             f"--screenshot={png}",
         )
@@ -106,6 +105,16 @@ def photograph(page: Path, png: Path) -> None:
             capture_output=True,
             timeout=60,
         )
+    _shrink(png)
+
+
+def _shrink(png: Path) -> None:
+    """Stores a picture in 64 colours: a third of its bytes."""
+    from PIL import Image  # comes with matplotlib
+
+    with Image.open(png) as picture:
+        few = picture.convert("RGB").quantize(64)
+    few.save(png, optimize=True)
 
 
 def main() -> None:

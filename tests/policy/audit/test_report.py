@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from policy import PolicyRules, audit
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.text import folded_pattern, show, text
 from policy.audit.report import Audit, Finding, Operation, named
+from tests.eight_devices import ROOT
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -101,6 +103,12 @@ def test_findings_come_the_gravest_first(report):
     assert kinds == sorted(kinds, key=list(FINDING_KINDS).index)
     share = 1024 / (1024 + 13 * 64)
     assert f"with {share:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
+
+
+def test_the_docs_list_every_kind_of_finding_in_this_order():
+    page = (ROOT / "docs" / "audit.md").read_text("utf-8")
+    table = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(FINDING_KINDS)
 
 
 def test_json_has_everything_and_keeps_its_names(report):
