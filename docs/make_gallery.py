@@ -94,7 +94,7 @@ EXAMPLES = (
         "with a key-value cache. lm1b threads a dtype through 20 lines; here the policy decides. "
         "This run is short: 400 steps, the default, end at 1.69 nats a character.",
         ("--steps", "120", "--prompt", "In the beginning ", "--sample", "200"),
-        "Training loss by step",
+        "Training loss in nats a character under mixed_bfloat16, falling from 3.5 to 2.2 in 110 steps",
     ),
     Example(
         "sharded_training",
@@ -116,7 +116,7 @@ EXAMPLES = (
         "gives every published similarity to its last digit. One rule keeps the residual stream in "
         "float32, and the table shows the errors of the embeddings in half precision.",
         ("--compare",),
-        "Similarities of the sentences",
+        "Cosine similarities of nine sentences in float32; those on one subject are near 1",
         60,
     ),
     Example(
