@@ -31,7 +31,8 @@ class Optimizer(flax_nnx.Optimizer[M]):
       >>> tx = mixed_precision(optax.sgd(0.1), model.dtype_policy)
       >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
       >>> loss = lambda model: model(jnp.ones((2, 4))).sum()
-      >>> updates = optimizer.update(model, nnx.grad(loss, grads="compute")(model))
+      >>> gradients_of = nnx.grad(loss, policy=model.dtype_policy, grads="compute")
+      >>> updates = optimizer.update(model, gradients_of(model))
       >>> model.bias[...]
       Array([-0.2, -0.2, -0.2], dtype=float32)
     """
