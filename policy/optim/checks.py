@@ -31,7 +31,7 @@ def check_params(params: Any) -> None:
     if wrong:
         raise ValueError(
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep "
-            "such leaves out of the tree that is differentiated and stepped."
+            "such leaves out of the tree that is differentiated and updated."
         )
 
 
@@ -42,11 +42,11 @@ def warn_of_wide_params(params: optax.Params, policy: Policy) -> None:
     half = policy.param_dtype.itemsize < 4
     if half and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):
         warn_once(
-            f"params are {', '.join(sorted(map(str, dtypes)))}, none of them "
-            f"{policy.param_dtype.name} as the policy '{policy}' stores them, and an optimizer "
-            "casts no params. From a float32 checkpoint, start with params, opt_state = "
-            "init_from_master(tx, f32_params), which keeps what rounding drops in the masters; "
-            "where float32 params are meant, say so in the policy: params=float32."
+            f"params are {', '.join(sorted(map(str, dtypes)))}, but the policy '{policy}' stores "
+            f"them in {policy.param_dtype.name}, and an optimizer does not cast params. From a "
+            "float32 checkpoint, start with params, opt_state = init_from_master(tx, f32_params), "
+            "which keeps the rounding errors in the masters. To train float32 params, give the "
+            "policy params=float32."
         )
 
 
@@ -61,16 +61,16 @@ def check_initial_params(params: Any) -> None:
     shapes = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if shapes:
         raise ValueError(
-            f"params should be arrays, but {shortened(shapes)} are shapes: "
-            "jax.eval_shape(tx.init, params) makes the shapes of a state."
+            f"params should be arrays, but {shortened(shapes)} are shapes. "
+            "jax.eval_shape(tx.init, params) returns the shapes of a state."
         )
     wide = [
         path_name(path) for path, leaf in leaves if leaf.dtype.itemsize == 8 and is_floating(leaf)
     ]
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"params should be of dtypes that JAX has, but {shortened(wide)} is float64 of NumPy's "
-            "while x64 is disabled: cast them, cast_floating(params, 'float32'), or call "
+            f"params should be of dtypes that JAX has, but {shortened(wide)} is NumPy's float64, "
+            "and x64 is disabled: cast them with cast_floating(params, 'float32'), or call "
             "jax.config.update('jax_enable_x64', True)."
         )
     # optax has placeholders without arrays, too
@@ -84,7 +84,7 @@ def check_initial_params(params: Any) -> None:
     if collections:
         warnings.warn(
             f"tx.init was given the collection {', '.join(map(repr, collections))} as params: the "
-            "optimizer would step running state too (AdamW decays it). Keep it apart: "
+            "optimizer would update running state too (AdamW decays it). Pass the params alone: "
             "tx.init(variables['params']).",
             stacklevel=4,
         )

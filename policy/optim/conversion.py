@@ -121,7 +121,7 @@ def convert(
     if not isinstance(to, MixedPrecision) and to not in mode_names():
         modes = ", ".join(map(repr, mode_names()))
         raise TypeError(
-            f"to should be what mixed_precision returned, or one of {modes}, but got {to!r}."
+            f"to should be a mixed_precision transform, or one of {modes}, but got {to!r}."
         )
     state, params = unboxed(state), without_overwritten(unboxed(params))
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
@@ -175,8 +175,8 @@ def _check_masters(
             wrong.append(f"{name} in {off} of {p.size} elements")
     if wrong:
         raise ValueError(
-            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. Where "
-            "the params were written to, call resync(params, state) first."
+            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. If "
+            "params were changed outside the optimizer, call resync(params, state) first."
         )
 
 
@@ -187,8 +187,8 @@ def _with_options(
     fresh = jax.eval_shape(to.init, params)
     if jax.tree.structure(fresh.inner) != jax.tree.structure(state.inner):
         raise ValueError(
-            f"convert keeps the inner state, but that was made by {state.layout.optimizer}, and to "
-            f"is {optimizer_name(to.inner, fresh.inner)}: start anew with tx.init(params)."
+            f"convert keeps the inner state, but {state.layout.optimizer} made that state, and to "
+            f"wraps {optimizer_name(to.inner, fresh.inner)}: make a new state with tx.init(params)."
         )
     inner = jax.tree.map(strongly_typed, state.inner)
     stored = StoredInner(inner, state.moment_scales)

@@ -28,28 +28,28 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         may have one axis more in front, of one length for all: gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
-        holder = "" if not hasattr(state, "opt_state") else "; hand over its opt_state"
+        holder = " Pass its opt_state." if hasattr(state, "opt_state") else ""
         raise TypeError(
-            f"state should be a MixedPrecisionState, but got {type(state).__name__}: "
-            f"tx.init(params) makes one, with the tx of mixed_precision{holder}."
+            f"state should be a MixedPrecisionState, but got {type(state).__name__}. "
+            f"tx.init(params) makes one, if tx is a mixed_precision transform.{holder}"
         )
     if params is None:
         raise ValueError(
-            "params are needed: the step is taken on float32 weights. Call update(gradients, "
-            "state, params)."
+            "params are needed, because the step is computed on float32 weights. Call "
+            "update(gradients, state, params)."
         )
     _check_buffers(params=params, opt_state=state, grads=gradients)
     is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
     if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
         raise TypeError(
-            "A ScaledGradients should be the whole of the gradients, but one lies inside of their "
-            "tree. Hand over what value_and_grad returned, as it is."
+            "gradients contain a ScaledGradients inside their tree, but it should be the whole "
+            "argument. Pass the gradients as value_and_grad returned them."
         )
     if are_swapped(params, gradients):
         raise TypeError(
-            "params are gradients that value_and_grad returned, and the gradients are none: they "
-            "are swapped. Call apply_gradients(tx, params, opt_state, grads), or tx.update(grads, "
-            "opt_state, params)."
+            "params and gradients are swapped: params is a ScaledGradients, as value_and_grad "
+            "returns it, and gradients is not. Call apply_gradients(tx, params, opt_state, grads), "
+            "or tx.update(grads, opt_state, params)."
         )
     params = differentiated(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
@@ -57,27 +57,27 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         if jax.tree.structure(params) in structures:
             raise ValueError(
                 "gradients should have the tree of the params, but got a tuple of "
-                f"{len(gradients)} with such a tree in it. Take it out: loss, grads = "
+                f"{len(gradients)} items, one of which has that tree. Unpack it: loss, grads = "
                 "value_and_grad(loss_fn)(params)."
             )
         ours, theirs = leaf_names(params), leaf_names(gradients)
         if theirs == [f"tree/{name}" for name in ours]:
             raise TypeError(
-                "gradients are what lies inside of a ScaledGradients, without its scale: "
-                "flax.nnx.Optimizer took it apart. Use mpmodules.nnx.Optimizer, which keeps the "
+                "gradients are the tree inside a ScaledGradients, without its scale: "
+                "flax.nnx.Optimizer unpacked it. Use mpmodules.nnx.Optimizer, which keeps the "
                 "scale."
             )
         missing = [name for name in ours if name not in theirs]
         extra = [name for name in theirs if name not in ours]
         raise ValueError(
             "gradients should have the tree of the params. "
-            f"Missing: {shortened(missing) or 'nothing'}. Beyond: "
+            f"Missing: {shortened(missing) or 'nothing'}. Unexpected: "
             f"{shortened(extra) or 'nothing'}. Containers: "
-            f"{type(gradients).__name__} for {type(params).__name__}."
+            f"{type(gradients).__name__} instead of {type(params).__name__}."
         )
     examples = _examples(gradients, params)
     wrong = [
-        f"{path_name(path)} is {_shown(g)} for {_shown(p)}"
+        f"{path_name(path)} is {_shown(g)} for a param of {_shown(p)}"
         for path, p, g in _pairs(params, gradients)
         if not is_overwritten(path)
         and not (
@@ -100,7 +100,7 @@ def _check_buffers(**trees: Any) -> None:
         if gone:
             raise ValueError(
                 f"{name} was donated to an earlier step, and its arrays are deleted ({gone[0]}). "
-                "Go on from what that step returned: params, opt_state, finite = step(params, "
+                "Continue with what that step returned: params, opt_state, finite = step(params, "
                 "opt_state, batch)."
             )
 
@@ -128,8 +128,8 @@ def _check_devices(gradients: optax.Updates, params: optax.Params) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"gradients differ between devices where their params don't: {shortened(wrong)}. "
-            "Reduce them first, all_reduce(grads, axis, dtype)."
+            "gradients differ between devices, but their params are the same on all: "
+            f"{shortened(wrong)}. Reduce them first: all_reduce(grads, axis, dtype)."
         )
 
 
@@ -189,9 +189,9 @@ def check_stepped(
     steps, states = _other_shapes(updates, wide), _other_shapes(new_inner, inner)
     if (steps or states) and per_example(gradients, wide):
         raise ValueError(
-            f"{name} takes no gradients per example: average them over their first axis, or put "
-            "optax.contrib.dpsgd or differentially_private_aggregate first. Its updates and state: "
-            f"{shortened(steps + states)}."
+            f"{name} does not take gradients per example: average them over their first axis, or "
+            "put optax.contrib.dpsgd or differentially_private_aggregate first. Wrong shapes in "
+            f"its updates and state: {shortened(steps + states)}."
         )
     if states:
         raise ValueError(
@@ -207,7 +207,7 @@ def check_stepped(
 def _other_shapes(new: Any, old: Any) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(_array, new))
     return [
-        f"{path_name(path)} is {_shown(a)} for {_shown(b)}"
+        f"{path_name(path)} is {_shown(a)} instead of {_shown(b)}"
         for (path, a), b in zip(leaves, jax.tree.leaves(old), strict=True)
         if a.shape != b.shape
     ]

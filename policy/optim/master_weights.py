@@ -65,8 +65,8 @@ def _check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: Maste
             stores = [m for m in STORAGE_MODES.values() if m.stores and half in m.param_dtypes]
             raise ValueError(
                 f"master_weights={mode.name!r} is for {' and '.join(mode.param_dtypes)} params, "
-                f"but {shortened(wrong)} should be {half}: use 'auto', which keeps "
-                f"{storage_mode(half, 'auto').name} masters for {half}, or "
+                f"but these params are stored in {half}: {shortened(wrong)}. Use 'auto', which "
+                f"keeps {storage_mode(half, 'auto').name} masters for {half}, or "
                 f"{' or '.join(repr(m.name) for m in stores)}."
             )
 

@@ -58,10 +58,9 @@ def check_moments(
     seen = shortened(sorted({name for name in fields if name})) or "none"
     for name in dtypes:
         if not found if name == "" else name not in found:
-            asked = "a first moment" if name == "" else repr(name)
+            asked = "first moment" if name == "" else f"field {name!r}"
             raise ValueError(
-                f"moment_dtype matched nothing: the state of tx has no field {asked}. Its fields: "
-                f"{seen}."
+                f"moment_dtype matched nothing: the state of tx has no {asked}. Its fields: {seen}."
             )
     default = dtypes.get("", np.dtype("float32"))
     for name in sorted(found):
@@ -87,33 +86,34 @@ def _check_field(
         if is_first and (form is None or stochastic):
             return
         raise ValueError(
-            f"moment_dtype for {name!r} can't be checked: a step on params of one element failed "
-            f"({error}). Leave it float32."
+            f"moment_dtype for {name!r} can't be checked: a trial step on params of one element "
+            f"failed ({error}). Leave it float32."
         ) from error
     if is_copy:
         raise ValueError(
-            f"moment_dtype for {name!r} is refused: it is a copy of the params. Leave it float32."
+            f"moment_dtype for {name!r} is refused: the field is a copy of the params. Leave it "
+            "float32."
         )
     if kept >= 1 - 2.0**-22:
         raise ValueError(
-            f"moment_dtype for {name!r} is refused: it is a running sum. Leave it float32."
+            f"moment_dtype for {name!r} is refused: the field is a running sum. Leave it float32."
         )
     if is_signed:
         raise ValueError(
-            f"moment_dtype for {name!r} is 8 bits, in which fields that are no first moments have "
-            "no sign, but a step makes it negative: make it bfloat16, or leave it float32."
+            f"moment_dtype for {name!r} is 8 bits, which store a sign for first moments only, but "
+            "a step makes this field negative: make it bfloat16, or leave it float32."
         )
     if form is not None and not stochastic and kept > form.largest_retention:
         raise ValueError(
-            f"moment_dtype for {name!r} is 8 bits, but a step keeps {kept:.6g} of it, and above "
-            f"{form.largest_retention:.2g} rounding to nearest loses what a step adds or takes: "
+            f"moment_dtype for {name!r} is 8 bits, but its decay rate is {kept:.6g}. Above "
+            f"{form.largest_retention:.2g}, rounding to nearest loses what a step adds or removes: "
             "pass key=jax.random.key(0) for stochastic rounding, or leave it float32."
         )
     if form is None and not (is_first or stochastic) and kept > LARGEST_RETENTION:
         raise ValueError(
-            f"moment_dtype for {name!r} is bfloat16, but a step keeps {kept:.6g} of it, and above "
-            f"{LARGEST_RETENTION} rounding to nearest keeps all: leave it float32, or pass key= "
-            "for stochastic rounding."
+            f"moment_dtype for {name!r} is bfloat16, but its decay rate is {kept:.6g}. Above "
+            f"{LARGEST_RETENTION}, rounding to nearest undoes the decay: leave it float32, or pass "
+            "key= for stochastic rounding."
         )
 
 

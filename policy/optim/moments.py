@@ -74,8 +74,9 @@ def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
     form = None if dtype is None else FORMATS.get(dtype)
     if form is not None and form.is_signed != is_first:
         raise ValueError(
-            f"moment_dtype for {name or 'first moments'!r} should be 'int8' or 'float8' in 8 bits, "
-            f"but got {dtype}: first moments have a sign, and others more exponents."
+            f"moment_dtype for {name or 'first moments'!r} should be 'int8' or 'float8' for 8 "
+            f"bits, but got {dtype}: first moments need a format with a sign, and other moments "
+            "one with more exponents."
         )
     if form is None and (dtype is None or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32)):
         raise ValueError(
@@ -84,8 +85,8 @@ def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
         )
     if dtype == jnp.float16 and not is_first:
         raise ValueError(
-            f"moment_dtype for {name!r} is float16, in which a square of 256 overflows and one "
-            "of 1e-4 is 0: use bfloat16 or float32."
+            f"moment_dtype for {name!r} is float16, in which the square of 256 overflows and the "
+            "square of 1e-4 is 0: use bfloat16 or float32."
         )
     assert dtype is not None
     return dtype

@@ -30,10 +30,9 @@ def require_outermost(make_state: Callable[..., Any]) -> None:
         frame = frame.f_back
     if name is not None:
         raise TypeError(
-            f"mixed_precision should be outermost, but lies inside of optax's {name}, which would "
-            "see gradients of steps that are skipped, and change updates after they were rounded. "
-            "Put it outermost: "
-            f"mixed_precision(optax.{name}(...), policy)."
+            f"mixed_precision should be outermost, but is inside optax's {name}, which would see "
+            "the gradients of skipped steps and change updates after they were rounded. "
+            f"Put it outermost: mixed_precision(optax.{name}(...), policy)."
         )
 
 

@@ -150,7 +150,7 @@ def find_state(opt_state: Any) -> MixedPrecisionState:
     if len(found) != 1:
         raise ValueError(
             f"opt_state should hold one MixedPrecisionState, but got {type(opt_state).__name__} "
-            f"with {len(found)}: make it with the init of mixed_precision(tx, policy)."
+            f"with {len(found)}: make it with mixed_precision(tx, policy).init(params)."
         )
     return found[0]
 

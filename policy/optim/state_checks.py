@@ -79,7 +79,7 @@ def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[T
                 "state holds masters of another mode: they were saved as "
                 f"{storage_text(int(saved))}, and restored into a state of "
                 f"master_weights={state.layout.master_weights!r} ({storage_text(expected)}). "
-                f"Restore them into the state of the transform that saved them, then {_CONVERT}."
+                f"Restore them into a state of the transform that saved them; then {_CONVERT}."
             )
     return True
 
@@ -99,9 +99,8 @@ def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
     if jax.tree.structure(params, is_leaf=is_empty) != made_from:
         names = leaf_names(params)
         raise ValueError(
-            "params should be the tree that the optimizer state was made from, but got another, "
-            f"with {len(names)} leaves: {shortened(names)}. Make a state for it with "
-            "tx.init(params)."
+            "params should have the tree that the optimizer state was made for, but have another, "
+            f"with {len(names)} leaves: {shortened(names)}. Make a new state with tx.init(params)."
         )
 
 
@@ -115,7 +114,7 @@ def check_layout(params: optax.Params, state: MixedPrecisionState) -> None:
     if state.layout.dtypes is None:
         return
     wrong = [
-        f"{name} was {before} and is {leaf.dtype}"
+        f"{name} was {before} and is now {leaf.dtype}"
         for name, leaf, before in zip(
             leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True
         )
@@ -139,12 +138,12 @@ def _check_stored(params: optax.Params, state: MixedPrecisionState) -> None:
         if found != (None if dtype is None else (dtype, p.shape)):
             shown = "nothing" if found is None else f"{found[0]}{list(found[1])}"
             expected = "nothing" if dtype is None else f"{dtype}{list(p.shape)}"
-            wrong.append(f"{path_name(path)} has {shown} for {expected}")
+            wrong.append(f"{path_name(path)} has {shown} instead of {expected}")
     if wrong:
         raise ValueError(
-            f"state.masters should be those of master_weights={state.layout.master_weights!r}, but "
-            f"{shortened(wrong)}: make a state with tx.init(params), or restore the one that "
-            "belongs to these params."
+            f"state.masters do not fit master_weights={state.layout.master_weights!r} and these "
+            f"params: {shortened(wrong)}. Make a state with tx.init(params), or restore the one "
+            "that belongs to these params."
         )
 
 
@@ -242,18 +241,18 @@ def check_inner(
     optimizer = optimizer_name(tx, inner if names == expected else None)
     text = (
         f"state was made by {layout.optimizer}, but tx is {optimizer}: use the transform that made "
-        "it, or start anew with tx.init(params)."
+        "it, or make a new state with tx.init(params)."
     )
     if names != expected:
         missing = [name for name in expected if name not in names]
         extra = [name for name in names if name not in expected]
         raise ValueError(
-            f"{text} Leaves that the state lacks: {shortened(missing) or 'none'}; that it has "
-            f"beyond: {shortened(extra) or 'none'}."
+            f"{text} Leaves missing in the state: {shortened(missing) or 'none'}; unexpected: "
+            f"{shortened(extra) or 'none'}."
         )
     if layout.optimizer != optimizer:
         raise ValueError(
-            f"{text} Where it is the same under another name, convert(state, params, to=tx) keeps "
+            f"{text} If both names are of the same optimizer, convert(state, params, to=tx) keeps "
             "its moments."
         )
     if like is None:
@@ -263,9 +262,10 @@ def check_inner(
         if not expected.is_of_param:
             continue
         if jnp.shape(leaf) != expected.shape:
-            shapes.append(f"{expected.name} is {tuple(jnp.shape(leaf))} for {expected.shape}")
+            found = tuple(jnp.shape(leaf))
+            shapes.append(f"{expected.name} is {found} instead of {expected.shape}")
         if _is_other_dtype(leaf, expected):
-            dtypes.append(f"{expected.name} is {leaf.dtype} for {expected.dtype}")
+            dtypes.append(f"{expected.name} is {leaf.dtype} instead of {expected.dtype}")
     if shapes:
         raise ValueError(
             f"state was made for params of other shapes: {shortened(shapes)}. Make one with "
@@ -275,9 +275,9 @@ def check_inner(
         pairs = (moment_dtypes or {}).items()
         asked = {name or "first moments": str(dtype) for name, dtype in pairs} or None
         raise ValueError(
-            f"state holds moments of other dtypes than moment_dtype={asked} stores: "
-            f"{shortened(dtypes)}. Pass the moment_dtype, or Optax's own mu_dtype, that it was "
-            f"made with, or {_CONVERT}."
+            f"state holds moments in other dtypes than moment_dtype={asked} stores: "
+            f"{shortened(dtypes)}. Pass the moment_dtype, or Optax's own mu_dtype, that the state "
+            f"was made with, or {_CONVERT}."
         )
     _check_scales(stored, like, has_codes(moment_dtypes))
 
@@ -293,9 +293,9 @@ def _is_other_dtype(leaf: Any, expected: LeafLike) -> bool:
 def _check_scales(stored: StoredInner, like: InnerLike, expects_codes: bool) -> None:
     """Refuses scales that are not those of the moments beside them."""
     if isinstance(stored.scales, optax.MaskedNode) == expects_codes:
-        found, asked = ("without", "in") if expects_codes else ("with", "without")
+        found, asked = ("without", "them") if expects_codes else ("with", "none")
         raise ValueError(
-            f"state was made {found} moments in 8 bits, but moment_dtype has {asked} such: "
+            f"state was made {found} moments in 8 bits, but moment_dtype asks for {asked}: "
             f"{_CONVERT}."
         )
     wrong = []
@@ -305,12 +305,12 @@ def _check_scales(stored: StoredInner, like: InnerLike, expects_codes: bool) -> 
         shown = _shown(scales) if hasattr(scales, "dtype") else "nothing"
         needed = f"float32{list(scales_shape(leaf.shape))}" if has_scales else "nothing"
         if shown != needed:
-            wrong.append(f"{expected.name} has {shown} for {needed}")
+            wrong.append(f"{expected.name} has {shown} instead of {needed}")
     if wrong:
         raise ValueError(
-            f"state.moment_scales should be those of the moments beside them, but "
-            f"{shortened(wrong)}. Inside jax.shard_map, a last axis may be sharded into multiples "
-            f"of {BLOCK} only: replicate it."
+            f"state.moment_scales do not fit the moments: {shortened(wrong)}. Inside "
+            f"jax.shard_map, each shard of a last axis should be a multiple of {BLOCK} long: "
+            "otherwise replicate that axis."
         )
 
 

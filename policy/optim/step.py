@@ -93,7 +93,7 @@ class Stepper:
         inner = _run_optax(self.inner.init, wide)
         if states_in(inner):
             raise ValueError(
-                "tx holds a mixed_precision already: wrap once, outermost, as in "
+                "tx already contains a mixed_precision: wrap once, outermost, as in "
                 "mixed_precision(optax.chain(...), policy)."
             )
         scales: Any = optax.MaskedNode()
@@ -309,8 +309,8 @@ class Stepper:
             return None
         if per_example(gradients, params):
             raise ValueError(
-                "clip_global_norm clips one gradient, but gradients are per example, and what "
-                "takes them clips each: leave it out."
+                "clip_global_norm clips one gradient, but these gradients are per example, and the "
+                "transform that takes them clips each example's: leave clip_global_norm out."
             )
         return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
 

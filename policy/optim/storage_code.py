@@ -35,7 +35,7 @@ def storage_code(dtypes: Iterable[DTypeLike], master_weights: MasterWeights) -> 
 
 
 def storage_text(code: int) -> str:
-    """Spells a storage code out: ``remainder beside bfloat16, full beside float16``, ``nothing``.
+    """Spells a storage code out: ``remainder for bfloat16, full for float16``, ``nothing``.
 
     Codes that no mode has are spelled as ``an unknown storage (99)``.
     """
@@ -44,7 +44,7 @@ def storage_text(code: int) -> str:
     if code < 0 or any(digit and digit not in names for digit in codes):
         return f"an unknown storage ({code})"
     pairs = zip(codes, HALF_DTYPES, strict=True)
-    return ", ".join(f"{names[code]} beside {name}" for code, name in pairs if code) or "nothing"
+    return ", ".join(f"{names[code]} for {name}" for code, name in pairs if code) or "nothing"
 
 
 def _mode_codes(code: int) -> list[int]:

@@ -65,7 +65,7 @@ def _require_order(**given: Any) -> None:
     if any(place not in (None, name) for name, place in found.items()):
         listed = ", ".join(f"{type(value).__name__} for {name}" for name, value in given.items())
         raise TypeError(
-            f"The arguments of apply_gradients are in another order than theirs: got {listed}. "
+            f"The arguments of apply_gradients are in the wrong order: got {listed}. "
             "Call apply_gradients(tx, params, opt_state, grads)."
         )
 

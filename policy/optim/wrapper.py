@@ -111,7 +111,7 @@ def mixed_precision(
         )
     if isinstance(tx, MixedPrecision):
         raise ValueError(
-            "tx is a mixed_precision already: wrap once, as in mixed_precision(tx, policy)."
+            "tx is a mixed_precision already: wrap it only once, as in mixed_precision(tx, policy)."
         )
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -125,8 +125,8 @@ def mixed_precision(
     scale = get_loss_scale(loss_scale)
     if not skip_nonfinite and isinstance(scale, DynamicLossScale):
         raise ValueError(
-            "skip_nonfinite=False never looks for the overflow that a dynamic loss scale is "
-            "steered by: leave it True, or pass a fixed loss_scale."
+            "A dynamic loss scale is adjusted when gradients overflow, which skip_nonfinite=False "
+            "does not check: leave skip_nonfinite=True, or pass a fixed loss_scale."
         )
     policy = get_policy(policy)
     if loss_scale is None and policy.compute_dtype == jnp.float16:
@@ -134,7 +134,7 @@ def mixed_precision(
             f"mixed_precision has no loss scale under '{policy}': float16 gradients below 6e-8 "
             "become 0, and their steps are lost. Pass loss_scale='dynamic' here and "
             "loss_scale=loss_scale_of(opt_state) to value_and_grad, or loss_scale=NoOpLossScale() "
-            "where none is wanted."
+            "to train without one."
         )
     if clip_global_norm is not None:
         clip_global_norm = check_number("clip_global_norm", clip_global_norm)
@@ -170,7 +170,7 @@ def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: b
     if not needs_key and not narrow_moments:
         raise ValueError(
             f"key is for stochastic rounding, but master_weights is {master_weights!r} and "
-            "moment_dtype None: leave it out."
+            "moment_dtype is None, so nothing is rounded that way: leave key out."
         )
     typed = (
         isinstance(key, jax.Array)
@@ -180,7 +180,7 @@ def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: b
     raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim == 1
     if not (typed or raw):
         raise TypeError(
-            f"key should be one JAX PRNG key, as of jax.random.key(0), but got {_shown(key)}."
+            f"key should be one JAX PRNG key, such as jax.random.key(0), but got {_shown(key)}."
         )
 
 
@@ -279,11 +279,11 @@ def require_mixed_precision(tx: optax.GradientTransformation, state: Any) -> Mix
         return tx
     if states_in(state):
         raise TypeError(
-            f"tx should be what mixed_precision returned, but got {type(tx).__name__} with a "
+            f"tx should be a mixed_precision transform, but got {type(tx).__name__} with a "
             "mixed_precision inside. Put it outermost: mixed_precision(optax.chain(...), policy), "
-            "and so for MultiSteps, masked and the rest."
+            "and likewise for MultiSteps, masked and others."
         )
     raise TypeError(
-        f"tx should be what mixed_precision returned, but got {type(tx).__name__}: wrap it first, "
+        f"tx should be a mixed_precision transform, but got {type(tx).__name__}: wrap it first, "
         "mixed_precision(tx, policy)."
     )

@@ -250,7 +250,9 @@ OTHERS = [None, "bfloat16", {"mu": "float8", "nu": "int8"}, {"nu": "int8"}]
 def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
     tx, params, state = trained("int8")
     loads = wrapped(optax.adam(1e-2), other, loss_scale=8.0)
-    text = r"moments of other dtypes than moment_dtype=.* stores: .*0/(mu|nu)/w is \w+ for \w+"
+    text = (
+        r"moments in other dtypes than moment_dtype=.* stores: .*0/(mu|nu)/w is \w+ instead of \w+"
+    )
     with pytest.raises(ValueError, match=text):
         apply_gradients(loads, params, state, gradients(3))
     made = convert(state, params, to=loads)
@@ -277,7 +279,7 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
             apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
     small = {"b": jnp.ones(4)}
     made = wrapped(optax.adam(1e-2), INT8).init(small)
-    with pytest.raises(ValueError, match="with moments in 8 bits, but moment_dtype has without"):
+    with pytest.raises(ValueError, match="with moments in 8 bits, but moment_dtype asks for none"):
         apply_gradients(wrapped(optax.adam(1e-2)), small, made, small)
 
 
@@ -287,17 +289,16 @@ def test_what_8_bits_cannot_store_is_refused_by_name():
             wrapped(tx, moment_dtype, key).init(PARAMS)
 
     adam = optax.adam(1e-3)
-    refuses(
-        "'mu' is 8 bits, but a step keeps 0.9 of it, and above 0.69 .* key=", adam, "int8", None
-    )
-    refuses("'nu' is 8 bits, but a step keeps 0.999 of it", adam, {"nu": "int8"}, None)
-    refuses("and above 0.38 rounding", optax.adam(1e-3, b2=0.5), {"nu": "float8"}, None)
-    refuses("'v' is 8 bits, in which fields .* negative", optax.adan(1e-3), {"v": "int8"})
-    refuses("it is a running sum", optax.adagrad(1e-3), {"sum_of_squares": "int8"})
+    text = r"'mu' is 8 bits, but its decay rate is 0\.9\. Above 0\.69, .* key="
+    refuses(text, adam, "int8", None)
+    refuses("'nu' is 8 bits, but its decay rate is 0.999", adam, {"nu": "int8"}, None)
+    refuses("Above 0.38, rounding", optax.adam(1e-3, b2=0.5), {"nu": "float8"}, None)
+    refuses("'v' is 8 bits, which store a sign .* negative", optax.adan(1e-3), {"v": "int8"})
+    refuses("the field is a running sum", optax.adagrad(1e-3), {"sum_of_squares": "int8"})
     refuses("copy of the params", optax.contrib.schedule_free_sgd(1e-3), {"z": "int8"})
     refuses("no field 'n'. Its fields: count, mu, nu", adam, {"n": "int8"})
     for name, dtype in (("nu", "float8_e4m3fn"), ("mu", "float8_e5m2"), ("mu", "uint8")):
-        refuses(f"'{name}' should be 'int8' or 'float8' in 8 bits, but got", adam, {name: dtype})
+        refuses(f"'{name}' should be 'int8' or 'float8' for 8 bits, but got", adam, {name: dtype})
     needs: Any = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
     odd = optax.GradientTransformationExtraArgs(adam.init, needs)
     refuses("'mu' can't be checked", odd, "int8", None)

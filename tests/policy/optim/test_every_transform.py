@@ -69,7 +69,7 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
 
 
 LARGE = {"b": np.ones(3), "w": np.full((32, 160), 0.5)}
-REFUSED = "moment_dtype matched nothing|is refused: it is a running sum"
+REFUSED = "moment_dtype matched nothing|is refused: the field is a running sum"
 
 
 def with_codes(name):
@@ -198,8 +198,8 @@ def test_gradients_per_example_are_refused_by_what_takes_none(name):
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
     tx = mixed_precision(make(name, FACTORIES[name]), "float32")
     text = (
-        r"takes no gradients per example: average them over their first axis, "
-        r".* b is float32\[3, 3\] for float32\[3\]"
+        r"does not take gradients per example: average them over their first axis, "
+        r".* b is float32\[3, 3\] instead of float32\[3\]"
     )
     with pytest.raises(ValueError, match=text):
         apply_gradients(tx, params, tx.init(params), gradients)
@@ -209,7 +209,7 @@ def test_one_clip_for_all_examples_is_refused():
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, F32)
     tx = mixed_precision(private("dpsgd", 0), "float32", clip_global_norm=1.0)
     with pytest.raises(
-        ValueError, match="clip_global_norm clips one gradient, but gradients are per example"
+        ValueError, match="clip_global_norm clips one gradient, but these gradients are per example"
     ):
         apply_gradients(tx, params, tx.init(params), gradients)
 

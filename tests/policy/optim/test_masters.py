@@ -362,12 +362,12 @@ def test_bad_calls_are_refused():
     with pytest.raises(TypeError, match="resync takes a MixedPrecisionState, but got tuple"):
         resync({}, ())  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match="params should be the tree that the optimizer state was made from"
+        ValueError, match="params should have the tree that the optimizer state was made for"
     ):
         resync({"w": jnp.ones(2, jnp.bfloat16)}, tx.init({"v": jnp.ones(2, jnp.bfloat16)}))
     with pytest.raises(
         TypeError,
-        match="tx should be what mixed_precision returned, but got GradientTransformation",
+        match="tx should be a mixed_precision transform, but got GradientTransformation",
     ):
         init_from_master(optax.sgd(0.1), {"w": jnp.ones(2)})
     with pytest.raises(

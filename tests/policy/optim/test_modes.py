@@ -252,10 +252,7 @@ def test_the_code_of_a_mode_tells_every_storage_of_every_pair_of_dtypes_apart():
                 )
     assert all(len(texts) == 1 for texts in found.values())
     assert len({text for texts in found.values() for text in texts}) == len(found)
-    assert (
-        storage_text(storage_code(DTYPES, "auto"))
-        == "remainder beside bfloat16, full beside float16"
-    )
+    assert storage_text(storage_code(DTYPES, "auto")) == "remainder for bfloat16, full for float16"
     assert storage_text(0) == "nothing"
     assert storage_text(99) == "an unknown storage (99)"
 
@@ -264,14 +261,17 @@ def test_masters_of_other_shapes_or_dtypes_are_refused_by_name():
     params, state = start("full", "bfloat16")
     tx = transform("full", "bfloat16")
     for masters, text in [
-        ({**state.masters, "a": state.masters["a"][None]}, r"a has float32\[1\] for float32\[\]"),
+        (
+            {**state.masters, "a": state.masters["a"][None]},
+            r"a has float32\[1\] instead of float32\[\]",
+        ),
         (
             {**state.masters, "w": state.masters["w"].astype(jnp.uint16)},
-            r"w has uint16\[3, 4\] for float32\[3, 4\]",
+            r"w has uint16\[3, 4\] instead of float32\[3, 4\]",
         ),
     ]:
         with pytest.raises(
-            ValueError, match=rf"masters should be those of master_weights='full', but {text}"
+            ValueError, match=rf"masters do not fit master_weights='full' and .*: {text}"
         ):
             jax.eval_shape(
                 lambda p, s: apply_gradients(tx, p, s, GRADIENTS),
@@ -296,11 +296,12 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
         convert({}, params, to="none")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         TypeError,
-        match=r"to should be what mixed_precision returned, or one of 'auto', .* got 'half'",
+        match=r"to should be a mixed_precision transform, or one of 'auto', .* got 'half'",
     ):
         convert(state, params, to="half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"made by chain\(trace\), and to is chain\(scale_by_adam\): start anew"
+        ValueError,
+        match=r"but chain\(trace\) made that state, and to wraps chain\(scale_by_adam\): make a",
     ):
         convert(state, params, to=mixed_precision(optax.adam(0.1), "bfloat16"))
     half, other = start("full", "float16")

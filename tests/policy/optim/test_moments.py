@@ -126,23 +126,24 @@ def test_wide_and_equal_dtypes_change_nothing():
 def test_what_cannot_be_narrow_is_refused_by_name():
     bf16 = "bfloat16"
     with pytest.raises(
-        ValueError, match=r"'nu' is bfloat16, but a step keeps 0.999 of it, and above 0.98 rounding"
+        ValueError, match=r"'nu' is bfloat16, but its decay rate is 0\.999\. Above 0\.98, rounding"
     ):
         wrapped(optax.adam(1e-3), moment_dtype={"nu": bf16}).init(PARAMS)
     multi: Any = optax.MultiSteps(optax.adam(1e-3), 3)
-    with pytest.raises(ValueError, match=r"'nu' is bfloat16, but a step keeps 0.999 of it"):
+    with pytest.raises(ValueError, match=r"'nu' is bfloat16, but its decay rate is 0.999"):
         wrapped(multi, moment_dtype={"nu": bf16}).init(PARAMS)
     with pytest.raises(
-        ValueError, match=r"'v' is bfloat16, but a step keeps 0.9999 of it"
+        ValueError, match=r"'v' is bfloat16, but its decay rate is 0.9999"
     ):  # at a count of 1e5
         wrapped(optax.scale_by_factored_rms(decay_rate=0.8), moment_dtype={"v": bf16}).init(PARAMS)
     with pytest.raises(
-        ValueError, match=r"'sum_of_squares' is refused: it is a running sum. Leave it float32"
+        ValueError,
+        match=r"'sum_of_squares' is refused: the field is a running sum. Leave it float32",
     ):
         wrapped(optax.adagrad(1e-3), moment_dtype={"sum_of_squares": bf16}, key=KEY).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'mu' is refused: it is a running sum"):
+    with pytest.raises(ValueError, match=r"'mu' is refused: the field is a running sum"):
         wrapped(optax.sm3(1e-3, momentum=0.0), moment_dtype=bf16).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'z' is refused: it is a copy of the params"):
+    with pytest.raises(ValueError, match=r"'z' is refused: the field is a copy of the params"):
         wrapped(optax.contrib.schedule_free_sgd(1e-3), moment_dtype={"z": bf16}).init(PARAMS)
     with pytest.raises(
         ValueError,
@@ -151,7 +152,7 @@ def test_what_cannot_be_narrow_is_refused_by_name():
         wrapped(optax.adam(1e-3), moment_dtype={"n": bf16}).init(PARAMS)
     with pytest.raises(
         ValueError,
-        match=r"matched nothing: the state of tx has no field a first moment. Its fields: none",
+        match=r"matched nothing: the state of tx has no first moment. Its fields: none",
     ):
         wrapped(optax.sgd(1e-3), moment_dtype=bf16).init(PARAMS)
     for dtype in ("float8_e4m3b11fnuz", "int16", "float64"):
@@ -162,14 +163,14 @@ def test_what_cannot_be_narrow_is_refused_by_name():
         ):
             wrapped(optax.adam(1e-3), moment_dtype=dtype)
     with pytest.raises(
-        ValueError, match=r"moment_dtype for 'nu' is float16, in which a square of 256 overflows"
+        ValueError, match=r"moment_dtype for 'nu' is float16, in which the square of 256 overflows"
     ):
         wrapped(optax.adam(1e-3), moment_dtype={"nu": "float16"})
     needs: Any = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
     start: Any = lambda params: Named(*[jax.tree.map(jnp.zeros_like, params)] * 2)  # noqa: E731
     odd = optax.GradientTransformationExtraArgs(start, needs)
     with pytest.raises(
-        ValueError, match=r"'nu' can't be checked: a step on params of one element failed"
+        ValueError, match=r"'nu' can't be checked: a trial step on params of one element failed"
     ):
         wrapped(odd, moment_dtype={"nu": bf16}).init(PARAMS)
     assert wrapped(odd, moment_dtype={"mu": bf16}).init(PARAMS).inner.mu["w"].dtype == jnp.bfloat16

@@ -72,13 +72,13 @@ def test_a_schedule_where_there_was_none_is_refused_by_the_leaves():
     scheduled = optax.adam(optax.constant_schedule(0.1))
     text = (
         r"made by .*, but tx is .*: use the transform that made it, "
-        r".* lacks: 1/count; that it has beyond: none"
+        r".* missing in the state: 1/count; unexpected: none"
     )
     refuses(wrapped(scheduled), wrapped().init(PARAMS), text)
     refuses(
         wrapped(),
         wrapped(scheduled).init(PARAMS),
-        r"that the state lacks: none; that it has beyond: 1/count",
+        r"missing in the state: none; unexpected: 1/count",
     )
 
 
@@ -126,8 +126,8 @@ def test_moments_of_another_dtype_are_refused_by_name_and_converted(before, afte
     saves, loads = wrapped(FAST, moment_dtype=before), wrapped(FAST, moment_dtype=after)
     _, state, _ = apply_gradients(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
     text = (
-        r"moments of other dtypes than moment_dtype=.* stores: "
-        r"0/(mu|nu)/b is \w+ for \w+, .*migrates it"
+        r"moments in other dtypes than moment_dtype=.* stores: "
+        r"0/(mu|nu)/b is \w+ instead of \w+, .*migrates it"
     )
     refuses(loads, state, text)
     made = convert(state, PARAMS, to=loads)
@@ -251,7 +251,7 @@ def test_a_renamed_transform_is_converted_with_its_moments():
         tx,
         state,
         r"but tx is logged\(chain\(scale_by_adam\)\): "
-        r".* another name, convert\(state, params, to=tx\) keeps",
+        r".* of the same optimizer, convert\(state, params, to=tx\) keeps",
     )
     assert apply_gradients(tx, PARAMS, convert(state, PARAMS, to=tx), GRADIENTS)[2]
 
@@ -304,7 +304,7 @@ def test_optaxs_own_dtype_of_moments_is_converted():
     refuses(
         narrow,
         state,
-        "0/mu/b is float32 for bfloat16.* or Optax's own mu_dtype, that it was made with",
+        "0/mu/b is float32 instead of bfloat16.* or Optax's own mu_dtype, that the state was",
     )
     made: Any = convert(state, PARAMS, to=narrow)
     assert made.inner[0].mu["w"].dtype == jnp.bfloat16

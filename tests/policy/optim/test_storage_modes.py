@@ -107,8 +107,8 @@ def test_the_code_of_a_sixth_record_is_told_apart_from_those_of_the_five(sixth):
     }
     assert len(codes) == 9
     both = storage_code(["bfloat16", "float16"], sixth)
-    assert storage_text(both) == "error beside bfloat16, error beside float16"
-    assert storage_text(storage_code(["float16"], sixth)) == "error beside float16"
+    assert storage_text(both) == "error for bfloat16, error for float16"
+    assert storage_text(storage_code(["float16"], sixth)) == "error for float16"
 
 
 def test_a_sixth_record_is_refused_where_another_mode_is_asked_for(sixth):

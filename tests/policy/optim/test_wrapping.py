@@ -233,7 +233,7 @@ def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, entry, kind)
 def test_around_it_each_is_refused_with_the_right_order(name, entry):
     wrapped = WRAPPERS[name](mixed_precision(optax.adam(0.0625), "mixed_bfloat16"))
     told = NAMES.get(name, name)
-    order = rf"inside of optax's {told}, .* Put it outermost: mixed_precision\(optax\.{told}\("
+    order = rf"inside optax's {told}, .* Put it outermost: mixed_precision\(optax\.{told}\("
     with pytest.raises(TypeError, match=order), jax.numpy_dtype_promotion("standard"):
         ENTRIES[entry](wrapped)
 
@@ -241,7 +241,7 @@ def test_around_it_each_is_refused_with_the_right_order(name, entry):
 def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
     taken = FlaxsOptimizer(mixed_precision(optax.adam(0.1), "mixed_bfloat16"))
     with pytest.raises(
-        TypeError, match=r"inside of a ScaledGradients, .* Use mpmodules\.nnx\.Optimizer"
+        TypeError, match=r"inside a ScaledGradients, .* Use mpmodules\.nnx\.Optimizer"
     ):
         taken.step(ScaledGradients(GRADIENTS[0], 8.0))
 
@@ -253,6 +253,6 @@ def test_only_callers_that_are_transforms_count():
     jax.eval_shape(jax.jit(tx.init), PARAMS)
     twice = mixed_precision(optax.chain(tx), "mixed_bfloat16")
     with pytest.raises(
-        ValueError, match="tx holds a mixed_precision already: wrap once, outermost"
+        ValueError, match="tx already contains a mixed_precision: wrap once, outermost"
     ):
         twice.init(PARAMS)
