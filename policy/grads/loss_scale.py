@@ -290,9 +290,9 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
         return DynamicLossScale()
     if isinstance(loss_scale, (bool, type)):
         made = (
-            f"make one, {loss_scale.__name__}(...)"
+            f"make an instance, {loss_scale.__name__}(...)"
             if isinstance(loss_scale, type)
-            else "'dynamic' turns one on"
+            else "'dynamic' turns a dynamic one on"
         )
         raise TypeError(
             "loss_scale should be None, 'dynamic', a concrete number or a loss scale, but got "
@@ -310,7 +310,7 @@ def get_loss_scale(loss_scale: LossScale | str | ArrayLike | None) -> LossScale:
         raise TypeError(
             "loss_scale should be one of policy's loss scales, but got "
             f"{type(loss_scale).__module__}."
-            f"{type(loss_scale).__name__}: make the class of the same name from policy."
+            f"{type(loss_scale).__name__}: use the class of the same name in policy."
         )
     require_positive(loss_scale.loss_scale)
     return loss_scale
@@ -372,8 +372,8 @@ def _refuse_scaled(tree: Any, what: str) -> None:
     if getattr(type(tree), "carries_its_scale", False):
         raise TypeError(
             f"loss_scale.{what} of {type(tree).__name__} is refused: they carry their scale, and a "
-            "step divides by it "
-            "once. Hand them to apply_gradients(tx, params, opt_state, grads) as they are."
+            "step divides by it once. Pass them as they are to apply_gradients(tx, params, "
+            "opt_state, grads)."
         )
 
 
@@ -580,8 +580,8 @@ def _python_float(name: str, x: Any) -> float:
         )
     if isinstance(x, Tracer):
         raise TypeError(
-            f"{name} should be a concrete number, but got the traced {x.aval}: make it outside of "
-            "jit."
+            f"{name} should be a concrete number, but got the traced {x.aval}: make the loss scale "
+            "outside of jit."
         )
     return (
         x

@@ -45,16 +45,14 @@ def split_batch(batch: T, count: int) -> T:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
             "count should be a whole number of microbatches of at least 1, but got "
-            f"{shown(count)}: call "
-            "split_batch(batch, count)."
+            f"{shown(count)}: call split_batch(batch, count)."
         )
 
     def split(path: Any, leaf: Any) -> Any:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % count:
             raise ValueError(
                 f"The first axis of each leaf should be a multiple of {count}, but "
-                f"{path_name(path)} has shape "
-                f"{tuple(jnp.shape(leaf))}."
+                f"{path_name(path)} has shape {tuple(jnp.shape(leaf))}."
             )
         return jnp.swapaxes(jnp.reshape(leaf, (-1, count, *jnp.shape(leaf)[1:])), 0, 1)
 
@@ -162,9 +160,8 @@ class _Turn:
     def __init__(self, returned: Any):
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TypeError(
-                "value_and_grad_fn should return (value, gradients), as of "
-                "value_and_grad(loss_fn), but got "
-                f"{type(returned).__name__}."
+                "value_and_grad_fn should return (value, gradients), as value_and_grad(loss_fn) "
+                f"does, but got {type(returned).__name__}."
             )
         value, gradients = returned
         self.has_aux = isinstance(value, tuple)
@@ -216,7 +213,7 @@ def _count(microbatches: Any) -> int:
         shapes = [f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in leaves]
         raise ValueError(
             "microbatches should be arrays that share a first axis, one entry for each microbatch, "
-            "but got "
-            f"{shortened(shapes) or 'no array'}. split_batch(batch, count) makes them of a batch."
+            f"but got {shortened(shapes) or 'no array'}. split_batch(batch, count) makes them from "
+            "a batch."
         )
     return counts.pop()[0]

@@ -54,12 +54,10 @@ def warn_if_scaled(scale: Any) -> None:
     if _pending.scales.pop(_key(scale), _ABSENT) is not _ABSENT:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision "
-            "without "
-            "loss_scale.unscale: a plain tree counts as true gradients, so that each step is too "
-            "long by the loss "
-            "scale. Differentiate with policy.value_and_grad(loss_fn, "
-            "loss_scale=loss_scale_of(opt_state)), which "
-            "takes the unscaled loss, or call loss_scale.unscale(grads) first."
+            "without loss_scale.unscale. A plain tree counts as unscaled gradients, so each step "
+            "is too large by the factor of the loss scale. Differentiate with "
+            "policy.value_and_grad(loss_fn, loss_scale=loss_scale_of(opt_state)), which takes the "
+            "unscaled loss, or call loss_scale.unscale(grads) first."
         )
 
 

@@ -45,10 +45,9 @@ from policy.trees import (
 GradientKind = Literal["float32", "accumulator", "compute"]
 
 _WAY_OUT = (
-    "ScaledGradients are still scaled: hand them whole to apply_gradients(tx, params, opt_state, "
-    "grads), or to the "
-    "update of a tx that mixed_precision made. For a plain tree of true gradients leave out "
-    "grads='compute'."
+    "ScaledGradients are still multiplied by the loss scale: pass them whole to "
+    "apply_gradients(tx, params, opt_state, grads), or to the update of a mixed_precision "
+    "transform. For a plain tree of unscaled gradients, leave out grads='compute'."
 )
 
 
@@ -56,7 +55,7 @@ class _SaysItsUse(type):
     """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
 
     def __repr__(cls) -> str:
-        return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
+        return f"<class '{cls.__module__}.{cls.__qualname__}': pass it whole to apply_gradients>"
 
 
 def _refuses(operation: str) -> Callable[..., NoReturn]:
@@ -184,15 +183,18 @@ def _refuse_optax(frame: Any) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
         frame = frame.f_back
     if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
-        raise TypeError(f"optax's {frame.f_code.co_name} takes no ScaledGradients. {_WAY_OUT}")
+        name = frame.f_code.co_name
+        raise TypeError(f"optax's {name} does not take ScaledGradients. {_WAY_OUT}")
 
 
 def _unused(*_: Any) -> Any:
-    raise TypeError("The scale of ScaledGradients is no PRNG key: only mixed_precision reads it.")
+    raise TypeError(
+        "The scale of ScaledGradients is not a PRNG key: only mixed_precision reads it."
+    )
 
 
 # Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept
-# dtypes float32, key<ScaledGradients: hand them whole to apply_gradients>`.
+# dtypes float32, key<ScaledGradients: pass them whole to apply_gradients>`.
 _SEAL: Any = define_prng_impl(
     key_shape=(1,),
     seed=_unused,
@@ -200,7 +202,7 @@ _SEAL: Any = define_prng_impl(
     random_bits=_unused,
     fold_in=_unused,
     name="ScaledGradients",
-    tag="ScaledGradients: hand them whole to apply_gradients",
+    tag="ScaledGradients: pass them whole to apply_gradients",
 )
 
 
@@ -386,7 +388,7 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:
-    hint = "return the mean or the sum, and has_aux=True for anything beside it"
+    hint = "return the mean or the sum, and use has_aux=True to return more"
     try:
         loss = jnp.asarray(loss)
     except (TypeError, ValueError):
@@ -405,8 +407,7 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn should be a function, but got {type(loss_fn).__name__}: pass the function "
-            "itself, and the "
-            "arguments to what comes back, value_and_grad(loss_fn)(params, batch)."
+            "itself, and its arguments to the result, value_and_grad(loss_fn)(params, batch)."
         )
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not positions or not all(
@@ -414,8 +415,8 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
     ):
         raise TypeError(
             "argnums should be the position of an argument, or several, but got "
-            f"{_shortened(argnums)}: arguments go "
-            "to what comes back, value_and_grad(loss_fn)(params, batch), and a policy in policy=."
+            f"{_shortened(argnums)}: pass arguments to the result, value_and_grad(loss_fn)(params, "
+            "batch), and a policy as policy=."
         )
 
 
@@ -436,8 +437,7 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
         if hasattr(scale, "adjust"):  # a whole state, or a mixed_precision
             raise TypeError(
                 f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which "
-                "holds one: pass "
-                "loss_scale=loss_scale_of(opt_state)."
+                "holds one: pass loss_scale=loss_scale_of(opt_state)."
             )
     else:
         given: Any = loss_scale  # of a class, too: it is refused by name
@@ -460,9 +460,8 @@ def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     for position in asked:
         if not -count <= position < count:
             raise TypeError(
-                f"argnums={argnums} differentiates by positional argument {position}, but the call "
-                f"has {count}: "
-                "pass it by position, not by keyword."
+                f"argnums={argnums} selects positional argument {position}, but the call has "
+                f"{count} positional arguments: pass it by position, not by keyword."
             )
     return tuple(position % count for position in asked)
 
@@ -481,11 +480,9 @@ def _require_differentiable(argument: Any, position: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf)
     if references:
         raise TypeError(
-            f"Argument {position} holds nnx references ({references[0]}), and what loss_fn writes "
-            "to them (BatchNorm "
-            "statistics, RNG counts) would be lost. Use mpmodules.nnx.value_and_grad, or split the "
-            "model and pass its "
-            "state."
+            f"Argument {position} holds nnx references ({references[0]}), and the values that "
+            "loss_fn writes to them (BatchNorm statistics, RNG counts) would be lost. Use "
+            "mpmodules.nnx.value_and_grad, or split the model and pass its state."
         )
     wrong = [
         f"{path_name(path)} ({_dtype_text(leaf)})"
@@ -494,9 +491,8 @@ def _require_differentiable(argument: Any, position: int) -> None:
     ]
     if wrong:
         raise TypeError(
-            f"Argument {position} holds what has no gradient: {', '.join(wrong)}. Pass integers, "
-            "booleans and PRNG "
-            "keys as another argument, outside of argnums."
+            f"Argument {position} holds leaves that have no gradient: {', '.join(wrong)}. Pass "
+            "integers, booleans and PRNG keys as another argument, outside of argnums."
         )
 
 

@@ -183,10 +183,9 @@ def _require_varying(tree: Any, axes: tuple[Any, ...]) -> None:
     ]
     if same:
         raise ValueError(
-            f"grads should be each device's own, but {shortened(same)} are the same all over "
-            f"{_names(typed)}: backward "
-            "summed them where the params became device-varying. Differentiate by vary(params, "
-            "axis) instead."
+            f"grads should be each device's own, but {shortened(same)} are the same over "
+            f"{_names(typed)}: the backward pass summed them already, where the params became "
+            "device-varying. Differentiate with respect to vary(params, axis) instead."
         )
 
 

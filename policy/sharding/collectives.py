@@ -159,10 +159,8 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
     if mesh is not None or any(s.num_devices > 1 for s in shardings):
         raise RuntimeError(
             "The partitioned program can't be read: this backend wrote none, or took the program "
-            "from JAX's "
-            "compilation cache (jax_enable_compilation_cache=False turns that off). stage='traced' "
-            "reads what "
-            "shard_map was told."
+            "from JAX's compilation cache (jax_enable_compilation_cache=False turns that off). "
+            "stage='traced' reads the collectives written in shard_map."
         )
     return "", None
 

@@ -229,6 +229,6 @@ def test_what_does_not_fit_is_refused():
         accumulate_gradients(fn, params_in(jnp.float32), split_batch(X, 3), weights=jnp.ones(2))
     with pytest.raises(
         TypeError,
-        match=r"should return \(value, gradients\), as of value_and_grad\(loss_fn\), but got",
+        match=r"should return \(value, gradients\), as value_and_grad\(loss_fn\) does, but got",
     ):
         accumulate_gradients(loss_fn, params_in(jnp.float32), split_batch(X, 3))  # pyright: ignore[reportArgumentType]

@@ -213,12 +213,13 @@ def test_float64_gradients_stay_float64():
 )
 def test_an_axis_that_is_not_mapped_is_refused(call):
     with pytest.raises(
-        ValueError, match=r"axis 'i' is not mapped here: call it inside jax\.shard_map or jax\.vmap"
+        ValueError,
+        match=r"axis 'i' is not mapped here: call the function inside jax\.shard_map or jax\.vmap",
     ):
         call()
     tx = mixed_precision(optax.sgd(0.1), "float32", axis_name="i")
     with pytest.raises(
-        ValueError, match=r"axis 'i' is not mapped here.* with sharded arrays name none"
+        ValueError, match=r"axis 'i' is not mapped here.* with sharded arrays, pass no axis"
     ):
         apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
@@ -236,7 +237,7 @@ def test_gradients_that_backward_has_summed_already_are_refused():
     step = lambda p, x: all_reduce(jax.grad(loss_fn)(p, x), "i", "float32")  # noqa: E731
     with pytest.raises(
         ValueError,
-        match=r"but w are the same all over 'i': backward summed them .* vary\(params, axis\)",
+        match=r"w are the same over 'i': the backward pass summed them .* vary\(params, axis\)",
     ):
         traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
 
@@ -249,7 +250,8 @@ def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_d
         return apply_gradients(tx, params, tx.init(params), grads)[0]
 
     with pytest.raises(
-        ValueError, match=r"their params don't: w over 'i'\. Reduce them first, all_reduce\("
+        ValueError,
+        match=r"params are the same on all: w over 'i'\. Reduce them first: all_reduce\(",
     ):
         traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
 

@@ -229,7 +229,7 @@ def test_get_loss_scale_reads_every_way_of_saying_it():
         adjust = loss_scale = None
 
     with pytest.raises(
-        TypeError, match=r"should be one of policy's loss scales, but got .*Foreign: make the class"
+        TypeError, match=r"should be one of policy's loss scales, but got .*Foreign: use the class"
     ):
         get_loss_scale(Foreign())  # pyright: ignore[reportArgumentType]
 
