@@ -130,8 +130,8 @@ def _rebuilt_vjp(
         given = [primal.value for primal in primals]
         if any(primal.perturbed for primal in primals[:closed_over]):
             raise TypeError(
-                "A function with a custom_vjp rule is differentiated by what it closes over: hand "
-                "that in."
+                "A function with a custom_vjp rule is differentiated with respect to a value that "
+                "it closes over: pass that value as an argument."
             )
         try:
             outputs, saved = rewritten(*given)

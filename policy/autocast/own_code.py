@@ -120,10 +120,9 @@ def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> P
         return Ported(PureCall.of(call, params, others, inputs, traced_as=in_float32), is_param)
     except UnreturnableError as error:
         raise TypeError(
-            f"A port whose own code runs under autocast returned a {error.name}, which holds "
-            "arrays and is no "
-            "pytree: register the class with jax.tree_util.register_dataclass, or pass "
-            "own_code='keep'."
+            f"A ported model whose own code runs under autocast returned a {error.name}, which "
+            "holds arrays but is not a pytree: register the class with "
+            "jax.tree_util.register_dataclass, or pass own_code='keep'."
         ) from None
 
 

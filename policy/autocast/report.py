@@ -11,7 +11,7 @@ from policy._jaxpr.paths import Path, naming, spelled
 from policy._jaxpr.primitives import MATMULS
 from policy.autocast.settings import without_marks
 
-OPAQUE_MATMUL = "opaque, holds a matmul"
+OPAQUE_MATMUL = "opaque, contains a matmul"
 
 
 @dataclasses.dataclass(frozen=True)

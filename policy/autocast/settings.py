@@ -63,9 +63,8 @@ class Settings:
         category = category_of(name)
         if category is None and self.strict:
             raise UnknownPrimitiveError(
-                f"autocast knows no category for the primitive {name!r}. Give it in opaque=, "
-                "allow= or deny=, or leave "
-                "out on_unknown='raise'."
+                f"autocast knows no category for the primitive {name!r}. List it in opaque=, "
+                "allow= or deny=, or leave out on_unknown='raise'."
             )
         return category or "opaque"
 

@@ -153,9 +153,8 @@ def _checked(
     classes = [pattern_text(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
     if classes:
         raise TypeError(
-            "autocast's rules go by module path, and know no classes, but got "
-            f"{', '.join(classes)}: give a path "
-            "pattern, as in {'.*/norm': 'f32'}."
+            "autocast's rules select module paths, not classes, but got "
+            f"{', '.join(classes)}: give a path pattern, as in {{'.*/norm': 'f32'}}."
         )
     settings = Settings(
         policy or get_policy("float32"),
@@ -170,8 +169,8 @@ def _checked(
     twice = (settings.allow & settings.deny) | (settings.opaque & (settings.allow | settings.deny))
     if twice:
         raise ValueError(
-            f"{', '.join(map(repr, sorted(twice)))} stands in more than one of allow, deny and "
-            "opaque: leave it in one."
+            f"{', '.join(map(repr, sorted(twice)))} is in more than one of allow, deny and opaque: "
+            "keep it in one of them."
         )
     return _Options(policy, params, settings)
 
@@ -180,8 +179,8 @@ def _checked_paths(normalises: Any) -> PolicyRules | None:
     is_collection = isinstance(normalises, Collection) and not isinstance(normalises, (str, bytes))
     if not is_collection or not all(isinstance(pattern, str) for pattern in normalises):
         raise TypeError(
-            "normalises should be a collection of module paths, as ('blocks/.*/scale_shift',), "
-            f"but got {normalises!r}."
+            "normalises should be a collection of module paths, such as "
+            f"('blocks/.*/scale_shift',), but got {normalises!r}."
         )
     return PolicyRules(dict.fromkeys(normalises, "float32")) if normalises else None
 
@@ -223,9 +222,8 @@ class _Autocast:
             if settings is None:
                 warn_once(
                     f"autocast({_name_of(self.fn)}) has no policy of its own, and none is in force "
-                    "here: it runs as it "
-                    "is. Give it one, as in autocast(fn, 'mixed_bfloat16'), or call it in a "
-                    "use_policy block."
+                    "here, so the function runs unchanged. Give it one, as in autocast(fn, "
+                    "'mixed_bfloat16'), or call it in a use_policy block."
                 )
                 return self.fn(*args, **kwargs)
             warn_of_nnx_optimizer(args, kwargs)

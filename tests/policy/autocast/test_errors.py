@@ -59,7 +59,7 @@ def test_an_unknown_primitive_is_refused_with_the_nearest(what):
     with pytest.raises(ValueError, match=rf"{what} names 'qqqqqq'.*Nearest: none\."):
         given({"qqqqqq"})
     with pytest.raises(
-        TypeError, match=rf"{what} should be a collection of primitive names, as \('tanh',\)"
+        TypeError, match=rf"{what} should be a collection of primitive names, such as \('tanh',\)"
     ):
         given("tanh")
     with pytest.raises(TypeError, match=rf"{what} should hold names of primitives, but got 3"):
@@ -159,6 +159,6 @@ def test_an_optimizer_inside_is_pointed_out(tx):
         return optax.apply_updates(params, updates), state
 
     with pytest.warns(
-        DtypePolicyWarning, match=r"handed an optimizer's state \(\w+State.*around the loss"
+        DtypePolicyWarning, match=r"takes an optimizer state \(\w+State.*to the loss function"
     ):
         autocast(step, BF16)(W, tx.init(W), X)
