@@ -35,41 +35,42 @@ FINDING_KINDS = {
         "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to."
     ),
     UNSCALED: (
-        "A float array is cast to float8 or int8 with neither a scale computed from it nor limits."
+        "A float array is cast to float8 or int8 with neither a scale computed from it nor "
+        "clipping."
     ),
     ACCUMULATOR: (
         "A matmul of 8-bit operands whose result is narrower than its accumulator, int32 or "
         "float32."
     ),
     CARRY: (
-        "A loop, or a call, hands a sum on in half precision: it stops growing once terms are "
-        "below its last digit."
+        "A loop, or one call after another, carries a sum in half precision: it stops growing "
+        "once terms are below its last digit."
     ),
     MIXED: (
-        "A matmul of a half operand and a float32 one: no matrix unit runs it, so it is as slow as "
-        "float32."
+        "A matmul of a half-precision operand and a float32 one: no matrix unit runs it, so it is "
+        "as slow as float32."
     ),
     DEQUANTISED: (
-        "A matmul of 8-bit codes that are widened right before, both of them: it runs in half "
+        "A matmul whose operands are both 8-bit codes that were just widened: it runs in half "
         "precision or float32."
     ),
     PROMOTION: (
-        "A half value met float32 or complex numbers, nobody asked for a wider result, and it "
-        "stays wide."
+        "A half-precision value is combined with float32 or complex numbers without an explicit "
+        "cast, and the result stays wide."
     ),
     LEAK: (
-        "A half value was widened, by a normalisation for example, and went on into a matmul in "
-        "float32."
+        "A half-precision value is widened, for example by a normalisation, and then enters a "
+        "matmul in float32."
     ),
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
     ROUND_TRIP: (
-        "A value is cast there and back, or on, with nothing in between: digits or work are lost "
-        "for nothing."
+        "A value is cast to another dtype and back, or on to a third, with nothing in between: "
+        "digits are lost, or work is wasted."
     ),
     REPEATED: "The same array is cast to the same dtype more than once.",
     RESIDUAL: (
-        "float32 is kept in memory for the backward pass where the half value that it came from "
-        "would do."
+        "A float32 array is saved for the backward pass where the half-precision value that it "
+        "came from would be enough."
     ),
 }
 

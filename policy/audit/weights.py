@@ -22,8 +22,8 @@ def path_rules(rules: RulesLike | None) -> PolicyRules:
     for pattern, _ in ruled:
         if isinstance(pattern, type):
             raise ValueError(
-                f"rules: a program does not know the class {pattern.__name__}. Give a pattern of "
-                "its paths."
+                f"rules should select paths here, but one selects the class {pattern.__name__}, "
+                "which a traced program does not show. Give a pattern of its paths."
             )
     return ruled
 

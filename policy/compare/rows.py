@@ -330,24 +330,23 @@ def _notes(
 ) -> Iterable[str]:
     if program.refused:
         yield (
-            f"The function can't be traced in float32 ({program.refused}). It is compared with the "
-            "same program, "
-            "widened: its constants are as half precision rounded them."
+            f"The function can't be traced in float32 ({program.refused}). The reference is the "
+            "same program with wider dtypes, whose constants keep their rounding to half precision."
         )
     elif unpaired:
         yield (
-            f"What float32 computes could not be paired at {', '.join(map(repr, unpaired))}: "
-            "compared there with the "
-            "same program, widened, whose constants are as half precision rounded them."
+            f"The float32 program could not be paired at {', '.join(map(repr, unpaired))}. The "
+            "reference there is the same program with wider dtypes, whose constants keep their "
+            "rounding to half precision."
         )
     names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
     if names:
-        yield f"NaN in the inputs: {', '.join(names)}. Nothing that depends on it can be compared."
+        yield f"NaN in the inputs: {', '.join(names)}. Values that depend on it can't be compared."
     undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
     if undefined:
         yield (
-            f"float32 itself is infinite or NaN in {len(undefined)} rows, "
-            f"the first of them {undefined[0]!r}."
+            f"float32 itself is infinite or NaN in {len(undefined)} rows; the first is "
+            f"{undefined[0]!r}."
         )
     gradients = [row for row in rows if row.kind == "parameter"]
     largest = max((row.reference_largest for row in gradients), default=0.0)
@@ -356,7 +355,7 @@ def _notes(
     ]
     if zero:
         yield (
-            "Zero but for rounding in float32 too, so that their errors say nothing: "
+            "These gradients are zero up to rounding in float32 too, so their errors mean nothing: "
             f"{', '.join(zero)}."
         )
     yield from _equal(program, rows)
@@ -365,13 +364,13 @@ def _notes(
 def _equal(program: Program, rows: Sequence[Row]) -> Iterable[str]:
     """Yields a note if no difference was measured."""
     if not rows:
-        yield "Nothing was measured: no array of numbers leaves a module, or is returned."
+        yield "Nothing was measured: neither a module nor the function returns numbers."
     elif not any(row.error or row.undefined for row in rows):
         outputs = sum(row.kind == "output" for row in rows)
         if outputs < len(program.outputs):
             yield (
-                "Nothing that was measured differs from float32; "
-                f"{len(program.outputs) - outputs} outputs were not."
+                "No measured value differs from float32; "
+                f"{len(program.outputs) - outputs} outputs were not measured."
             )
         else:
             yield "Nothing differs from float32: the policy changes nothing here."

@@ -104,15 +104,14 @@ class Call:
         arguments = Arguments.of(args, kwargs)
         if not arguments.arrays:
             raise TypeError(
-                f"{what} measures what a function does to arrays, but was given none to call it "
-                "with."
+                f"{what} measures a call on arrays, but its arguments contain no array."
             )
         for name, array in zip(arguments.names(), arguments.arrays, strict=True):
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise TypeError(
                     f"{what} runs the function, but {name} is a shape, "
-                    f"{array.dtype.name}{list(array.shape)}: give an "
-                    "array. policy.audit does with shapes."
+                    f"{array.dtype.name}{list(array.shape)}: give an array. policy.audit takes "
+                    "shapes."
                 )
         return cls(fn, arguments, params, call is not None, loss_scale)
 
@@ -178,9 +177,8 @@ def _loss(out: Any) -> Any:
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         found = type(loss).__name__ if dtype is None else f"{dtype.name}{list(shape or ())}"
         raise TypeError(
-            "Gradients are those of a loss, one floating number, or (loss, aux), but the function "
-            f"returned {found}. "
-            "Return the loss, or leave out backward=True."
+            "backward=True differentiates a loss: the function should return a floating scalar, or "
+            f"(loss, aux), but returned {found}. Return the loss, or leave out backward=True."
         )
     return loss
 
@@ -238,7 +236,7 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
         return None
     if policy is None:
         raise ValueError(
-            "rules= says what differs from a policy: give policy= with it, as "
+            "rules= makes exceptions to a policy, but policy= is missing: pass it too, such as "
             "policy='mixed_bfloat16'."
         )
     return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
@@ -313,9 +311,7 @@ def _with_reference(call: Call, program: Program) -> Program:
             program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         )
     if wide.outputs != program.outputs or wide.gradients != program.gradients:
-        return dataclasses.replace(
-            program, refused="it returns other values than in half precision"
-        )
+        return dataclasses.replace(program, refused="its outputs are not those in half precision")
     return dataclasses.replace(
         program, reference=reference_of(program.jaxpr, wide.jaxpr, codes.inner)
     )

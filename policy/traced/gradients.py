@@ -26,11 +26,9 @@ def require_differentiable_by(params: ParamsArgument) -> None:
         require_params(params)
     except TypeError:
         raise TypeError(
-            "params should say which arguments are parameters: positions, names, or a predicate on "
-            "leaves, but got a "
-            f"{type(params).__name__}. If the function has an argument of that name, hand it in by "
-            "position, or call "
-            "the function in a lambda."
+            "params should select the arguments that are parameters, by positions, names or a "
+            f"predicate on leaves, but got a {type(params).__name__}. If the function has an "
+            "argument of that name, pass it by position, or call the function in a lambda."
         ) from None
 
 
@@ -98,9 +96,8 @@ def explicit_or_lowered(params: ParamsArgument, call: Lowered | None) -> ParamsA
         return params
     if params is not None:
         raise ValueError(
-            f"params={params!r} names arguments, but the parameters are those that the function or "
-            "its modules hold. "
-            "Leave params out, or give a predicate on leaves."
+            f"params={params!r} names arguments, but here the parameters are held by the function "
+            "or its modules. Leave params out, or give a predicate on leaves."
         )
     return 0
 
@@ -133,7 +130,7 @@ def traced_call(
     require_differentiable_by(params)
     if params is not None:
         raise ValueError(
-            f"params={params!r} says what gradients are taken by: give backward=True with it."
+            f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
         )
     return traced_around(
         fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None)
@@ -151,8 +148,8 @@ def _with_gradients(
     chosen = places_of_parameters(fn, params, args, kwargs, arguments)
     if not chosen:
         raise ValueError(
-            "backward=True differentiates by floating arguments, but the function is called with "
-            "none."
+            "backward=True differentiates with respect to floating arguments, but the function is "
+            "called with none."
         )
     # it returns its new state beside its result
     has_state = call is not None and call.finish is not Lowered.finish

@@ -48,19 +48,21 @@ class _Loop:
 
     def _message(self, node: Node) -> str:
         carry, result = node.out, node.inputs[1]
-        what = f"{shape_of(carry)} is handed from one turn of the {node.site.name} to the next"
+        what = (
+            f"{shape_of(carry)} is carried from one iteration of the {node.site.name} to the next"
+        )
         if self._adds(node, node) or self._is_added_to_elsewhere(node):
             return (
-                f"{what}, and is added to or scaled in each: what is below its last digit is lost. "
-                "Carry float32."
+                f"{what}, and is added to or scaled in each: terms below its last digit are lost. "
+                "Carry it in float32."
             )
         maker = result.maker
         readers = list(users(carry))
         is_wide_inside = bool(readers) and all(widens(r) for r in readers)
         if maker is not None and narrows(maker) and is_wide_inside:
             return (
-                f"{what}, but computed with in {maker.inputs[0].dtype} only: each turn rounds it. "
-                "Carry float32."
+                f"{what}, but is used in {maker.inputs[0].dtype} only: each iteration rounds it. "
+                "Carry it in float32."
             )
         return ""
 

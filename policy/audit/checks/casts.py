@@ -73,7 +73,8 @@ def roundings_twice(flow: Flow) -> Iterator[Finding]:
         first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
         message = (
             f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is "
-            f"rounded twice, and what either can't hold is lost. Cast it to {last} at once."
+            f"rounded twice, and loses values that either dtype can't hold. Cast it to {last} "
+            "directly."
         )
         yield finding(ROUND_TRIP, node, message, (first, middle, last))
 
@@ -134,8 +135,8 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
         if again is not None:
             message = (
                 f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(nodes)} times. "
-                "Cast it once, where its gradient may be summed in half precision; or leave the "
-                "casts to the layers."
+                "Cast it once, if its gradient may be summed in half precision, or leave the casts "
+                "to the layers."
             )
             yield finding(REPEATED, again, message)
 

@@ -59,9 +59,9 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
                 else f"rounds to {node.out.dtype}"
             )
             message = (
-                f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. "
-                "Widen the terms to float32 before, or stack them and use jnp.sum, which does; "
-                "narrow the sum after."
+                f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. Cast "
+                "the terms to float32 before, or stack them and use jnp.sum, which does so; cast "
+                "the sum back after."
             )
             yield finding(REDUCTION, node, message)
 

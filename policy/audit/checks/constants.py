@@ -59,13 +59,13 @@ def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
         result = _as(number, dtype)
         if np.isfinite(number) and not np.isfinite(result) and bits(dtype) > 8:
             becomes = (
-                f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf with a row that is "
-                "never masked"
+                f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf if no row is "
+                "masked completely"
             )
         elif _is_beyond(number, dtype) or (np.isinf(number) and np.isnan(result)):
             becomes = (
-                f"{result:g}: finite numbers end at {_largest(dtype):.4g}. Scale what is cast, and "
-                "keep its scale"
+                f"{result:g}: the largest finite number is {_largest(dtype):.4g}. Divide by a "
+                "scale before the cast, and keep the scale"
             )
         elif number != 0 and result == 0:
             becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
@@ -95,12 +95,10 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
             np.isinf(number) and (node.name == "mul" or line in lost.overflowed)
         ) or _is_beyond_8_bits(node, value):
             message = (
-                f"A constant overflowed: it is {number:g} in {dtype}, where finite numbers end at "
+                f"A constant overflowed: it is {number:g} in {dtype}, whose largest finite number "
+                f"is {_largest(dtype):.4g}."
             )
-            message += f"{_largest(dtype):.4g}."
-            message += (
-                " Infinities make NaN: of zeros, and of each other." if np.isinf(number) else ""
-            )
+            message += " 0 * inf and inf - inf are NaN." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
         elif number == 0 and (
             line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)

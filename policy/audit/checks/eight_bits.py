@@ -46,18 +46,18 @@ def _limits(dtype: str) -> tuple[float, float]:
 
 def _told(operand: Value, dtype: str, largest: float) -> str:
     how = (
-        "scaled by what was not computed from it, and not clipped"
+        "with a scale that was not computed from it, and without clipping"
         if is_rescaled(operand)
         else "without a scale"
     )
     if dtype == "int8":
         lost = "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
     else:
-        lost = f"become {_beyond(dtype)}, and small ones zero"
+        lost = f"become {_beyond(dtype)}, and small ones become zero"
     return (
         f"{shape_of(operand)} is cast to {dtype} {how}: numbers beyond {largest:g} {lost}. Divide "
         f"by a scale computed from it (its largest magnitude / {largest:g}), clip, and multiply "
-        "the product by the scale; m= in a policy does all of it."
+        "the product by the scale; m= in a policy does all of this."
     )
 
 
@@ -90,10 +90,10 @@ def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
         if codes[0] and codes[1]:
             kinds = tuple(dict.fromkeys(codes))
             message = (
-                f"{node.name} multiplies {' and '.join(kinds)} codes that were widened right "
-                f"before: it runs in {dtypes[0]}, unless a compiler finds the pattern. Multiply "
-                f"the codes, with preferred_element_type {_wide(codes[0])}, and the product by the "
-                "scales; m= in a policy does so."
+                f"{node.name} multiplies {' and '.join(kinds)} codes that were just widened: it "
+                f"runs in {dtypes[0]}, unless a compiler recognises the pattern. Multiply the "
+                f"codes themselves with preferred_element_type={_wide(codes[0])}, and the product "
+                "by the scales; m= in a policy does this."
             )
             yield finding(DEQUANTISED, node, message, tuple(dict.fromkeys((*kinds, *dtypes))))
 
@@ -157,13 +157,13 @@ def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
         if "int8" in dtypes:
             if result not in ("int8", "int16"):
                 continue
-            why = f"sums of products of int8 overflow {result} from a few terms on"
+            why = f"sums of int8 products overflow {result} after a few terms"
         elif is_narrow(result) and result != "bfloat16":
             why = f"the sum, in units of the scales, may be beyond the range of {result}"
         else:
             continue
         message = (
-            f"{node.name} of {dtypes[0]} returns {result}: {why}. Give preferred_element_type "
-            f"{_wide(dtypes[0])}, and round once it is scaled."
+            f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
+            f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
         )
         yield finding(ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))

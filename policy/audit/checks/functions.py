@@ -42,34 +42,32 @@ def _reason(node: Node) -> str:
     if is_steep(name) and matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
         return (
-            f"{steepness}, and it is summed, divided by or returned. Widen the argument to float32."
+            f"{steepness}, and it is summed, divided by or returned. Cast the argument to float32."
         )
     if name in PERIODIC:
         return (
-            "the argument's last digit is a good part of a turn. Compute the angles, and this, in "
-            "float32."
+            "the argument's last digit is a large part of a turn. Compute the angles, and this "
+            "function of them, in float32."
         )
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         limit = "overflows above 65504" if dtype == "float16" else "has 8 significant bits"
         return (
-            f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and narrow what "
-            "they normalise."
+            f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and cast the "
+            "normalised result back."
         )
     if name == "div" and _is_statistic(node.inputs[1], through_root=True):
         return (
             f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and "
-            "narrow the result."
+            "cast the result back."
         )
     if _divides_by_dot(node):
         return (
-            "a variance or norm of squares that a dot sums in float16 overflows above 65504. Sum "
-            "squares in float32."
+            "it divides by a variance or norm whose squares a dot sums in float16, which overflows "
+            "above 65504. Sum the squares in float32."
         )
     if _squares(node) and is_summed(node.out):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
-        return (
-            f"squares in {dtype} {limit}, and these are summed. Widen to float32 before squaring."
-        )
+        return f"squares in {dtype} {limit}, and these are summed. Cast to float32 before squaring."
     return ""
 
 

@@ -44,8 +44,8 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
             continue
         reader, other = met
         message = (
-            f"{shape_of(node.inputs[0])} met {shape_of(other)} in {reader.name}: the result is "
-            f"{node.out.dtype}, and goes on so. Cast the one or the other where they meet."
+            f"{shape_of(node.inputs[0])} is combined with {shape_of(other)} in {reader.name}: the "
+            f"result is {node.out.dtype} and stays so. Cast one of the two first."
         )
         dtypes = (node.inputs[0].dtype, other.dtype, node.out.dtype)
         yield finding(PROMOTION, node, message, tuple(dict.fromkeys(dtypes)), primitive=reader.name)
@@ -78,12 +78,12 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
         if len(set(dtypes)) == 2 and any(map(is_narrow, dtypes)) and is_mixed:
             message = (
                 f"{node.name} multiplies {dtypes[0]} by {dtypes[1]}, as slowly as float32. Cast "
-                "both to one dtype; preferred_element_type gives a float32 result without."
+                "both to one dtype; for a float32 result, pass preferred_element_type."
             )
             if node.site.is_backward:
                 message += (
-                    " Backward, a float32 cotangent does this: cast the result of the matmul "
-                    "forward."
+                    " In the backward pass, a float32 cotangent causes this: cast the result of "
+                    "the matmul in the forward pass."
                 )
             yield finding(MIXED, node, message)
 
@@ -114,8 +114,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
             share = _flops(node) / total if total else 0.0
             why = f" Its operand was widened at {at(sources[0])}." if sources else ""
             message = (
-                f"{node.name} multiplies float32, with {share:.1%} of the FLOPs of all "
-                f"matmuls.{why}"
+                f"{node.name} runs in float32, with {share:.1%} of the FLOPs of all matmuls.{why}"
             )
             yield finding(MATMUL, node, message)
 
@@ -137,8 +136,8 @@ def _is_normalised(value: Value) -> bool:
 
 def _leak(node: Node, origin: Node) -> Finding:
     message = (
-        f"What was widened to {origin.out.dtype} here went on into a {node.name} in float32 at "
-        f"{at(node)}. Narrow the result to {origin.inputs[0].dtype} before it is handed on."
+        f"A value is widened to {origin.out.dtype} here, and then enters a {node.name} in float32 "
+        f"at {at(node)}. Cast the result back to {origin.inputs[0].dtype} before it is passed on."
     )
     dtypes = (origin.inputs[0].dtype, origin.out.dtype)
     return finding(LEAK, node, message, dtypes, of=origin, primitive=node.name)

@@ -50,8 +50,8 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
         arrays = (
             f"{len(values)} {values[0].dtype} {'arrays are' if len(values) > 1 else 'array is'}"
         )
-        why = f"made of {half} by elementwise operations: {half} would take half of that"
-        message = f"{saved:,} bytes in {arrays} kept for the backward pass, {why}."
+        why = f"computed elementwise from {half}: saving {half} would take half of that"
+        message = f"{saved:,} bytes in {arrays} saved for the backward pass, {why}."
         yield finding(RESIDUAL, makers[0], message, (half, values[0].dtype))
 
 

@@ -126,7 +126,7 @@ def _message(flow: Flow, states: list[State]) -> str:
     before, _ = _values(flow, states[0])
     others = f" and {len(states) - 1} more" if states[1:] else ""
     return (
-        f"{states[0].name}, {shape_of(before)}{others}: the call returns it with something added "
-        "to it, for the next call. What is below its last digit is lost each time. Keep it in "
-        "float32; policy.mixed_precision keeps what rounding parameters loses."
+        f"{states[0].name}, {shape_of(before)}{others}: each call adds to it and returns it for "
+        "the next call. Terms below its last digit are lost each time. Keep it in float32; for "
+        "parameters, policy.mixed_precision stores what rounding would lose."
     )

@@ -34,7 +34,7 @@ def _message(node: Node, terms: str) -> str:
     limit = "overflows above 65504" if node.out.dtype == "float16" else "has 8 significant bits"
     return (
         f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. "
-        "Widen the operand to float32 before, and narrow the result after."
+        "Cast the operand to float32 before, and the result back after."
     )
 
 

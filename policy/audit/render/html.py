@@ -269,7 +269,7 @@ def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
     step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
     yield tag(
         "p",
-        f"Worst error of what it returns{policy}: {figure(comparison.error, '.3g')}. ",
+        f"Worst error of the outputs{policy}: {figure(comparison.error, '.3g')}. ",
         told,
         step,
     )

@@ -127,8 +127,7 @@ def _figure(comparison: Comparison) -> Any:
     except ImportError:
         raise ImportError(
             "Comparison.plot draws with matplotlib, which is not installed: pip install "
-            "matplotlib. "
-            "Comparison.to_svg() needs nothing."
+            "matplotlib. Comparison.to_svg() works without it."
         ) from None
     paths = list(
         dict.fromkeys(row.path for row in (*comparison.activations, *comparison.gradients))

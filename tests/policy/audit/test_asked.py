@@ -177,7 +177,8 @@ def test_rules_go_with_a_policy(tool):
     model, _ = linen_model(linen)
     variables = model.init(jax.random.key(0), X)
     with pytest.raises(
-        ValueError, match=r"rules= says what differs from a policy: give policy= with it"
+        ValueError,
+        match=r"rules= makes exceptions to a policy, but policy= is missing: pass it too",
     ):
         tool(model.apply, variables, X, rules=RULES)
     with pytest.raises(

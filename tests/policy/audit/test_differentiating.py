@@ -166,7 +166,7 @@ def test_suggest_and_the_assertions_take_the_same_keywords():
             (X,),
             {"params": 0},
             ValueError,
-            r"params=0 says what gradients are taken by: give backward=True",
+            r"params=0 selects the arguments to differentiate, so it needs backward=True",
         ),
         (
             (X,),
@@ -194,6 +194,6 @@ def test_modules_hold_their_parameters_themselves():
         lambda **options: compare(fn, net, x, **options),
     ):
         with pytest.raises(
-            ValueError, match=r"^params='net' names arguments, but the parameters are those that"
+            ValueError, match=r"^params='net' names arguments, but here the parameters are held"
         ):
             tool(backward=True, params="net")

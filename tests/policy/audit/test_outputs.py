@@ -83,10 +83,10 @@ def test_eight_bit_floats_are_measured() -> None:
 def test_nothing_differs_is_said_only_of_what_was_measured() -> None:
     key = compare(lambda x: jax.random.key(0), X)
     assert key.rows == () and key.notes == (
-        "Nothing was measured: no array of numbers leaves a module, or is returned.",
+        "Nothing was measured: neither a module nor the function returns numbers.",
     )
     both = compare(lambda x: (x, jax.random.key(0)), X)
-    assert both.notes == ("Nothing that was measured differs from float32; 1 outputs were not.",)
+    assert both.notes == ("No measured value differs from float32; 1 outputs were not measured.",)
     undefined = compare(lambda x: jnp.log(-jnp.abs(x)), X)
     assert NOTHING not in str(undefined) and "float32 itself is infinite or NaN" in str(undefined)
     assert NOTHING in str(compare(lambda x: jnp.arange(3), X))

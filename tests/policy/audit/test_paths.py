@@ -257,11 +257,13 @@ def test_rules_with_the_class_are_told_how_paths_begin(mod):
         lambda: linen.apply_policy(model, HALF, {"Net/head": "f32"}).apply(*args),
     ):
         with pytest.raises(
-            ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."
+            ValueError,
+            match=r"'Net/head' matched no module\. .* leave out the model's class: write 'head'\.",
         ):
             run()
     with pytest.raises(
-        ValueError, match=r"'Net/head' matched no module\. .* below the model's class: 'head'\."
+        ValueError,
+        match=r"'Net/head' matched no module\. .* leave out the model's class: write 'head'\.",
     ):
         nnx.apply_policy(nnx_model(flax_nnx), HALF, {"Net/head": "f32"})
 

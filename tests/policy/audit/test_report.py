@@ -242,7 +242,7 @@ def test_what_can_not_be_called_or_differentiated_is_refused():
         audit(3)
     with pytest.raises(
         ValueError,
-        match=r"differentiates by floating arguments, but the function is called with none",
+        match=r"respect to floating arguments, but the function is called with none",
     ):
         audit(lambda x: x, shape(2, dtype=jnp.int32), backward=True)
     with pytest.raises(

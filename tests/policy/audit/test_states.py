@@ -205,7 +205,9 @@ def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
 
     layers = [(shape(4, 4), shape(4)), (shape(4, 4), shape(4))]
     (finding,) = [f for f in audit(step, layers, X).findings if f.kind == CARRY]
-    assert finding.message.startswith("layers[0][0], bfloat16[4,4] and 3 more: the call returns it")
+    assert finding.message.startswith(
+        "layers[0][0], bfloat16[4,4] and 3 more: each call adds to it"
+    )
 
 
 @pytest.mark.parametrize("length", (20, 400))
