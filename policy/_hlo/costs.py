@@ -146,7 +146,9 @@ class _Counter:
         if opcode == "while":
             times = turns(self.computations, inside, instruction)
             if times is None:
-                costs.uncounted.append(f"the turns of {instruction.name} ({instruction.op_name})")
+                costs.uncounted.append(
+                    f"the trip count of {instruction.name} ({instruction.op_name})"
+                )
             for key in ("condition", "body"):
                 costs.add(self.of(self.computations[called[key][0]]), 1 if times is None else times)
         elif opcode == "conditional":

@@ -113,7 +113,7 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
         elif line.strip() == "}":
             current = ""
     if not entry:
-        raise ValueError("The text is no HLO module: it has no ENTRY.")
+        raise ValueError("The text is not an HLO module: it has no ENTRY.")
     return computations, computations[entry]
 
 

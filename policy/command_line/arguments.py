@@ -24,7 +24,9 @@ def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> 
       takes_policy: whether the call is under one policy, --policy.
     """
     command.add_argument(
-        "target", metavar="module:function", help="a module's name or a .py file, and a name in it"
+        "target",
+        metavar="module:function",
+        help="the name of a module or a .py file, and the name of a function in it",
     )
     command.add_argument(
         "--arg",
@@ -32,17 +34,19 @@ def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> 
         default=[],
         metavar="ARG",
         help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, "
-        "or a list, tuple or dict of these; once for each argument",
+        "or a list, tuple or dict of these; repeat it for each argument",
     )
     if takes_policy:
-        command.add_argument("--policy", metavar="TEXT", help="under a policy, as mixed_bfloat16")
-    command.add_argument("--backward", action="store_true", help="of the gradients as well")
+        command.add_argument(
+            "--policy", metavar="TEXT", help="the policy to run under, such as mixed_bfloat16"
+        )
+    command.add_argument("--backward", action="store_true", help="include the gradients")
     command.add_argument(
         "--params",
         action="append",
         default=[],
         metavar="ARGUMENT",
-        help="an argument, by position or name, that --backward takes gradients by; once for each",
+        help="an argument to differentiate with --backward, by position or name; repeatable",
     )
 
 
@@ -53,7 +57,7 @@ def params_of(options: argparse.Namespace) -> list[int | str] | None:
       CommandError: it is given without --backward.
     """
     if options.params and not options.backward:
-        raise CommandError("--params says what gradients are taken by: give --backward with it.")
+        raise CommandError("--params selects the arguments to differentiate: give --backward too.")
     return [int(name) if name.isdecimal() else name for name in options.params] or None
 
 
@@ -69,7 +73,7 @@ def policy_of(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules |
         raise CommandError(f"--policy {options.policy}: {error}") from None
     texts = getattr(options, "rule", ())
     if texts and policy is None:
-        raise CommandError("--rule says what differs from a policy: give --policy with it.")
+        raise CommandError("--rule makes exceptions to a policy: give --policy too.")
     try:
         return policy, PolicyRules.from_texts(texts) if texts else None
     except (TypeError, ValueError) as error:
@@ -106,9 +110,8 @@ def parse_argument(text: str) -> Any:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         # every error of a malformed literal
         raise CommandError(
-            f"--arg {_shortened(text)!r} is no argument: give a shape such as bf16[8,128] or "
-            "f32[], 'key', a "
-            "Python number or string, or a list, tuple or dict of these."
+            f"--arg {_shortened(text)!r} can't be read: give a shape such as bf16[8,128] or f32[], "
+            "'key', a Python number or string, or a list, tuple or dict of these."
         ) from None
     return _filled(value, found)
 
@@ -146,14 +149,12 @@ def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
         held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
     except (TypeError, ValueError):
         raise CommandError(
-            f"--arg {text!r}: {name!r} is no dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 "
-            "to u64, bool, c64, "
-            "and the full names."
+            f"--arg {text!r}: {name!r} is not a dtype. Known are bf16, f16, f32, f64, i8 to i64, "
+            "u8 to u64, bool, c64, and the full names."
         ) from None
     if held != dtype:
         raise CommandError(
-            f"--arg {text!r}: JAX has {held.name} in place of {dtype.name} here. Set "
-            "JAX_ENABLE_X64=1, or ask for "
-            f"{held.name}."
+            f"--arg {text!r}: JAX uses {held.name} instead of {dtype.name} here. Set "
+            f"JAX_ENABLE_X64=1, or ask for {held.name}."
         )
     return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "audit",
-        help="which dtypes a function really runs in, before it runs",
+        help="the dtypes that a function runs in, found without running it",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="kinds of findings:\n"
@@ -70,19 +70,23 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH=TEXT",
-        help="a policy by module path, beside --policy, as head=f32; once for each",
+        help="the policy of a module path, in addition to --policy, such as head=f32; repeatable",
     )
     command.add_argument(
-        "--html", metavar="FILE", help="write the report as one HTML page; - is the standard output"
+        "--html", metavar="FILE", help="write the report as one HTML page; - for standard output"
     )
     command.add_argument(
-        "--json", metavar="FILE", help="write the report as JSON; - is the standard output"
+        "--json", metavar="FILE", help="write the report as JSON; - for standard output"
     )
     command.add_argument(
-        "--ignore", action="append", default=[], metavar="KIND", help="leave out findings of a kind"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="leave out findings of a kind; repeatable",
     )
     command.add_argument(
-        "--fail-on-findings", action="store_true", help="exit with 1 where there are findings"
+        "--fail-on-findings", action="store_true", help="exit with 1 if there are findings"
     )
     command.set_defaults(run=_audit)
     add_call(add_suggest(commands))
@@ -95,7 +99,8 @@ def _audit(options: argparse.Namespace) -> int:
         if kind not in FINDING_KINDS:
             near = difflib.get_close_matches(kind, FINDING_KINDS, 1)
             raise CommandError(
-                f"--ignore {kind!r} is no kind of finding.{did_you_mean(near)} See --help for all."
+                f"--ignore {kind!r} is not a kind of finding.{did_you_mean(near)} --help lists "
+                "them all."
             )
     require_one_output(options.html, options.json)
     fn, args, kwargs = call_of(

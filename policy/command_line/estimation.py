@@ -5,11 +5,10 @@
     python -m policy estimate train.py:example --on v5e:16x16 --mesh data=16,model=16 \\
         --row "full=bfloat16 master_weights=full" --row "remainder=bfloat16 moments='int8'"
 
-The target is compiled for devices that need not be there, from shapes alone: nothing runs. It is a
-function, called with one argument for each --arg, or an example: a function that takes no
-arguments, or only such that have defaults, and returns a function and the tuple of its arguments.
-The example is called under each policy, with a row's options as keyword arguments, and with the
-mesh if it has a parameter `mesh`.
+The target is compiled from shapes alone, for devices that need not be present: nothing runs. It is
+a function, called with one argument for each --arg, or an example: a function without required
+arguments that returns a function and the tuple of its arguments. The example is called under each
+policy, with a row's options as keyword arguments, and with the mesh if it has a parameter `mesh`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def add_estimate(commands: Any) -> None:
     """Adds the command to a parser's commands."""
     command = commands.add_parser(
         "estimate",
-        help="the memory, traffic and time of a step under policies, on devices that you lack",
+        help="the memory, traffic and time of a step under policies, on devices you need not have",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,18 +50,16 @@ def add_estimate(commands: Any) -> None:
         "--on",
         default="here",
         metavar="DEVICES",
-        help="v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); several, separated by "
-        "commas, have a table each",
+        help="v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); or several, separated "
+        "by commas, with a table for each",
     )
     _add_rows(command)
     _add_layout(command)
-    command.add_argument(
-        "--html", metavar="FILE", help="write an HTML page; - is the standard output"
-    )
-    command.add_argument("--json", metavar="FILE", help="write JSON; - is the standard output")
+    command.add_argument("--html", metavar="FILE", help="write an HTML page; - for standard output")
+    command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
     command.add_argument("--plot", metavar="FILE", help="draw a .png or .svg with matplotlib")
     command.add_argument(
-        "--fail-on-oom", action="store_true", help="exit with 1 where a row lacks memory"
+        "--fail-on-oom", action="store_true", help="exit with 1 if a row does not fit in memory"
     )
     command.add_argument("--quiet", action="store_true", help="show no progress")
     command.set_defaults(run=run_estimate)
@@ -80,32 +77,31 @@ def _add_rows(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=TEXT",
-        help="a row of its own name, with options of the example: \"low=bf16 moments='int8'\"; "
-        "once for each",
+        help="a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
     )
     command.add_argument(
         "--rule",
         action="append",
         default=[],
         metavar="PATH=TEXT",
-        help="a policy by module path, beside each row's, as head=f32; once for each",
+        help="the policy of a module path in every row, such as head=f32; repeatable",
     )
 
 
 def _add_layout(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--mesh", metavar="AXES", help="the axes of the mesh and their sizes, as data=16,model=16"
+        "--mesh", metavar="AXES", help="the mesh axes and their sizes, such as data=16,model=16"
     )
     command.add_argument(
         "--shard",
         action="append",
         default=[],
         metavar="ARGUMENT=AXES",
-        help="the mesh's axes that an argument's arrays are sharded over, by its position: 0=data, "
-        "1=data,None or 2=data+fsdp,model; once for each",
+        help="the position of an argument and the mesh axes that its arrays are sharded over: "
+        "0=data, 1=data,None or 2=data+fsdp,model; repeatable",
     )
     command.add_argument(
-        "--donate", metavar="ARGUMENTS", help="arguments that may be overwritten, as 0,1"
+        "--donate", metavar="ARGUMENTS", help="positions of donated arguments, such as 0,1"
     )
 
 

@@ -4,11 +4,11 @@
     python -m policy suggest models/net.py:example --error 0.05 --policy mixed_bfloat16 --matmul f8
     python -m policy suggest models/net.py:example --policy mixed_bfloat16 --on v5e:1x1
 
-With --on, a TPU or GPU that need not be there, cost is what its compiler says, and the front of
-error against cost is printed: of each point, the rules.
+With --on, cost comes from the compiler of a TPU or GPU, which need not be present. The front of
+error against cost is printed, with the rules of each point.
 
-The function runs. Arguments that are shapes are filled with numbers drawn from a normal
-distribution: give arrays of your own data for figures that hold there.
+The function runs. Arguments that are shapes are filled with numbers from a normal distribution:
+give arrays of your own data for figures that hold for it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ def add_suggest(commands: Any) -> argparse.ArgumentParser:
     """Adds the command to a parser's commands."""
     command = commands.add_parser(
         "suggest",
-        help="the rules under which a function stays within an error of float32",
+        help="rules that keep a function within a given error of float32",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "--error", type=float, help="the relative error allowed; with --on it may be left out"
+        "--error", type=float, help="the relative error allowed; optional with --on"
     )
     command.add_argument(
-        "--matmul", metavar="TEXT", help="layers may run in these 8 bits, as f8 or i8"
+        "--matmul", metavar="TEXT", help="8-bit matmuls to try for layers, such as f8 or i8"
     )
     command.add_argument(
         "--smallest",
         type=int,
         default=SMALLEST,
         metavar="SIZE",
-        help="the least contraction and outputs of a layer to run in 8 bits (%(default)s)",
+        help="the smallest contraction and output size for a layer in 8 bits (%(default)s)",
     )
     command.add_argument(
-        "--on", metavar="TARGET", help="cost by a target's compiler, as v5e:1x1 or h100"
+        "--on", metavar="TARGET", help="get cost from a target's compiler, such as v5e:1x1 or h100"
     )
     command.add_argument(
         "--points",
         type=int,
         default=POINTS,
         metavar="COUNT",
-        help="the most points of the front, each a program to compile (%(default)s)",
+        help="the largest number of points of the front; each compiles a program (%(default)s)",
     )
     command.add_argument(
         "--plot", metavar="FILE", help="draw the front into a file, with --on (needs matplotlib)"
@@ -109,7 +109,7 @@ def _target_of(options: argparse.Namespace) -> Target | None:
     """
     if options.on is None:
         if options.plot:
-            raise CommandError("--plot draws a target's front: give --on with it, as --on v5e:1x1.")
+            raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
         return None
     try:
         target = Target(options.on)

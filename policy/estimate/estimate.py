@@ -31,7 +31,7 @@ from policy.rules import PolicyRules
 from policy.scope import RulesLike
 
 _SCRATCH = (
-    "Temporaries have the largest copy that the processor's library kernels may make of their "
+    "Temporaries include the largest copy that the processor's library kernels may make of their "
     "inputs, which XLA does not plan."
 )
 DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
@@ -172,8 +172,8 @@ def _same(found: Sequence[Answer]) -> list[str]:
     if len(dtypes) < 2:
         return []
     return [
-        "The arguments are the same under every policy, whatever its param_dtype. Give functions "
-        "that build them, or an example, for params in param_dtype."
+        "The arguments are the same under every policy, whatever its param_dtype. To have params "
+        "in param_dtype, give functions that build the arguments, or an example."
     ]
 
 

@@ -73,7 +73,7 @@ def _reason(error: Exception, jaxpr: Any) -> str:
     if callbacks:
         said += (
             f" It calls back to the host ({', '.join(callbacks)}), which JAX lowers for a GPU only "
-            "where there is one: leave that out of the step."
+            "on a machine with one: leave the callback out of the step."
         )
     kernels = sorted({site.name for site in walk(jaxpr) if site.name in KERNELS})
     if kernels:

@@ -47,7 +47,7 @@ def own_gpu(path: str) -> tuple[Chip, Gpu]:
     for name in given:
         if name not in (*_FIGURES, *_DEVICE):
             raise ValueError(
-                f"{path}: there is no figure {name!r}. Figures: like, "
+                f"{path}: unknown figure {name!r}. Known figures: like, "
                 f"{', '.join((*_FIGURES, *_DEVICE))}."
             )
     base, device = CHIPS[like], GPUS[like]
@@ -86,7 +86,7 @@ def _checked(path: str, name: str, value: Any, base: Chip | Gpu) -> Any:
             return tuple(value)
     elif _is_positive(value):
         return type(like)(value)
-    raise ValueError(f"{path}: {name!r} should be as in {like!r}, but is {value!r}.")
+    raise ValueError(f"{path}: {name!r} should have the form of {like!r}, but is {value!r}.")
 
 
 def _is_positive(value: Any) -> bool:

@@ -64,7 +64,7 @@ class Placement:
         shape = tuple(array.shape)
         if len(spec) > len(shape):
             raise ValueError(
-                f"{name} has the shape {_shape(shape)}, but its {spec} is about {len(spec)} axes."
+                f"{name} has the shape {_shape(shape)}, but its {spec} has {len(spec)} axes."
             )
         for axis, names in enumerate(spec):
             names = names if isinstance(names, tuple) else (names,)
@@ -73,14 +73,14 @@ class Placement:
                 if one not in sizes:
                     raise ValueError(
                         f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has "
-                        f"the axes {_axes(sizes)}. Give mesh= with it, as in mesh={{{one!r}: "
+                        f"the axes {_axes(sizes)}. Give mesh= too, as in mesh={{{one!r}: "
                         f"{self.mesh.size}}}."
                     )
             parts = math.prod(sizes[one] for one in used)
             if shape[axis] % parts:
                 raise ValueError(
                     f"{name} of the shape {_shape(shape)} can't be sharded by {spec} over "
-                    f"{_axes(sizes)}: {shape[axis]} is no multiple of {parts}."
+                    f"{_axes(sizes)}: {shape[axis]} is not a multiple of {parts}."
                 )
         return NamedSharding(self.mesh, spec)
 
@@ -126,7 +126,7 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
     if found.size != target.devices.size:
         raise ValueError(
             f"The arguments are sharded over {_axes(dict(found.shape))}, {found.size} devices, but "
-            f"{target.name} has {target.devices.size}: give a mesh of so many."
+            f"{target.name} has {target.devices.size}: give a mesh of that size."
         )
     return jax.sharding.Mesh(
         target.devices.reshape(tuple(found.shape.values())),
@@ -221,7 +221,7 @@ def _broadcast(entry: Any, arg: Any, position: int) -> Any:
     if wrong is not None:
         raise TypeError(
             f"shardings[{position}] should be a PartitionSpec, a function, None, or a tree of "
-            f"these, but has {wrong!r}."
+            f"these, but contains {wrong!r}."
         )
     spread: list[Any] = []
 
@@ -233,7 +233,7 @@ def _broadcast(entry: Any, arg: Any, position: int) -> Any:
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"shardings[{position}] is no prefix of the argument's tree: {reason}"
+            f"shardings[{position}] is not a prefix of the argument's tree: {reason}"
         ) from None
     return spread
 

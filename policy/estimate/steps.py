@@ -216,8 +216,9 @@ def _repeated(
             continue
         if i in donated or before in donated:
             raise ValueError(
-                f"{names[before]} and {names[i]} are one array, and donated: JAX can't overwrite "
-                "an array that is still an argument. Give a copy, or leave it out of donate."
+                f"{names[before]} and {names[i]} are the same array, and it is donated: JAX can't "
+                "overwrite an array that is still an argument. Give a copy, or leave it out of "
+                "donate."
             )
         found.append((i, before))
     return tuple(found)

@@ -20,7 +20,7 @@ from policy.estimate.gpu_configs import GPUS, Gpu
 from policy.estimate.own_chips import own_gpu
 
 INSTALL = (
-    "The compilers of TPUs and GPUs, which run on Linux on x86 and need neither, come with "
+    "The compilers for TPUs and GPUs run on x86 Linux without an accelerator: "
     "pip install 'mpmodules[accel]'."
 )
 # Axes of a topology, and the chips of the largest, by Google Cloud's pages of each generation.
@@ -70,8 +70,8 @@ class Target:
             if shape:
                 raise ValueError(
                     f"The target {self.name!r} should be {kind!r} alone: its devices are those "
-                    "that JAX has. XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a "
-                    "processor."
+                    "that JAX has. XLA_FLAGS=--xla_force_host_platform_device_count=8 divides a "
+                    "processor into 8 devices."
                 )
         elif kind in GPUS or kind.endswith(".json"):
             if shape and not re.fullmatch(r"[1-9]\d*", shape):

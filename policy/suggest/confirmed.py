@@ -50,8 +50,8 @@ def confirmed(
             goal = 0.999 * budget / hopeful
     raise ValueError(
         f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
-        + (", of what stands outside of all paths" if trial.outside else "")
-        + ". Ask for less, or see with policy.compare where it is made."
+        + (", from operations outside of any module" if trial.outside else "")
+        + ". Allow a larger error, or find its source with policy.compare."
     )
 
 

@@ -24,8 +24,8 @@ def scaled_of(
     found = scaled_dots(program.jaxpr, eight, call.differentiated(), by, modules)
     if not found.layers:
         raise ValueError(
-            f"m={by.text} is about no matmul of this call: one of a parameter, at a module path. "
-            "params= says which arguments are parameters."
+            f"m={by.text} applies to matmuls of a parameter inside a module, and this call has "
+            "none. params= selects the arguments that are parameters."
         )
     return found
 

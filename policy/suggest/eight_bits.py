@@ -76,8 +76,8 @@ def split_policy(
     if policy is None:
         if given is not None:
             raise ValueError(
-                f"matmul={given.text!r} is about layers that obey a policy: give policy= with it, "
-                "as policy='mixed_bfloat16'."
+                f"matmul={given.text!r} applies to layers that obey a policy, but policy= is "
+                "missing: pass it too, such as policy='mixed_bfloat16'."
             )
         return None, None
     if policy.matmul is not None and given is not None and given != policy.matmul:
@@ -85,8 +85,9 @@ def split_policy(
     by = given or policy.matmul
     if by is not None and policy.compute_dtype.itemsize != 2:
         raise ValueError(
-            f"suggest finds layers for m={by.text} among those in half precision, but the policy "
-            f"'{policy.short}' computes in {policy.compute_dtype}: give one of bfloat16 or float16."
+            f"suggest picks layers for m={by.text} among those in half precision, but the policy "
+            f"'{policy.short}' computes in {policy.compute_dtype}: give a policy that computes in "
+            "bfloat16 or float16."
         )
     return policy.replace(matmul=None), by
 

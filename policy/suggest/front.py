@@ -204,7 +204,7 @@ def front_lines(
         if point not in front:
             lines.append(f"# {'':>2} {_figures(point, least, of)}  {_remark(point, front)}")
     if any(point.is_emulated for point in points):
-        lines.append("#    ~ by the program with flags; the others with their rules applied")
+        lines.append("#    ~ measured during the search; other errors with the rules applied")
     lines += ["", "# rules of each point:"]
     lines += [f"# {i}: {_compact(point.rules)}" for i, point in enumerate(front)]
     return lines

@@ -146,8 +146,8 @@ class FrontSearch:
         met = [point.missing for point in points if point.error <= self.budget and not point.fits]
         return (
             f"No rules within an error of {self.budget:.3g} fit into the memory of "
-            f"{self.compiler.target.name}: {min(met, default=0) / 2**30:.2f} GiB are missing at "
-            "least. Spread the step with shardings=; policy.estimate shows what takes the memory."
+            f"{self.compiler.target.name}: at least {min(met, default=0) / 2**30:.2f} GiB are "
+            "missing. Spread the step with shardings=; policy.estimate shows what uses the memory."
         )
 
 

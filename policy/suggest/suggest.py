@@ -139,8 +139,8 @@ def suggest(
 def _checked(error: Any, on: Any) -> float:
     if error is None and on is None:
         raise ValueError(
-            "suggest needs a budget, as error=0.02, or a target for the front of error against "
-            "cost, as on='v5e:1x1'."
+            "suggest needs an error budget, such as error=0.02, or a target for the front of error "
+            "against cost, such as on='v5e:1x1'."
         )
     if error is None:
         return math.inf
@@ -163,19 +163,19 @@ def _target(
     if on is None:
         if mesh is not None or shardings is not None or points != POINTS:
             raise ValueError(
-                "mesh=, shardings= and points= are about a target: give on= with them, as "
-                "on='v5e:4x4'."
+                "mesh=, shardings= and points= apply to a target, but on= is missing: pass it "
+                "too, such as on='v5e:4x4'."
             )
         return None
     if by is not None:
         raise ValueError(
-            f"m={by.text} and on= are not searched for together: suggest without m= first, and "
-            "then matmul= without on=."
+            f"suggest can't search with m={by.text} and on= together. Call it without m= first, "
+            "and then with matmul= and without on=."
         )
     if policy is None:
         raise ValueError(
-            "on= compiles what rules beside a policy give: give policy= with it, as "
-            "policy='mixed_bfloat16'."
+            "on= compiles the program under a policy and its rules, but policy= is missing: pass "
+            "it too, such as policy='mixed_bfloat16'."
         )
     if type(points) is not int or points < 3:
         raise ValueError(
@@ -188,5 +188,5 @@ def _target(
 
 def _checked_size(smallest: Any) -> int:
     if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
-        raise ValueError(f"smallest should be a size, such as 2048, but got {smallest!r}.")
+        raise ValueError(f"smallest should be a positive size, such as 2048, but got {smallest!r}.")
     return smallest

@@ -176,6 +176,6 @@ class Suggestion:
         if self.chosen is None:
             return f"# no program fits on {self.target}"
         return (
-            f"# error of {self.of}: {self.error:.3g} with these rules, of the cheapest point; "
-            "error= chooses another"
+            f"# error of {self.of}: {self.error:.3g} with these rules, those of the cheapest "
+            "point; error= chooses another"
         )

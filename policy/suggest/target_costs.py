@@ -144,9 +144,9 @@ def require_timed(target: Target) -> None:
     """
     if not target.chip.bandwidth or not target.chip.peaks:
         raise ValueError(
-            f"on={target.name!r} has neither a compiler's cycles nor published peaks, by which "
-            "suggest ranks modules: give a TPU or GPU, such as 'v5e:1x1' or 'h100'. Without on=, "
-            "cost is a count of FLOPs and bytes."
+            "suggest ranks modules by a compiler's cycles or by published peaks, and "
+            f"on={target.name!r} has neither: give a TPU or GPU, such as 'v5e:1x1' or 'h100'. "
+            "Without on=, cost is a count of FLOPs and bytes."
         )
     _ = target.devices
 

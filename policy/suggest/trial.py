@@ -163,26 +163,23 @@ def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
         for n, a in inputs
         if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()
     ]
-    why = f"There is NaN in {', '.join(bad)}" if bad else "Its inputs hold no NaN"
+    why = f"The inputs contain NaN: {', '.join(bad)}" if bad else "The inputs contain no NaN"
     raise ValueError(
-        "float32 itself gives infinities or NaN for these inputs, and nothing can be measured "
-        f"against them. {why}: "
-        "give inputs for which the function is finite; policy.compare shows where it stops being "
-        "so."
+        "The function returns infinities or NaN in float32 for these inputs, so there is no "
+        f"reference to measure errors against. {why}. Give inputs for which the function is "
+        "finite; policy.compare shows where it stops being finite."
     )
 
 
 def _no_paths(program: Program, outside: bool) -> str:
     if not outside:
         return (
-            "Nothing of this call runs in half precision, so there is nothing to keep in float32: "
-            "give a policy, as "
-            "policy='mixed_bfloat16'."
+            "No part of this call runs in half precision, so there is nothing to keep in float32: "
+            "give a policy, such as policy='mixed_bfloat16'."
         )
     return (
-        "Nothing of this call stands at a module path, and rules are about paths: name parts of "
-        "the function with "
-        "jax.named_scope, or call a module."
+        "Rules select module paths, and no operation in half precision of this call has one: name "
+        "parts of the function with jax.named_scope, or call a module."
     )
 
 

@@ -109,10 +109,10 @@ def test_rows_have_bounds_and_say_what_they_leave_out():
     }
     assert rows["cycles"].is_missed and not rows["bytes"].is_missed and rows["bytes"].bound is None
     assert "seconds" not in rows and "exchange" not in rows
-    left_out = figures(uncounted=("the turns of while.1 (f)",))
+    left_out = figures(uncounted=("the trip count of while.1 (f)",))
     rows = {r.quantity: r for r in report.rows_of("x", V5E, left_out, figures())}
     assert {name for name, row in rows.items() if row.is_missed} == {"cycles", "bytes", "kernels"}
-    assert "not counted: the turns of while.1 (f)" in command.line(rows["cycles"])
+    assert "not counted: the trip count of while.1 (f)" in command.line(rows["cycles"])
 
 
 def test_rows_name_exchanges_and_rooflines():

@@ -57,7 +57,7 @@ def test_a_bodys_cycles_count_as_often_as_it_runs():
 
 def test_a_loop_whose_count_depends_on_data_is_named():
     costs = hlo.costs_of(text("v5e_while_unknown"))
-    assert costs.uncounted == ["the turns of while.5 ()"]
+    assert costs.uncounted == ["the trip count of while.5 ()"]
 
 
 def test_of_a_conditional_the_costlier_branch_counts():
@@ -152,7 +152,7 @@ def test_without_loops_the_cycles_are_the_sum_of_the_estimates():
 
 
 def test_a_text_that_is_no_module_is_refused():
-    with pytest.raises(ValueError, match="no HLO module: it has no ENTRY"):
+    with pytest.raises(ValueError, match="not an HLO module: it has no ENTRY"):
         parse("HloModule nothing\n")
 
 

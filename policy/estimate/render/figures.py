@@ -28,15 +28,15 @@ def facts_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
     if estimate.compiler:
         yield "compiler", estimate.compiler
     if estimate.devices > 1:
-        yield "counts", "FLOPs are of all devices together, all other figures of one device"
+        yield "counts", "FLOPs are of all devices together, all other figures per device"
 
 
 def _seconds_from(estimate: Estimate) -> str:
     if not estimate.timing:
-        return "unknown: neither cycles nor published peaks of this device"
-    clock = f" at a clock of {amount(estimate.clock, 'Hz')}, assumed" if estimate.clock else ""
+        return "unknown: this device has neither cycles nor published peaks"
+    clock = f" at an assumed clock of {amount(estimate.clock, 'Hz')}" if estimate.clock else ""
     bound = any(row.is_lower_bound and row.seconds is not None for row in estimate.rows)
-    return f"{estimate.timing}{clock}" + ("; ≥ where something is not counted" if bound else "")
+    return f"{estimate.timing}{clock}" + ("; ≥ where some costs are not counted" if bound else "")
 
 
 def verdict(row: PolicyCost) -> str:

@@ -149,7 +149,8 @@ def _ratio(value: float, first: float | None) -> list[object]:
 def _memory(estimate: Estimate) -> Iterator[Markup]:
     full = max([estimate.capacity, 1, *(row.memory for row in estimate.rows)])
     if estimate.capacity:
-        yield tag("p", f"The dashed line is the device's {bytes_text(estimate.capacity)}.")
+        memory = bytes_text(estimate.capacity)
+        yield tag("p", f"The dashed line is the device's memory, {memory}.")
     for row in estimate.rows:
         yield _memory_bar(row, full)
 
@@ -231,7 +232,8 @@ def _modules(rows: Sequence[PolicyCost]) -> Iterator[Markup]:
     paths = {path for row in rows for path in row.cost_by_path}
     most = sorted(paths, key=lambda path: -max(row.cost_by_path.get(path, 0.0) for row in rows))
     if len(most) > _MODULES:
-        yield tag("p", f"The {_MODULES} of {len(most)} that cost most.", class_="summary")
+        told = f"The {_MODULES} most expensive of {len(most)} modules."
+        yield tag("p", told, class_="summary")
     unit = "cycles" if are_cycles else "seconds"
     yield table(
         ["path", *(f"{row.name}, {unit}" for row in rows)],

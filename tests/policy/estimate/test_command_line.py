@@ -248,7 +248,10 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
             "error: --shard is given twice for the argument 0.",
         ),
         (["--donate", "w"], "error: --donate 'w' should be positions of arguments, as in 0,1."),
-        (["--params", "w"], "error: --params says what gradients are taken by: give --backward"),
+        (
+            ["--params", "w"],
+            "error: --params selects the arguments to differentiate: give --backward",
+        ),
         (["--json", "-", "--html", "-"], "error: --json - and --html - both take the standard"),
         (
             ["--json", "-", "--on", "cpu,v5e"],

@@ -55,7 +55,7 @@ def specs(shardings, *args, origins=None):
             r"w of the shape 8x6 can't be sharded by .* over data=4, fsdp=2: 6 is no ",
         ),
         (P(None, None, "data"), "w has the shape 8x6, but its .* is about 3 axes"),
-        (P(None, ("data", "fsdp")), "6 is no multiple of 8"),
+        (P(None, ("data", "fsdp")), "6 is not a multiple of 8"),
     ],
 )
 def test_a_sharding_that_does_not_fit_is_refused_with_the_arrays_name(spec, message):
@@ -141,7 +141,11 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
         ({-1: P("data")}, ValueError, "an entry for the argument -1, .* counted from 0"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
         (("data", None), TypeError, r"shardings\[0\] should be a PartitionSpec, .* has 'data'"),
-        (({"b": P()}, None), ValueError, r"shardings\[0\] is no prefix of the argument's tree: "),
+        (
+            ({"b": P()}, None),
+            ValueError,
+            r"shardings\[0\] is not a prefix of the argument's tree: ",
+        ),
     ],
 )
 def test_shardings_of_another_form_are_refused(shardings, error, message):

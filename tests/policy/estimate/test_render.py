@@ -44,10 +44,10 @@ def test_the_head_says_what_was_estimated_and_by_what():
     assert head == [
         "estimate of train.py:example: 2 of 3 policies fit",
         "  target    v5e:4x4: 16 devices of 16 GiB of memory each; mesh data=4, model=4",
-        "  seconds   the compiler's cycles at a clock of 1.5 GHz, assumed",
+        "  seconds   the compiler's cycles at an assumed clock of 1.5 GHz",
         "  figures   Google Cloud, TPU v5e: system architecture",
         "  compiler  jax 0.10.2, libtpu 0.0.17",
-        "  counts    FLOPs are of all devices together, all other figures of one device",
+        "  counts    FLOPs are of all devices together, all other figures per device",
     ]
 
 
@@ -93,7 +93,7 @@ def test_seconds_that_leave_something_out_are_a_lower_bound():
     text = str(estimate_of(cost(), unknown))
     assert "≥ 800 ms" in line_of(text, "unknown", "seconds")
     assert "≥" not in line_of(text, "float32", "seconds")
-    assert "assumed; ≥ where something is not counted" in text
+    assert "GHz; ≥ where some costs are not counted" in text
     assert "not counted\n  sorts (unknown)" in text
     assert re.search(r"all-reduce +f32 +8 B +—\n", text)
 
@@ -105,7 +105,7 @@ def test_columns_that_no_row_has_are_left_out():
     assert text.splitlines()[:3] == [
         "estimate of train.py:example",
         "  target    h100: 1 device of an unknown amount of memory",
-        "  seconds   unknown: neither cycles nor published peaks of this device",
+        "  seconds   unknown: this device has neither cycles nor published peaks",
     ]
     assert "cycles" in str(estimate_of(cost())) and "exchanges" in str(estimate_of(cost()))
 

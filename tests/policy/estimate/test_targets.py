@@ -165,13 +165,16 @@ def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
         ("{", "can't be read as JSON: "),
         ("[]", "should hold one JSON object, but holds a list"),
         ({"like": "h1"}, "'like' should be one of h100, h200, a100, b200, but is 'h1'"),
-        ({"memroy": 1e9}, "there is no figure 'memroy'. Figures: like, memory, "),
-        ({"memory": "80 GB"}, "'memory' should be as in 84942979072, but is '80 GB'"),
-        ({"memory": -1}, "'memory' should be as in 84942979072, but is -1"),
-        ({"peaks": {"bfloat16": 0}}, "'peaks' should be as in "),
-        ({"accelerated": 1}, "'accelerated' should be as in True, but is 1"),
-        ({"capability": [9]}, r"'capability' should be as in \(9, 0\), but is \[9\]"),
-        ({"source": 3}, "'source' should be as in 'NVIDIA, H100 data sheet, 2024', but is 3"),
+        ({"memroy": 1e9}, "unknown figure 'memroy'. Known figures: like, memory, "),
+        ({"memory": "80 GB"}, "'memory' should have the form of 84942979072, but is '80 GB'"),
+        ({"memory": -1}, "'memory' should have the form of 84942979072, but is -1"),
+        ({"peaks": {"bfloat16": 0}}, "'peaks' should have the form of "),
+        ({"accelerated": 1}, "'accelerated' should have the form of True, but is 1"),
+        ({"capability": [9]}, r"'capability' should have the form of \(9, 0\), but is \[9\]"),
+        (
+            {"source": 3},
+            "'source' should have the form of 'NVIDIA, H100 data sheet, 2024', but is 3",
+        ),
     ],
 )
 def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message):

@@ -51,11 +51,11 @@ def test_layers_in_8_bits_are_suggested_for_shapes(net, capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--error", "1e-9", "--policy", "bf16"], "Nothing of this call runs in half precision"),
+        (["--error", "1e-9", "--policy", "bf16"], "No part of this call runs in half precision"),
         (["--error", "-1"], "error should be a positive number"),
-        (["--error", "1", "--matmul", "f8"], "give policy= with it"),
+        (["--error", "1", "--matmul", "f8"], "policy= is missing: pass it too"),
         (["--error", "1", "--policy", "f9"], "--policy f9: Unknown dtype 'f9'"),
-        (["--error", "1", "--params", "0"], "give --backward with it"),
+        (["--error", "1", "--params", "0"], "give --backward too"),
     ],
 )
 def test_what_can_not_be_suggested_is_told_in_a_line(net, capsys, options, text):

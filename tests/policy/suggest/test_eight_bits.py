@@ -164,7 +164,11 @@ def _named(w: Any, x: Any) -> Any:
     [
         ({"matmul": 8}, TypeError, "a ScaledMatmul or its text, such as 'f8', but got 8"),
         ({"matmul": "f9"}, ValueError, "Unknown 8-bit matmul 'f9'"),
-        ({"matmul": "f8"}, ValueError, "matmul='f8' is about layers .* give policy= with it"),
+        (
+            {"matmul": "f8"},
+            ValueError,
+            "matmul='f8' applies to layers .* policy= is missing: pass it too",
+        ),
         (
             {"matmul": "i8", "policy": "mixed_float8"},
             ValueError,
@@ -173,14 +177,18 @@ def _named(w: Any, x: Any) -> Any:
         (
             {"matmul": "i8", "policy": "float32"},
             ValueError,
-            "computes in float32: give one of bfloat16 or float16",
+            "computes in float32: give a policy that computes in bfloat16 or float16",
         ),
         (
             {"matmul": "i8", "policy": MIXED, "smallest": 0},
             ValueError,
-            "smallest should be a size, such as 2048, but got 0",
+            "smallest should be a positive size, such as 2048, but got 0",
         ),
-        ({"matmul": "i8", "policy": MIXED}, ValueError, "m=i8 is about no matmul of this call"),
+        (
+            {"matmul": "i8", "policy": MIXED},
+            ValueError,
+            "m=i8 applies to matmuls of a parameter inside a module, and this call",
+        ),
     ],
 )
 def test_what_8_bits_are_not_found_for_is_refused_by_name(options, error, text):

@@ -352,17 +352,23 @@ def test_where_a_program_does_not_fit_written_costs_rank(half: Any, full: Any) -
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"on": None, "error": None}, "suggest needs a budget, as error=0.02, or a target"),
-        ({"on": "cpu"}, "on='cpu' has neither a compiler's cycles nor published peaks"),
+        (
+            {"on": None, "error": None},
+            "suggest needs an error budget, such as error=0.02, or a target",
+        ),
+        ({"on": "cpu"}, "by a compiler's cycles or by published peaks, and on='cpu' has neither"),
         ({"on": "v9"}, "There is no target 'v9'"),
-        ({"matmul": "f8"}, "m=f8 and on= are not searched for together"),
-        ({"policy": "mixed_float8"}, "m=f8 and on= are not searched for together"),
-        ({"policy": None}, "on= compiles what rules beside a policy give: give policy="),
+        ({"matmul": "f8"}, "suggest can't search with m=f8 and on= together"),
+        ({"policy": "mixed_float8"}, "suggest can't search with m=f8 and on= together"),
+        ({"policy": None}, "policy and its rules, but policy= is missing: pass it too"),
         ({"points": 2}, "points should be a number of programs to compile, at least 3, but got 2"),
         ({"points": 3.0}, "points should be a number of programs to compile"),
-        ({"on": None, "points": 3}, "are about a target: give on= with them"),
-        ({"on": None, "mesh": {"data": 1}}, "are about a target: give on= with them"),
-        ({"on": None, "shardings": (None, None)}, "are about a target: give on= with them"),
+        ({"on": None, "points": 3}, "apply to a target, but on= is missing: pass it too"),
+        ({"on": None, "mesh": {"data": 1}}, "apply to a target, but on= is missing: pass it too"),
+        (
+            {"on": None, "shardings": (None, None)},
+            "apply to a target, but on= is missing: pass it too",
+        ),
         ({"error": -1}, "error should be a positive number"),
     ],
 )
