@@ -28,9 +28,8 @@ def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
     if _is_unbound_linen_module(fn):
         name = type(fn).__name__
         raise TypeError(
-            f"{what} takes {takes}, but got the linen module {name}, which has no variables of its "
-            "own: pass its "
-            "apply, model.apply, and the variables as the first argument."
+            f"{what} takes {takes}, but got the linen module {name}, which holds no variables: "
+            "pass model.apply, and the variables as its first argument."
         )
 
 

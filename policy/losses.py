@@ -93,7 +93,7 @@ def softmax_cross_entropy_with_integer_labels(
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
             f"labels should be integers, but got {labels.dtype}; softmax_cross_entropy takes dense "
-            "ones."
+            "labels."
         )
     _check_labels(labels.shape, logits.shape, axis)
     _check_weights(label_smoothing, z_loss)
@@ -124,9 +124,8 @@ def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -
     fits = len(labels) == len(examples)
     if not (fits and all(1 in (a, b) or a == b for a, b in zip(labels, examples, strict=True))):
         raise ValueError(
-            f"labels should have the shape of logits without their classes, {examples}, but got "
-            f"{labels} for logits of "
-            f"shape {logits}."
+            f"labels should have the shape of logits without the class axis, {examples}, but got "
+            f"{labels} for logits of shape {logits}."
         )
 
 
@@ -271,10 +270,8 @@ def softmax_cross_entropy(
     if jnp.ndim(labels) < jnp.ndim(logits) and jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         raise ValueError(
             f"labels should be probabilities over the classes, but got {jnp.result_type(labels)} "
-            "of shape "
-            f"{jnp.shape(labels)} for logits of shape {jnp.shape(logits)}: "
-            "softmax_cross_entropy_with_integer_labels "
-            "takes the classes themselves."
+            f"of shape {jnp.shape(labels)} for logits of shape {jnp.shape(logits)}. "
+            "softmax_cross_entropy_with_integer_labels takes class indices."
         )
     _check_weights(label_smoothing, z_loss)
     kept = _class_mask(where, jnp.asarray(logits), axis)

@@ -29,9 +29,9 @@ def is_typed(axis: Hashable) -> bool:
         index = lax.axis_index(axis)
     except NameError:
         raise ValueError(
-            f"axis {axis!r} is not mapped here: call it inside jax.shard_map or jax.vmap over that "
-            "axis. Under jax.jit "
-            "with sharded arrays name none: XLA reduces over the devices by itself."
+            f"axis {axis!r} is not mapped here: call the function inside jax.shard_map or jax.vmap "
+            "over that axis. Under jax.jit with sharded arrays, pass no axis: XLA reduces over the "
+            "devices by itself."
         ) from None
     return axis in varying_axes(index)
 

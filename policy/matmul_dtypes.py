@@ -62,7 +62,7 @@ class ScaledMatmul:
         if (self.operands == INT8) != (self.gradients == INT8):
             raise ValueError(
                 f"ScaledMatmul(operands={self.operands}, gradients={self.gradients}): both should "
-                "be int8, or both float8, as accelerators multiply no others."
+                "be int8, or both float8: accelerators multiply no other pairs."
             )
         for field, value, known in (
             ("scaling", scaling, _SCALINGS),

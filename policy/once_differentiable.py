@@ -33,7 +33,7 @@ def differentiated_once(cotangent: jax.Array, *marks: jax.Array) -> jax.Array:
 @differentiated_once.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "The gradient of a matmul in 8 bits is differentiated again: only 8-bit operands are "
-        "saved. Take second derivatives under a policy without m=, or leave the layer out by a "
-        "rule."
+        "The gradient of an 8-bit matmul can't be differentiated again, because only its 8-bit "
+        "operands are saved. Take second derivatives under a policy without m=, or exclude the "
+        "layer with a rule."
     )

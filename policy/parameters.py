@@ -60,7 +60,8 @@ def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
         position = names.index(name)
     if not -len(args) <= position < len(args):
         raise ValueError(
-            f"params names argument {name!r}, but the function was called with {len(args)} of them."
+            f"params names argument {name!r}, but the function was called with {len(args)} "
+            "positional arguments."
         )
     return position % len(args)
 
@@ -114,8 +115,7 @@ def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 def _warn_of(found: list[str]) -> None:
     if found:
         warn_once(
-            "autocast is around a function that is handed an optimizer's state "
-            f"({', '.join(dict.fromkeys(found))}): "
-            "the update in it runs in half precision. Put autocast around the loss, and the update "
-            "outside of it."
+            "autocast is applied to a function that takes an optimizer state "
+            f"({', '.join(dict.fromkeys(found))}), so the update inside runs in half precision. "
+            "Apply autocast to the loss function only, and keep the update outside."
         )

@@ -127,8 +127,8 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"Policy({field}={dtype.name}): only floating dtypes can be a policy's; "
-            "integers, booleans and complex numbers pass through every policy as they are."
+            f"Policy({field}={dtype.name}): a policy takes only floating dtypes; integers, "
+            "booleans and complex numbers pass through every policy unchanged."
         )
     if dtype.itemsize < 2:
         raise ValueError(
@@ -386,7 +386,7 @@ def get_policy(policy: Policy | str) -> Policy:
             dtype = parse_dtype(text)
         except ValueError as error:
             raise ValueError(
-                f"{error} A policy's text is such a dtype, a preset "
+                f"{error} A policy's text is one of these dtypes, a preset "
                 f"({', '.join((*_MIXED, _INSIDE[0]))}), or "
                 "'params=DTYPE,compute=DTYPE,output=DTYPE'."
             ) from None
@@ -406,7 +406,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
             )
         field = _KEYS[key]
         if field in fields:
-            raise ValueError(f"Key '{key}' in '{text}' says {field} a second time.")
+            raise ValueError(f"Key '{key}' in '{text}' sets {field} a second time.")
         if field == "cast_inputs":
             if value not in ("keep", "cast"):
                 raise ValueError(

@@ -108,9 +108,10 @@ def with_explicit_dtypes(
         if given is not None and jnp.dtype(given) != field
     ]
     if defeated:
+        verb = "overrides" if len(defeated) == 1 else "override"
         warn_once(
-            f"{what} at '{where}' obeys its own {' and '.join(defeated)} against the policy in "
-            f"force, '{base}'. "
+            f"{what} at '{where}' has an explicit {' and '.join(defeated)}, which {verb} the "
+            f"policy in force, '{base}'. "
             "Delete the argument to let the policy decide, or give the layer a dtype_policy."
         )
     if defeated:
@@ -121,10 +122,9 @@ def with_explicit_dtypes(
 def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -> None:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
-            f"{what} at '{where}' cannot honour {argument}={dtype.name} under a policy: it should "
-            "be a floating dtype "
-            "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands: a policy "
-            "with m=f8 has them."
+            f"{what} at '{where}' can't use {argument}={dtype.name} under a policy: it should be a "
+            "floating dtype of at least 16 bits, such as bfloat16. 8-bit floats are for matmul "
+            "operands only: use a policy with m=f8 for those."
         )
 
 

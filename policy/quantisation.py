@@ -31,12 +31,12 @@ def warn_if_emulated(
     has_it = has_it or (by.operands == INT8 and platform != "cpu")
     if not has_it or (operation == "convolutions" and platform != "tpu"):
         warn_once(
-            f"{kind} has no {operation} of {by.operands}: they are emulated, with the same "
-            "numbers, slower than in compute_dtype. "
+            f"{kind} has no {by.operands} {operation}, so they are emulated: the results are the "
+            "same, but they run slower than in compute_dtype. "
             + (
-                "m=8bit takes 8 bits where the backend has them."
+                "m=8bit uses 8 bits only where the backend has them."
                 if operation == "matmuls"
-                else "A rule for the class of the layers keeps them out."
+                else "A rule for the class of the layers excludes them."
             )
         )
 

@@ -87,7 +87,8 @@ class PolicyRules:
         for pattern, _ in checked:
             if pattern in seen:
                 raise ValueError(
-                    f"Rule {pattern_text(pattern)} stands twice; only the first could ever match."
+                    f"Rule {pattern_text(pattern)} is given twice, but only the first can match. "
+                    "Delete one of them."
                 )
             seen.add(pattern)
         object.__setattr__(self, "rules", checked)
@@ -107,7 +108,7 @@ class PolicyRules:
         """
         if isinstance(texts, str):
             raise TypeError(
-                "Texts of policy rules should be a list of PATH=TEXT, but got the one text "
+                "Texts of policy rules should be a list of PATH=TEXT, but got the string "
                 f"{texts!r}."
             )
         return cls([_divided(text) for text in texts], strict=strict)
@@ -295,7 +296,7 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
         if below and any(
             model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places
         ):
-            return f" Paths begin below the model's class: {below!r}."
+            return f" Paths leave out the model's class: write {below!r}."
     return ""
 
 
@@ -317,7 +318,7 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
             _compiled(pattern)
         except re.error as error:
             hint = (
-                f" Any name is '.*', not '*': '{pattern.replace('*', '.*')}'."
+                f" Write '.*' for any name, not '*': '{pattern.replace('*', '.*')}'."
                 if pattern[:1] == "*"
                 else ""
             )

@@ -158,10 +158,9 @@ class use_policy(contextlib.ContextDecorator):
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
             warnings.warn(
-                f"use_policy({str(self._policy)!r}) was made and dropped without a block: nothing "
-                "obeyed it. Write "
-                "`with use_policy(...):` around the calls, or set_policy(...) for the whole "
-                "process.",
+                f"use_policy({str(self._policy)!r}) was called without a `with` block, so it had "
+                "no effect. Write `with use_policy(...):` around the calls, or set_policy(...) for "
+                "the whole process.",
                 stacklevel=2,
             )
 

@@ -235,7 +235,7 @@ def assert_no_silent_promotion(
     sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
     _require_any(
         [s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}],
-        "half value",
+        "half-precision value",
         allow,
     )
     paths = {spelled(site.path) for site in sites}
@@ -244,7 +244,7 @@ def assert_no_silent_promotion(
     ]
     if findings:
         raise AssertionError(
-            "bfloat16 or float16 meets float32 where nobody cast it:\n"
+            "bfloat16 or float16 is combined with float32 without an explicit cast:\n"
             + "\n".join(map(_told_of_finding, findings))
         )
 
@@ -294,7 +294,7 @@ def assert_params_keep_dtype(
     told = []
     for name, was in before.items():
         if name not in after:
-            told.append(f"  {name}: {was} does not come back")
+            told.append(f"  {name}: {was} is not returned")
             continue
         place, now = after[name]
         if is_inexact_name(was) and now not in (accepted or {was}):
@@ -302,7 +302,8 @@ def assert_params_keep_dtype(
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
         raise AssertionError(
-            f"{len(told)} of {len(before)} parameters of {_name(fn)} change:\n" + "\n".join(told)
+            f"{len(told)} of {len(before)} parameters of {_name(fn)} do not come back in the right "
+            "dtype:\n" + "\n".join(told)
         )
 
 
@@ -374,7 +375,7 @@ def assert_close_in_ulps(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
     truths, other = jax.tree.flatten(desired)
     if treedef != other:
-        raise ValueError(f"The trees should be of one structure, but are {treedef} and {other}.")
+        raise ValueError(f"The trees should have one structure, but have {treedef} and {other}.")
     if not leaves:
         raise ValueError("assert_close_in_ulps was given no array: nothing would be asserted.")
     told = [
@@ -430,8 +431,8 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
     """Returns the nodes that no pattern leaves out."""
     if isinstance(allow, str):
         raise TypeError(
-            f"allow should be a collection of path patterns, as ({allow!r},), but got the string "
-            "itself."
+            f"allow should be a collection of path patterns, such as ({allow!r},), but got the "
+            "string itself."
         )
     patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
     known = {
@@ -456,7 +457,7 @@ def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
 
 def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
     if not sites:
-        but = f" but for what allow={tuple(allow)!r} leaves out" if allow else ""
+        but = f" apart from those that allow={tuple(allow)!r} excludes" if allow else ""
         raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
 
 
@@ -492,7 +493,7 @@ def _names(dtype: DTypes) -> frozenset[str]:
         else list(dtype)
     )
     if not given:
-        raise ValueError("No dtype was given that would be right.")
+        raise ValueError("No accepted dtype was given: pass one or several, such as 'bf16'.")
     names = [_EIGHT_BITS.get(one, ()) if isinstance(one, str) else () for one in given]
     return frozenset(
         name

@@ -89,6 +89,6 @@ def what_is_off(
     index = f", at {tuple(map(int, worst))}," if error.ndim else ""
     return (
         f"{name}: {wrong} of {error.size} numbers are off by more than {allowed:g} ulps of "
-        f"{in_dtype.name}; the "
-        f"worst{index} by {error[worst]:.3g}: {leaf[worst]} where {truth[worst]} is right."
+        f"{in_dtype.name}. The worst{index} is off by {error[worst]:.3g} ulps: got {leaf[worst]}, "
+        f"expected {truth[worst]}."
     )

@@ -676,7 +676,7 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
       ValueError: a name that is no primitive's, with the nearest that are.
     """
     if isinstance(names, str):
-        way_out = f"a collection of primitive names, as ({names!r},)"
+        way_out = f"a collection of primitive names, such as ({names!r},)"
         raise TypeError(f"{what} should be {way_out}, but got the string itself.")
     checked = frozenset(names)
     for name in checked:
@@ -685,7 +685,7 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
         if name not in CATEGORY_OF:
             near = difflib.get_close_matches(name, CATEGORY_OF, n=3)
             raise ValueError(
-                f"{what} names {name!r}, which is no primitive of JAX's that is known here. "
+                f"{what} names {name!r}, which is not a known JAX primitive. "
                 f"Nearest: {', '.join(near) if near else 'none'}."
             )
     return checked

@@ -20,7 +20,7 @@ class UnreturnableError(TypeError):
 
     def __init__(self, leaf: Any):
         self.name = type(leaf).__name__
-        super().__init__(f"{self.name} holds arrays and is no pytree.")
+        super().__init__(f"{self.name} holds arrays but is not a pytree.")
 
 
 @dataclasses.dataclass(frozen=True)

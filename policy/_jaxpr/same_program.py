@@ -75,7 +75,7 @@ def _differences(
         extra = longer.eqns[i]
         source = source_of(extra)
         yield Difference(
-            f"The {which} program goes on after equation {i}, with {_text(extra)}.",
+            f"The {which} program continues after equation {i}, with {_text(extra)}.",
             _path(extra, above),
             (source, "") if which == "first" else ("", source),
         )
@@ -84,7 +84,7 @@ def _differences(
     for i, (a, b) in enumerate(zip(one.outvars, two.outvars, strict=True)):
         if not _is_same(a, b, same):
             yield Difference(
-                f"They return different values as number {i}: {_atom(a)} and {_atom(b)}."
+                f"They return different values at position {i}: {_atom(a)} and {_atom(b)}."
             )
 
 
@@ -102,7 +102,7 @@ def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
     ):  # the same number, as they are among the arguments
         if not _equal(a, b):
             yield Difference(
-                f"They close over different constants: the values of number {i} are not the same."
+                f"They close over different constants: the values of constant {i} differ."
             )
 
 
@@ -121,19 +121,19 @@ def _at(found: Iterator[Any], i: int, a: Any, b: Any, above: Path) -> Iterator[D
 
 def _equation(a: Any, b: Any, same: dict[Any, Any], above: Path) -> Iterator[Any]:
     if a.primitive.name != b.primitive.name:
-        yield f"is {_text(a)} and {_text(b)}"
+        yield f"is {_text(a)} in the first and {_text(b)} in the second"
     for i, (x, y) in enumerate(zip(a.invars, b.invars, strict=False)):
         if _aval(x.aval) != _aval(y.aval):
             yield f"of {a.primitive.name} has different operands: {_text(a)} and {_text(b)}"
         if not _is_same(x, y, same):
             yield (
-                f"of {a.primitive.name} takes other values as operand {i}: "
+                f"of {a.primitive.name} takes different values as operand {i}: "
                 f"{_atom(x)} and {_atom(y)}"
             )
     if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
         yield (
-            f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, "
-            "or other results"
+            f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, and "
+            f"{len(a.outvars)} and {len(b.outvars)} results"
         )
     for name in sorted({*a.params, *b.params} - _NAMES):
         yield from _parameter(

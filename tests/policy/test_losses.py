@@ -304,7 +304,7 @@ def test_ctc_of_half_logits_is_float32_s():
     [
         (
             {"labels": jnp.zeros(4)},
-            "labels should be integers, but got float32; softmax_cross_entropy takes dense ones",
+            "labels should be integers, but got float32; softmax_cross_entropy takes dense labels",
         ),
         ({"logits": jnp.zeros((4, 32), jnp.complex64)}, "logits should be real, but got complex64"),
         ({"label_smoothing": 1.0}, r"label_smoothing should be in \[0, 1\), but got 1.0"),

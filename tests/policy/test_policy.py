@@ -124,9 +124,9 @@ def test_a_policy_is_frozen():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (jnp.int32, r"Policy\(compute_dtype=int32\): only floating dtypes can be a policy's"),
-        (bool, r"Policy\(compute_dtype=bool\): only floating dtypes"),
-        (jnp.complex64, r"Policy\(compute_dtype=complex64\): only floating dtypes"),
+        (jnp.int32, r"Policy\(compute_dtype=int32\): a policy takes only floating dtypes"),
+        (bool, r"Policy\(compute_dtype=bool\): a policy takes only floating dtypes"),
+        (jnp.complex64, r"Policy\(compute_dtype=complex64\): a policy takes only floating dtypes"),
         (None, r"Policy\(compute_dtype=None\): a floating dtype is needed"),
         ("bfloat17", r"Policy\(compute_dtype='bfloat17'\): not a dtype. Give a floating dtype"),
         (3.5, r"Policy\(compute_dtype=3.5\): not a dtype"),
@@ -158,8 +158,8 @@ def test_every_field_is_checked():
     [
         (
             "bf17",
-            r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is such a "
-            r"dtype, a preset",
+            r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is one of "
+            r"these dtypes, a preset",
         ),
         ("mixed_bf16", r"Unknown dtype 'mixed_bf16'.*mixed_bfloat16, mixed_float16"),
         ("", r"Unknown dtype ''"),

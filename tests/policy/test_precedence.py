@@ -32,7 +32,7 @@ def test_an_argument_that_agrees_changes_and_says_nothing():
 def test_an_explicit_dtype_replaces_compute_and_the_output_of_a_layer_that_inherits():
     with pytest.warns(
         DtypePolicyWarning,
-        match=r"Dense at 'head' obeys its own dtype=float16 against the policy in force",
+        match=r"Dense at 'head' has an explicit dtype=float16, which overrides the policy in force",
     ):
         assert _form(dtype=jnp.float16).policy == Policy("f32", "f16", "f16")
     with pytest.warns(DtypePolicyWarning, match="Delete the argument to let the policy decide"):

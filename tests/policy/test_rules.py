@@ -74,7 +74,7 @@ def test_texts_of_rules_divide_at_the_first_equals_sign():
     ):
         PolicyRules.from_texts(["body=f32", "head"])
     with pytest.raises(
-        TypeError, match=re.escape("a list of PATH=TEXT, but got the one text 'head=f32'")
+        TypeError, match=re.escape("a list of PATH=TEXT, but got the string 'head=f32'")
     ):
         PolicyRules.from_texts("head=f32")
 
@@ -152,7 +152,7 @@ def test_class_rules_are_checked_where_classes_are_known():
         (
             [("a", "f32"), ("a", "bf16")],
             ValueError,
-            r"Rule 'a' stands twice; only the first could ever match.",
+            r"Rule 'a' is given twice, but only the first can match. Delete one",
         ),
         ([3], TypeError, r"A policy rule should be a \(pattern, policy\) pair, but got 3."),
         (
