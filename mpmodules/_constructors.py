@@ -180,7 +180,7 @@ def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     """Returns the error of a policy that was set as an attribute of a module."""
     name = type(module).__name__
     return ValueError(
-        f"{name}.dtype_policy was set to {stored!r} by hand, which no layer inside obeys: a policy "
-        f"is captured while a module is built. Build it with {name}(..., dtype_policy={stored!r}), "
-        "or call mpmodules.nnx.apply_policy(model, policy)."
+        f"{name}.dtype_policy was set to {stored!r} by hand, but no layer inside obeys that, "
+        "because a policy is captured while a module is built. Build it with "
+        f"{name}(..., dtype_policy={stored!r}), or call mpmodules.nnx.apply_policy(model, policy)."
     )

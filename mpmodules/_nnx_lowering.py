@@ -116,7 +116,7 @@ def _frozen(value: Any) -> Any:
       TypeError: it holds modules or variables, which compare by identity.
     """
     if isinstance(value, _NODES):
-        raise TypeError(f"{type(value).__name__} is no static data.")
+        raise TypeError(f"{type(value).__name__} is not static data.")
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_frozen, value))
     if isinstance(value, (dict, set, frozenset)):

@@ -27,8 +27,8 @@ from policy.scope import Scope, current_scope, enter
 _MOST_DECISIONS = 1024
 _MOST_CLASSES = 4  # listed in a warning
 _ADVICE = (
-    ": apply_policy runs that code under autocast. Pass own_code='autocast' to say that this is "
-    "meant, or own_code='keep' to leave it in its own dtypes. There, dtype_fields=True sets the "
+    ". apply_policy runs that code under autocast. Pass own_code='autocast' to accept this, or "
+    "own_code='keep' to leave the code in its own dtypes. With 'keep', dtype_fields=True sets the "
     "dtype attributes of such modules, and functions of `policy` (einsum, reductions) obey the "
     "policy in force."
 )
@@ -167,7 +167,7 @@ def describe(
     total = call.matmuls()
     flops = {cls: count / total for cls, count in by_class.items()}
     text = (
-        f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code that no layer makes "
+        f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code outside of layers "
         f"({_listed(flops)})"
     )
     if sum(held.values()) >= 0.005:

@@ -119,7 +119,7 @@ def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
     is_model = any(
         package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__
     )
-    hint = f"{other}.apply_policy takes it" if is_model else "Call apply_policy(model, policy)"
+    hint = f"Use {other}.apply_policy" if is_model else "Call apply_policy(model, policy)"
     return TypeError(
         f"apply_policy takes {expected} here, but got {shown(given)} of type "
         f"{type(given).__name__}. {hint}."

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from policy.precedence import Effective
 
-_ADVICE = "Modules inside are boundaries with a policy of their own"
+_ADVICE = "Modules inside have a policy of their own and cast their outputs"
 
 
 @contextlib.contextmanager
@@ -37,9 +37,9 @@ def scan_explained(
         if inside and "carry" in str(error) and not explained:
             listed = ", ".join(f"'{name}' ({_described(inside[name])})" for name in sorted(inside))
             error.add_note(
-                f"{_ADVICE}: {listed}. A layer inside of a model keeps float32 to itself under the "
-                "policy 'f32_inside', and hands on what the code around it computes in. Where one "
-                f"is the body of a scan, give it the policy that its caller obeys, {lifting}or "
+                f"{_ADVICE}: {listed}. For float32 inside one layer only, use the policy "
+                "'f32_inside', which returns the dtype that the surrounding code computes in. If "
+                f"such a module is the body of a scan, give it its caller's policy, {lifting}or "
                 "cast the carry to its output_dtype before the scan."
             )
         raise
@@ -47,6 +47,6 @@ def scan_explained(
 
 def _described(effective: Effective) -> str:
     policy, source = effective.policy, effective.source
-    returned = "nothing of its own" if policy is None else policy.output_dtype.name
+    returned = "its outputs uncast" if policy is None else policy.output_dtype.name
     by = f" by {source.kind} {source.detail}".rstrip() if source.own else ""
     return f"returns {returned}{by}"

@@ -30,8 +30,8 @@ def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> Dynamic
     if set(state) != set(names):
         raise ValueError(
             f"The saved loss scale should have {', '.join(names)}, but got "
-            f"{', '.join(sorted(state)) or 'nothing'}: restore into one of the same kind and "
-            "hysteresis."
+            f"{', '.join(sorted(state)) or 'nothing'}: restore it into a loss scale of the same "
+            "kind and hysteresis."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
 
@@ -70,7 +70,7 @@ def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
         raise ValueError(
             f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
             f"with {_text(target)}.{by} Restore it into a state of the transform that saved it, "
-            "and convert(state, params, to=tx) that."
+            "then migrate that with convert(state, params, to=tx)."
         )
     return target
 
@@ -82,8 +82,9 @@ def _nothing(_: Any) -> dict[str, Any]:
 def _the_target(target: Any, state: dict[str, Any]) -> Any:
     if state:
         raise ValueError(
-            f"The saved loss scale has {', '.join(sorted(state))}, but that to restore into is a "
-            f"{type(target).__name__}, which has nothing."
+            f"The saved loss scale has {', '.join(sorted(state))}, but it is restored into a "
+            f"{type(target).__name__}, which has no such fields: restore it into a loss scale of "
+            "the kind that was saved."
         )
     return target
 

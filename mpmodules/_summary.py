@@ -43,9 +43,9 @@ def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     missing = [name for name in names if name not in namespace]
     if code is None or missing:
         raise RuntimeError(
-            "This version of Flax draws its summaries in another way "
-            f"({', '.join(missing) or repr(function)} is not there), so that no columns can be "
-            "added. Pass policy_columns=False for Flax's own table."
+            "The policy columns can't be added: this version of Flax draws its tables differently "
+            f"({', '.join(missing) or repr(function)} is missing). Pass policy_columns=False for "
+            "Flax's own table."
         )
     twin = types.FunctionType(
         code, namespace | names, function.__name__, function.__defaults__, function.__closure__

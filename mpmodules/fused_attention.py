@@ -100,7 +100,7 @@ def fused_kernel(
         obstacles["a mask that is traced, or differs within the batch"] = (
             mask is not None and static is None
         )
-        obstacles["a mask that leaves a query no key"] = _has_empty_row(static, is_causal)
+        obstacles["a mask that hides all keys from a query"] = _has_empty_row(static, is_causal)
         _refuse("splash", obstacles)
         return _splash(static, is_causal, insists=True)
     if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
@@ -119,7 +119,7 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
     refused = [name for name, asked_for in obstacles.items() if asked_for]
     if refused:
         raise ValueError(
-            f"implementation={implementation!r} can't do {', '.join(refused)}. "
+            f"implementation={implementation!r} does not support {', '.join(refused)}. "
             "Leave it out, or give implementation='xla'."
         )
 
@@ -150,13 +150,11 @@ def _splash_obstacles(
     return {
         f"{query.dtype.name} queries": query.dtype != jnp.bfloat16,  # Mosaic loads no float16
         "a bias": bias is not None,
-        f"{lengths[0]} queries and {lengths[1]} keys, which are to be multiples of {LANES}": any(
+        f"{lengths[0]} queries and {lengths[1]} keys (both should be multiples of {LANES})": any(
             length % LANES or not length for length in lengths
         ),
-        f"heads of {width}, which are to be at most {_WIDEST_HEAD} wide": not 0
-        < width
-        <= _WIDEST_HEAD,
-        "values of another shape than the keys": key.shape != value.shape,
+        f"heads of width {width} (at most {_WIDEST_HEAD})": not 0 < width <= _WIDEST_HEAD,
+        "values that differ in shape from the keys": key.shape != value.shape,
         "operands that vary over different axes of shard_map": len(
             {_varies_over(x) for x in (query, key, value)}
         )

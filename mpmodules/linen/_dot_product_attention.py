@@ -155,7 +155,7 @@ def dot_product_attention(
         is_sown=module is not None,
         precision=precision,
         others={
-            "an einsum of one's own": has_einsum,
+            "a custom einsum": has_einsum,
             "force_fp32_for_softmax without a policy": wide_weights,
         },
     )

@@ -81,8 +81,7 @@ def _warn_where_missing(model: Any) -> None:
     ):
         return
     warn_once(
-        f"{type(model).__name__} was initialised under '{policy}', and is applied with no policy "
-        "in force: its layers compute as Flax's do. Call apply in the same use_policy block, or "
-        "give the model a dtype_policy; use_policy(None) around the call says that no policy is "
-        "meant."
+        f"{type(model).__name__} was initialised under '{policy}', but is applied with no policy "
+        "in force, so its layers compute as Flax's do. Call apply in the same use_policy block, or "
+        "give the model a dtype_policy. If no policy is intended, call it inside use_policy(None)."
     )

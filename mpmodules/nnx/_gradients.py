@@ -84,8 +84,8 @@ def value_and_grad(
         )
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
-            f"The loss should take the model as an argument, but got {f.__qualname__} of a model: "
-            "bound methods are refused, since that model would get no gradients. Pass a function: "
+            "The loss should take the model as an argument, but got the bound method "
+            f"{f.__qualname__}, whose model would get no gradients. Pass a function: "
             "lambda model, ...: model.loss(...)."
         )
     finish = Finish.of(policy, loss_scale, grads)

@@ -60,8 +60,8 @@ class Optimizer(flax_nnx.Optimizer[M]):
                 raise TypeError(
                     "grads are ScaledGradients, which only mixed_precision divides by their "
                     f"scale, but tx is {type(self.tx).__name__}: make the optimizer with "
-                    "mixed_precision(tx, policy), or take true gradients, value_and_grad(..., "
-                    "grads='float32')."
+                    "mixed_precision(tx, policy), or compute unscaled gradients with "
+                    "value_and_grad(..., grads='float32')."
                 )
             optimizer, grads = viewed(self, tx=_taking_like(grads, self.tx)), grads.tree
         # Our float32 updates are added to half-precision params by optax.

@@ -71,10 +71,10 @@ def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Poli
     if scope.rules:
         if scope.rules.has_paths:
             raise ValueError(
-                f"Building {cls.__name__} under use_policy(rules=...): path rules can't hold here, "
-                "since no path exists while an nnx model is being built. Build the model first "
-                "and call mpmodules.nnx.apply_policy(model, policy, rules); class rules work in a "
-                "scope."
+                f"Building {cls.__name__} under use_policy(rules=...): path rules can't apply "
+                "here, because an nnx module has no path while the model is being built. Build the "
+                "model first and call mpmodules.nnx.apply_policy(model, policy, rules); class "
+                "rules work in a scope."
             )
         rule = scope.rules.rule_for(None, cls) if own is None else None
         if rule is not None:
@@ -159,9 +159,9 @@ def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) ->
     if strangers:
         raise ValueError(
             f"{type(module).__name__}(dtype_policy='{policy}'): {', '.join(strangers)} had been "
-            "built before, under another policy or none, and a parameter's dtype can't follow. "
-            "Build them inside, or in a use_policy block, or call "
-            "mpmodules.nnx.apply_policy(model, policy) on the whole."
+            "built before, under another policy or none, and their parameters keep their dtypes. "
+            f"Build them inside {type(module).__name__}, or in a use_policy block, or call "
+            "mpmodules.nnx.apply_policy(model, policy) on the whole model."
         )
 
 
@@ -205,8 +205,9 @@ def warn_of_scope(module: Any, scope: Scope) -> None:
     ):
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(
-            f"{type(module).__name__} was built under {captured}, and the scope around this call, "
-            f"'{scope.policy}', changes no nnx layer: build the model in the scope, or call "
+            f"{type(module).__name__} was built under {captured}. The scope around this call, "
+            f"'{scope.policy}', has no effect on it, because nnx layers capture their policy when "
+            "they are built: build the model in the scope, or call "
             "mpmodules.nnx.apply_policy(model, policy)."
         )
 

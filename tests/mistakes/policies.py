@@ -220,6 +220,6 @@ MISTAKES = [
         "a rule twice",
         lambda: PolicyRules([("head", "f32"), ("head", "bf16")]),
         ValueError,
-        ("Rule 'head'", "twice; only the first"),
+        ("Rule 'head'", "twice, but only the first"),
     ),
 ]

@@ -392,7 +392,7 @@ WRAPPER = [
         "the class of a loss scale",
         lambda: tx(loss_scale=DynamicLossScale),
         TypeError,
-        ("DynamicLossScale", "make one"),
+        ("DynamicLossScale", "make an instance"),
     ),
     Mistake(
         "a text in a loss scale",
@@ -434,7 +434,7 @@ WRAPPER = [
         ("key", "int", "jax.random.key(0)"),
     ),
     Mistake(
-        "a key for nothing", lambda: tx(key=KEY), ValueError, ("key", "'auto'", "leave it out")
+        "a key for nothing", lambda: tx(key=KEY), ValueError, ("key", "'auto'", "leave key out")
     ),
     Mistake(
         "remainders of float16",
@@ -472,7 +472,7 @@ WRAPPER = [
         "a dynamic scale that never looks",
         lambda: tx(loss_scale="dynamic", skip_nonfinite=False),
         ValueError,
-        ("skip_nonfinite=False", "leave it True"),
+        ("skip_nonfinite=False", "leave skip_nonfinite=True"),
     ),
     Mistake(
         "an integer param",
@@ -532,7 +532,7 @@ WRAPPER = [
         "the scale of a transform",
         lambda: loss_scale_of(tx(loss_scale=2.0)),
         ValueError,
-        ("MixedPrecision", "the init of"),
+        ("MixedPrecision", ".init(params)"),
     ),
     Mistake(
         "master_params swapped",

@@ -362,7 +362,9 @@ def test_explicit_dtypes_of_flax_layers_are_overridden_unless_kept():
         op.inputs[0] for op in named(operations(overridden.apply, variables, X), "dot_general")
     } == {"bfloat16"}
     kept = apply_policy(model, "bf16", keep_explicit=True)
-    with pytest.warns(DtypePolicyWarning, match=r"Dense at 'Dense_0' obeys its own dtype=float32"):
+    with pytest.warns(
+        DtypePolicyWarning, match=r"Dense at 'Dense_0' has an explicit dtype=float32"
+    ):
         ops = operations(kept.apply, variables, X)
     assert {op.inputs[0] for op in named(ops, "dot_general")} == {"float32"}
     # an explicit param_dtype can't be told from the default, and never holds

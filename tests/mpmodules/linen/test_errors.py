@@ -85,9 +85,9 @@ def test_a_bad_rule_is_refused_where_it_is_given(pattern, error, text):
 def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
     name = jnp.dtype(dtype).name
     text = (
-        f"Dense at 'Dense_0' cannot honour dtype={name} under a policy: it should be a floating "
-        "dtype of at least 16 "
-        "bits, such as bfloat16. 8-bit floats are for matmul operands: a policy with m=f8 has them."
+        f"Dense at 'Dense_0' can't use dtype={name} under a policy: it should be a floating dtype "
+        "of at least 16 bits, such as bfloat16. 8-bit floats are for matmul operands only: use a "
+        "policy with m=f8 for those."
     )
 
     class Model(nn.Module):
@@ -97,7 +97,7 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(dtype):
 
     with pytest.raises(ValueError, match=re.escape(text)):
         Model(dtype_policy="mixed_bfloat16").init(KEY, X)
-    with use_policy("bf16"), pytest.raises(ValueError, match=f"cannot honour param_dtype={name}"):
+    with use_policy("bf16"), pytest.raises(ValueError, match=f"can't use param_dtype={name}"):
         nn.Embed(3, 4, param_dtype=dtype).init(KEY, jnp.zeros(2, int))
     assert current_policy() is None
 
@@ -160,15 +160,12 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
     text = (
-        "Modules inside are boundaries with a policy of their own: 'Block_0' (returns float16 by "
-        "argument "
-        "dtype_policy). A layer inside of a model keeps float32 to itself under the policy "
-        "'f32_inside', and hands on "
-        "what the code around it computes in. Where one is the body of a scan, give it the policy "
-        "that its caller "
-        "obeys, lift its class (nn.scan(Block)) instead of a function, or cast the carry to its "
-        "output_dtype before "
-        "the scan."
+        "Modules inside have a policy of their own and cast their outputs: 'Block_0' (returns "
+        "float16 by argument dtype_policy). For float32 inside one layer only, use the policy "
+        "'f32_inside', which returns the dtype that the surrounding code computes in. If such a "
+        "module is the body of a scan, give it its caller's policy, lift its class "
+        "(nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before the "
+        "scan."
     )
     with pytest.raises(TypeError, match="carry") as e:
         jax.eval_shape(lambda: model.init(KEY, X))

@@ -14,8 +14,8 @@ from policy import DtypePolicyWarning, audit, compare, set_policy, use_policy
 
 X = jnp.ones((2, 4))
 TEXT = (
-    r"^Net was initialised under 'params=float32,compute=bfloat16,.*', and is applied with no "
-    r"policy in force: "
+    r"^Net was initialised under 'params=float32,compute=bfloat16,.*', but is applied with no "
+    r"policy in force, so "
 )
 
 
@@ -50,7 +50,8 @@ def test_a_traced_init_counts(make):
     with use_policy("mixed_bfloat16"):
         make(model.init)(jax.random.key(0), X)
     with pytest.warns(
-        DtypePolicyWarning, match=r"use_policy\(None\) around the call says that no policy is meant"
+        DtypePolicyWarning,
+        match=r"If no policy is intended, call it inside use_policy\(None\)\.",
     ):
         model.apply(Net().init(jax.random.key(0), X), X)
 

@@ -83,11 +83,10 @@ def test_parameters_are_those_of_the_model_and_stored_in_param_dtype(variables):
 
 def test_one_warning_says_how_much_is_own_code_by_class_and_what_to_do(variables):
     text = (
-        r"^\d\d% of the FLOPs of Net's matmuls are in code that no layer makes \(Projection \d\d%, "
-        r"Block \d+%\), "
-        r"whose modules hold \d\d% of its parameters \(Projection \d\d%\): apply_policy runs that "
-        r"code under "
-        r"autocast\. Pass own_code='autocast' .* own_code='keep' .* dtype_fields=True"
+        r"^\d\d% of the FLOPs of Net's matmuls are in code outside of layers \(Projection \d\d%, "
+        r"Block \d+%\), whose modules hold \d\d% of its parameters \(Projection \d\d%\)\. "
+        r"apply_policy runs that code under autocast\. Pass own_code='autocast' .* "
+        r"own_code='keep' .* dtype_fields=True"
     )
     model = apply_policy(Net(), MIXED)
     with pytest.warns(DtypePolicyWarning, match=text) as told:
@@ -399,7 +398,7 @@ def test_an_output_that_hides_arrays_is_refused_or_called_as_it_is():
     variables = Policy().init(KEY, X)
     with pytest.raises(
         TypeError,
-        match=r"returned a Logits, which holds arrays and is no pytree: register the class",
+        match=r"returned a Logits, which holds arrays but is not a pytree: register the class",
     ):
         ported(Policy()).apply(variables, X)
     with jax.numpy_dtype_promotion("standard"):

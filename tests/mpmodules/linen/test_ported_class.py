@@ -417,6 +417,6 @@ def test_ports_that_differ_in_an_option_share_no_trace():
             return Block()(x)
 
     assert matmul_dtypes(apply_policy(Net(), "bf16"), X) == {"bfloat16"}
-    with pytest.warns(UserWarning, match="obeys its own dtype=float16"):
+    with pytest.warns(UserWarning, match="has an explicit dtype=float16"):
         assert matmul_dtypes(apply_policy(Net(), "bf16", keep_explicit=True), X) == {"float16"}
     assert matmul_dtypes(apply_policy(Net(), "bf16"), X) == {"bfloat16"}

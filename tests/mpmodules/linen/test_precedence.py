@@ -17,7 +17,7 @@ from tests.programs import boundary_casts, named, operations
 X = jnp.ones((2, 4))
 KEY = jax.random.key(0)
 BF16, F16, F32 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16", "f32"
-obeys_its_own = pytest.mark.filterwarnings("ignore:.*obeys its own:policy.DtypePolicyWarning")
+obeys_its_own = pytest.mark.filterwarnings("ignore:.*has an explicit:policy.DtypePolicyWarning")
 
 
 class Wrap(nn.Module):
@@ -159,19 +159,19 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
     policy = "params=float32,compute=bfloat16,output=float32"
     advice = "Delete the argument to let the policy decide, or give the layer a dtype_policy."
     assert [str(w.message) for w in caught if w.category is DtypePolicyWarning] == [
-        f"Dense at 'dense_0' obeys its own dtype=float32 against the policy in force, '{policy}'. "
-        f"{advice}",
-        f"Dense at 'dense_1' obeys its own dtype=float32 against the policy in force, '{policy}'. "
-        f"{advice}",
-        "Dense at 'last' obeys its own param_dtype=float16 against the policy in force, "
+        f"Dense at 'dense_0' has an explicit dtype=float32, which overrides the policy in force, "
+        f"'{policy}'. {advice}",
+        f"Dense at 'dense_1' has an explicit dtype=float32, which overrides the policy in force, "
+        f"'{policy}'. {advice}",
+        "Dense at 'last' has an explicit param_dtype=float16, which overrides the policy in force, "
         f"'{policy}'. {advice}",
     ]
 
 
 def test_a_warning_names_both_arguments_and_a_root_by_its_class():
     text = (
-        "LayerNorm at 'LayerNorm' obeys its own dtype=float16 and param_dtype=float32 against the "
-        "policy"
+        "LayerNorm at 'LayerNorm' has an explicit dtype=float16 and param_dtype=float32, which "
+        "override the policy"
     )
     with use_policy("bf16"), pytest.warns(DtypePolicyWarning, match=text):
         nn.LayerNorm(dtype=jnp.float16, param_dtype=jnp.float32).init(KEY, X)

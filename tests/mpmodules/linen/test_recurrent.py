@@ -574,8 +574,8 @@ def test_an_explicit_dtype_is_obeyed_with_a_warning():
     cell: Any = case.make(our_nn, dtype=jnp.float32)
     variables, _, x = start(case, cell)
     expected = (
-        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
-        r"'params=float32,compute"
+        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
+        r"force, 'params=float32,compute"
     )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         carry = cell.initialize_carry(KEY, x.shape)
@@ -586,7 +586,7 @@ def test_an_explicit_dtype_is_obeyed_with_a_warning():
 def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     x = jnp.ones((BATCH, TIME, WIDTH))
     model: Any = flax_nn.RNN(flax_nn.LSTMCell(HIDDEN, dtype=jnp.float32), return_carry=True)
-    with pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"):
+    with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
         kept = apply_policy(model, "mixed_bfloat16", keep_explicit=True)
         carry, y = jax.eval_shape(lambda: kept.init_with_output(KEY, x)[0])
     assert dtypes((carry, y)) == {"float32"}

@@ -388,7 +388,7 @@ def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
         kept = build(module)
         for policy, found in ((MIXED, BF16), ("f32", F32), ("bf16", BF16)):
             with pytest.warns(
-                DtypePolicyWarning, match="^Linear at 'layers/0' obeys its own dtype=float16"
+                DtypePolicyWarning, match="^Linear at 'layers/0' has an explicit dtype=float16"
             ):
                 apply_policy(kept, policy, keep_explicit=True)
             assert [layer.dtype for layer in kept.layers] == [F16, found, found]

@@ -126,10 +126,9 @@ def test_a_child_built_before_its_parent_obeys_what_was_in_force_then():
 def test_a_container_refuses_a_policy_that_its_children_can_t_follow():
     expected = (
         r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, "
-        r"Linear had been "
-        r"built before, under another policy or none, and a parameter's dtype can't follow\. Build "
-        r"them inside, or in "
-        r"a use_policy block, or call mpmodules\.nnx\.apply_policy\(model, policy\) on the whole\.$"
+        r"Linear had been built before, under another policy or none, and their parameters keep "
+        r"their dtypes\. Build them inside Sequential, or in a use_policy block, or call "
+        r"mpmodules\.nnx\.apply_policy\(model, policy\) on the whole model\.$"
     )
     with pytest.raises(ValueError, match=expected):
         nnx.Sequential(
@@ -160,7 +159,7 @@ def test_a_container_takes_children_that_obey_its_policy_or_carry_their_own():
 def test_a_container_takes_a_child_that_obeys_an_explicit_dtype_against_the_same_policy():
     with (
         use_policy("mixed_bfloat16"),
-        pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"),
+        pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"),
     ):
         child = nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert nnx.Sequential(child, dtype_policy="mixed_bfloat16")(X).dtype == jnp.float32
@@ -168,11 +167,9 @@ def test_a_container_takes_a_child_that_obeys_an_explicit_dtype_against_the_same
 
 def test_path_rules_around_construction_are_refused_with_a_pointer():
     expected = (
-        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't hold here, since no "
-        r"path exists while an "
-        r"nnx model is being built\. Build the model first and call "
-        r"mpmodules\.nnx\.apply_policy\(model, policy, "
-        r"rules\); class rules work in a scope\.$"
+        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't apply here, because "
+        r"an nnx module has no path while the model is being built\. Build the model first and "
+        r"call mpmodules\.nnx\.apply_policy\(model, policy, rules\); class rules work in a scope\.$"
     )
     with use_policy("f32", rules={"head": "bf16"}), pytest.raises(ValueError, match=expected):
         nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -399,11 +396,10 @@ def test_a_failed_construction_leaves_no_policy_behind():
 def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
     net = Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     expected = (
-        r"^Net was built under 'params=float32,compute=bfloat16,output=float32', and the scope "
-        r"around this call, "
-        r"'params=float32,compute=float32,output=float32', changes no nnx layer: build the model "
-        r"in the scope, or call "
-        r"mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
+        r"^Net was built under 'params=float32,compute=bfloat16,output=float32'\. The scope "
+        r"around this call, 'params=float32,compute=float32,output=float32', has no effect on it, "
+        r"because nnx layers capture their policy when they are built: build the model in the "
+        r"scope, or call mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

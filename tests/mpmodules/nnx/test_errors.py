@@ -59,10 +59,9 @@ def test_a_dtype_policy_that_is_none_is_refused_by_name(name, given, error, matc
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm", "Embed", "Conv", "MultiHeadAttention"])
 def test_a_dtype_that_a_layer_can_t_honour_is_refused_under_a_policy(name, dtype, argument):
     expected = (
-        rf"^{name} at '{name}' cannot honour {argument}={jnp.dtype(dtype).name} under a policy: it "
-        rf"should be a "
-        r"floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for matmul "
-        r"operands: a policy with m=f8 has them\.$"
+        rf"^{name} at '{name}' can't use {argument}={jnp.dtype(dtype).name} under a policy: it "
+        r"should be a floating dtype of at least 16 bits, such as bfloat16\. 8-bit floats are for "
+        r"matmul operands only: use a policy with m=f8 for those\.$"
     )
     with pytest.raises(ValueError, match=expected), use_policy("mixed_bfloat16"):
         BUILDERS[name](**{argument: dtype})

@@ -81,7 +81,7 @@ def test_what_a_base_module_returns_is_added_in_compute_dtype():
 def test_explicit_dtypes_of_the_low_rank_part_are_obeyed():
     with (
         use_policy("bfloat16"),
-        pytest.warns(UserWarning, match="LoRA at 'lora' obeys its own dtype=float32"),
+        pytest.warns(UserWarning, match="LoRA at 'lora' has an explicit dtype=float32"),
     ):
         layer = build(nnx, "LoRALinear", lora_dtype=jnp.float32, lora_param_dtype=jnp.float32)
     assert layer.lora.lora_a[...].dtype == jnp.float32 and layer.kernel[...].dtype == jnp.bfloat16

@@ -171,7 +171,7 @@ def test_params_of_another_tree_are_refused_by_name():
     _, _, optimizer = parts(jnp.bfloat16)
     other = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"params should be the tree .*, but got another, with 1 leaves: kernel"
+        ValueError, match=r"params should have the tree .*, but have another, with 1 leaves: kernel"
     ):
         master_params(nnx.state(other, nnx.Param), optimizer)
 

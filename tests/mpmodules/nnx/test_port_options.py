@@ -125,7 +125,7 @@ def test_keep_explicit_leaves_foreign_modules_and_keeps_the_dtypes_of_layers_ins
             return self.linear(x)
 
     model = Holds(Threads(jnp.float16, rngs=flax_nnx.Rngs(0)))
-    with pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float16") as told:
+    with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float16") as told:
         apply_policy(model, MIXED, keep_explicit=True)
     assert len(told) == 1 and "Linear at 'layers/0/linear'" in str(told[0].message)
     assert matmuls(model) == ["float16"] and model.layers[0].dtype is jnp.float16

@@ -150,7 +150,7 @@ def test_a_param_dtype_of_float32_that_was_given_differs_from_one_that_was_not()
         assert linear().kernel.dtype == BF16
         with pytest.warns(
             DtypePolicyWarning,
-            match=r"obeys its own param_dtype=float32 against the policy in force",
+            match=r"has an explicit param_dtype=float32, which overrides the policy in force",
         ):
             assert linear(param_dtype=F32).kernel.dtype == F32
 
@@ -163,11 +163,9 @@ def test_a_dtype_of_none_that_was_given_counts_as_not_given():
 
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_and_is_obeyed():
     expected = (
-        r"^Linear at 'Linear' obeys its own dtype=float32 and param_dtype=float16 against the "
-        r"policy in force, "
-        r"'params=float32,compute=bfloat16,output=float32'\. Delete the argument to let the policy "
-        r"decide, or give the "
-        r"layer a dtype_policy\.$"
+        r"^Linear at 'Linear' has an explicit dtype=float32 and param_dtype=float16, which "
+        r"override the policy in force, 'params=float32,compute=bfloat16,output=float32'\. Delete "
+        r"the argument to let the policy decide, or give the layer a dtype_policy\.$"
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -221,6 +219,6 @@ def test_a_user_s_subclass_that_says_no_dtype_obeys_the_policy_and_its_argument_
 
     with use_policy("bf16"):
         assert Mine(4, rngs=nnx.Rngs(0)).kernel.dtype == BF16
-    with pytest.warns(DtypePolicyWarning, match="^Mine at 'Mine' obeys its own dtype=float16"):
+    with pytest.warns(DtypePolicyWarning, match="^Mine at 'Mine' has an explicit dtype=float16"):
         layer = Mine(4, rngs=nnx.Rngs(0), dtype=F16, dtype_policy="mixed_bfloat16")
     assert layer(X).dtype == F32

@@ -530,8 +530,8 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
 
 def test_an_explicit_dtype_is_obeyed_with_a_warning():
     expected = (
-        r"^GRUCell at 'GRUCell' obeys its own dtype=float32 against the policy in force, "
-        r"'params=float32,compute"
+        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
+        r"force, 'params=float32,compute"
     )
     with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
         cell = CASES["GRUCell"](our_nnx, dtype=jnp.float32)
@@ -543,7 +543,7 @@ def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     def model() -> Any:
         return flax_nnx.RNN(CASES["LSTMCell"](flax_nnx, dtype=jnp.float32), return_carry=True)
 
-    with pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"):
+    with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
         kept = apply_policy(model(), "mixed_bfloat16", keep_explicit=True)
         assert dtypes(shapes(kept, sequence())) == {"float32"}
     assert dtypes(shapes(apply_policy(model(), "mixed_bfloat16"), sequence())[0]) == {"bfloat16"}

@@ -88,10 +88,10 @@ def rounded_orthogonal(policy: str) -> Any:
 
 def test_an_nnx_layer_with_a_dtype_of_its_own_is_quiet_in_the_scope_that_it_was_built_in():
     with use_policy("mixed_bfloat16"):
-        with pytest.warns(DtypePolicyWarning, match="obeys its own dtype=float32"):
+        with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
             layer = nnx.Linear(4, 3, dtype=jnp.float32, rngs=flax_nnx.Rngs(0))
         layer(X[0])  # warnings are errors
-    with use_policy("float16"), pytest.warns(DtypePolicyWarning, match="changes no nnx layer"):
+    with use_policy("float16"), pytest.warns(DtypePolicyWarning, match="has no effect on it"):
         layer(X[0])
 
 
@@ -117,7 +117,8 @@ def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained():
     with pytest.raises(TypeError, match="carry") as caught:
         model(X[0])
     assert any(
-        "boundaries with a policy of their own: 'Block' (returns float32 by argument dtype_policy)"
+        "a policy of their own and cast their outputs: 'Block' (returns float32 by argument "
+        "dtype_policy)"
         in note
         and "lift its class" not in note
         for note in caught.value.__notes__
