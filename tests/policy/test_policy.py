@@ -171,7 +171,7 @@ def test_every_field_is_checked():
         ),
         (
             "p=f32,params=bf16",
-            r"Key 'params' in 'p=f32,params=bf16' says param_dtype a second time.",
+            r"Key 'params' in 'p=f32,params=bf16' sets param_dtype a second time.",
         ),
         ("p=f32,", r"Unknown key '' in 'p=f32,'"),
         (

@@ -64,7 +64,7 @@ def test_a_complex_dtype_stays_the_layer_s_own():
 def test_a_dtype_that_a_layer_cannot_honour_is_refused(argument, dtype):
     with pytest.raises(
         ValueError,
-        match=rf"Dense at 'head' cannot honour {argument}={jnp.dtype(dtype).name} under a policy",
+        match=rf"Dense at 'head' can't use {argument}={jnp.dtype(dtype).name} under a policy",
     ):
         _form(**{argument: dtype})
 

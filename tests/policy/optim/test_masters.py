@@ -139,7 +139,8 @@ def test_remainder_for_float16_is_refused_by_name():
     tx = mixed_precision(optax.sgd(0.1), "float16", loss_scale=8.0, master_weights="remainder")
     half = {"a": {"w": jnp.ones(2, jnp.float16)}, "b": jnp.ones(2, jnp.bfloat16)}
     text = (
-        "master_weights='remainder' is for bfloat16 params, but a/w should be float16: use 'auto'"
+        "master_weights='remainder' is for bfloat16 params, but these params are stored in "
+        "float16: a/w. Use 'auto'"
     )
     with pytest.raises(ValueError, match=text):
         tx.init(half)

@@ -113,6 +113,6 @@ def test_the_code_of_a_sixth_record_is_told_apart_from_those_of_the_five(sixth):
 
 def test_a_sixth_record_is_refused_where_another_mode_is_asked_for(sixth):
     params, state = init_from_master(wrapped(sixth), WIDE)
-    text = r"made with master_weights='error' \(error beside bfloat16\), but tx has 'full' \(full"
+    text = r"made with master_weights='error' \(error for bfloat16\), but tx has 'full' \(full"
     with pytest.raises(ValueError, match=text):
         apply_gradients(wrapped("full"), params, state, GRADIENTS)
