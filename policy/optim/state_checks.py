@@ -114,7 +114,7 @@ def check_layout(params: optax.Params, state: MixedPrecisionState) -> None:
     if state.layout.dtypes is None:
         return
     wrong = [
-        f"{name} was {before} and is now {leaf.dtype}"
+        f"{name} was {before} and is {leaf.dtype}"
         for name, leaf, before in zip(
             leaf_names(params), jax.tree.leaves(params), state.layout.dtypes, strict=True
         )

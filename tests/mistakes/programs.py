@@ -167,13 +167,13 @@ AUTOCAST = [
         "an optimizer inside",
         step_under_autocast,
         DtypePolicyWarning,
-        ("TraceState", "around the loss"),
+        ("TraceState", "to the loss function only"),
     ),
     Mistake(
         "an nnx optimizer inside",
         nnx_step_under_autocast,
         DtypePolicyWarning,
-        ("Optimizer", "around the loss"),
+        ("Optimizer", "to the loss function only"),
     ),
     Mistake(
         "an island of a value",
@@ -244,7 +244,7 @@ INSPECTION = [
         "suggest without a budget",
         lambda: suggest(loss_fn, P, policy=BF16),
         ValueError,
-        ("budget", "error=0.02", "on='v5e:1x1'"),
+        ("suggest", "error=0.02", "on='v5e:1x1'"),
     ),
     Mistake(
         "a budget in percent",

@@ -253,7 +253,7 @@ SCALED = [
         "inside of a tree",
         lambda: stepped(grads={"w": scaled(), "b": P["b"]}),
         TypeError,
-        ("ScaledGradients", "as it is"),
+        ("ScaledGradients", "as value_and_grad returned them"),
     ),
 ]
 
@@ -368,13 +368,13 @@ WRAPPER = [
         "wrapped twice",
         lambda: mixed_precision(tx(), BF16),
         ValueError,
-        ("mixed_precision already", "wrap once"),
+        ("mixed_precision already", "wrap it only once"),
     ),
     Mistake(
         "wrapped inside",
         lambda: mixed_precision(optax.chain(optax.clip(1.0), tx()), BF16).init(P),
         ValueError,
-        ("mixed_precision already", "outermost"),
+        ("already contains a mixed_precision", "outermost"),
     ),
     Mistake(
         "loss_scale misspelt",
@@ -502,7 +502,7 @@ WRAPPER = [
         "NumPy's float64",
         lambda: tx().init({"w": np.ones(3)}),
         ValueError,
-        ("w is float64", "cast_floating(", "enable_x64"),
+        ("w is NumPy's float64", "cast_floating(", "enable_x64"),
     ),
     Mistake(
         "shapes for params",

@@ -273,7 +273,10 @@ def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other)
 def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
     tx, params, state = trained("int8")
     half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
-    texts = "without moments in 8 bits, but", r"0/mu/w has float32\[32, 1\] for float32\[32, 2\]"
+    texts = (
+        "without moments in 8 bits, but",
+        r"0/mu/w has float32\[32, 1\] instead of float32\[32, 2\]",
+    )
     for scales, text in zip((optax.MaskedNode(), half), texts, strict=True):
         with pytest.raises(ValueError, match=text):
             apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))

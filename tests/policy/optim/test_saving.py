@@ -139,6 +139,6 @@ def test_a_state_of_another_kind_is_refused_by_name():
         serialization.from_bytes(state_of(DynamicLossScale(8.0, hysteresis=2)), saved)
     with pytest.raises(
         ValueError,
-        match=r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has noth",
+        match=r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has no such",
     ):
         serialization.from_bytes(state_of(None), saved)

@@ -155,7 +155,7 @@ def test_a_state_for_params_of_other_shapes_is_refused_by_name():
     refuses(
         wrapped(),
         wrapped().init(other),
-        r"params of other shapes: 0/mu/w is \(3, 2\) for \(2, 3\), 0/nu/w is",
+        r"params of other shapes: 0/mu/w is \(3, 2\) instead of \(2, 3\), 0/nu/w is",
     )
 
 

@@ -115,7 +115,7 @@ def test_scaled_gradients_in_a_plain_tree_are_told(loss_scale, step, compiled, d
 
     with pytest.warns(
         DtypePolicyWarning,
-        match=r"without loss_scale\.unscale: .* policy\.value_and_grad\(loss_fn, l",
+        match=r"without loss_scale\.unscale\. .* policy\.value_and_grad\(loss_fn, l",
     ):
         new = (jax.jit(train) if compiled else train)(PARAMS, tx.init(PARAMS))
     assert abs(new["a"][0] - 1) > 0.5  # the true step is 1e-3
