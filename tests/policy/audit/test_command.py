@@ -427,7 +427,7 @@ def hostile(tmp_path, monkeypatch):
         (["examples.py:f", "--arg", "str[3]"], r"'str' is not a dtype"),
         (
             ["examples.py:f", "--arg", "f64[4,4]"],
-            r"JAX has float32 in place of float64 here. Set JAX_ENABLE_X64=1",
+            r"JAX uses float32 instead of float64 here. Set JAX_ENABLE_X64=1",
         ),
         (["examples.py:good_example", "--html", ""], r"'' can't be written"),
         (

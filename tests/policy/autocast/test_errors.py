@@ -99,7 +99,7 @@ def test_params_that_are_no_argument_are_refused():
     ):
         autocast(layer, BF16, params="weights")(W, X)
     with pytest.raises(
-        ValueError, match="params names argument 2, but the function was called with 2 of them"
+        ValueError, match="params names argument 2, but the function was called with 2 positional"
     ):
         autocast(layer, BF16, params=(0, 2))(W, X)
 
