@@ -229,7 +229,7 @@ def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
 
     monkeypatch.delattr(summary, "_render_table")
     with pytest.raises(
-        RuntimeError, match=r"'?_render_table'? is not there.*Pass policy_columns=False"
+        RuntimeError, match=r"'?_render_table'? is missing.*Pass policy_columns=False"
     ):
         Block().tabulate(KEY, X)
 
