@@ -349,7 +349,7 @@ def test_a_matmul_in_8_bits_keeps_its_float32_product():
         y = scaled_dot_general(jnp.asarray(X), w.astype(HALF), numbers, by)
         return weighed(y)
 
-    with pytest.warns(policy.DtypePolicyWarning, match="no matmuls of int8"):
+    with pytest.warns(policy.DtypePolicyWarning, match="no int8 matmuls"):
         wide, rounded = grad(loss, grads="accumulator")(weights), grad(loss)(weights)
     np.testing.assert_array_equal(wide.astype(HALF).astype(np.float32), rounded)
     assert not np.array_equal(wide, rounded)

@@ -146,7 +146,7 @@ def test_a_gpu_emulates_convolutions_and_a_warning_says_so(monkeypatch, backend,
     for module in (quantisation, scaled_convolution):
         monkeypatch.setattr(module, "backend", lambda: backend)
     options, x, kernel, _, _ = case("same")
-    with pytest.warns(DtypePolicyWarning, match=f"9.0 has no convolutions of {name}: they are emu"):
+    with pytest.warns(DtypePolicyWarning, match=f"9.0 has no {name} convolutions, so they are emu"):
         text = str(jax.make_jaxpr(lambda x, k: scaled_conv(x, k, by, **options))(x, kernel))
     assert ("preferred_element_type=int32" in text) is False
 

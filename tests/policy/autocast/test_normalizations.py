@@ -432,7 +432,8 @@ def test_paths_that_match_nothing_and_what_are_none_are_refused():
         autocast(lambda p, x: x @ p["w"], BF16, normalises=("elsewhere",))(P, X)
     for wrong in ("modulated", 3, (3,)):
         with pytest.raises(
-            TypeError, match=r"normalises should be a collection of module paths, such as .*, but got"
+            TypeError,
+            match=r"normalises should be a collection of module paths, such as .*, but got",
         ):
             autocast(lambda p, x: x, BF16, normalises=wrong)  # type: ignore[arg-type]
 

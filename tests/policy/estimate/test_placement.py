@@ -52,9 +52,9 @@ def specs(shardings, *args, origins=None):
         (P("dta"), r"w is sharded over 'dta', but the mesh of v5e:8x1 has the axes data=4, fsdp=2"),
         (
             P(None, "data"),
-            r"w of the shape 8x6 can't be sharded by .* over data=4, fsdp=2: 6 is no ",
+            r"w of the shape 8x6 can't be sharded by .* over data=4, fsdp=2: 6 is not a ",
         ),
-        (P(None, None, "data"), "w has the shape 8x6, but its .* is about 3 axes"),
+        (P(None, None, "data"), "w has the shape 8x6, but its .* has 3 axes"),
         (P(None, ("data", "fsdp")), "6 is not a multiple of 8"),
     ],
 )
@@ -140,7 +140,11 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
         ({2: P("data")}, ValueError, "shardings has an entry for the argument 2, but the function"),
         ({-1: P("data")}, ValueError, "an entry for the argument -1, .* counted from 0"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
-        (("data", None), TypeError, r"shardings\[0\] should be a PartitionSpec, .* has 'data'"),
+        (
+            ("data", None),
+            TypeError,
+            r"shardings\[0\] should be a PartitionSpec, .* contains 'data'",
+        ),
         (
             ({"b": P()}, None),
             ValueError,

@@ -188,7 +188,7 @@ def test_the_page_has_every_part():
         "Transformer/head",
         "sorts (float32)",
         "A note.",
-        "The dashed line is the device's 16 GiB.",
+        "The dashed line is the device's memory, 16 GiB.",
     ):
         assert part in elements.text, part
     assert found.to_html() == estimate_page(found)

@@ -203,7 +203,9 @@ def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chose
     assert found.chosen is None and found.front == () and found.rules == PolicyRules([])
     assert {point.missing for point in found.points} == {2**35 - int(15.75 * 2**30)}
     assert str(found).startswith("# no program fits on v5e") and "lacks 16.25 GiB" in str(found)
-    with pytest.raises(ValueError, match=r"fit into the memory of v5e: at least 16\.25 GiB are missing"):
+    with pytest.raises(
+        ValueError, match=r"fit into the memory of v5e: at least 16\.25 GiB are missing"
+    ):
         on(points=3)
 
 
