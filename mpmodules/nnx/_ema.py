@@ -59,7 +59,7 @@ def _check_wide(params: Any, only: Any, **options: Any) -> None:
     ]
     if narrow:
         raise ValueError(
-            f"An EMA should average float32 params, but {shortened(narrow)}: in half precision "
+            f"An EMA should be of float32 params, but {shortened(narrow)}: in half precision "
             "the average stops following them. Average the masters, master_params(nnx.state(model, "
             "nnx.Param), optimizer), or cast_floating(params, 'float32')."
         )

@@ -206,7 +206,7 @@ def warn_of_scope(module: Any, scope: Scope) -> None:
         captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
         warn_once(
             f"{type(module).__name__} was built under {captured}. The scope around this call, "
-            f"'{scope.policy}', has no effect on it, because nnx layers capture their policy when "
+            f"'{scope.policy}', changes no nnx layer, because layers capture their policy when "
             "they are built: build the model in the scope, or call "
             "mpmodules.nnx.apply_policy(model, policy)."
         )

@@ -45,7 +45,7 @@ from policy.trees import (
 GradientKind = Literal["float32", "accumulator", "compute"]
 
 _WAY_OUT = (
-    "ScaledGradients are still multiplied by the loss scale: pass them whole to "
+    "ScaledGradients are still multiplied by the loss scale: hand them whole to "
     "apply_gradients(tx, params, opt_state, grads), or to the update of a mixed_precision "
     "transform. For a plain tree of unscaled gradients, leave out grads='compute'."
 )
@@ -55,7 +55,7 @@ class _SaysItsUse(type):
     """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
 
     def __repr__(cls) -> str:
-        return f"<class '{cls.__module__}.{cls.__qualname__}': pass it whole to apply_gradients>"
+        return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
 
 
 def _refuses(operation: str) -> Callable[..., NoReturn]:
@@ -194,7 +194,7 @@ def _unused(*_: Any) -> Any:
 
 
 # Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept
-# dtypes float32, key<ScaledGradients: pass them whole to apply_gradients>`.
+# dtypes float32, key<ScaledGradients: hand them whole to apply_gradients>`.
 _SEAL: Any = define_prng_impl(
     key_shape=(1,),
     seed=_unused,
@@ -202,7 +202,7 @@ _SEAL: Any = define_prng_impl(
     random_bits=_unused,
     fold_in=_unused,
     name="ScaledGradients",
-    tag="ScaledGradients: pass them whole to apply_gradients",
+    tag="ScaledGradients: hand them whole to apply_gradients",
 )
 
 

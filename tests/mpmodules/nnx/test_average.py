@@ -17,7 +17,7 @@ if not hasattr(flax.nnx, "EMA"):
     pytest.skip("this Flax has no nnx.EMA", allow_module_level=True)
 
 REFUSED = (
-    r"An EMA should average float32 params, but kernel is {0}: in half precision the average "
+    r"An EMA should be of float32 params, but kernel is {0}: in half precision the average "
     r"stops following them\. Average the masters, master_params\(nnx\.state\(model, nnx\.Param\), "
     r"optimizer\), or cast_floating"
 )

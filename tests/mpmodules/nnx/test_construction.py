@@ -397,8 +397,8 @@ def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
     net = Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     expected = (
         r"^Net was built under 'params=float32,compute=bfloat16,output=float32'\. The scope "
-        r"around this call, 'params=float32,compute=float32,output=float32', has no effect on it, "
-        r"because nnx layers capture their policy when they are built: build the model in the "
+        r"around this call, 'params=float32,compute=float32,output=float32', changes no nnx layer, "
+        r"because layers capture their policy when they are built: build the model in the "
         r"scope, or call mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
     )
     with warnings.catch_warnings(record=True) as caught:

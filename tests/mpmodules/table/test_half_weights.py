@@ -91,7 +91,7 @@ def test_an_nnx_layer_with_a_dtype_of_its_own_is_quiet_in_the_scope_that_it_was_
         with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
             layer = nnx.Linear(4, 3, dtype=jnp.float32, rngs=flax_nnx.Rngs(0))
         layer(X[0])  # warnings are errors
-    with use_policy("float16"), pytest.warns(DtypePolicyWarning, match="has no effect on it"):
+    with use_policy("float16"), pytest.warns(DtypePolicyWarning, match="changes no nnx layer"):
         layer(X[0])
 
 
