@@ -244,7 +244,7 @@ INSPECTION = [
         "suggest without a budget",
         lambda: suggest(loss_fn, P, policy=BF16),
         ValueError,
-        ("suggest", "error=0.02", "on='v5e:1x1'"),
+        ("budget", "error=0.02", "on='v5e:1x1'"),
     ),
     Mistake(
         "a budget in percent",
