@@ -54,6 +54,7 @@ nb_execution_excludepatterns = (
     [] if importlib.util.find_spec(CHECKPOINT) else ["stories/checkpoint_bfloat16.ipynb"]
 )
 nb_merge_streams = True
+nb_output_stderr = "remove"  # jaxlib writes there of the GPUs that it doesn't find
 
 # Reference
 toc_object_entries_show_parents = "hide"
