@@ -145,6 +145,16 @@ class Paired(PlacedInterpreter):
 
     # Equations ------------------------------------------------------------------------------------
 
+    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+        """Measures operands against their own counterparts before float32 reads other values.
+
+        Attention's queries are an example: one program scales them before the product with the
+        keys, and the other scales the product.
+        """
+        for k in () if self.lane is None else self.lane.exchanged(self.chain, equation):
+            self._read(values[k], self.place_of(equation), dtype_of(equation.invars[k]))
+        return super().given(equation, values)
+
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         place = self.place_of(equation)
         self._met(place)

@@ -109,6 +109,18 @@ class ReferenceLane:
             if array is not None:
                 yield k, array
 
+    def exchanged(self, chain: EnclosingEquations, equation: Equation) -> Iterator[int]:
+        """Yields the places of operands that have a counterpart, in whose place float32 reads
+        another value.
+        """
+        operation = self.reference.made.get((chain, id(equation)))
+        if operation is None or operation.bodies:
+            return
+        given = self.reference.given.get(operation.at, {})
+        for k, operand in enumerate(operation.operands):
+            if k in given and self.reference.resolved(operand.root) is not None:
+                yield k
+
     def made(
         self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
     ) -> Iterator[tuple[int, Any]]:

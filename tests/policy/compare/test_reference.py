@@ -18,6 +18,7 @@ from flax import nnx as flax_nnx
 from jax import lax
 
 from mpmodules import linen as nn
+from mpmodules import nnx
 from policy.compare.compare import compare
 from policy.scope import use_policy
 from policy.suggest.suggest import suggest
@@ -318,6 +319,24 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
 # --------------------------------------------------------------------------------------------------
 # What can't be paired
 # --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_queries_are_measured_against_queries_where_the_programs_scale_them_apart(
+    wing: str, policy: str
+) -> None:
+    """float32 scales the queries, half precision their products with the keys."""
+    x = normal(2, 6, 32)
+    if wing == "linen":
+        model = nn.MultiHeadDotProductAttention(2)
+        comparison = compare(model.apply, model.init(jax.random.key(0), x), x, policy=policy)
+    else:
+        layer = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0), dtype_policy=policy)
+        comparison = compare(layer, x)
+    rows = {row.path.rpartition("/")[2]: row.error for row in comparison.rows}
+    assert 0 < rows["query"] < 1.5 * rows["key"] and rows["key"] < 5e-3
+    assert comparison.first_jump is None and comparison.unpaired == ()
 
 
 def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that_is_said() -> None:
