@@ -95,8 +95,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
       keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
         them as their initialisers make them. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads floating parameters in compute_dtype. They are stored in param_dtype,
-    and their gradients are summed in float32 over all uses. ``self.param(...,
+    Methods of a user's own class read floating parameters in compute_dtype. They are stored in
+    param_dtype, and their gradients are summed in float32 over all uses. ``self.param(...,
     compute_dtype=jnp.float32)`` reads one in another dtype.
 
     Example:

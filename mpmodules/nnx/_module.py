@@ -126,7 +126,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
       keep_params: names of attributes whose parameters no policy touches: they are stored and read
         as they are made. A class attribute: ``keep_params = ("scale",)``.
 
-    A method of a user's reads the module's own floating `nnx.Param`s in compute_dtype. They are
+    Methods of a user's own class read its floating `nnx.Param`s in compute_dtype. They are
     stored in param_dtype, and their gradients are summed in float32 over all uses. ``nnx.Param(x,
     compute_dtype=jnp.float32)`` is read in another dtype.
 
