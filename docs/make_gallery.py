@@ -143,7 +143,7 @@ EXAMPLES = (
     ),
     Example(
         "autocast_third_party",
-        "A model that knows no dtypes",
+        "A model without dtypes, unedited",
         "Trains a vision transformer, written in plain Flax and `jax.numpy`, without an edit: in "
         "float32, ported by `apply_policy`, and under `autocast`. Then `policy.audit` looks for "
         "matmuls in float32, and `policy.compare` measures the error of each layer. `--explain` "

@@ -358,9 +358,10 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
 
 
 PROSE = """
-This page lists every layer and function of Flax that has a dtype question, with the part of it that
-runs in reduction_dtype (float32 under a half-precision policy), and what Flax does in half
-precision. A name without linen or nnx behind it is in both.
+This page lists every layer and function of Flax whose results depend on a dtype, with the part that
+runs in reduction_dtype (float32 under a half-precision policy), and the behaviour of Flax in half
+precision. A name that is not followed by linen or nnx is in both. [Concepts](concepts.md) explains
+the dtypes of a policy.
 
 Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns the dtype
 that the [boundary](concepts.md#the-boundary) asks for. The gradient of a parameter has the dtype of
@@ -428,7 +429,7 @@ def page() -> str:
             for (wide, upstream), group in grouped(rows).items()
         ]
         lines.append("")
-    lines += ["## Exempt", "", *wrapped("Exports of Flax without a dtype question of their own.")]
+    lines += ["## Exempt", "", *wrapped("Exports of Flax that need no row above, with the reason.")]
     lines += ["| name | wing | reason |", "|---|---|---|"]
     for wing in WINGS:
         lines += [f"| `{name}` | {wing} | {reason} |" for name, reason in EXEMPT[wing].items()]
