@@ -363,10 +363,10 @@ runs in reduction_dtype (float32 under a half-precision policy), and the behavio
 precision. A name that is not followed by linen or nnx is in both. [Concepts](concepts.md) explains
 the dtypes of a policy.
 
-Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns the dtype
-that the [boundary](concepts.md#the-boundary) asks for. The gradient of a parameter has the dtype of
-the parameter. Running statistics are float32. For the backward pass a norm, softmax or loss saves
-the half-precision activation itself, and no float32 copy of it.
+Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns
+compute_dtype, or output_dtype at the [boundary](concepts.md#the-boundary) of a model. The gradient
+of a parameter has the dtype of the parameter. Running statistics are float32. For the backward pass
+a norm, softmax or loss saves the half-precision activation itself, and no float32 copy of it.
 
 Everything else that `flax.linen` and `flax.nnx` export is exported unchanged.
 
@@ -374,8 +374,9 @@ The page is written by `python docs/make_layers.py`. A test compares it with the
 installed Flax exports.
 """
 TESTS = """
-A test of each layer and function, below `tests/`. The table `tests/mpmodules/table` also reads the
-dtype of every matmul and every sum of each layer, forward and backward, under every policy.
+The list names a test of each layer and function, below `tests/`. The table `tests/mpmodules/table`
+also reads the dtype of every matmul and every sum of each layer, forward and backward, under every
+policy.
 """
 
 
