@@ -285,7 +285,7 @@ class Evaluator(Interpreter[CastValue]):
         if floats and all(value.yields for value in floats):
             return "float32", [CastValue(output.array, yields=True) for output in outputs]
         if place.region == "applies":
-            return "float32, handed on in half", [
+            return "float32, read in half", [
                 CastValue(output.array, narrows=True) for output in outputs
             ]
         return "float32", outputs
@@ -341,7 +341,7 @@ class Evaluator(Interpreter[CastValue]):
             and values[0].constant is None
         ):
             axes = tuple(equation.params["permutation"])
-            return "as it comes", [
+            return "operand dtype", [
                 CastValue(outputs[0].array, yields=True, transposed=(values[0], axes))
             ]
         if (
@@ -358,7 +358,7 @@ class Evaluator(Interpreter[CastValue]):
                 else CastValue(output.array, source.yields and _fits(source, place.compute))
                 for output, source in zip(outputs, sources, strict=True)
             ]
-        return "as it comes", outputs
+        return "operand dtype", outputs
 
     def _mixed(
         self, equation: Equation, values: list[CastValue], place: Place

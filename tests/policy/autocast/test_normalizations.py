@@ -423,7 +423,7 @@ def test_paths_that_are_named_are_normalisations():
     assert {op.inputs for op in named(found, "tanh")} == {("bfloat16",)}
     report = autocast(fn, BF16, normalises=["modulated"]).explain(P, X)
     assert {r.done for r in report.records if r.primitive == "add"} == {
-        "float32, handed on in half"
+        "float32, read in half"
     }
 
 
