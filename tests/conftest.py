@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs the fast part where neither files nor marks are named."""
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if names_nothing and not config.option.markexpr and not config.option.keyword:
-        config.option.markexpr = "not slow"
+        config.option.markexpr = "not slow and not exhaustive"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -3,12 +3,15 @@
 `durations.txt` lists the test functions that take longer than `BUDGET` with all their cases, one a
 line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
 `BUDGET`, spread over their list and at least one, but none of a function whose one case takes
-longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. All other cases are
-marked `slow`. Functions that are not listed are fast.
+longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. Other cases are marked
+`slow`, and CI runs them. Of functions with `MANY` cases or more, such as layers times policies, as
+many are `slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`: it repeats what they check,
+and runs before a release. Functions that are not listed are fast.
 
     python -m pytest -n 2                    # the fast part
-    python -m pytest -n 2 -m slow            # all others
-    python -m pytest tests/policy/optim      # both, of the files that are named
+    python -m pytest -n 2 -m slow            # the slow part
+    python -m pytest -n 2 -m exhaustive      # the rest of the long tables
+    python -m pytest tests/policy/optim      # all, of the files that are named
 
 After a change of many tests, measure again:
 
@@ -28,6 +31,8 @@ import pytest
 
 BUDGET = 0.1  # seconds of a function, in the fast part
 LONGEST = 0.5  # seconds of a case, in the fast part
+MANY = 20  # cases of a function
+SLOW_BUDGET = 4.0  # seconds of a function with so many cases, in the slow part
 UNLISTED = 0.02  # seconds of a case that is not listed, about
 DURATIONS = Path(__file__).with_name("durations.txt")
 
@@ -52,8 +57,19 @@ def fast_cases(count: int, seconds: float, *, keeps_one: bool = False) -> list[i
     return [place * count // fitting for place in range(fitting)]
 
 
+def slow_cases(count: int, seconds: float) -> list[int]:
+    """Returns the places of a function's slow cases among those that are not fast.
+
+    Args:
+      count: the number of these cases.
+      seconds: of one case.
+    """
+    fitting = count if count < MANY else min(count, max(1, int(SLOW_BUDGET / seconds)))
+    return [place * count // fitting for place in range(fitting)]
+
+
 def mark(items: Iterable[pytest.Item], listed: Mapping[str, float]) -> None:
-    """Marks the collected cases that are not in the fast part as slow."""
+    """Marks the collected cases that are not in the fast part as slow or exhaustive."""
     functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
@@ -61,9 +77,10 @@ def mark(items: Iterable[pytest.Item], listed: Mapping[str, float]) -> None:
         if name in listed:
             is_defect = "/test_facts.py::" in name
             fast = set(fast_cases(len(cases), listed[name], keeps_one=is_defect))
-            for place, case in enumerate(cases):
-                if place not in fast:
-                    case.add_marker(pytest.mark.slow)
+            others = [case for place, case in enumerate(cases) if place not in fast]
+            slow = set(slow_cases(len(others), listed[name]))
+            for place, case in enumerate(others):
+                case.add_marker(pytest.mark.slow if place in slow else pytest.mark.exhaustive)
 
 
 def longest_files_first(

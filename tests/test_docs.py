@@ -75,7 +75,6 @@ def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: str, tmp_path: P
         "-W",
         "error",
         program,
-        XLA_FLAGS="",
         JAX_NUMPY_DTYPE_PROMOTION="strict",
         JAX_NUMPY_RANK_PROMOTION="raise",
     )

@@ -422,9 +422,7 @@ def test_paths_that_are_named_are_normalisations():
     assert {op.inputs for op in named(found, "add", "mul")} == {("float32", "float32")}
     assert {op.inputs for op in named(found, "tanh")} == {("bfloat16",)}
     report = autocast(fn, BF16, normalises=["modulated"]).explain(P, X)
-    assert {r.done for r in report.records if r.primitive == "add"} == {
-        "float32, read in half"
-    }
+    assert {r.done for r in report.records if r.primitive == "add"} == {"float32, read in half"}
 
 
 def test_paths_that_match_nothing_and_what_are_none_are_refused():
