@@ -177,6 +177,12 @@ def _no_paths(program: Program, outside: bool) -> str:
             "No part of this call runs in half precision, so there is nothing to keep in float32: "
             "give a policy, such as policy='mixed_bfloat16'."
         )
+    if program.route == "scope":
+        return (
+            "No module of this call obeys the policy given: what runs in half precision has dtypes "
+            "of its own, as an nnx model has that was built under a policy. Leave out policy= to "
+            "measure it as it is, or give a model that was built without a policy."
+        )
     return (
         "Rules select module paths, and no operation in half precision of this call has one: name "
         "parts of the function with jax.named_scope, or call a module."

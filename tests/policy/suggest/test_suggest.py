@@ -13,6 +13,7 @@ from flax import nnx as flax_nnx
 from jax import lax
 
 from mpmodules import linen as nn
+from mpmodules import nnx
 from policy import PolicyRules, autocast, use_policy
 from policy._jaxpr.placed_interpreter import PlacedValue
 from policy.suggest.rounding_emulator import Emulated
@@ -336,6 +337,13 @@ def test_what_no_rules_can_be_found_for_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=text):
         suggest(fn, *arguments, **options)
+
+
+def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_out() -> None:
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
+    with pytest.raises(ValueError, match=r"No module .* obeys the policy given.* Leave out"):
+        suggest(model, jnp.ones((2, 3)), error=1.0, policy="mixed_float16")
+    assert suggest(model, jnp.ones((2, 3)), error=1.0).error < 1.0
 
 
 def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
