@@ -253,7 +253,7 @@ def value_and_grad(
       gradients)`.
 
     Raises:
-      ValueError: `grads` is unknown or the scale not positive.
+      ValueError: `grads` is unknown, or the scale not positive or a text such as "dynamic".
       TypeError: `loss_fn` is not a function, or `argnums` are not positions; on the call, the loss
         is not a floating scalar, or an argument to differentiate by holds integers, PRNG keys or
         nnx references.
@@ -439,6 +439,12 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
                 f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which "
                 "holds one: pass loss_scale=loss_scale_of(opt_state)."
             )
+    elif isinstance(loss_scale, str):  # "dynamic" would stay at its first value
+        raise ValueError(
+            f"loss_scale should be a loss scale or a number, but got {loss_scale!r}: write "
+            "mixed_precision(..., loss_scale='dynamic'), and pass "
+            "loss_scale=loss_scale_of(opt_state) here."
+        )
     else:
         given: Any = loss_scale  # of a class, too: it is refused by name
         scale = get_loss_scale(given).loss_scale

@@ -183,6 +183,12 @@ GRADIENTS = [
         ("'dynamc'", "'dynamic'"),
     ),
     Mistake(
+        "the optimizer's text as loss scale",
+        lambda: value_and_grad(loss_fn, loss_scale="dynamic"),
+        ValueError,
+        ("'dynamic'", "mixed_precision", "loss_scale_of(opt_state)"),
+    ),
+    Mistake(
         "a whole state as loss scale",
         lambda: value_and_grad(loss_fn, loss_scale=tx(loss_scale="dynamic").init(P)),
         TypeError,
