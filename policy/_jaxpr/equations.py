@@ -50,16 +50,31 @@ def combines_by(equation: Equation, names: Collection[str]) -> bool:
 def maker_of(jaxpr: Any, place: int) -> Any:
     """Returns the equation that makes an output of a jaxpr, inside the calls that return it.
 
-    Returns None if the output is an argument.
+    A call that returns its argument, as an identity with a derivative of its own, makes nothing:
+    the maker is that of the operand. Returns None if the output is an argument of the jaxpr.
     """
+    return _maker_or_variable(jaxpr, place)[0]
+
+
+def _maker_or_variable(jaxpr: Any, place: int) -> tuple[Any, Any]:
+    """Returns the equation that makes an output, or None and the argument or constant it is."""
     body, _ = opened(jaxpr)
     variable = body.outvars[place]
     for equation in reversed(body.eqns):
-        if variable in equation.outvars:
-            inner = held_program(equation)
-            fits = inner is not None and len(opened(inner)[0].outvars) == len(equation.outvars)
-            return maker_of(inner, equation.outvars.index(variable)) if fits else equation
-    return None
+        if variable not in equation.outvars:
+            continue
+        inner = held_program(equation)
+        called = None if inner is None else opened(inner)[0]
+        if called is None or len(called.outvars) != len(equation.outvars):
+            return equation, None
+        maker, handed = _maker_or_variable(inner, equation.outvars.index(variable))
+        if maker is not None:
+            return maker, None
+        is_call = equation.primitive.name != "scan" and len(called.invars) == len(equation.invars)
+        if not is_call or handed not in called.invars:
+            return equation, None
+        variable = equation.invars[called.invars.index(handed)]
+    return None, variable
 
 
 def held_program(equation: Equation) -> Any:

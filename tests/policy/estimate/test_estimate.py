@@ -189,6 +189,15 @@ def test_an_nnx_model_is_built_under_each_policy():
     assert all(row.outputs < 100 for row in rows.rows)
 
 
+@pytest.mark.parametrize(("text", "width"), [("bfloat16", 2), ("mixed_bfloat16", 4)])
+def test_what_an_identity_returns_is_an_output(text, width):
+    # The last operation of a layer with a bias is an identity, for the bias's gradient.
+    build = lambda: NnxNet(nnx.Rngs(0))  # noqa: E731
+    row = estimate(lambda model, x: model(x), build, X, policies=[text]).rows[0]
+    assert row.outputs >= 16 * 8 * width
+    assert row.bytes > row.arguments
+
+
 def test_an_nnx_train_step_updates_its_model_in_place():
     def train(model, optimizer, x):
         value, gradients = nnx.value_and_grad(
