@@ -4,9 +4,9 @@
 line: seconds of one case, and the name. The fast part has as many of a function's cases as fit into
 `BUDGET`, spread over their list and at least one, but none of a function whose one case takes
 longer than `LONGEST`. Upstream's defects (`test_facts.py`) always have one. Other cases are marked
-`slow`, and CI runs them. Of functions with `MANY` cases or more, such as layers times policies, as
-many are `slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`: it repeats what they check,
-and runs before a release. Functions that are not listed are fast.
+`slow`, and CI runs them. Of functions with `MANY` short cases or more, such as layers times
+policies, as many are `slow` as fit into `SLOW_BUDGET`, and the rest is `exhaustive`: it repeats
+what they check, and runs before a release. Functions that are not listed are fast.
 
     python -m pytest -n 2                    # the fast part
     python -m pytest -n 2 -m slow            # the slow part
@@ -32,7 +32,8 @@ import pytest
 BUDGET = 0.1  # seconds of a function, in the fast part
 LONGEST = 0.5  # seconds of a case, in the fast part
 MANY = 20  # cases of a function
-SLOW_BUDGET = 4.0  # seconds of a function with so many cases, in the slow part
+SHORT = 2.0  # seconds of one of its cases
+SLOW_BUDGET = 4.0  # seconds of a function with so many short cases, in the slow part
 UNLISTED = 0.02  # seconds of a case that is not listed, about
 DURATIONS = Path(__file__).with_name("durations.txt")
 
@@ -64,7 +65,8 @@ def slow_cases(count: int, seconds: float) -> list[int]:
       count: the number of these cases.
       seconds: of one case.
     """
-    fitting = count if count < MANY else min(count, max(1, int(SLOW_BUDGET / seconds)))
+    is_long_table = count >= MANY and seconds < SHORT
+    fitting = min(count, max(1, int(SLOW_BUDGET / seconds))) if is_long_table else count
     return [place * count // fitting for place in range(fitting)]
 
 

@@ -312,7 +312,8 @@ def test_parts_of_a_block_are_refused_by_name():
         lambda p, s: apply_gradients(tx, p, s, p)[:2], mesh=MESH, in_specs=specs, out_specs=specs
     )
     with pytest.raises(
-        ValueError, match=r"0/mu/w has float32\[64, 4\] for float32\[64, 1\].*into multiples of 128"
+        ValueError,
+        match=r"0/mu/w has float32\[64, 4\] instead of float32\[64, 1\].*multiple of 128",
     ):
         step(params, state)
 
