@@ -144,7 +144,7 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is the same for each row; see `estimate`."""
+    """The arguments of `estimate` that all rows share."""
 
     target: Target
     mesh: Mapping[str, int] | None

@@ -1,4 +1,4 @@
-"""Where the arrays of a call lie on a target's devices."""
+"""The placement of a call's arrays on a target's devices."""
 
 from __future__ import annotations
 

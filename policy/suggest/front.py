@@ -59,7 +59,7 @@ class FrontPoint:
 
     @property
     def fits(self) -> bool:
-        """Whether the program fits into a device's memory, so that its time is known."""
+        """True if the program fits into a device's memory, so that its time is known."""
         return self.seconds is not None and not self.missing
 
     def is_beaten_by(self, other: FrontPoint) -> bool:

@@ -73,7 +73,7 @@ class TargetCompiler:
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where the arrays of the call lie."""
+        """The placement of the call's arrays."""
         arguments = (self.call.args, self.call.kwargs)
         return placement_of(self.target, self.mesh, self.shardings, arguments)
 
