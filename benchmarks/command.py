@@ -1,6 +1,4 @@
-"""Shared by `python -m benchmarks` and `python -m benchmarks accel`: arguments, runs of tables, the
-exit status.
-"""
+"""Shared by the commands of the benchmarks: arguments, runs of tables, the exit status."""
 
 from __future__ import annotations
 
@@ -43,6 +41,21 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="counts of small models")
     made.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
     made.add_argument("--json", type=Path, metavar="FILE", help="a file to write every row to")
+    return made
+
+
+def page_parser(name: str, description: str | None, page: str) -> argparse.ArgumentParser:
+    """Makes the parser of ``python -m name``, which stores figures and writes a page of docs/."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--stored", action="store_true", help="measure nothing: take the stored figures")
+    add("--write", action="store_true", help=f"store the figures and write docs/{page}")
+    add("--json", type=Path, metavar="FILE", help="a file to write the figures to")
+    add("--markdown", type=Path, metavar="FILE", help="a file to write the page to")
     return made
 
 

@@ -32,6 +32,7 @@ import optax
 import policy as mp
 from benchmarks import beside_float32
 from benchmarks.accuracy.report import environment
+from benchmarks.command import page_parser
 from benchmarks.markdown import measured_on, note, wrapped
 from benchmarks.markdown import table as markdown_table
 
@@ -269,19 +270,12 @@ def _measured(small: bool) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = page_parser("benchmarks.convergence", __doc__, "convergence.md")
+    made.add_argument(
+        "--small", action="store_true", help="a few steps of each, to try the programs"
     )
-    add = parser.add_argument
-    add("--small", action="store_true", help="a few steps of each, to try the programs")
-    add("--examples", action="store_true", help="train the two examples too")
-    add("--stored", action="store_true", help="measure nothing: take the stored figures")
-    add("--write", action="store_true", help="store the figures and write docs/convergence.md")
-    add("--json", type=pathlib.Path, help="a file to write the figures to")
-    add("--markdown", type=pathlib.Path, help="a file to write the page to")
-    return parser
+    made.add_argument("--examples", action="store_true", help="train the two examples too")
+    return made
 
 
 if __name__ == "__main__":

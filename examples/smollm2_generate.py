@@ -23,14 +23,14 @@ prompts of 20 tokens:
 
     policy          params MiB  cache KiB  the same 20 tokens  largest logit error
     float32              513.1      14400
-    mixed_bfloat16       513.1       7200      2 of 5 prompts                 0.79
-    bfloat16             256.6       7200      2 of 5 prompts                 0.79
-    mixed_float16        513.1       7200      5 of 5 prompts                 0.17
-    float16              256.6       7200      5 of 5 prompts                 0.17
+    mixed_bfloat16       513.1       7200      4 of 5 prompts                 0.79
+    bfloat16             256.6       7200      4 of 5 prompts                 0.79
+    mixed_float16        513.1       7200      5 of 5 prompts                0.094
+    float16              256.6       7200      5 of 5 prompts                0.094
 
 float32's logits are those of torch (transformers 5.23, LlamaForCausalLM, the same file) to 8e-5,
-where the largest is 42. In bfloat16 the choice first differs where float32 itself has two tokens
-0.06, 0.05 and 0.02 logits apart, and the error there is 0.22 to 0.44: a second table lists that.
+where the largest is 42. In bfloat16 the choice differs for one prompt, where float32 itself has two
+tokens 0.02 logits apart, and the error there is 0.28: a second table lists that.
 torch in bfloat16 errs by 1.05 at most on the same texts (and 0.43 on average, ours 0.38). 10 to 15
 seconds a policy on two cores, most of them compiling.
 """

@@ -46,7 +46,7 @@ def blocks_of(text: str) -> list[Block]:
 
 def masked(text: str) -> str:
     """Returns a text with its numbers, rules of tables and spaces made alike."""
-    text = re.sub(r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?|\binf\b|\bnan\b", "#", text)
+    text = re.sub(r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", "#", text)
     return " ".join(re.sub(r"[-─━=]{2,}", "--", text).split())
 
 

@@ -22,6 +22,7 @@ from benchmarks.accuracy import report
 from benchmarks.accuracy.cases import PRECISIONS, Case, Precision, Row, measure
 from benchmarks.accuracy.function_cases import function_cases
 from benchmarks.accuracy.layer_cases import layer_cases
+from benchmarks.command import page_parser
 
 HERE = pathlib.Path(__file__).parent
 NOTES, RESULTS = HERE / "notes.md", HERE / "results.json"
@@ -81,16 +82,7 @@ def _measured(small: bool, only: str) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--only", default="", help="a regex: the rows to measure")
-    add("--small", action="store_true", help="the shapes of the test")
-    add("--stored", action="store_true", help="measure nothing: take the stored figures")
-    add("--write", action="store_true", help="store the figures and write docs/accuracy.md")
-    add("--json", type=pathlib.Path, help="a file to write the figures to")
-    add("--markdown", type=pathlib.Path, help="a file to write the page to")
-    return parser
+    made = page_parser("benchmarks.accuracy", __doc__, "accuracy.md")
+    made.add_argument("--only", default="", help="a regex: the rows to measure")
+    made.add_argument("--small", action="store_true", help="the shapes of the test")
+    return made
