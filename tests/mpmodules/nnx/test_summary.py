@@ -150,7 +150,10 @@ def test_the_rest_of_the_table_is_flaxs(net):
 
 
 def test_tabulate_leaves_classes_as_they_were(net):
-    before = {cls: dict(vars(cls)) for cls in (Net, Block, nnx.Linear, flax_nnx.Linear)}
+    classes = (Net, Block, nnx.Linear, flax_nnx.Linear)
+    for cls in classes:
+        _ = cls.__annotations__  # Python 3.11 sets them where they are first read
+    before = {cls: dict(vars(cls)) for cls in classes}
     nnx.tabulate(net, X, depth=0)
     with pytest.raises(TypeError, match="dot_general"):
         nnx.tabulate(net, jnp.ones((2, 3)))
