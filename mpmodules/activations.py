@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from mpmodules import functional
 from policy import reductions
-from policy.reductions import Axis, widely
+from policy.reductions import Axis, in_reduction_dtype
 from policy.reductions import log_sigmoid as log_sigmoid
 from policy.reductions import log_softmax as log_softmax
 from policy.reductions import softmax as softmax
@@ -78,7 +78,7 @@ def standardize(
         chosen = {} if algorithm is None else {"algorithm": algorithm}
         return jax.nn.standardize(x, axis, mean, variance, epsilon, where, **chosen)
 
-    return widely(run, x, mean, variance, dtype=out)
+    return in_reduction_dtype(run, x, mean, variance, dtype=out)
 
 
 def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
@@ -93,4 +93,6 @@ def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
       >>> activations.prelu(jnp.asarray([-2.0, 3.0], jnp.bfloat16), jnp.asarray(0.25))
       Array([-0.5, 3], dtype=bfloat16)
     """
-    return widely(lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype)
+    return in_reduction_dtype(
+        lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype
+    )

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import complex_input, is_wider
 from policy.accumulators import accumulating
-from policy.checkpointing import is_hashable, keeping_inputs_once, traced_once
+from policy.checkpointing import cached_inline_jit, is_hashable, keeping_inputs_once
 from policy.scope import current_policy
 
 Array = jax.Array
@@ -166,7 +166,7 @@ def _attention(
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
     attend = (
-        traced_once(_attend, precision)
+        cached_inline_jit(_attend, precision)
         if is_hashable(precision)
         else functools.partial(_attend, precision)
     )
@@ -286,7 +286,7 @@ def dot_product_attention_weights(
     logits = _logits(query, key, bias, mask, is_causal, precision, einsum, reduction_dtype)
     if dtype is None or logits.dtype == dtype:
         return jax.nn.softmax(logits, axis=-1)
-    return traced_once(_rounded_softmax, jnp.dtype(dtype))(logits)
+    return cached_inline_jit(_rounded_softmax, jnp.dtype(dtype))(logits)
 
 
 def _logits(
@@ -430,7 +430,7 @@ def _dot(
     dtype = jnp.dtype(dtype)
     if not is_hashable(precision):
         return _accumulated(subscripts, precision, dtype, lhs, rhs)
-    return traced_once(_accumulated, subscripts, precision, dtype)(lhs, rhs)
+    return cached_inline_jit(_accumulated, subscripts, precision, dtype)(lhs, rhs)
 
 
 def _accumulated(

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from policy import scaled_convolution, scaled_matmul
 from policy.accumulators import accumulating, bilinear_tangent
-from policy.checkpointing import traced_once
+from policy.checkpointing import cached_inline_jit
 from policy.materialize import materialized
 from policy.scaled_matmul import ScaledMatmul
 
@@ -374,7 +374,7 @@ def with_bias_gradient(
       >>> jax.grad(loss)(jnp.zeros(2, jnp.bfloat16), jnp.ones((3, 2), jnp.bfloat16))
       Array([3, 3], dtype=bfloat16)
     """
-    return traced_once(_with_bias_gradient, tuple(shape), jnp.dtype(reduction_dtype))(y, bias)
+    return cached_inline_jit(_with_bias_gradient, tuple(shape), jnp.dtype(reduction_dtype))(y, bias)
 
 
 def _identity(shape: tuple[int, ...], reduction_dtype: np.dtype, y: Array, bias: Array) -> Array:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from mpmodules._cudnn_attention import cudnn_attention, fits_cudnn
 from mpmodules._splash_attention import Splash, splash_attention
 from mpmodules._splash_kernel import LANES, StaticMask
-from policy.checkpointing import traced_once
+from policy.checkpointing import cached_inline_jit
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]
@@ -130,7 +130,7 @@ def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Attention:
 
 def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Attention:
     how = Splash(None if mask is None else StaticMask.of(mask), is_causal, insists)
-    return functools.partial(splash_attention, how) if insists else traced_once(_on_tpu, how)
+    return functools.partial(splash_attention, how) if insists else cached_inline_jit(_on_tpu, how)
 
 
 def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.functional import broadcast_like
 from mpmodules.moments import Region, moments
-from policy.checkpointing import traced_once
+from policy.checkpointing import cached_inline_jit
 
 Array = jax.Array
 
@@ -54,9 +54,9 @@ def normalize(
       >>> y
       Array([[-1, 1]], dtype=bfloat16)
     """
-    y, centre, offset, variance = traced_once(_normalize, region, float(epsilon), jnp.dtype(dtype))(
-        x, scale, bias
-    )
+    y, centre, offset, variance = cached_inline_jit(
+        _normalize, region, float(epsilon), jnp.dtype(dtype)
+    )(x, scale, bias)
     return y, centre if offset is None else centre + offset, variance
 
 
@@ -70,7 +70,7 @@ def _normalize(
     bias: Array | None,
 ) -> tuple[Array, Array, Array | None, Array]:
     """Returns the result; the mean, in two numbers where that costs nothing; and the variance."""
-    centre, offset, variance = traced_once(moments, region)(x)
+    centre, offset, variance = cached_inline_jit(moments, region)(x)
     if (
         x.ndim - 1 in region.axes
     ):  # one number for each row: TPUs spread a second one over the lanes at a cost

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from mpmodules._promotion import mixing_allowed
-from policy.reductions import reduction_dtype_of, widely
+from policy.reductions import in_reduction_dtype, reduction_dtype_of
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -65,7 +65,7 @@ def pool(
     if reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4:
         return run(inputs, init)
     start = _start(init, reduction_dtype_of(inputs))
-    return widely(lambda x: run(x, start), inputs)
+    return in_reduction_dtype(lambda x: run(x, start), inputs)
 
 
 def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) -> int:
@@ -109,7 +109,7 @@ def avg_pool(
         with mixing_allowed():  # Flax divides by a count of another dtype
             return flax_pooling.avg_pool(x, window_shape, strides, padding, count_include_pad)  # type: ignore[arg-type]
 
-    return widely(run, jnp.asarray(inputs))
+    return in_reduction_dtype(run, jnp.asarray(inputs))
 
 
 def max_pool(

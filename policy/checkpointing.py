@@ -29,12 +29,12 @@ def keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def keeping_inputs_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """Returns ``keeping_inputs(function(*static, ...))``, traced once as by `traced_once`."""
+    """Returns ``keeping_inputs(function(*static, ...))``, traced once as by `cached_inline_jit`."""
     return jax.jit(keeping_inputs(_given(function, static)), inline=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def traced_once(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+def cached_inline_jit(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
     """Returns ``function(*static, ...)`` as a cached inline `jax.jit`, which is traced once.
 
     JAX also differentiates it once. Any number of layers may call it with arguments of the same

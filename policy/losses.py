@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from policy.checkpointing import keeping_inputs
-from policy.reductions import reduction_dtype_of, widely
+from policy.reductions import in_reduction_dtype, reduction_dtype_of
 
 __all__ = [
     "cosine_distance",
@@ -293,7 +293,7 @@ def softmax_cross_entropy(
         squared = z_loss * jnp.square(jax.scipy.special.logsumexp(logits, axis, where=classes))
         return loss + (squared if kept is None else jnp.where(jnp.any(kept, axis), squared, 0))
 
-    return widely(run, logits, labels, dtype=reduction_dtype_of(logits, labels))
+    return in_reduction_dtype(run, logits, labels, dtype=reduction_dtype_of(logits, labels))
 
 
 def _without_impossible(
@@ -331,7 +331,7 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
     Returns:
       The shape of `logits`, in reduction_dtype.
     """
-    return widely(
+    return in_reduction_dtype(
         optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype_of(logits, labels)
     )
 
@@ -354,7 +354,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
       The shape of `predictions`.
     """
     given = (predictions,) if targets is None else (predictions, targets)
-    return widely(optax.squared_error, *given, dtype=reduction_dtype_of(*given))
+    return in_reduction_dtype(optax.squared_error, *given, dtype=reduction_dtype_of(*given))
 
 
 def kl_divergence(
@@ -385,7 +385,9 @@ def kl_divergence(
         logs = jnp.log(jnp.where(targets == 0, 1, targets))
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return widely(run, log_predictions, targets, dtype=reduction_dtype_of(log_predictions, targets))
+    return in_reduction_dtype(
+        run, log_predictions, targets, dtype=reduction_dtype_of(log_predictions, targets)
+    )
 
 
 def kl_divergence_with_log_targets(
@@ -416,7 +418,7 @@ def kl_divergence_with_log_targets(
         logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return widely(
+    return in_reduction_dtype(
         run, log_predictions, log_targets, dtype=reduction_dtype_of(log_predictions, log_targets)
     )
 
@@ -496,7 +498,9 @@ def ctc_loss(
                 log_epsilon=log_epsilon,
             )
 
-    return widely(run, logits, logit_paddings, label_paddings, dtype=reduction_dtype_of(logits))
+    return in_reduction_dtype(
+        run, logits, logit_paddings, label_paddings, dtype=reduction_dtype_of(logits)
+    )
 
 
 def cosine_similarity(
@@ -528,7 +532,9 @@ def cosine_similarity(
             predictions, targets, epsilon=epsilon, axis=axis, where=where
         )
 
-    return widely(run, predictions, targets, dtype=reduction_dtype_of(predictions, targets))
+    return in_reduction_dtype(
+        run, predictions, targets, dtype=reduction_dtype_of(predictions, targets)
+    )
 
 
 def cosine_distance(

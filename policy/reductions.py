@@ -28,6 +28,7 @@ __all__ = [
     "cumsum",
     "einsum",
     "global_norm",
+    "in_reduction_dtype",
     "log_sigmoid",
     "log_softmax",
     "logsumexp",
@@ -39,7 +40,6 @@ __all__ = [
     "standardize",
     "std",
     "var",
-    "widely",
 ]
 
 
@@ -50,13 +50,15 @@ def __dir__() -> list[str]:
 Axis = int | Sequence[int] | None
 
 
-def widely(function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None) -> Any:
+def in_reduction_dtype(
+    function: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None = None
+) -> Any:
     """Calls ``function(*arrays)`` in reduction_dtype and rounds floating results once to `dtype`.
 
     >>> import jax.numpy as jnp
     >>> from policy import reductions
     >>> x = jnp.full(4096, 0.1, jnp.bfloat16)
-    >>> y = reductions.widely(lambda x: x.sum() - 400, x)
+    >>> y = reductions.in_reduction_dtype(lambda x: x.sum() - 400, x)
     >>> y.dtype, f"{float(y):.1f}"
     (dtype(bfloat16), '10.0')
 
@@ -124,7 +126,7 @@ def softmax(
       x's shape; 0 everywhere if `where` leaves no entry.
     """
     del initial
-    return widely(lambda x: jax.nn.softmax(x, axis, where=where), x, dtype=dtype)
+    return in_reduction_dtype(lambda x: jax.nn.softmax(x, axis, where=where), x, dtype=dtype)
 
 
 def log_softmax(
@@ -148,7 +150,7 @@ def log_softmax(
       x's shape; -inf where `where` leaves an entry out.
     """
     del initial
-    return widely(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
+    return in_reduction_dtype(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
 
 
 def logsumexp(
@@ -187,7 +189,7 @@ def logsumexp(
             x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where
         )
 
-    return widely(run, x, b, dtype=dtype)
+    return in_reduction_dtype(run, x, b, dtype=dtype)
 
 
 def log_sigmoid(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
@@ -198,7 +200,7 @@ def log_sigmoid(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
     >>> reductions.log_sigmoid(jnp.zeros((), jnp.float16), dtype=jnp.float32)
     Array(-0.6931472, dtype=float32)
     """
-    return widely(jax.nn.log_sigmoid, x, dtype=dtype)
+    return in_reduction_dtype(jax.nn.log_sigmoid, x, dtype=dtype)
 
 
 def softplus(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
@@ -209,7 +211,7 @@ def softplus(x: ArrayLike, *, dtype: DTypeLike | None = None) -> jax.Array:
     >>> reductions.softplus(jnp.float16(20))
     Array(20., dtype=float16)
     """
-    return widely(jax.nn.softplus, x, dtype=dtype)
+    return in_reduction_dtype(jax.nn.softplus, x, dtype=dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,7 +246,9 @@ def mean(
     Returns:
       x's shape without `axis`.
     """
-    return widely(lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype)
+    return in_reduction_dtype(
+        lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype
+    )
 
 
 def var(
@@ -280,7 +284,7 @@ def var(
     def run(x: jax.Array) -> jax.Array:
         return jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where)
 
-    return widely(run, x, dtype=_real(x) if dtype is None else dtype)
+    return in_reduction_dtype(run, x, dtype=_real(x) if dtype is None else dtype)
 
 
 def std(
@@ -305,7 +309,7 @@ def std(
     def run(x: jax.Array) -> jax.Array:
         return jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where)
 
-    return widely(run, x, dtype=_real(x) if dtype is None else dtype)
+    return in_reduction_dtype(run, x, dtype=_real(x) if dtype is None else dtype)
 
 
 def _real(x: ArrayLike) -> np.dtype | None:
@@ -359,7 +363,7 @@ def standardize(
             spread = variance
         return centred * jax.lax.rsqrt(_expanded(spread, x) + epsilon)
 
-    return widely(run, x, mean, variance, dtype=dtype)
+    return in_reduction_dtype(run, x, mean, variance, dtype=dtype)
 
 
 def _expanded(statistic: jax.Array, x: jax.Array) -> jax.Array:
@@ -426,19 +430,21 @@ def _running(
             f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got "
             f"{axis}."
         )
-    return _exactly_or_widely(lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype)
+    return _exactly_or_in_reduction_dtype(
+        lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype
+    )
 
 
-def _exactly_or_widely(
+def _exactly_or_in_reduction_dtype(
     function: Callable[[jax.Array], jax.Array], x: Any, dtype: DTypeLike | None
 ) -> jax.Array:
-    """Calls ``widely(function, x)``; for integers, `function` in an integer dtype."""
+    """Calls ``in_reduction_dtype(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
     counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (
         dtype and jnp.issubdtype(dtype, jnp.inexact)
     )
     if not counts:
-        return widely(function, x, dtype=dtype)
+        return in_reduction_dtype(function, x, dtype=dtype)
     wide = dtype or (jnp.dtype(int) if x.dtype == bool else x.dtype)
     return function(x.astype(jax.dtypes.canonicalize_dtype(wide)))
 
@@ -485,7 +491,7 @@ def segment_sum(
             mode,
         )
 
-    return _exactly_or_widely(run, data, dtype)
+    return _exactly_or_in_reduction_dtype(run, data, dtype)
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -513,6 +519,6 @@ def global_norm(tree: Any) -> jax.Array:
 
     total = jnp.zeros((), real)
     for x in leaves:
-        total = total + widely(sum_of_squares, x, dtype=real)
+        total = total + in_reduction_dtype(sum_of_squares, x, dtype=real)
     nothing = total == 0  # the norm has a corner there; its gradient is taken to be 0
     return jnp.where(nothing, 0, jnp.sqrt(jnp.where(nothing, 1, total)))

@@ -39,7 +39,7 @@ from policy.rules import PolicyRules, matches
 from policy.scope import RulesLike
 from policy.traced.gradients import parameter_places, traced_call
 from policy.traced.kept_dtypes import origin_of, parameters_of
-from policy.ulps import what_is_off
+from policy.ulps import ulp_error_message
 
 __all__ = [
     "assert_close_in_ulps",
@@ -381,7 +381,11 @@ def assert_close_in_ulps(
     told = [
         message
         for (path, leaf), truth in zip(leaves, truths, strict=True)
-        if (message := what_is_off(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor))
+        if (
+            message := ulp_error_message(
+                jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor
+            )
+        )
     ]
     if told:
         raise AssertionError("\n".join(told))

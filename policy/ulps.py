@@ -50,7 +50,7 @@ def ulps(actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0
     return np.where(is_right, 0.0, error)
 
 
-def what_is_off(
+def ulp_error_message(
     path: str,
     actual: Any,
     desired: Any,
@@ -72,7 +72,9 @@ def what_is_off(
     if np.iscomplexobj(leaf) or np.iscomplexobj(truth):
         own = dtype or np.real(leaf).dtype
         parts = (("real", np.real(leaf), np.real(truth)), ("imag", np.imag(leaf), np.imag(truth)))
-        told = (what_is_off(f"{name}.{part}", x, y, allowed, own, floor) for part, x, y in parts)
+        told = (
+            ulp_error_message(f"{name}.{part}", x, y, allowed, own, floor) for part, x, y in parts
+        )
         return "\n".join(filter(None, told))
     if dtype is None and not jnp.issubdtype(leaf.dtype, jnp.floating):
         return (

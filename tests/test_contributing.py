@@ -234,7 +234,7 @@ def sines(flow):
 '''
 NEW_LOSS = """def absolute_error(predictions, targets):
     out = reduction_dtype_of(predictions, targets)
-    return widely(lambda x, y: abs(x - y), predictions, targets, dtype=out)
+    return in_reduction_dtype(lambda x, y: abs(x - y), predictions, targets, dtype=out)
 
 
 def squared_error("""

@@ -73,7 +73,7 @@ class RMSNorm(nnx.Module):
         # +     mean2 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         # +     return x * jax.lax.rsqrt(mean2 + 1e-6) * (1.0 + scale)
         # +
-        # + return reductions.widely(norm, x, self.scale[...], dtype=x.dtype)  # stays
+        # + return reductions.in_reduction_dtype(norm, x, self.scale[...], dtype=x.dtype)  # stays
 
 
 class ScaledEmbed(nnx.Embed):
