@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,16 +34,21 @@ class Model:
 
     Attributes:
       fn: ``fn(params, x)`` -> an array.
-      params, x: what it is called with.
+      make_params: makes the params, on first use.
+      x: the input.
       matmuls: how many matmuls and convolutions its program holds, or more.
       batched: whether it may be mapped over the first axis of `x`.
     """
 
     fn: Callable[[Any, Any], Any]
-    params: Any
+    make_params: Callable[[], Any]
     x: Any
     matmuls: int = 1
     batched: bool = True
+
+    @functools.cached_property
+    def params(self) -> Any:
+        return self.make_params()
 
 
 MODELS: dict[str, Model] = {}
@@ -53,14 +59,15 @@ def model(x: Any = X, params: Any = None, **options: Any) -> Callable[[Any], Any
     given = {"w": SQUARE, "b": normal(8)} if params is None else params
 
     def register(fn: Any) -> Any:
-        MODELS[fn.__name__] = Model(fn, given, x, **options)
+        MODELS[fn.__name__] = Model(fn, lambda: given, x, **options)
         return fn
 
     return register
 
 
 def flax_model(name: str, module: nn.Module, x: Any = X, *, matmuls: int = 1, **call: Any) -> None:
-    variables = module.init({"params": KEY, "dropout": KEY}, x, **call)
+    def variables() -> Any:
+        return module.init({"params": KEY, "dropout": KEY}, x, **call)
 
     def fn(variables: Any, x: Any) -> Any:
         return module.apply(variables, x, rngs={"dropout": KEY}, **call)
