@@ -76,6 +76,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items[:] = fast_part.longest_files_first(items, listed)
 
 
+def pytest_collection_finish() -> None:
+    """Leaves modules and collected tests out of all later garbage collections, and lets these
+    come less often: they walk through millions of objects, a tenth of the suite's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """A file's tests run on one worker, where they share fixtures and traces."""

@@ -20,7 +20,7 @@ from mpmodules import linen, nnx
 from policy import audit, compare, use_policy
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
-HERE = re.compile(r"test_sources\.py:\d+ \(.+\)")
+HERE = re.compile(r"test_source_lines\.py:\d+ \(.+\)")
 WINGS = pytest.mark.parametrize("wing", ["Flax's linen", "linen", "Flax's nnx", "nnx"])
 
 
@@ -111,7 +111,7 @@ def test_a_scan_of_a_model_names_the_line_in_the_body():
     report = audit(model.apply, model.init(jax.random.key(0), X), X, backward=True)
     dots = {op.source for op in report.operations if op.kind == "dot"}
     (number,) = line("# in the body")
-    assert dots == {f"test_sources.py:{number} (Step.__call__)"}
+    assert dots == {f"test_source_lines.py:{number} (Step.__call__)"}
 
 
 def test_an_update_of_optax_is_of_the_line_that_asked_for_it():
