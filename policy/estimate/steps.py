@@ -190,7 +190,7 @@ def traced_step(
         origin for origin, is_one in zip(every, traced.arguments.is_array, strict=True) if is_one
     )
     donated = (
-        donated_inputs(traced.jaxpr)
+        donated_inputs(traced.jaxpr, is_wrapped=route == "autocast")
         if positions is None
         else tuple(i for i, origin in enumerate(origins) if origin in positions)
     )
