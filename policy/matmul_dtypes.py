@@ -5,7 +5,10 @@ The formats are those of Micikevicius et al., "FP8 formats for deep learning" (a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -146,10 +149,33 @@ def scaled_matmul_of(text: str) -> ScaledMatmul | None:
     return ScaledMatmul(*dtypes, **given)
 
 
+_assumed: ContextVar[tuple[str, str] | None] = ContextVar("policy_backend", default=None)
+
+
 def backend() -> tuple[str, str]:
-    """Returns the default backend's platform, and its device's kind or compute capability."""
-    device = jax.devices()[0]
+    """Returns the platform of the devices that programs are traced for, and their kind or compute
+    capability: of the default backend, or of an `assumed_backend`.
+    """
+    assumed = _assumed.get()
+    return backend_of(jax.devices()[0]) if assumed is None else assumed
+
+
+def backend_of(device: Any) -> tuple[str, str]:
+    """Returns a device's platform, and its kind or compute capability."""
     return device.platform, str(getattr(device, "compute_capability", device.device_kind))
+
+
+@contextlib.contextmanager
+def assumed_backend(found: tuple[str, str]) -> Iterator[None]:
+    """Makes `backend` return another than the default backend in a block.
+
+    The cache of traces does not know of it: see `policy.scope.traced_for`.
+    """
+    token = _assumed.set(found)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:

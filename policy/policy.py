@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from policy.casting import cast_floating
-from policy.matmul_dtypes import ScaledMatmul, scaled_matmul_of
+from policy.matmul_dtypes import ScaledMatmul, backend, scaled_matmul_of
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ def half_dtype() -> np.dtype:
     >>> policy.half_dtype().itemsize
     2
     """
-    return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+    return jnp.dtype(jnp.bfloat16 if backend()[0] == "tpu" else jnp.float16)
 
 
 def cast_to_full(tree: T) -> T:

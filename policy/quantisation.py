@@ -20,18 +20,18 @@ _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is fi
 def warn_if_emulated(
     by: ScaledMatmul, operation: Literal["matmuls", "convolutions"] = "matmuls"
 ) -> None:
-    """Warns once if the default backend has no 8-bit operation of this kind: it emulates one,
-    slower.
+    """Warns once if the backend has no 8-bit operation of this kind: it emulates one, slower.
 
-    The numbers are the same.
+    The numbers are the same. The backend is that of `policy.matmul_dtypes.backend`.
     """
     platform, kind = backend()
     has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
     # GPUs from Turing on, and newer TPUs, multiply int8 too, though not faster than float8.
     has_it = has_it or (by.operands == INT8 and platform != "cpu")
     if not has_it or (operation == "convolutions" and platform != "tpu"):
+        name = f"a GPU of compute capability {kind}" if kind[:1].isdigit() else kind
         warn_once(
-            f"{kind} has no {by.operands} {operation}, so they are emulated: the results are the "
+            f"{name} has no {by.operands} {operation}, so they are emulated: the results are the "
             "same, but they run slower than in compute_dtype. "
             + (
                 "m=8bit uses 8 bits only where the backend has them."

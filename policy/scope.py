@@ -13,6 +13,7 @@ import jax
 
 from policy._compat import set_global
 from policy.casting import require_available
+from policy.matmul_dtypes import assumed_backend, backend, backend_of
 from policy.policy import Policy, get_policy
 from policy.provenance import Source, coming_from, source_in_force
 from policy.rules import PolicyRules, RulesLike
@@ -36,6 +37,7 @@ class Scope:
         its own cast.
       in_full_precision: True inside a `full_precision` block, where compute_dtype is
         reduction_dtype.
+      backend: the platform and kind of the devices to trace for, if they are not the default ones.
       options: other values that change the traces of a model under the policy; used as a key only.
     """
 
@@ -46,6 +48,7 @@ class Scope:
     hands_on_float32: bool = False
     marks_reads: bool = False
     in_full_precision: bool = False
+    backend: tuple[str, str] | None = None
     options: Hashable = None
 
 
@@ -80,15 +83,32 @@ def enter(scope: Scope, source: Source | None = None):
     Args:
       source: the provenance of its policy, for summaries; None keeps the current source.
     """
-    if _context.value.in_float32:
+    outer = _context.value
+    if outer.in_float32:
         scope = dataclasses.replace(scope, in_float32=True)
+    if scope.backend is None:
+        scope = dataclasses.replace(scope, backend=outer.backend)
     with coming_from(source_in_force() if source is None else source):
-        if scope == _context.value:
+        if scope == outer:
             yield
         else:
             # a fresh context object for each entry: one object can't be entered twice
             with _context(scope):
                 yield
+
+
+@contextlib.contextmanager
+def traced_for(device: Any):
+    """Traces a block's programs for a device that need not be there.
+
+    ``half``, ``m=8bit`` and operations that differ by backend are those of this device.
+    """
+    found = backend_of(device)
+    if found == backend():
+        yield
+        return
+    with assumed_backend(found), enter(dataclasses.replace(current_scope(), backend=found)):
+        yield
 
 
 def _checked(

@@ -28,7 +28,7 @@ from policy.estimate.targets import Target
 from policy.parameters import ParamsArgument
 from policy.policy import Policy
 from policy.rules import PolicyRules
-from policy.scope import RulesLike
+from policy.scope import RulesLike, traced_for
 
 _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
@@ -85,7 +85,7 @@ def estimate(
       policies: the rows: policies, or pairs of a policy and a dict of the example's options, in a
         sequence or in a mapping from names. Each policy is applied as in `policy.audit`, by
         `use_policy`, or by `autocast` where no layer obeys it. None estimates the code as it is
-        written.
+        written. In texts, ``half`` and ``m=8bit`` are those of the target.
       on: the target: a TPU topology such as "v5e:4x4", one or several GPUs of one machine, "h100"
         and "h100:8", a JSON file of a GPU's figures, "cpu", or "here" for JAX's default devices.
         See `policy.estimate.targets.Target`.
@@ -115,17 +115,10 @@ def estimate(
         be lowered or compiled for the target (a kernel of another platform, a callback).
       RuntimeError: the target's compiler is not installed; the message has the command.
     """
-    rows = rows_of(policies)
     target = on if isinstance(on, Target) else Target(on)
-    checked = (
-        PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
-    )
     question = Question(target, mesh, shardings, donate, backward, params)
-    found = []
-    for done, row in enumerate(rows):
-        if progress is not None:
-            progress(row.name, done, len(rows))
-        found.append(_estimated(question, fn, args, kwargs, row, checked))
+    with traced_for(target.devices[0]):
+        found = _answers(question, fn, args, kwargs, policies, rules, progress)
     placement = found[0].placement
     return Estimate(
         name=name_of(fn),
@@ -164,6 +157,34 @@ class Answer:
     placement: Placement
     unheeded: Policy | None
     notes: list[str]
+
+
+def _answers(
+    question: Question,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policies: Any,
+    rules: RulesLike | None,
+    progress: Progress | None,
+) -> list[Answer]:
+    """Returns the answer of each row. An exception of the user's code has a note with its row."""
+    rows = rows_of(policies)
+    checked = (
+        PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
+    )
+    found = []
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress(row.name, done, len(rows))
+        try:
+            found.append(_estimated(question, fn, args, kwargs, row, checked))
+        except Exception as error:
+            error.add_note(
+                f"This is the row {row.name!r} of an estimate on {question.target.name}."
+            )
+            raise
+    return found
 
 
 def _same(found: Sequence[Answer]) -> list[str]:

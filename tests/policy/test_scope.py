@@ -1,13 +1,22 @@
 """The policy in force is part of JAX's cache keys, and of no other thread's business."""
 
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from policy import Policy, PolicyRules, current_policy, get_policy, set_policy, use_policy
-from policy.scope import Scope, current_scope, enter
+from policy import (
+    Policy,
+    PolicyRules,
+    current_policy,
+    get_policy,
+    half_dtype,
+    set_policy,
+    use_policy,
+)
+from policy.scope import Scope, current_scope, enter, traced_for
 
 A, B = get_policy("bf16"), get_policy("f16")
 
@@ -155,3 +164,26 @@ def test_a_scope_refuses_what_is_no_policy_before_it_is_entered():
     assert current_scope() == Scope()
     with jax.enable_x64(True), use_policy("float64"):
         assert current_policy() == get_policy("float64")
+
+
+def test_a_program_is_traced_for_a_device_that_is_not_there():
+    devices = {
+        "v5e": types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"),
+        "h100": types.SimpleNamespace(platform="gpu", device_kind="H100", compute_capability="9.0"),
+    }
+    traces = []
+
+    @jax.jit
+    def run(x):
+        policy = get_policy("p=f32,c=half,m=8bit")
+        traces.append((policy.compute_dtype.name, policy.matmul and policy.matmul.text))
+        return x
+
+    run.trace(1.0)
+    for name in ("v5e", "h100", "v5e"):
+        with traced_for(devices[name]), use_policy(None):
+            run.trace(1.0)
+    with traced_for(jax.devices()[0]):
+        run.trace(1.0)
+    assert traces == [("float16", None), ("bfloat16", "i8"), ("float16", "f8")]
+    assert current_scope().backend is None and half_dtype() == jnp.float16

@@ -1,6 +1,8 @@
 """`policy.estimate` on the processor at hand: steps, examples, builders, donation and errors."""
 
 import functools
+import sys
+import types
 from typing import Any, cast
 
 import jax
@@ -13,6 +15,7 @@ from jax import ShapeDtypeStruct
 import policy
 from mpmodules import linen, nnx
 from policy.estimate.candidates import rows_of
+from policy.scope import traced_for
 
 F32 = jnp.float32
 W, X = ShapeDtypeStruct((64, 64), F32), ShapeDtypeStruct((16, 64), F32)
@@ -161,6 +164,17 @@ def test_a_jitted_function_donates_what_it_says():
     assert keeping.outputs - donating.outputs == pytest.approx(size((params, state)), abs=512)
 
 
+def test_a_jitted_function_donates_under_autocast_as_well():
+    step = lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), x.sum())  # noqa: E731
+    kept, donated = (
+        estimate(jax.jit(step, donate_argnums=donate), W, X, policies=["float32", "mixed_bfloat16"])
+        for donate in ((), 0)
+    )
+    assert donated["mixed_bfloat16"].route == "autocast"
+    for name in ("float32", "mixed_bfloat16"):
+        assert kept[name].outputs - donated[name].outputs == size(W)
+
+
 def test_donated_arguments_are_named_by_position():
     step = lambda w, x: (w + 1.0, loss(w, x))  # noqa: E731
     kept, donated, last = (
@@ -173,6 +187,39 @@ def test_donated_arguments_are_named_by_position():
 def test_a_donation_that_nothing_overwrites_is_a_note():
     found = estimate(loss, W, X, policies=["float32"], donate=(0, 1))
     assert any("donated buffers were not usable" in note for note in found.notes)
+
+
+def test_texts_that_depend_on_the_backend_mean_the_targets(monkeypatch):
+    asked = []
+
+    def traced_for_v5e(device):
+        asked.append(device.platform)
+        return traced_for(types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"))
+
+    module = sys.modules["policy.estimate.estimate"]  # `policy.estimate` is the function
+    monkeypatch.setattr(module, "traced_for", traced_for_v5e)
+    net, x = linen.Dense(64), ShapeDtypeStruct((16, 64), F32)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
+    found = estimate(
+        net.apply, variables, x, policies=["half", "p=f32,c=bf16,m=8bit"], rules={".*": "half"}
+    )
+    assert asked == ["cpu"]
+    assert [row.policy for row in found.rows] == [
+        "bfloat16",
+        "params=float32,compute=bfloat16,output=bfloat16,matmul=i8",
+    ]
+    assert all(set(row.matmul_flops) == {"bfloat16"} for row in found.rows)
+
+
+def test_an_exception_of_the_step_has_a_note_with_its_row():
+    def step(w):
+        if policy.current_policy() == policy.get_policy("bfloat16"):
+            raise KeyError("no such layer")
+        return w + 1.0
+
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        estimate(step, W, policies=["float32", "bfloat16"])
+    assert raised.value.__notes__[-1] == ("This is the row 'bfloat16' of an estimate on cpu.")
 
 
 def test_an_nnx_model_is_built_under_each_policy():
