@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import traceback
 from collections.abc import Callable
@@ -28,13 +29,19 @@ from policy.command_line.layout import mesh_sizes, positions_of, shardings_of
 from policy.command_line.output import require_outputs, write_estimate
 from policy.command_line.progress import RowProgress
 from policy.command_line.rows import rows_to_estimate
-from policy.command_line.target import CommandError, running_users_code, target_of
+from policy.command_line.target import (
+    CommandError,
+    require_arguments,
+    running_users_code,
+    target_of,
+)
 from policy.estimate.estimate import estimate
 from policy.estimate.report import Estimate
 from policy.estimate.targets import Target
 from policy.rules import PolicyRules
 
 _POLICY = Path(__file__).resolve().parents[1]
+_FUNCTOOLS = Path(functools.__file__).resolve()
 
 
 def add_estimate(commands: Any) -> None:
@@ -120,6 +127,7 @@ def run_estimate(options: argparse.Namespace) -> int:
     _use_the_processor(targets)
     args = tuple(parse_argument(text) for text in options.arg)
     fn = target_of(options.target)
+    require_arguments(fn, args, options.target)
     is_lacking = False
     for i, target in enumerate(targets):
         with RowProgress(target.name, is_quiet=options.quiet) as progress:
@@ -189,6 +197,9 @@ def _estimated(
 
 
 def _is_of_policy(error: Exception) -> bool:
-    """Returns whether an error was raised by policy itself, before it called anything else."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return all(Path(frame.filename).resolve().is_relative_to(_POLICY) for frame in frames)
+    """Returns whether an error was raised by policy itself, before it called anything else.
+
+    Cached properties of policy's are called by `functools`.
+    """
+    files = {Path(f.filename).resolve() for f in traceback.extract_tb(error.__traceback__)}
+    return all(file == _FUNCTOOLS or file.is_relative_to(_POLICY) for file in files)

@@ -39,8 +39,8 @@ def require_outputs(html: str | None, json: str | None, plot: str | None, count:
       count: of the targets that are estimated.
 
     Raises:
-      CommandError: a folder is not there, a plot has another ending or no matplotlib, or several
-        reports share the standard output.
+      CommandError: a folder is not there, a file is a folder, a plot has another ending or no
+        matplotlib, or several reports share the standard output.
     """
     require_one_output(html, json)
     if "-" in (html, json) and count > 1:
@@ -52,8 +52,13 @@ def require_outputs(html: str | None, json: str | None, plot: str | None, count:
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot draws with matplotlib, which is missing: pip install matplotlib")
     for name in (html, json, plot):
-        if name is not None and name != "-" and not Path(name).parent.is_dir():
-            raise CommandError(f"{name} can't be written: there is no folder {Path(name).parent}.")
+        if name is not None and name != "-":
+            if not Path(name).parent.is_dir():
+                raise CommandError(
+                    f"{name} can't be written: there is no folder {Path(name).parent}."
+                )
+            if Path(name).is_dir():
+                raise CommandError(f"{name or repr(name)} can't be written: it is a folder.")
 
 
 def write_estimate(

@@ -26,13 +26,15 @@ class CommandError(Exception):
 def running_users_code(failure: str) -> Iterator[None]:
     """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`.
 
-    An interrupt is re-raised.
+    An interrupt is re-raised. What the code prints goes to the standard error: the standard output
+    is the report's.
 
     Args:
       failure: the beginning of the message.
     """
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code)
         raise CommandError(f"{failure}: it calls sys.exit({code}).") from None
@@ -160,15 +162,9 @@ def call_of(
     A function without arguments that returns arrays is audited itself, unless it is called an
     example.
     """
-    required = _required(fn)
-    if args or required is None:
+    require_arguments(fn, args, target)
+    if args or _required(fn) is None:
         return fn, args, {}
-    if required:
-        raise CommandError(
-            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
-            "bf16[8,128]; or name a "
-            "function without arguments that returns it and a tuple of its arguments."
-        )
     with running_users_code(f"{target}() failed"):
         made: Any = fn()
     if _are_results(made) and "example" not in target.rpartition(":")[2].lower():
@@ -182,6 +178,21 @@ def call_of(
         "kwargs a dict, "
         f"but returned {_told(made)}."
     )
+
+
+def require_arguments(fn: Callable[..., Any], args: Sequence[Any], target: str) -> None:
+    """Refuses a function that takes arguments if none are given.
+
+    Raises:
+      CommandError: the message has their names.
+    """
+    required = _required(fn)
+    if required and not args:
+        raise CommandError(
+            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
+            "bf16[8,128]; or name a "
+            "function without arguments that returns it and a tuple of its arguments."
+        )
 
 
 def _are_results(made: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from policy.estimate.chips import CHIPS, Chip
-from policy.estimate.gpu_configs import GPUS, Gpu
+from policy.estimate.gpu_configs import GPUS
 from policy.estimate.own_chips import own_gpu
 
 INSTALL = (
@@ -79,7 +79,7 @@ class Target:
                     f"The target {self.name!r} should end in a number of devices, as in {kind}:8."
                 )
         else:
-            near = difflib.get_close_matches(kind, [*CHIPS, "cpu", "here"], 1)
+            near = difflib.get_close_matches(kind.lower(), [*CHIPS, "cpu", "here"], 1)
             raise ValueError(
                 f"There is no target {self.name!r}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
@@ -167,13 +167,12 @@ def _split(name: str) -> tuple[str, str]:
 
 def _require_torus(name: str, kind: str, shape: str) -> None:
     axes, most = _TORUS[kind]
-    example = f"{kind}:{'x'.join(['4'] * axes)}"
-    if not shape:
+    if not shape and ":" not in name:
         return
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != axes:
         raise ValueError(
-            f"The target {name!r} should have {axes} axes of chips, as in {example}; {kind} alone "
-            "is one chip."
+            f"The target {name!r} should have {axes} axes of chips, as in {_example(kind)}; {kind} "
+            "alone is one chip."
         )
     chips = int(np.prod([int(size) for size in shape.split("x")]))
     if chips > most:
@@ -182,14 +181,18 @@ def _require_torus(name: str, kind: str, shape: str) -> None:
         )
 
 
+def _example(kind: str) -> str:
+    return f"{kind}:{'x'.join(['4'] * _TORUS[kind][0])}"
+
+
 @functools.cache
 def _topology(name: str) -> Any:
     kind, shape = _split(name)
+    gpu = own_gpu(kind)[1] if kind.endswith(".json") else GPUS.get(kind)
     try:
         with _without_accelerators():
-            if kind in _TORUS:
+            if gpu is None:
                 return _tpu_topology(kind, shape)
-            gpu: Gpu = own_gpu(kind)[1] if kind.endswith(".json") else GPUS[kind]
             return topologies.get_topology_desc(
                 platform="cuda",
                 topology_name="",
@@ -199,8 +202,17 @@ def _topology(name: str) -> Any:
     except Exception as error:  # what a missing plugin raises differs by release
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "INVALID_ARGUMENT" in reason:
-            raise ValueError(f"There is no topology {name!r}: {reason}.") from None
+            raise ValueError(f"There is no topology {name!r}: {reason}.{_even(kind)}") from None
         raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
+
+
+def _even(kind: str) -> str:
+    if kind not in _TORUS:
+        return ""
+    return (
+        f" A host has 2 x 2 chips: give sides that are even, as in {_example(kind)}. {kind} alone "
+        "is one chip."
+    )
 
 
 def _tpu_topology(kind: str, shape: str) -> Any:

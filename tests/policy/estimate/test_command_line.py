@@ -17,6 +17,7 @@ from policy.command_line.command import main
 from policy.command_line.progress import RowProgress
 from policy.command_line.rows import policies_in, rows_to_estimate
 from policy.command_line.target import CommandError
+from policy.estimate import targets
 from policy.estimate.report import Estimate
 from policy.rules import PolicyRules
 from tests.policy.estimate.estimates import cost, estimate_of, half, lacking
@@ -262,7 +263,7 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
             ["--html", "/nowhere/x.html"],
             "error: /nowhere/x.html can't be written: there is no folder /nowhere.",
         ),
-        (["--html", "/"], "error: / can't be written: Is a directory."),
+        (["--html", "/"], "error: / can't be written: it is a folder."),
     ],
 )
 def test_errors_are_one_line_and_come_before_anything_is_compiled(
@@ -271,7 +272,7 @@ def test_errors_are_one_line_and_come_before_anything_is_compiled(
     assert run(f"{train}:example", *arguments) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(message)
-    assert not asked.calls or message.endswith("Is a directory.")
+    assert not asked.calls
 
 
 def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monkeypatch):
@@ -295,8 +296,51 @@ def test_an_error_of_estimate_is_one_line(train, capsys):
     message = "error: The row 'a' has the option 'depth', but example takes width, kind.\n"
     assert capsys.readouterr().err == message
     assert run(f"{train}:step", "--on", "cpu", "--quiet") == 2
-    message = "error: estimate was given no arguments for step, which takes w, x.\n"
-    assert capsys.readouterr().err == message
+    message = f"error: '{train}:step' takes w, x: give each with --arg, as in --arg bf16[8,128];"
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("no plugin", "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"),
+        (
+            "INVALID_ARGUMENT: not divisible",
+            "error: There is no topology 'v5e:2x6': INVALID_ARGUMENT: not divisible. A host has",
+        ),
+    ],
+)
+def test_a_compiler_that_is_missing_or_refuses_a_topology_is_one_line(
+    train, capsys, monkeypatch, reason, message
+):
+    def refusing(**_):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
+    targets._topology.cache_clear()
+    assert run(f"{train}:example", "--on", "v5e:2x6") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_report(tmp_path, capsys):
+    file = tmp_path / "estimated_talking.py"
+    file.write_text(
+        textwrap.dedent(
+            TRAIN
+            + """
+    print("an import")
+
+    def talking():
+        print("a call")
+        return example()
+    """
+        )
+    )
+    assert run(f"{file}:talking", "--on", "cpu", "--policies", "f32", "--json", "-") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["name"] == f"{file}:talking"
+    assert "an import" in said.err and "a call" in said.err
 
 
 def test_a_target_that_fails_leaves_the_tables_before_it(train, asked, capsys, monkeypatch):

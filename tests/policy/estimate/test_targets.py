@@ -28,6 +28,8 @@ from policy.estimate.targets import Target
         ("cpu:8", r"'cpu:8' should be 'cpu' alone: .* XLA_FLAGS=--xla_force_host"),
         ("here:2", "'here:2' should be 'here' alone"),
         ("", "There is no target ''"),
+        ("v5e:", "'v5e:' should have 2 axes of chips, as in v5e:4x4"),
+        ("H100:8", "There is no target 'H100:8'. Did you mean 'h100'?"),
     ],
 )
 def test_a_target_that_there_is_not_is_refused(name, message):
@@ -102,7 +104,10 @@ def test_a_topology_that_the_compiler_refuses_is_an_error_of_its_name(monkeypatc
 
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
     targets._topology.cache_clear()
-    with pytest.raises(ValueError, match=r"There is no topology 'v5e:3x3': .*not divisible"):
+    with pytest.raises(
+        ValueError,
+        match=r"There is no topology 'v5e:3x3': .*not divisible\. A host .* even, as in v5e:4x4\.",
+    ):
         _ = Target("v5e:3x3").devices
 
 
@@ -182,6 +187,8 @@ def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message
     with pytest.raises(ValueError, match=message) as raised:
         _ = Target(path).chip
     assert path in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        _ = Target(path).devices
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path):
