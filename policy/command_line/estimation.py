@@ -127,7 +127,7 @@ def run_estimate(options: argparse.Namespace) -> int:
     _use_the_processor(targets)
     args = tuple(parse_argument(text) for text in options.arg)
     fn = target_of(options.target)
-    require_arguments(fn, args, options.target)
+    require_arguments(fn, args, options.target, passed=("mesh",))
     is_lacking = False
     for i, target in enumerate(targets):
         with RowProgress(target.name, is_quiet=options.quiet) as progress:

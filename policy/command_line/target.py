@@ -10,7 +10,7 @@ import inspect
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -180,13 +180,18 @@ def call_of(
     )
 
 
-def require_arguments(fn: Callable[..., Any], args: Sequence[Any], target: str) -> None:
+def require_arguments(
+    fn: Callable[..., Any], args: Sequence[Any], target: str, passed: Collection[str] = ()
+) -> None:
     """Refuses a function that takes arguments if none are given.
+
+    Args:
+      passed: names of arguments that the command itself passes.
 
     Raises:
       CommandError: the message has their names.
     """
-    required = _required(fn)
+    required = [name for name in _required(fn) or () if name not in passed]
     if required and not args:
         raise CommandError(
             f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "

@@ -18,6 +18,7 @@ from policy.estimate.lowering import lowered_step
 from policy.estimate.placement import (
     Placement,
     mesh_of,
+    on_targets_mesh,
     placed_arrays,
     placement_of,
     specs_of,
@@ -214,6 +215,8 @@ def _estimated(
     placement = placement_of(
         question.target, question.mesh, question.shardings, (call.args, call.kwargs)
     )
+    placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
+    call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
         step = traced_step(call, row, rules, question.donate, question.backward, question.params)
         arrays = step.traced.arguments.arrays

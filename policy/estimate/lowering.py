@@ -78,6 +78,8 @@ def _reason(error: Exception, jaxpr: Any) -> str:
     kernels = sorted({site.name for site in walk(jaxpr) if site.name in KERNELS})
     if kernels:
         said += f" It runs kernels ({', '.join(kernels)}), which are written for one platform."
+    if "incompatible devices" in said:
+        said += " The step takes several devices: give mesh= or shardings= to spread its arrays."
     return said
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from policy._jaxpr.trace import is_array
 from policy.estimate.targets import Target
@@ -62,6 +62,7 @@ class Placement:
         spec = PartitionSpec() if spec is None else spec
         sizes = dict(self.mesh.shape)
         shape = tuple(array.shape)
+        before: set[str] = set()
         if len(spec) > len(shape):
             raise ValueError(
                 f"{name} has the shape {_shape(shape)}, but its {spec} has {len(spec)} axes."
@@ -69,6 +70,10 @@ class Placement:
         for axis, names in enumerate(spec):
             names = names if isinstance(names, tuple) else (names,)
             used = [n for n in names if n is not None and n is not PartitionSpec.UNCONSTRAINED]
+            again = next((one for one in used if one in before or used.count(one) > 1), None)
+            if again is not None:
+                raise ValueError(f"{name} has the axis {again!r} twice in its {spec}.")
+            before.update(used)
             for one in used:
                 if one not in sizes:
                     raise ValueError(
@@ -150,6 +155,27 @@ def _own(array: Any) -> NamedSharding | None:
     """Returns an array's own sharding, if it is one over a mesh."""
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def on_targets_mesh(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns a call's arguments, with shapes on the target's mesh for arrays of Explicit axes.
+
+    The mesh of such an array is part of its type: a step can't be traced with arrays of one mesh on
+    another.
+
+    Raises:
+      ValueError: the target's mesh lacks an axis, or an array doesn't divide.
+    """
+
+    def moved(path: Any, leaf: Any) -> Any:
+        own = _own(leaf)
+        if own is None or AxisType.Explicit not in own.mesh.axis_types:
+            return leaf
+        name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
+        sharding = placement.sharding(own.spec, leaf, name) if placement.is_spread else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(moved, (args, kwargs))
 
 
 def specs_of(

@@ -101,10 +101,14 @@ def _run_example(
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # it has no signature
         return None
-    if any(p.default is p.empty and p.kind not in _OPTIONAL for p in parameters.values()):
-        missing = ", ".join(n for n, p in parameters.items() if p.default is p.empty)
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in _OPTIONAL and name != "mesh"
+    ]
+    if missing:
         raise TypeError(
-            f"estimate was given no arguments for {name_of(fn)}, which takes {missing}."
+            f"estimate was given no arguments for {name_of(fn)}, which takes {', '.join(missing)}."
         )
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for option in row.options:

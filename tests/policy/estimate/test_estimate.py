@@ -154,6 +154,15 @@ def test_an_example_is_made_anew_under_each_policy_with_the_rows_options():
     assert rows.name == "train_example" and rows["kept"].policy == "bfloat16"
 
 
+def test_an_example_may_require_a_mesh_and_needs_no_other_default():
+    def example(mesh, size=64):
+        return loss, (ShapeDtypeStruct((size, size), F32), ShapeDtypeStruct((mesh.size, size), F32))
+
+    assert estimate(example, policies=["float32"])["float32"].fits
+    with pytest.raises(TypeError, match="no arguments for <lambda>, which takes w, x"):
+        estimate(lambda mesh, w, x: w @ x, policies=["float32"])
+
+
 def test_a_jitted_function_donates_what_it_says():
     donating, keeping = (
         estimate(functools.partial(train_example, jits=jits), policies=["float32"]).rows[0]

@@ -11,7 +11,14 @@ from jax import ShapeDtypeStruct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import policy
-from policy.estimate.placement import Placement, mesh_of, placed_arrays, placement_of, specs_of
+from policy.estimate.placement import (
+    Placement,
+    mesh_of,
+    on_targets_mesh,
+    placed_arrays,
+    placement_of,
+    specs_of,
+)
 from policy.estimate.targets import Target
 from tests.benchmarks import accelerators
 
@@ -56,6 +63,8 @@ def specs(shardings, *args, origins=None):
         ),
         (P(None, None, "data"), "w has the shape 8x6, but its .* has 3 axes"),
         (P(None, ("data", "fsdp")), "6 is not a multiple of 8"),
+        (P("data", "data"), r"w has the axis 'data' twice in its P\('data', 'data'\)"),
+        (P(("fsdp", "fsdp")), "w has the axis 'fsdp' twice in its"),
     ],
 )
 def test_a_sharding_that_does_not_fit_is_refused_with_the_arrays_name(spec, message):
@@ -170,6 +179,26 @@ def test_the_mesh_is_the_given_one_or_that_of_the_arguments():
         mesh_of(target_of(4), None, [own])
 
 
+def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
+    target = target_of(8)
+    theirs: Any = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(theirs, P("x")))
+    automatic = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(MESH, P("data")))
+    placement = placement_of(target, None, None, [own])
+    args, kwargs = on_targets_mesh(placement, ({"w": own}, X, automatic, 3), {"x": own})
+    for moved in (args[0]["w"], kwargs["x"]):
+        assert (moved.shape, moved.dtype) == (own.shape, own.dtype)
+        assert moved.sharding == NamedSharding(placement.mesh, P("x"))
+    assert args[1:] == (X, automatic, 3)
+    lone: Any = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    alone = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(lone, P("x")))
+    args, _ = on_targets_mesh(placement_of(target, None, None, [alone]), (alone,), {})
+    assert args[0].sharding is None
+    given = placement_of(target, {"data": 8}, None, [own])
+    with pytest.raises(ValueError, match=r"args\[0\]\['w'\] is sharded over 'x', but the mesh of"):
+        on_targets_mesh(given, ({"w": own},), {})
+
+
 @pytest.mark.parametrize("mesh", [4, {"data": 0}, {"data": 2.0}, {3: 4}, {}, ("data", 4)])
 def test_a_mesh_is_a_mapping_of_sizes(mesh):
     with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):
@@ -190,3 +219,35 @@ def test_an_example_makes_arrays_on_this_machine_where_a_mesh_is_of_others():
     sizes = {"data": 2, "fsdp": 2}
     found = policy.estimate(example, policies=["float32"], on=absent, mesh=sizes)
     assert found["float32"].arguments == 8 * 128 * 4 / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_arrays_of_any_mesh_are_those_of_the_target(kind):
+    absent = accelerators.target("v5e:2x2")
+    theirs: Any = AbstractMesh((4,), ("data",), axis_types=(kind,))
+    w = ShapeDtypeStruct((128, 128), jnp.float32)
+    x = ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(theirs, P("data")))
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    row = policy.estimate(step, w, x, policies=["float32"], on=absent)["float32"]
+    assert row.arguments == (128 * 128 + 64 * 128 / 4) * 4
+    assert [(one.operation, one.dtype) for one in row.collectives] == [("all-reduce", "f32")]
+
+
+@pytest.mark.slow
+def test_a_step_of_several_devices_with_arrays_of_one_says_what_spreads_it():
+    absent = accelerators.target("v5e:2x2")
+
+    def example(mesh):
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+        return total, (ShapeDtypeStruct((8, 128), jnp.float32),)
+
+    with pytest.raises(ValueError, match=r"incompatible devices.*: give mesh= or shardings= to"):
+        policy.estimate(example, policies=["float32"], on=absent)
+    found = policy.estimate(example, policies=["float32"], on=absent, mesh={"data": 4})
+    assert found["float32"].collectives
