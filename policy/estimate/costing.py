@@ -61,5 +61,5 @@ def _uncounted(step: Step, costs: Costs | None) -> tuple[str, ...]:
 
 
 def _seconds(bandwidth: float, operation: str, size: float) -> float | None:
-    """Returns the least seconds of a collective: an all-reduce sends its result twice."""
+    """Returns the seconds of a collective, of which an all-reduce sends its result twice."""
     return size * (2 if operation == "all-reduce" else 1) / bandwidth if bandwidth else None

@@ -54,8 +54,8 @@ class Exchange:
         "ragged-all-to-all".
       dtype: the dtype that is exchanged.
       bytes: of the results on one device, of a reduce-scatter of its operands.
-      seconds: the least that they take at the published bandwidth of the links; None where none is
-        published.
+      seconds: what they take at the published bandwidth of the links, where an all-reduce sends its
+        result twice and the others once; None where none is published.
     """
 
     operation: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from policy.estimate.targets import Target
 from policy.matmul_dtypes import ScaledMatmul
 from policy.parameters import ParamsArgument
 from policy.policy import Policy
+from policy.scope import traced_for
 from policy.suggest.confirmed import confirmed
 from policy.suggest.confirmed_in_8_bits import confirmed_in_8_bits, scaled_of
 from policy.suggest.eight_bits import SMALLEST, EightBitSearch, split_policy
@@ -80,7 +82,8 @@ def suggest(
       error: the allowed error relative to float32: norm of the difference / norm, of the worst
         output; or of all gradients together. It may be left out with `on`: the suggested rules are
         then those of the cheapest point.
-      policy: the policy to run under. None: as it is written, with its own half dtypes.
+      policy: the policy to run under; with `on`, the dtype ``half`` is the target's. None: as it is
+        written, with its own half dtypes.
       backward: whether the budget is for the gradients of the loss that the function returns, not
         for its outputs.
       params: the arguments that are parameters, for gradients and for `autocast`; see
@@ -111,7 +114,9 @@ def suggest(
         `matmul`: there is no policy of 16 bits, or no layer that it is about.
     """
     budget, smallest = _checked(error, on), _checked_size(smallest)
-    policy, by = split_policy(checked_policy(policy), matmul)
+    on = Target(on) if isinstance(on, str) else on
+    with contextlib.nullcontext() if on is None else traced_for(on.devices[0]):
+        policy, by = split_policy(checked_policy(policy), matmul)
     target = _target(on, policy, by, mesh, shardings, points)
     call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     modules: set[str] = set()
@@ -152,7 +157,7 @@ def _checked(error: Any, on: Any) -> float:
 
 
 def _target(
-    on: str | Target | None,
+    on: Target | None,
     policy: Policy | None,
     by: ScaledMatmul | None,
     mesh: Any,
@@ -181,9 +186,8 @@ def _target(
         raise ValueError(
             f"points should be a number of programs to compile, at least 3, but got {points!r}."
         )
-    target = on if isinstance(on, Target) else Target(on)
-    require_timed(target)
-    return target
+    require_timed(on)
+    return on
 
 
 def _checked_size(smallest: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import types
 from typing import Any
 
 import jax
@@ -44,6 +45,13 @@ class Fake(Target):
 
     chip = property(lambda self: CHIPS["v5e"])  # type: ignore[assignment]
     devices = property(lambda self: np.array(jax.devices()[:1]))  # type: ignore[assignment]
+
+
+class Absent(Target):
+    """A TPU of which there are figures alone."""
+
+    _device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    devices = property(lambda self: np.array([self._device]))  # type: ignore[assignment]
 
 
 def cycles(equation: Any) -> float:
@@ -382,6 +390,11 @@ def test_what_can_not_be_asked_of_a_target_is_refused_before_anything_is_compile
     with pytest.raises(ValueError, match=re.escape(text)):
         suggest(model, unusable, **given)
     assert not compiler.texts
+
+
+def test_a_policys_text_means_the_targets_dtypes() -> None:
+    with pytest.raises(ValueError, match="suggest can't search with m=i8 and on= together"):
+        suggest(jnp.matmul, normal(8, 8), policy="p=f32,c=half,m=8bit", on=Absent("v5e"))
 
 
 # --------------------------------------------------------------------------------------------------
