@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from policy._hlo.contractions import Flops, contraction_flops, numpy_name
 from policy._hlo.text import Computation, HloArray, Instruction
 
-# Custom calls that multiply no matrices: sorts, random bits, TopK, and changes of shape or layout.
+# Custom calls that multiply no matrices: sorts, random bits, TopK, changes of shape or layout, and
+# zeros in the padding of an array that a TPU's compiler writes.
 _NO_MATMULS = (
     *("__cub$", "cu_threefry", "TopK", "__gpu$TopK", "topk", "xla.gpu.topk", "AllocateBuffer"),
-    *("PadToStatic", "SliceToDynamic", "Sharding", "SPMD", "LayoutConstraint", "X64"),
+    *("PadToStatic", "SliceToDynamic", "Sharding", "SPMD", "LayoutConstraint", "X64", "ZeroCrop"),
 )
 
 

@@ -87,6 +87,17 @@ def test_a_tpus_kernels_without_an_estimate_take_the_rooflines_cycles():
     assert compute_seconds(V5E, costs) == pytest.approx(costs.time / 1.5e9)
 
 
+@pytest.mark.parametrize(
+    ("target", "uncounted"), [("ZeroCrop", []), ("mosaic", ["FLOPs of mosaic ()"])]
+)
+def test_a_custom_call_counts_unless_it_may_multiply(target, uncounted):
+    call = f'custom-call(%dot.1), custom_call_target="{target}"'
+    text = TWO.replace("sine(%dot.1)", f'{call}, backend_config={{"estimated_cycles":"1"}}')
+    assert not costs_of(text, kernel_time(V5E)).uncounted
+    costs = costs_of(TWO.replace("sine(%dot.1)", call), kernel_time(V5E))
+    assert costs.uncounted == uncounted and costs.time > 0
+
+
 def test_an_all_reduce_sends_its_result_twice_and_the_others_once():
     sent = {("all-reduce", "bf16"): 100e9, ("all-gather", "f32"): 50e9}
     assert exchange_seconds(V5E, sent) == 250e9 / 200e9
