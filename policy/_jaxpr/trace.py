@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,7 +179,11 @@ def traced_around(
       fn: the function to call.
       args, kwargs: its arguments.
       around: wraps the function of the call; the second argument tells whether it was lowered.
+
+    Raises:
+      TypeError: the function returns something else than arrays.
     """
+    name = getattr(fn, "__name__", type(fn).__name__)
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs
@@ -189,5 +194,13 @@ def traced_around(
         args, kwargs = arguments.filled(arrays)
         return called(*args, **kwargs)
 
-    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+    try:
+        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+    except TypeError as error:
+        said = re.match(
+            r"function flat at \S+ traced for jit (returned a value of type .*)", str(error)
+        )
+        if said is None:
+            raise
+        raise TypeError(f"{name} {said[1]}: it should return arrays.") from None
     return Traced(jaxpr, shape, arguments, None if call is not None else fn)

@@ -220,6 +220,11 @@ def test_texts_that_depend_on_the_backend_mean_the_targets(monkeypatch):
     assert all(set(row.matmul_flops) == {"bfloat16"} for row in found.rows)
 
 
+def test_an_example_that_is_given_arguments_is_named_as_what_returns_no_arrays():
+    with pytest.raises(TypeError, match=r"^train_example returned .* at .*: it should return"):
+        estimate(train_example, policies=["float32"], master_weights="auto")
+
+
 def test_an_exception_of_the_step_has_a_note_with_its_row():
     def step(w):
         if policy.current_policy() == policy.get_policy("bfloat16"):
