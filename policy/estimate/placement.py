@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from policy._jaxpr.trace import is_array
 from policy.estimate.targets import Target
 
+_GPUS_OF_A_MACHINE = 8
 SpecOf = Callable[[str, Any], PartitionSpec | None]
 
 
@@ -43,6 +44,11 @@ class Placement:
 
     @property
     def notes(self) -> list[str]:
+        if self.target.platform == "cuda" and self.devices > _GPUS_OF_A_MACHINE:
+            return [
+                f"{self.target.name} is estimated as one machine: exchanges have the bandwidth of "
+                "the links inside it, and those between machines are slower."
+            ]
         if self.is_spread or self.target.devices.size == 1:
             return []
         return [

@@ -199,6 +199,18 @@ def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
         on_targets_mesh(given, ({"w": own},), {})
 
 
+def test_more_gpus_than_a_machine_has_are_a_note():
+    target = target_of(16)
+    target.platform, target.name = "cuda", "h100:16"
+    (note,) = placement_of(target, {"data": 16}, None, [X]).notes
+    assert note.startswith("h100:16 is estimated as one machine: exchanges have the bandwidth of")
+    (note,) = placement_of(target, None, None, [X]).notes
+    assert note.startswith("Nothing is sharded")
+    target = target_of(8)
+    target.platform = "cuda"
+    assert not placement_of(target, {"data": 8}, None, [X]).notes
+
+
 @pytest.mark.parametrize("mesh", [4, {"data": 0}, {"data": 2.0}, {3: 4}, {}, ("data", 4)])
 def test_a_mesh_is_a_mapping_of_sizes(mesh):
     with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):
