@@ -122,11 +122,14 @@ class Target:
         """The devices of the topology, flat.
 
         Raises:
-          RuntimeError: the compiler is not installed.
+          RuntimeError: the compiler is not installed, or JAX finds no devices here.
           ValueError: the compiler has no such topology.
         """
         if self.kind in ("cpu", "here"):
-            return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
+            try:
+                return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
+            except RuntimeError as error:  # of JAX_PLATFORMS
+                raise RuntimeError(f"There are no devices for {self.name!r}: {error}") from None
         return np.array(_topology(self.name).devices).reshape(-1)
 
     def mesh(

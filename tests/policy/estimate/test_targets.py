@@ -78,6 +78,15 @@ def test_cpu_is_the_processor_at_hand_and_its_memory():
     assert Target("here").devices.size == len(jax.devices())
 
 
+def test_a_backend_that_does_not_start_is_named(monkeypatch):
+    def absent(_):
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr(targets.jax, "devices", absent)
+    with pytest.raises(RuntimeError, match="There are no devices for 'here': Unable to init"):
+        _ = Target("here").devices
+
+
 def test_a_mesh_has_all_devices_of_a_target():
     target = Target("cpu")
     count = target.devices.size
