@@ -134,7 +134,7 @@ def _moved(equation: Equation, operands: list[Any]) -> list[Any] | None:
 
 
 def _is_repeated(atom: Any, is_wide: bool, result: Any) -> bool:
-    return is_wide and atom.aval.ndim > 0 and atom.aval.shape != result.aval.shape
+    return is_wide and atom.aval.shape != result.aval.shape
 
 
 def _repeats_wide(equation: Equation, is_wide: list[bool]) -> bool:
@@ -143,7 +143,7 @@ def _repeats_wide(equation: Equation, is_wide: list[bool]) -> bool:
 
 
 def _repeating(equation: Equation, operands: list[Any], is_wide: list[bool]) -> Any:
-    """Applies an elementwise operation that broadcasts axes of size 1 of wide operands."""
+    """Applies an elementwise operation that broadcasts wide operands: scalars, and axes of size 1."""
     result = equation.outvars[0]
     if equation.primitive.name in PRODUCTS:
         dtype = result.aval.dtype
