@@ -208,11 +208,12 @@ class Evaluator(Interpreter[CastValue]):
 
         A sum or difference that only float32 operations read runs in float32, such as a softmax's
         ``x - max(x)``: rounded to half, it would be off by as much as `x` itself. It has no
-        residual, so float32 costs no memory there.
+        residual, so float32 costs no memory there. So does ``x * x``, as `square` does: the
+        squares of a norm overflow in float16.
         """
         name = equation.primitive.name
         category = self.settings.category(name)
-        if category != "promote" or name not in FORWARD_ADDITIONS:
+        if category != "promote" or not (name in FORWARD_ADDITIONS or _is_square(equation)):
             return category
         names = self.readers.get(equation.outvars[0], set())
         reads_wide = {
@@ -447,6 +448,11 @@ def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
 
 def _as_traced(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
     return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
+
+
+def _is_square(equation: Equation) -> bool:
+    """Returns whether an equation multiplies a value by itself."""
+    return equation.primitive.name == "mul" and equation.invars[0] is equation.invars[1]
 
 
 def _is_complex(equation: Equation) -> bool:

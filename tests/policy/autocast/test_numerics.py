@@ -249,6 +249,31 @@ def test_a_variance_in_one_pass_is_accurate_to_the_rounding_of_its_input():
     assert error(found, np.asarray(x, np.float64).var(1)) < 2e-2
 
 
+NORMS = {
+    "norm": lambda h: jnp.linalg.norm(h, axis=-1),
+    "unit length": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+    "products": lambda h: jnp.sqrt((h * h).sum(-1)),
+    "cosine": lambda h: (h * h).sum(-1) / jnp.sum(h * jnp.conj(h), -1),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@POLICIES
+def test_a_value_times_itself_is_squared_in_float32_if_it_is_summed(policy, name):
+    large, truth = 1000 * X, NORMS[name](1000 * (X @ W))  # the squares overflow in float16
+    fn = autocast(lambda w, x: NORMS[name](x @ w), policy, params=0)
+    assert error(fn(W, large), truth) < 2e-2
+    assert np.all(np.isfinite(jax.grad(lambda w: fn(w, large).sum())(W)))
+    assert {op.inputs for op in named(operations(fn, W, large), "mul")} == {("float32",) * 2}
+
+
+def test_a_value_times_itself_that_is_not_summed_runs_in_half_precision():
+    fn = autocast(lambda w, x: jax.nn.relu(x @ w) * jax.nn.relu(x @ w), "mixed_bfloat16", params=0)
+    squared = autocast(lambda w, x: (lambda h: h * h)(x @ w) @ w, "mixed_bfloat16", params=0)
+    for muls in (named(operations(f, W, X), "mul") for f in (fn, squared)):
+        assert {op.inputs for op in muls} == {("bfloat16", "bfloat16")}
+
+
 def test_integer_positions_stay_exact():
     positions = jnp.arange(4)[:, None] + 100_001
 
