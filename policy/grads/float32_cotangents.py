@@ -143,7 +143,7 @@ def _repeats_wide(equation: Equation, is_wide: list[bool]) -> bool:
 
 
 def _repeating(equation: Equation, operands: list[Any], is_wide: list[bool]) -> Any:
-    """Applies an elementwise operation that broadcasts wide operands: scalars, and axes of size 1."""
+    """Applies an elementwise operation that broadcasts wide operands, scalars included."""
     result = equation.outvars[0]
     if equation.primitive.name in PRODUCTS:
         dtype = result.aval.dtype

@@ -113,9 +113,11 @@ def accumulate_gradients(
     Raises:
       ValueError: `microbatches` has no leaf, or leaves that differ in their first axis; `weights`
         is not (K,).
-      TypeError: `value_and_grad_fn` is not a function, or doesn't return `(value, gradients)`.
+      TypeError: `value_and_grad_fn` is not a function, or doesn't return `(value, gradients)`;
+        `params` holds an nnx model.
     """
     require_function(value_and_grad_fn, "accumulate_gradients")
+    _refuse_models(params)
     count = _count(microbatches)
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):
@@ -204,6 +206,18 @@ def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:
     if weight is None:
         return total + x
     return total + jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def _refuse_models(params: Any) -> None:
+    """Raises for nnx models, whose Variables a scan can not update."""
+    is_model = lambda node: any(cls.__module__ == "flax.nnx.module" for cls in type(node).__mro__)  # noqa: E731
+    models = [node for node in jax.tree.leaves(params, is_leaf=is_model) if is_model(node)]
+    if models:
+        raise TypeError(
+            "accumulate_gradients takes params that are arrays, but got an nnx model "
+            f"({type(models[0]).__name__}). Split it: graphdef, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and let the loss call nnx.merge(graphdef, params, rest, copy=True)."
+        )
 
 
 def _count(microbatches: Any) -> int:

@@ -97,10 +97,16 @@ def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
     is_empty = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     made_from = jax.tree.structure(state.masters, is_leaf=is_empty)
     if jax.tree.structure(params, is_leaf=is_empty) != made_from:
-        names = leaf_names(params)
+        masters = jax.tree_util.tree_leaves_with_path(state.masters, is_leaf=is_empty)
+        ours, theirs = [path_name(path) for path, _ in masters], leaf_names(params)
+        missing = [name for name in ours if name not in theirs]
+        extra = [name for name in theirs if name not in ours]
         raise ValueError(
-            "params should have the tree that the optimizer state was made for, but have another, "
-            f"with {len(names)} leaves: {shortened(names)}. Make a new state with tx.init(params)."
+            "params should have the tree that the optimizer state was made for. "
+            f"Missing: {shortened(missing) or 'nothing'}. Unexpected: "
+            f"{shortened(extra) or 'nothing'}. Containers: {type(params).__name__} instead of "
+            f"{type(state.masters).__name__}. Pass the params that the optimizer steps, or make a "
+            "new state with tx.init(params)."
         )
 
 

@@ -32,9 +32,15 @@ def _message(node: Node, terms: str) -> str:
         kind_of(node.name), "sums"
     )
     limit = "overflows above 65504" if node.out.dtype == "float16" else "has 8 significant bits"
+    return f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. {_remedy(node)}"
+
+
+def _remedy(node: Node) -> str:
+    if not node.site.is_backward or node.name != "reduce_sum":
+        return "Cast the operand to float32 before, and the result back after."
     return (
-        f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. "
-        "Cast the operand to float32 before, and the result back after."
+        "It is the gradient of a value that the forward pass broadcasts, such as a bias: broadcast "
+        "it in float32 and cast the result. Layers of mpmodules do, and Flax's under apply_policy."
     )
 
 

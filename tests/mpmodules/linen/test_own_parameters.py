@@ -112,7 +112,9 @@ class Uses(nn.Module):
             return x / w[None]
         if self.how.startswith("scalar"):
             t = self.param("t", ONES, ())
-            return {"scalar": x * t, "scalar quotient": x / t, "scalar sum": t - x}[self.how] * w[None]
+            return {"scalar": x * t, "scalar quotient": x / t, "scalar sum": t - x}[self.how] * w[
+                None
+            ]
         if self.how == "repeated":
             return sum((x[i : i + 1] * w[None] for i in range(300)), jnp.zeros_like(x[:1]))
         if self.how == "concatenated":

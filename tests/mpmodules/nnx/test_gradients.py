@@ -7,6 +7,7 @@ from flax import nnx
 
 from mpmodules.nnx._gradients import grad, value_and_grad
 from policy.grads.loss_scale import DynamicLossScale
+from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
 from policy.optim import apply_gradients, finite_of, loss_scale_of, mixed_precision
@@ -215,3 +216,13 @@ def test_complex_losses_differentiate_as_in_flax():
     model = nnx.Dict(w=nnx.Param(jnp.asarray(1.0 + 2.0j)))
     gradients = grad(lambda m: m["w"][...] ** 2, holomorphic=True)(model)
     np.testing.assert_array_equal(gradients["w"][...], 2.0 + 4.0j)
+
+
+def test_a_model_is_not_accumulated_over():
+    model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+    loss_fn = lambda model, x: model(x).mean()  # noqa: E731
+    text = r"takes params that are arrays, but got an nnx model \(Linear\)\. Split it"
+    for wrap in (lambda f: f, nnx.jit):
+        step = wrap(lambda m, x: accumulate_gradients(value_and_grad(loss_fn), m, x))
+        with pytest.raises(TypeError, match=text):
+            step(model, split_batch(x, 4))

@@ -170,10 +170,21 @@ def test_resync_follows_what_was_written_to_the_model(param_dtype):
 def test_params_of_another_tree_are_refused_by_name():
     _, _, optimizer = parts(jnp.bfloat16)
     other = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"params should have the tree .*, but have another, with 1 leaves: kernel"
-    ):
+    with pytest.raises(ValueError, match=r"params should have the tree .* Missing: bias\. Unexp"):
         master_params(nnx.state(other, nnx.Param), optimizer)
+
+
+def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
+    model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
+    only_head = nnx.All(nnx.Param, nnx.PathContains(1))
+    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    optimizer = nnx.Optimizer(model, tx, wrt=only_head)
+    text = (
+        r"Unexpected: layers/0/bias, layers/0/kernel\. .* Pass the params that the optimizer steps"
+    )
+    with pytest.raises(ValueError, match=text):
+        master_params(nnx.state(model, nnx.Param), optimizer)
+    assert master_params(nnx.state(model, only_head), optimizer)
 
 
 def test_multi_steps_goes_inside():

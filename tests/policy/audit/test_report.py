@@ -105,6 +105,16 @@ def test_findings_come_the_gravest_first(report):
     assert f"with {share:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
 
 
+def test_the_remedy_of_a_broadcast_gradient_removes_its_finding():
+    x, bias = shape(8, 4), shape(4, dtype=F32)
+    narrowed = lambda bias, x: x + bias.astype(BF16)[None]  # noqa: E731
+    repeated = lambda bias, x: x + jnp.broadcast_to(bias[None], x.shape).astype(BF16)  # noqa: E731
+    (finding,) = audit(narrowed, bias, x, backward=True, params=0).findings
+    assert finding.is_backward and finding.primitive == "reduce_sum"
+    assert "such as a bias: broadcast it in float32 and cast the result." in finding.message
+    assert not audit(repeated, bias, x, backward=True, params=0).findings
+
+
 def test_the_docs_list_every_kind_of_finding_in_this_order():
     page = (ROOT / "docs" / "audit.md").read_text("utf-8")
     table = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
