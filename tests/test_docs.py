@@ -103,6 +103,14 @@ def test_blocks_are_found_in_tabs_with_their_packages_and_outputs():
     assert masked("a  1.25e-3\n----- -4") == masked("a 3 -- 7") != masked("b 3 -- 7")
 
 
+def test_each_option_of_a_directive_has_a_line_of_its_own():
+    joined = re.compile(r"^ *:[a-z-]+: .* :[a-z-]+:", re.MULTILINE)
+    pages = (ROOT / "docs").rglob("*.md")
+    assert {
+        page.name: found for page in pages if (found := joined.findall(page.read_text("utf-8")))
+    } == {}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_links_of_a_page_lead_somewhere(page: str):
     folder = (ROOT / "docs" / page).parent
