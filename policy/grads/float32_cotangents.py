@@ -3,9 +3,11 @@
 JAX adds up the cotangents of a value in that value's dtype. Here such a value is carried as the
 float32 one that it was cast from, and is cast at each use: the same values forward, float32 sums
 backward. Primitives that only move data (reshape, broadcast, slice, gather) move the float32 value,
-so that the gradients of a bias and of an embedding are float32 sums too. Bodies of `jit`, `scan`,
-`cond` and `checkpoint` are evaluated alike. Operands of `custom_vjp`, `custom_jvp`, `while`, a jit
-with shardings of its own and other primitives with a body are cast before them.
+so that the gradients of a bias and of an embedding are float32 sums too. Results that are computed
+from such values alone, such as the exponential of a temperature, are carried in the same way.
+Bodies of `jit`, `scan`, `cond` and `checkpoint` are evaluated alike. Operands of `custom_vjp`,
+`custom_jvp`, `while`, a jit with shardings of its own and other primitives with a body are cast
+before them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jax.typing import DTypeLike
 from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import product, repeated, sharding_of
 from policy._jaxpr.control_flow import Body, is_placed
-from policy._jaxpr.dtypes import float_dtype
+from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS, REMATS
@@ -95,9 +97,10 @@ class Float32Cotangents(Interpreter[Any]):
         if is_wide or any(map(_has_reads, programs_of(equation))):
             handler = _HANDLERS.get(equation.primitive.name)
             results = None if handler is None else handler(self, equation, values)
-            if results is not None:
-                return results
-        return bind(equation, [read(x) for x in values])
+            if results is None:
+                results = bind(equation, [read(x) for x in values])
+            return list(map(_widened, results)) if _is_of_wide(equation, values) else results
+        return bind(equation, values)
 
     def merge(
         self, equation: Equation, values: Sequence[Any], branches: Sequence[Any] = ()
@@ -122,8 +125,8 @@ def _moved(equation: Equation, operands: list[Any]) -> list[Any] | None:
     if name == "concatenate" and all(is_wide) and len({x.dtype for x in operands}) == 1:
         is_exact = all(x.is_exact for x in operands)
         return [Wide(x, first.dtype, is_exact) for x in bind(equation, [x.value for x in operands])]
-    if name in NARY and _repeats_wide(equation, is_wide):
-        return [_repeating(equation, operands, is_wide)]
+    if name in NARY and _repeats_wide(equation, operands):
+        return [_repeating(equation, operands)]
     if (
         name == "convert_element_type"
         and first.is_exact
@@ -133,30 +136,56 @@ def _moved(equation: Equation, operands: list[Any]) -> list[Any] | None:
     return None
 
 
-def _is_repeated(atom: Any, is_wide: bool, result: Any) -> bool:
-    return is_wide and atom.aval.shape != result.aval.shape
+def _is_of_wide(equation: Equation, operands: list[Any]) -> bool:
+    """Returns whether results are computed from wide values alone, and are not larger.
+
+    They are wide then: `exp(t) * x` sums the cotangent of `exp(t)` in float32 as `t * x` does.
+    """
+    pairs = list(zip(equation.invars, operands, strict=True))
+    sizes = [atom.aval.size for atom, x in pairs if isinstance(x, Wide)]
+    return (
+        bool(sizes)
+        and all(
+            isinstance(x, Wide) or isinstance(atom, Literal) or float_dtype(atom.aval) is None
+            for atom, x in pairs
+        )
+        and all(getattr(v.aval, "size", 0) <= max(sizes) for v in equation.outvars)
+    )
 
 
-def _repeats_wide(equation: Equation, is_wide: list[bool]) -> bool:
-    pairs = zip(equation.invars, is_wide, strict=True)
-    return any(_is_repeated(atom, wide, equation.outvars[0]) for atom, wide in pairs)
+def _widened(x: Any) -> Any:
+    """Returns a half array as a wide one; a float32 one too, whose cast to half is wide again."""
+    dtype = None if isinstance(x, Wide) else float_dtype(x)
+    if dtype is None or dtype.itemsize < 2:
+        return x
+    return Wide(x.astype(F32) if dtype.itemsize < 4 else x, dtype)
 
 
-def _repeating(equation: Equation, operands: list[Any], is_wide: list[bool]) -> Any:
+def _is_repeated(atom: Any, x: Any, result: Any) -> bool:
+    is_half = isinstance(x, Wide) and _itemsize(x.dtype) < 4
+    return is_half and atom.aval.shape != result.aval.shape
+
+
+def _repeats_wide(equation: Equation, operands: list[Any]) -> bool:
+    pairs = zip(equation.invars, operands, strict=True)
+    return any(_is_repeated(atom, x, equation.outvars[0]) for atom, x in pairs)
+
+
+def _repeating(equation: Equation, operands: list[Any]) -> Any:
     """Applies an elementwise operation that broadcasts wide operands, scalars included."""
     result = equation.outvars[0]
     if equation.primitive.name in PRODUCTS:
         dtype = result.aval.dtype
         a, b = (
-            x.value if _is_repeated(atom, wide, result) else read(x)
-            for atom, wide, x in zip(equation.invars, is_wide, operands, strict=True)
+            x.value if _is_repeated(atom, x, result) else read(x)
+            for atom, x in zip(equation.invars, operands, strict=True)
         )
         return product(equation, a, b, dtype)
     arrays = [
         repeated(x.value, result.aval.shape, x.dtype, sharding_of(equation))
-        if _is_repeated(atom, wide, result)
+        if _is_repeated(atom, x, result)
         else read(x)
-        for atom, wide, x in zip(equation.invars, is_wide, operands, strict=True)
+        for atom, x in zip(equation.invars, operands, strict=True)
     ]
     (output,) = bind(equation, arrays)
     return output

@@ -130,6 +130,31 @@ class Uses(nn.Module):
         return jax.vmap(lambda row: row * w)(x)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize("name", ["exp", "softplus", "reciprocal"])
+@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+def test_the_gradient_of_a_function_of_a_parameter_is_summed_in_float32(
+    text: str, name: str, wrap: Any
+) -> None:
+    """The learned temperature of a contrastive loss: a bfloat16 sum stops at a quarter."""
+    function = {"exp": jnp.exp, "softplus": nn.softplus, "reciprocal": lambda t: 1 / t}[name]
+
+    class Temperature(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * wrap(function)(self.param("t", ONES, ()))
+
+    x = jnp.ones((4096, 64))
+    with use_policy(text):
+        model = Temperature()
+        variables = model.init(KEY, x)
+        loss = lambda v: apply(model, v, x).astype(jnp.float32).mean()  # noqa: E731
+        gradient = jax.grad(loss)(variables)["params"]["t"]
+        sums = named(operations(jax.grad(loss), variables), "reduce_sum")
+    assert not [op for op in sums if "bfloat16" in op.outputs]
+    np.testing.assert_allclose(gradient, jax.grad(function)(1.0), rtol=2**-6)
+
+
 @pytest.mark.parametrize(
     "how",
     [
