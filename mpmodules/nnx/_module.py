@@ -35,6 +35,22 @@ _DTYPE_POLICY = (
 )
 
 
+class _Signature(inspect.Signature):
+    """A signature that binds arguments as that of Flax's classes does, ``(*args, **kwargs)``.
+
+    Flax's transformations apply the defaults of the function that they map. They would map
+    ``nnx.vmap(Block)(rngs)`` over positional ones, and refuse keywords such as `dtype_policy`.
+    """
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        return _BoundArguments(self, super().bind(*args, **kwargs).arguments)
+
+
+class _BoundArguments(inspect.BoundArguments):
+    def apply_defaults(self) -> None:
+        pass
+
+
 class ModuleMeta(FlaxModuleMeta):
     """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
 
@@ -79,7 +95,7 @@ class ModuleMeta(FlaxModuleMeta):
     def __signature__(cls) -> inspect.Signature:
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         if any(p.name == "dtype_policy" for p in parameters):
-            return inspect.Signature(parameters)
+            return _Signature(parameters)
         added = inspect.Parameter(
             "dtype_policy",
             inspect.Parameter.KEYWORD_ONLY,
@@ -87,7 +103,7 @@ class ModuleMeta(FlaxModuleMeta):
             annotation="Policy | str | None",
         )
         last = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return inspect.Signature([*parameters[:last], added, *parameters[last:]])
+        return _Signature([*parameters[:last], added, *parameters[last:]])
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return (

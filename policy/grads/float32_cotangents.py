@@ -155,7 +155,9 @@ def _is_of_wide(equation: Equation, operands: list[Any]) -> bool:
 
 def _widened(x: Any) -> Any:
     """Returns a half array as a wide one; a float32 one too, whose cast to half is wide again."""
-    dtype = None if isinstance(x, Wide) else float_dtype(x)
+    if isinstance(x, Wide):
+        return x
+    dtype = float_dtype(x)
     if dtype is None or dtype.itemsize < 2:
         return x
     return Wide(x.astype(F32) if dtype.itemsize < 4 else x, dtype)

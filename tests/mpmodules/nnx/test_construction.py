@@ -188,6 +188,19 @@ def test_the_signature_shows_dtype_policy():
     assert list(inspect.signature(Open).parameters) == ["width", "dtype_policy", "options"]
 
 
+@pytest.mark.parametrize("base", [flax_nnx.Module, nnx.Module])
+def test_a_class_is_mapped_over_as_in_flax(base):
+    class Block(base):
+        def __init__(self, rngs, width=3, *, use_bias=False):
+            self.up = nnx.Linear(2, width, use_bias=use_bias, rngs=rngs)
+
+    with use_policy("bfloat16"):
+        blocks = nnx.vmap(Block)(nnx.Rngs(0).split(4))
+        of_split = nnx.split_rngs(splits=4)(nnx.vmap(Block))(nnx.Rngs(0))
+    for each in (blocks, of_split):
+        assert each.up.kernel.shape == (4, 2, 3) and each.up.kernel.dtype == jnp.bfloat16
+
+
 def test_the_policy_is_in_the_graph_definition_and_never_in_the_state():
     with use_policy("mixed_bfloat16"):
         net, again = Net(rngs=nnx.Rngs(0)), Net(rngs=nnx.Rngs(0))
