@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from policy.policy import get_policy
+from policy.traced.call import short_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,14 +198,18 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> PolicyCost:
-        """Returns a row by its name.
+        """Returns a row by its name, or by any text of its policy, such as "f32" for "float32".
 
         Raises:
           KeyError: there is no such row; the message names those that there are.
         """
-        for row in self.rows:
-            if row.name == name:
-                return row
+        names = [name]
+        with contextlib.suppress(ValueError, TypeError):  # a name of the caller's own
+            names.append(short_text(get_policy(name)))
+        for wanted in names:
+            for row in self.rows:
+                if row.name == wanted:
+                    return row
         raise KeyError(
             f"There is no row {name!r}. Rows: {', '.join(row.name for row in self.rows)}."
         )

@@ -40,6 +40,7 @@ def test_seconds_are_of_kernels_and_exchanges_and_a_lower_bound_without_either()
 def test_a_row_is_found_by_its_name():
     found = estimate_of(cost(), half())
     assert found["mixed_bfloat16"] is found.rows[1]
+    assert found["f32"] is found.rows[0] and found["p=f32,c=bf16,o=f32"] is found.rows[1]
     with pytest.raises(KeyError, match=r"no row 'bf16'. Rows: float32, mixed_bfloat16."):
         found["bf16"]
 
