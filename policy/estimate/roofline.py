@@ -62,8 +62,9 @@ def compute_seconds(chip: Chip, costs: Costs) -> float | None:
 
 
 def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -> float | None:
-    """Returns the least seconds of the collectives: an all-reduce sends its result twice, the
-    others once.
+    """Returns the seconds of the collectives: an all-reduce sends its result twice, the others once.
+
+    This is the limit of a ring of many devices; a ring of n sends ``(n - 1) / n`` of it.
 
     Returns:
       None where there are collectives and the bandwidth of the chip's links is not published.
