@@ -62,7 +62,7 @@ def compute_seconds(chip: Chip, costs: Costs) -> float | None:
 
 
 def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -> float | None:
-    """Returns the seconds of the collectives: an all-reduce sends its result twice, the others once.
+    """Returns the seconds of collectives: an all-reduce sends its result twice, the others once.
 
     This is the limit of a ring of many devices; a ring of n sends ``(n - 1) / n`` of it.
 
