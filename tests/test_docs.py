@@ -45,8 +45,9 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def masked(text: str) -> str:
-    """Returns a text with its numbers, rules of tables and spaces made alike."""
+    """Returns a text with its numbers, units of sizes, rules of tables and spaces made alike."""
     text = re.sub(r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", "#", text)
+    text = re.sub(r"# (?:[KMGT]i)?B\b", "# B", text)
     return " ".join(re.sub(r"[-─━=]{2,}", "--", text).split())
 
 

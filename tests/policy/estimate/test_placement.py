@@ -183,7 +183,8 @@ def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
     target = target_of(8)
     theirs: Any = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(theirs, P("x")))
-    automatic = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(MESH, P("data")))
+    auto: Any = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    automatic = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(auto, P("data")))
     placement = placement_of(target, None, None, [own])
     args, kwargs = on_targets_mesh(placement, ({"w": own}, X, automatic, 3), {"x": own})
     for moved in (args[0]["w"], kwargs["x"]):
