@@ -1,7 +1,7 @@
 """What four train steps cost under policies on one v5e chip, 256 of them and 8 H100s, compiled from
 shapes alone.
 
-    python -m benchmarks estimates          # every table: three quarters of an hour on two idle cores
+    python -m benchmarks estimates          # every table: three quarters of an hour on 2 idle cores
     python -m benchmarks estimates --write  # and stores them, and writes docs/estimates.md
     python -m benchmarks estimates --only resnet smollm2 --on h100:8  # some models, on some devices
     python -m benchmarks estimates --quick  # small models on a v5e chip and 8 H100s: two minutes
