@@ -10,6 +10,7 @@ import jax
 
 from policy.optim import MixedPrecisionState
 from policy.precedence import warn_once
+from policy.trees import nnx_files
 
 ParamsArgument = int | str | Sequence[int | str] | Callable[[Any], bool] | None
 
@@ -106,8 +107,7 @@ def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         [
             type(arg).__name__
             for arg in (*args, *kwargs.values())
-            if hasattr(arg, "opt_state")
-            and any((cls.__module__ or "").startswith("flax.nnx") for cls in type(arg).__mro__)
+            if hasattr(arg, "opt_state") and nnx_files(arg)
         ]
     )
 

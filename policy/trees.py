@@ -23,6 +23,14 @@ def leaf_names(tree: Any) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def nnx_files(value: Any) -> frozenset[str]:
+    """Returns the modules of flax.nnx that define the bases of an object's class, as in
+    "flax.nnx.module"; none for objects of others. `policy` imports no Flax.
+    """
+    names = {cls.__module__ or "" for cls in type(value).__mro__}
+    return frozenset(name for name in names if f"{name}.".startswith("flax.nnx."))
+
+
 def shortened(texts: list[str], limit: int = 8) -> str:
     """Returns the first `limit` texts of a list and the number of the others."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""

@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Leaves modules and collected tests out of all later garbage collections, and lets these
-    come less often: they walk through millions of objects, a tenth of the suite's time.
+    come less often: each walks through all objects that are left.
     """
     gc.collect()
     gc.freeze()

@@ -12,7 +12,7 @@ from policy.estimate.compilation import CompiledStep
 from policy.estimate.lowering import host_callbacks
 from policy.estimate.placement import Placement
 from policy.estimate.report import Exchange, PolicyCost
-from policy.estimate.roofline import compute_seconds, kernel_time
+from policy.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
 from policy.estimate.steps import Step
 
 
@@ -43,8 +43,8 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
         collectives=()
         if costs is None
         else tuple(
-            Exchange(operation, dtype, size, _seconds(chip.link_bandwidth, operation, size))
-            for (operation, dtype), size in costs.collectives.items()
+            Exchange(*kind, size, exchange_seconds(chip, {kind: size}))
+            for kind, size in costs.collectives.items()
         ),
         kernels=None if costs is None else costs.kernels,
         uncounted=_uncounted(step, costs),
@@ -58,8 +58,3 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
 def _uncounted(step: Step, costs: Costs | None) -> tuple[str, ...]:
     callbacks = [f"time on the host of {name}" for name in host_callbacks(step.traced.jaxpr)]
     return tuple(dict.fromkeys([*(costs.uncounted if costs is not None else ()), *callbacks]))
-
-
-def _seconds(bandwidth: float, operation: str, size: float) -> float | None:
-    """Returns the seconds of a collective, of which an all-reduce sends its result twice."""
-    return size * (2 if operation == "all-reduce" else 1) / bandwidth if bandwidth else None

@@ -127,7 +127,7 @@ class PolicyCost:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits into the device's memory; None if that is unknown."""
+        """True if the step fits into the device's memory; None if that is unknown."""
         if self.is_exhausted:
             return False
         return self.memory <= self.capacity if self.capacity else None
@@ -156,7 +156,7 @@ class PolicyCost:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether `seconds` leaves something out: exchanges, or kernels without an estimate."""
+        """True if `seconds` leaves something out: exchanges, or kernels without an estimate."""
         return self.exchange_seconds is None or bool(self.uncounted)
 
 
@@ -198,7 +198,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> PolicyCost:
-        """Returns a row by its name, or by any text of its policy, such as "f32" for "float32".
+        """Returns a row by its name; "f32" and other texts of "float32" find the row "float32".
 
         Raises:
           KeyError: there is no such row; the message names those that there are.

@@ -14,7 +14,14 @@ from jax.typing import ArrayLike
 from policy.callables import require_function, shown
 from policy.grads.value_and_grad import ScaledGradients
 from policy.mapped_axes import make_varying, varying_axes
-from policy.trees import is_overwritten, map_gradients, path_name, shortened, working_dtype
+from policy.trees import (
+    is_overwritten,
+    map_gradients,
+    nnx_files,
+    path_name,
+    shortened,
+    working_dtype,
+)
 
 T = TypeVar("T")
 
@@ -210,7 +217,7 @@ def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:
 
 def _refuse_models(params: Any) -> None:
     """Raises for nnx models, whose Variables a scan can not update."""
-    is_model = lambda node: any(cls.__module__ == "flax.nnx.module" for cls in type(node).__mro__)  # noqa: E731
+    is_model = lambda node: "flax.nnx.module" in nnx_files(node)  # noqa: E731
     models = [node for node in jax.tree.leaves(params, is_leaf=is_model) if is_model(node)]
     if models:
         raise TypeError(

@@ -38,6 +38,7 @@ from policy.trees import (
     is_inexact,
     is_overwritten,
     map_gradients,
+    nnx_files,
     path_name,
     working_dtype,
 )
@@ -476,10 +477,10 @@ def _require_differentiable(argument: Any, position: int) -> None:
     references: list[str] = []
 
     def is_leaf(node: Any) -> bool:
-        modules = [cls.__module__ for cls in type(node).__mro__]
-        if not any(module == "flax.nnx" or module.startswith("flax.nnx.") for module in modules):
+        files = nnx_files(node)
+        if not files:
             return False
-        if "flax.nnx.statelib" not in modules:  # a State is a plain tree: its Variables are copies
+        if "flax.nnx.statelib" not in files:  # a State is a plain tree: its Variables are copies
             references.append(type(node).__name__)
         return True
 

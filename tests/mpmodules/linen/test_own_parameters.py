@@ -152,7 +152,8 @@ def test_the_gradient_of_a_function_of_a_parameter_is_summed_in_float32(
         gradient = jax.grad(loss)(variables)["params"]["t"]
         sums = named(operations(jax.grad(loss), variables), "reduce_sum")
     assert not [op for op in sums if "bfloat16" in op.outputs]
-    np.testing.assert_allclose(gradient, jax.grad(function)(1.0), rtol=2**-6)
+    # a value, its derivative and the sum's terms are rounded to bfloat16, each by 2**-9 at most
+    np.testing.assert_allclose(gradient, jax.grad(function)(1.0), rtol=2**-7)
 
 
 @pytest.mark.parametrize(

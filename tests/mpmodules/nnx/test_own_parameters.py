@@ -128,6 +128,30 @@ def test_each_way_to_read_gives_compute_dtype(how: str) -> None:
     assert READS[how](model.w).dtype == jnp.float32  # outside of a call
 
 
+class Temperature(nnx.Module):
+    def __init__(self, function: Any) -> None:
+        self.t, self.function = nnx.Param(jnp.ones(())), function
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.function(self.t[...])
+
+
+@pytest.mark.parametrize("function", [lambda t: t, jnp.exp, nnx.softplus], ids=["", "exp", "log"])
+@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+def test_the_gradient_of_a_function_of_a_scalar_is_summed_in_float32(
+    text: str, function: Any
+) -> None:
+    with use_policy(text):
+        model = Temperature(function)
+    x = jnp.ones((4096, 64))
+    loss, state = pure(model)
+    gradient = jax.grad(lambda state: loss(lambda model: model(x), state) / x.size)(state)
+    sums = named(gradient_ops(model, lambda model: model(x)), "reduce_sum")
+    assert not [op for op in sums if "bfloat16" in op.outputs]
+    # a value, its derivative and the sum's terms are rounded to bfloat16, each by 2**-9 at most
+    np.testing.assert_allclose(gradient["t"][...], jax.grad(function)(1.0), rtol=2**-7)
+
+
 class Kept(nnx.Module):
     keep_params = ("scale",)
 
