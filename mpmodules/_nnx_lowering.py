@@ -44,7 +44,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         return out
 
     pure = functools.partial(_pure, method, graph, treedef, places)
-    key = (_hashable(graph), treedef, places)
+    key = (hashable(graph), treedef, places)
     return Lowered(
         key,
         pure,
@@ -86,7 +86,7 @@ def _origins(treedef: Any, places: tuple[bool, ...], *split: Any) -> tuple[int |
     )
 
 
-def _hashable(graph: Any) -> Any:
+def hashable(graph: Any) -> Any:
     """Returns a key for a graphdef: itself, or where lists, dicts or sets are static in it, the
     contents of those.
 

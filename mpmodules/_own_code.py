@@ -1,98 +1,101 @@
-"""A port's own code, in modules that know of no policy: where it multiplies or needs float32,
-autocast runs it.
+"""A user's own code, in modules of ours and in ports, alike in both wings.
 
-Such a port is traced with its own code in float32 and its layers in their policies' dtypes, each
-handing on float32; autocast then runs the code between the layers. A port whose layers do all of
-that is called as it is.
+The outermost call is traced with the code in float32 and the layers in their policies' dtypes, each
+returning float32; autocast's rules then decide the dtypes of the code between the layers.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Hashable, Mapping
+import linecache
+import os
+import traceback
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
+import policy as policy_package
+from mpmodules._boundary import Crossing, cast_outputs, is_pair
 from mpmodules._references import is_reference
-from policy.autocast import marks
-from policy.autocast.own_code import Ported
+from policy import boundary
+from policy._jaxpr import marks
+from policy.autocast import own_code
+from policy.casting import cast_array, is_floating
 from policy.policy import Policy
+from policy.precedence import warn_once
 from policy.provenance import Source
+from policy.rules import PolicyRules
 from policy.scope import Scope, current_scope, enter
 
-_MOST_DECISIONS = 1024
-_MOST_CLASSES = 4  # listed in a warning
-_ADVICE = (
-    ". apply_policy runs that code under autocast. Pass own_code='autocast' to accept this, or "
-    "own_code='keep' to leave the code in its own dtypes. With 'keep', dtype_fields=True sets the "
-    "dtype attributes of such modules, and functions of `policy` (einsum, reductions) obey the "
-    "policy in force."
-)
+CANNOT_BE_TRACED = own_code.CANNOT_BE_TRACED
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The decision on the own code of a port's call.
-
-    Attributes:
-      autocasts: whether autocast is to run it.
-      text: of the warning, or "".
+def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> bool:
+    """Returns whether a call is one whose own code is to be traced: the outermost in half
+    precision.
     """
-
-    autocasts: bool
-    text: str = ""
-
-
-LAYERS_ONLY, ASKED_FOR = Decision(False), Decision(True)
-
-
-class Decisions:
-    """The results of looking at the first call of each method of each ported model."""
-
-    def __init__(self) -> None:
-        self._known: collections.OrderedDict[Hashable, Decision] = collections.OrderedDict()
-        self._told: dict[type, str] = {}
-        self._lock = threading.Lock()
-
-    def told(self, cls: type, text: str) -> str:
-        """Returns the text of a class's first warning: other calls of it show other shares, and are
-        not told again.
-        """
-        return self._told.setdefault(cls, text)
-
-    def get(self, key: Hashable) -> Decision | None:
-        """Returns the result for a call, or None."""
-        try:
-            return self._known.get(key)
-        except TypeError:  # a field without a hash
-            return None
-
-    def put(self, key: Hashable, shown: Decision) -> None:
-        """Stores the result for a call; a key without a hash is not stored."""
-        try:
-            with self._lock:
-                self._known[key] = shown
-                if len(self._known) > _MOST_DECISIONS:
-                    self._known.popitem(last=False)
-        except TypeError:
-            return
+    if policy is None or scope.traces_own_code or scope.keeps_own_code:
+        return False
+    return any(
+        each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
+    )
 
 
-def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Returns a key for a method's call: calls that may run other code have other structures, flags
-    or modes.
+def run(
+    call: own_code.Call,
+    trees: Sequence[Any],
+    policy: Policy,
+    *,
+    key: Hashable = None,
+    record: Callable[[], Any] = lambda: None,
+) -> tuple[Any, Any]:
+    """Runs an outermost call as a pure function; see `policy.autocast.own_code.run`.
+
+    An error of the user's code ends on the user's line: the frames of the trace are left out.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
-    return treedef, tuple(leaf if isinstance(leaf, (bool, str)) else None for leaf in leaves)
+    try:
+        return own_code.run(call, trees, policy, key=key, record=record)
+    except Exception as error:
+        raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__
+
+
+def run_kept(
+    owner: type, error: BaseException, plainly: Callable[[], Any], *, tells: bool = True
+) -> Any:
+    """Runs a call that can't be traced in the dtypes that it meets, and tells once.
+
+    Args:
+      owner: the class of the module that is called.
+      error: the error of the trace.
+      plainly: calls the module.
+      tells: whether to tell.
+    """
+    with keeping():
+        outputs = plainly()
+    if tells:
+        warn_once(
+            f"{owner.__name__} can't be traced{_place_of(error)}, because its code "
+            f"{_reason(error)}. It runs in the dtypes that it meets instead, as with "
+            "own_code='keep'. Use jnp.where or jax.lax.cond in place of a branch on a value, and "
+            "jnp in place of numpy; or set own_code = 'keep' in the class to accept this."
+        )
+    return outputs
+
+
+def keeping() -> Any:
+    """Puts a scope in force in which own code runs in the dtypes that it meets."""
+    return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
+
+
+def tracing() -> Any:
+    """Puts a scope in force in which own code is in float32, and layers return float32 to it."""
+    return enter(dataclasses.replace(current_scope(), traces_own_code=True))
 
 
 def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
-    """Calls a module that knows of no policy inside of a port that is traced for autocast: it is no
-    boundary.
+    """Calls a module's own code inside of a trace: it is no boundary.
 
     Args:
       call: calls it.
@@ -103,86 +106,138 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
-    with enter(inner, source), marks.computes_in(policy.compute_dtype):
-        return call()
+    with enter(inner, source), marks.computes_in(policy.compute_dtype, policy.matmul):
+        outputs = call()
+    if not scope.boundary_open or policy == scope.policy:
+        return outputs
+    return _marked(outputs)  # another policy's: the code around it reads it in its own dtype
 
 
 def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
-    """Calls a module that obeys policies inside of a port that is traced for autocast, which leaves
-    it as it is.
+    """Calls a layer inside of a trace of own code: its dtypes are its policy's.
 
     Args:
       call: calls it, its inputs cast.
       scope: the one in force.
       given_carry: the carry that it is called with, or None.
     """
-    with enter(dataclasses.replace(scope, hands_on_float32=False)), marks.layer():
-        return marked(call(), given_carry)
+    with enter(dataclasses.replace(scope, traces_own_code=False)), marks.layer():
+        outputs = call()
+    return _marked(outputs, given_carry)
 
 
-def tracing() -> contextlib.AbstractContextManager[Any]:
-    """Puts a scope in force in which layers hand on float32."""
-    return enter(dataclasses.replace(current_scope(), hands_on_float32=True))
-
-
-def marked(outputs: Any, carry: Any = None) -> Any:
-    """Returns a layer's outputs in float32, marked for autocast.
-
-    A carry keeps the dtypes of the one given.
+def _marked(outputs: Any, carry: Any = None) -> Any:
+    """Returns outputs in float32, marked for the code around; a carry has the dtypes of the one
+    given.
     """
-    if carry is not None and isinstance(outputs, tuple) and len(outputs) == 2:
-        return _marked_carry(outputs[0], carry), marked(outputs[1])
+    if carry is not None and is_pair(outputs):
+        return _marked_carry(outputs[0], carry), _marked(outputs[1])
     return jax.tree.map(
-        lambda x: x if is_reference(x) else marks.handed_on(x), outputs, is_leaf=is_reference
+        lambda x: x if is_reference(x) else marks.returned(x), outputs, is_leaf=is_reference
     )
 
 
 def _marked_carry(new: Any, given: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(given):
-        return marked(new)
+        return _marked(new)
     return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.handed_on(x),
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.returned(x),
         new,
         given,
     )
 
 
-def describe(
-    name: str, call: Ported, classes: Mapping[tuple[str, ...], str], held: Mapping[str, float]
-) -> Decision:
-    """Returns the decision on a model's own code, and a warning with its share of the FLOPs and the
-    remedies.
+def outputs_of(
+    scope: Scope,
+    policy: Policy,
+    outputs: Any,
+    *,
+    crossing: Crossing,
+    has_carry: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the outputs of an outermost call in the dtypes that its caller is to get.
+
+    These are output_dtype, and inside of a module's call compute_dtype of the caller.
 
     Args:
-      name: of the model's class.
-      call: a call of the model.
-      classes: the name of the class of the module at each path of the call's program.
-      held: the share of the parameters that foreign modules hold themselves, by class.
+      scope: the one that it was called in.
+      policy: the one that it obeyed.
+      outputs: in the dtypes that they were computed in.
+      crossing: the casts of the call.
+      has_carry: whether the first of a pair of outputs is a carry.
+      args, kwargs: those of the call.
     """
-    by_class: collections.Counter[str] = collections.Counter()
-    for path, flops in call.own_matmuls().items():
-        by_class[_class_at(path, classes) or name] += flops
-    if not by_class:
-        return Decision(call.needs_float32())
-    total = call.matmuls()
-    flops = {cls: count / total for cls, count in by_class.items()}
-    text = (
-        f"{_shares(flops)} of the FLOPs of {name}'s matmuls are in code outside of layers "
-        f"({_listed(flops)})"
+    if has_carry and is_pair(outputs):
+        outputs = _as_given(outputs[0], crossing.given_carry(args, kwargs)), outputs[1]
+    returned = boundary.returns(scope, policy)
+    if scope.boundary_open and scope.policy is not None:
+        returned = policy.replace(output_dtype=scope.policy.compute_dtype)
+    return cast_outputs(returned, outputs, has_carry=has_carry)
+
+
+def _as_given(new: Any, given: Any) -> Any:
+    if given is None or jax.tree.structure(new) != jax.tree.structure(given):
+        return new
+    return jax.tree.map(
+        lambda x, old: cast_array(x, old.dtype) if is_floating(x) and is_floating(old) else x,
+        new,
+        given,
     )
-    if sum(held.values()) >= 0.005:
-        text += f", whose modules hold {_shares(held)} of its parameters ({_listed(held)})"
-    return Decision(True, text + _ADVICE)
 
 
-def _shares(shares: Mapping[str, float]) -> str:
-    return f"{sum(shares.values()):.0%}"
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+_OURS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, policy_package.__file__)
+)
 
 
-def _listed(shares: Mapping[str, float]) -> str:
-    most = sorted(shares.items(), key=lambda item: -item[1])[:_MOST_CLASSES]
-    return ", ".join(f"{name} {share:.0%}" for name, share in most)
+def _of_others(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback without the frames of this library, except for its first one."""
+    kept: list[types.TracebackType] = []
+    while frames is not None:
+        if not kept or not frames.tb_frame.f_code.co_filename.startswith(_OURS):
+            kept.append(frames)
+        frames = frames.tb_next
+    result = None
+    for each in reversed(kept):
+        result = types.TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
 
 
-def _class_at(path: tuple[str, ...], classes: Mapping[tuple[str, ...], str]) -> str | None:
-    return next((classes[path[:n]] for n in range(len(path), -1, -1) if path[:n] in classes), None)
+def _place_of(error: BaseException) -> str:
+    """Returns the line of the user's code that raised an error, for a message."""
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if not _is_library(frame.f_code.co_filename)
+    ]
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_library(frame.f_code.co_filename)
+    ]
+    if not frames:
+        return ""
+    file, line = frames[-1].f_code.co_filename, lines[-1]
+    source = linecache.getline(file, line).strip()
+    return f" at {os.path.basename(file)}:{line} (`{source}`)" if source else ""
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(module.__file__) + os.sep for module in (jax,) if module.__file__
+)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((*_OURS, *_LIBRARIES)) or f"{os.sep}flax{os.sep}" in file
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, own_code.UnreturnableError):
+        return f"returns a {error.name}, which may hold arrays and is no pytree"
+    return "needs the values of arrays"

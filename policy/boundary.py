@@ -28,9 +28,10 @@ def module_crosses(scope: Scope, policy: Policy | None) -> bool:
 def layer_crosses(scope: Scope, policy: Policy | None, own: bool) -> bool:
     """Returns whether a bare layer's call is a boundary.
 
-    It is one if the layer has its own policy and that differs from the one in force.
+    It is one if the layer has its own policy, and that differs from the one in force or no boundary
+    is open yet.
     """
-    return own and policy is not None and policy != scope.policy
+    return own and module_crosses(scope, policy)
 
 
 def inside(scope: Scope, policy: Policy | None) -> Scope:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import jax
 from jax.typing import DTypeLike
 
+from policy._jaxpr.marks import returned
 from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 from policy.callables import require_function
 from policy.casting import cast_floating
@@ -65,8 +66,8 @@ def full_precision(fn: F | None = None) -> F | _Block:
             args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
         with _Block():
             outputs = fn(*args, **kwargs)
-        if scope.hands_on_float32:  # of a model that is traced in float32
-            return outputs
+        if scope.traces_own_code:
+            return jax.tree.map(returned, outputs)
         with jax.named_scope(BOUNDARY):
             return _cast(outputs, scope.policy.compute_dtype)
 

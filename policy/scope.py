@@ -31,10 +31,9 @@ class Scope:
       boundary_open: True inside a module's call whose inputs have been cast to the policy.
       in_float32: True while half dtypes are traced as float32 for a reference; nested scopes
         inherit it.
-      hands_on_float32: True if layers return float32 to the surrounding code, which autocast then
-        runs in half precision.
-      marks_reads: True if reads of a user's parameters are marked, in a trace that gives each use
-        its own cast.
+      traces_own_code: True while a user's code is traced in float32, for autocast to evaluate;
+        layers return float32 to it.
+      keeps_own_code: True while a user's code runs in the dtypes that it meets, without a trace.
       in_full_precision: True inside a `full_precision` block, where compute_dtype is
         reduction_dtype.
       backend: the platform and kind of the devices to trace for, if they are not the default ones.
@@ -45,8 +44,8 @@ class Scope:
     rules: PolicyRules | None = None
     boundary_open: bool = False
     in_float32: bool = False
-    hands_on_float32: bool = False
-    marks_reads: bool = False
+    traces_own_code: bool = False
+    keeps_own_code: bool = False
     in_full_precision: bool = False
     backend: tuple[str, str] | None = None
     options: Hashable = None

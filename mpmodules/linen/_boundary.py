@@ -11,23 +11,22 @@ from typing import Any
 
 import flax.linen as flax_nn
 
+from mpmodules import _own_code as own_code
 from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
 from mpmodules._defined_in import is_upstream
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules._scan_errors import scan_explained
 from mpmodules.linen._calls import call_under_way, calls
-from mpmodules.linen._foreign import calls_foreign_cell, in_compute_dtype
-from mpmodules.linen._registry import crossing_of, obeys_policies
+from mpmodules.linen._foreign import in_compute_dtype
+from mpmodules.linen._half_states import put_back_for_layer
+from mpmodules.linen._own_code import NOT_BOUNDARIES, call, is_layer, policy_of_outermost
+from mpmodules.linen._registry import crossing_of
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
-from mpmodules.linen._setup_parameters import hold
 from policy import boundary
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
 
-# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
-# own.
-NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
 
@@ -114,9 +113,7 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     if not getattr(type(module), "_is_layer", False):
         inner = _scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))
         with enter(inner, effective.source.for_those_inside(where(module))):
-            outputs = setup()
-        hold(module)
-        return outputs
+            return setup()
     with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
         return setup()
 
@@ -154,23 +151,26 @@ def run_method(
         called.
     """
     scope, given = current_scope(), args
+    if lifted and (policy := policy_of_outermost(module, method)) is not None:
+        plainly = functools.partial(method, module, *args, **kwargs)
+        return call(module, method, args, kwargs, policy, plainly=plainly)
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)
     with call_under_way(module, scope):
-        if scope.hands_on_float32 and not calls_foreign_cell(module):
-            return _run_for_autocast(
-                module, method, args, kwargs, scope, lifted=lifted, own_body=own_body
-            )
-        is_layer = getattr(type(module), "_is_layer", False)
-        if is_layer:
+        if scope.traces_own_code:
+            if not _keeps(module) and not is_layer(module, method):
+                return _run_inside(module, method, args, kwargs, effective, lifted=lifted)
+            return _run_layer(module, method, args, kwargs, lifted=lifted, own_body=own_body)
+        is_bare = getattr(type(module), "_is_layer", False)
+        if is_bare:
             crosses = boundary.layer_crosses(scope, effective.policy, effective.own)
         else:
-            crosses = boundary.module_crosses(scope, effective.base) and not scope.hands_on_float32
+            crosses = boundary.module_crosses(scope, effective.base)
         crossing = crossing_of(module, _name_of(method))
         if (
             effective.policy is not None
             and crosses
-            and not (is_layer and type(module)._takes_inputs_as_they_come)
+            and not (is_bare and type(module)._takes_inputs_as_they_come)
         ):
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
@@ -179,7 +179,7 @@ def run_method(
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:
-                outputs = module._call_layer(effective, crosses and is_layer, method, args, kwargs)
+                outputs = module._call_layer(effective, crosses and is_bare, method, args, kwargs)
             else:
                 with fields_set(module, plain_fields(module, effective)):
                     outputs = method(module, *args, **kwargs)
@@ -198,32 +198,56 @@ def run_method(
         return outputs
 
 
-def _run_for_autocast(
+def _keeps(module: Any) -> bool:
+    """Returns whether a module's class keeps its own code out of a trace."""
+    return getattr(type(module), "own_code", None) == "keep"
+
+
+def _run_inside(
     module: Any,
     method: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    scope: Scope,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    effective: Effective,
+    *,
+    lifted: bool,
+) -> Any:
+    """Calls a module's own code in a trace of the code around it."""
+    source = effective.source.for_those_inside(where(module))
+
+    def run() -> Any:
+        if not getattr(type(module), "_dtype_fields", False) or lifted:
+            return method(module, *args, **kwargs)
+        with fields_set(module, plain_fields(module, effective)):
+            return method(module, *args, **kwargs)
+
+    return run_inside(run, current_scope(), effective.base, source)
+
+
+def _run_layer(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     *,
     lifted: bool,
     own_body: bool,
 ) -> Any:
-    """Calls a module inside of a port whose own code autocast runs."""
-    if not obeys_policies(module):
-        effective = effective_policy(module, scope)
-        source = effective.source.for_those_inside(where(module))
-        return run_inside(lambda: method(module, *args, **kwargs), scope, effective.policy, source)
-    crossing = crossing_of(module, _name_of(method))
+    """Calls a layer in a trace of the code around it."""
+    scope, crossing = current_scope(), crossing_of(module, _name_of(method))
+    put_back_for_layer(module)
 
-    def call() -> Any:
-        policy = effective_policy(module, scope).policy
+    def run() -> Any:
+        policy = effective_policy(module, current_scope()).policy
         cast = (
             (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
         )
-        return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
+        keep = own_code.keeping() if _keeps(module) else contextlib.nullcontext()
+        with keep:
+            return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
 
     has_carry = crossing.returns_carry(module, kwargs)
-    return run_layer(call, scope, crossing.given_carry(args, kwargs) if has_carry else None)
+    return run_layer(run, scope, crossing.given_carry(args, kwargs) if has_carry else None)
 
 
 def _cast_inputs(

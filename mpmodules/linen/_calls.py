@@ -28,6 +28,8 @@ class _Calls(threading.local):
         self.model = ""  # the name of the model that the root call is one of
         self.innermost: flax_nn.Module | None = None
         self.recorded: Recorded | None = None
+        # Half-precision variables by the identities of the float32 ones that stand for them.
+        self.half_states: dict[int, tuple[Any, Any]] = {}
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
         """Notes the policy that a module obeys in a call, where a summary or a report is being
@@ -85,20 +87,6 @@ def recording(
             yield calls.recorded
     finally:
         calls.recorded = outer
-
-
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """Leaves the calls in a block out of a summary that is being recorded."""
-    recorded = calls.recorded
-    before = (
-        {} if recorded is None else {call: list(obeyed) for call, obeyed in recorded.obeyed.items()}
-    )
-    try:
-        yield
-    finally:
-        if recorded is not None:
-            recorded.obeyed = before
 
 
 calls = _Calls()

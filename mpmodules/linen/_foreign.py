@@ -13,9 +13,8 @@ import numpy as np
 
 from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
-from mpmodules.linen._registry import obeys_policies
 from mpmodules.linen._resolution import fields_set
-from policy.autocast import marks
+from policy._jaxpr import marks
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -69,7 +68,7 @@ def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
 
     def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
-        return jax.tree.map(marks.handed_on, value) if current_scope().hands_on_float32 else value
+        return jax.tree.map(marks.returned, value) if current_scope().traces_own_code else value
 
     def variable(
         col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
@@ -136,10 +135,3 @@ def in_compute_dtype(
 def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
     same = getattr(given, "dtype", None) == to_compute_dtype.compute_dtype
     return cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
-
-
-def calls_foreign_cell(module: Any) -> bool:
-    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
-    if isinstance(module, flax_nn.Bidirectional):
-        return any(map(calls_foreign_cell, (module.forward_rnn, module.backward_rnn)))
-    return isinstance(module, flax_nn.RNN) and not obeys_policies(module.cell)

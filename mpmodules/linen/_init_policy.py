@@ -76,7 +76,7 @@ def _warn_where_missing(model: Any) -> None:
     if (
         scope.policy is not None
         or scope.in_float32
-        or scope.hands_on_float32
+        or scope.traces_own_code
         or source_in_force().kind == "scope"
     ):
         return

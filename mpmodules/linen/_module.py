@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import flax.linen as flax_nn
 from flax.linen.kw_only_dataclasses import KW_ONLY
@@ -22,8 +23,8 @@ from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
 from mpmodules.linen._init_policy import missing_policy, noting_policy
+from mpmodules.linen._own_code import call, policy_of_outermost
 from mpmodules.linen._registry import LAYER_OF
-from mpmodules.linen._setup_parameters import held, is_held
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
 
@@ -92,12 +93,15 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
         module is made.
+      own_code: "keep" runs the methods of a class in the dtypes that they meet, without a trace:
+        inputs in compute_dtype, parameters as stored. A class attribute.
       keep_params: names of parameters that no policy touches: ``self.param`` stores and returns
         them as their initialisers make them. A class attribute: ``keep_params = ("scale",)``.
 
-    Methods of a user's own class read floating parameters in compute_dtype. They are stored in
-    param_dtype, and their gradients are summed in float32 over all uses. ``self.param(...,
-    compute_dtype=jnp.float32)`` reads one in another dtype.
+    A user's own methods are written as for float32, and see float32. Under a half-precision policy
+    the outermost call is traced, and autocast's rules decide what runs in which dtype. Parameters
+    are stored in param_dtype, and their gradients are summed in float32 over all uses.
+    ``self.param(..., compute_dtype=jnp.float32)`` reads one in another dtype.
 
     Example:
       >>> class Net(linen.Module):
@@ -122,6 +126,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
+    own_code: ClassVar[Literal["keep"] | None] = None
     _upstream_class: ClassVar[type] = (
         flax_nn.Module
     )  # what the class stands for in isinstance and in class rules
@@ -146,7 +151,6 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                     extend_docstring(cls, base, _DTYPE_POLICY)
         install_boundaries(cls)
         require_keep_params(cls)
-        own_parameters.install(cls)
 
     def __post_init__(self) -> None:
         require_keep_inputs(type(self))
@@ -187,13 +191,18 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 super()._validate_setup()
 
         @flax_nn.nowrap
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                if not is_held(self, name):
-                    raise
-            return held(self, name)
+        def _call_wrapped_method(
+            self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            policy = policy_of_outermost(self, fun)
+            plainly = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
+            if policy is not None:
+                method = flax_nn.module.wrap_method_once(fun)
+                return call(self, method, args, kwargs, policy, plainly=plainly)
+            outputs = plainly()
+            if fun.__name__ != "setup" and self.scope is not None:
+                own_parameters.check_names(self)
+            return outputs
 
         init_with_output = flax_nn.nowrap(noting_policy(flax_nn.Module.init_with_output))
         apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))

@@ -15,7 +15,8 @@ from mpmodules._port_options import PortOptions
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
-from mpmodules.linen._own_code import call_port
+from mpmodules.linen._own_code import call as call_own_code
+from mpmodules.linen._own_code import policy_of_outermost
 from mpmodules.linen._registry import is_ours
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
@@ -82,8 +83,6 @@ class _Port:
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
         self.options = options
-        may_multiply = not is_ours(layer) or issubclass(base, (flax_nn.RNN, flax_nn.Bidirectional))
-        self.autocasts = options.own_code != "keep" and may_multiply
         policy = (
             None if is_layer else options.policy
         )  # a layer is a boundary only by a policy of its own
@@ -142,20 +141,20 @@ class _Port:
         kwargs: dict[str, Any],
     ) -> Any:
         around = current_scope()
-        is_traced_for_autocast = around.hands_on_float32  # by a model around this one
         scope = dataclasses.replace(
             self.scope,
             policy=as_in_force(self.scope.policy, around),
-            hands_on_float32=is_traced_for_autocast,
-            marks_reads=around.marks_reads,
+            traces_own_code=around.traces_own_code,  # by a model around this one
+            keeps_own_code=around.keeps_own_code or self.options.own_code == "keep",
             in_full_precision=around.in_full_precision,
         )
         _entered.ports.append(self)
         try:
             with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-                if not self.autocasts or is_traced_for_autocast:
+                policy = policy_of_outermost(module, method)
+                if policy is None:
                     return plainly()
-                return call_port(module, method, args, kwargs, self.options, plainly=plainly)
+                return call_own_code(module, method, args, kwargs, policy, plainly=plainly)
         finally:
             _entered.ports.pop()
 

@@ -4,7 +4,6 @@ them come out.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
@@ -14,36 +13,49 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
+from mpmodules._references import is_reference
 from mpmodules.linen._calls import roots_unchecked
+from mpmodules.linen._half_states import as_stored, half_states_as_float32
 
 Method = Callable[..., Any]
 Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
 """Returns the result of a pure function of parameters, other state and inputs, and of those."""
 
 
-def lifted(
-    method: Method,
-    run: Run,
-    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Method:
-    """Returns a method that hands itself to `run` as a pure function of variables and arguments.
+def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns a function that calls a method of a module, given as a pure function to `run`.
 
     Args:
       method: a method that Flax wrapped.
-      run: is called with the function and its arguments, and returns its result.
-      inside: a context to be in force while the function runs.
+      run: is called with a function of parameters, other state and inputs, and with these, and
+        returns its result.
     """
 
-    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def unpacking(module: Any, given: _Given) -> Any:
+        return method(module, *given.args, **given.kwargs)
+
+    def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
         with roots_unchecked() as checked:
-            transform = functools.partial(_transform, run=run, inside=inside, checked=checked)
-            return decorator_lift_transform(transform, method)(module, *args, **kwargs)
+            transform = functools.partial(_transform, run=run, checked=checked)
+            if any(map(is_reference, leaves)):
+                return decorator_lift_transform(transform, method)(module, *args, **kwargs)
+            # Flax would copy lists and objects among the arguments.
+            return decorator_lift_transform(transform, unpacking)(module, _Given(args, kwargs))
 
     return called
 
 
+class _Given:
+    """The arguments of a call, which Flax takes for one."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.args, self.kwargs = args, kwargs
+
+
 def _transform(
-    core: Callable[..., Any], *, run: Run, inside: Callable[[], Any], checked: Callable[[], Any]
+    core: Callable[..., Any], *, run: Run, checked: Callable[[], Any]
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
@@ -51,15 +63,20 @@ def _transform(
         scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         params, others = _params_and_others(variables)
+        packed = args[0] if args and isinstance(args[0], _Given) else None
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
             (variables, rngs), (args, kwargs) = others, inputs
-            with inside(), checked():
-                scopes = scope_fn(_joined(params, variables), rngs)
-                outputs = core(scopes, *args, **kwargs)
-                return outputs, repack(scopes)
+            with checked(), half_states_as_float32(variables) as read:
+                scopes = scope_fn(_joined(params, read), rngs)
+                if packed is None:
+                    outputs = core(scopes, *args, **kwargs)
+                else:
+                    outputs = core(scopes, _Given(args, kwargs))
+                return outputs, as_stored(repack(scopes), variables)
 
-        return run(call, params, (others, rngs), (args, kwargs))
+        inputs = (args, kwargs) if packed is None else (packed.args, packed.kwargs)
+        return run(call, params, (others, rngs), inputs)
 
     packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 

@@ -53,18 +53,11 @@ def adopt(
     if not is_ours(type(module)):
         is_foreign = not _is_layer(type(module))
         _put_port(module, casts_outputs=options.cast_submodules and is_foreign and not is_root)
-        if is_foreign or _calls_foreign_cell(module):
+        if is_foreign:
             module._own_code = OwnCodeOf(options.own_code)
         if is_foreign and options.dtype_fields:
             set_dtype_fields(module, policy)
     _obey(module, policy, source)
-
-
-def _calls_foreign_cell(module: Any) -> bool:
-    """Returns whether a module is a loop over a recurrent cell that is none of Flax's or ours."""
-    return isinstance(module, flax_nnx.RNN) and not (
-        is_ours(type(module.cell)) or _is_layer(type(module.cell))
-    )
 
 
 @functools.cache

@@ -12,18 +12,19 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
+from mpmodules import _own_code as own_code
 from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
 from mpmodules._defined_in import is_upstream
 from mpmodules._nnx_names import note_island
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules._scan_errors import scan_explained
-from mpmodules.nnx._calls import call_under_way, calls, port_under_way
+from mpmodules.nnx._calls import call_under_way, calls
 from mpmodules.nnx._foreign import casts_outputs, in_compute_dtype
-from mpmodules.nnx._own_code import call_port, own_code_of
-from mpmodules.nnx._own_parameters import call_reading, reading, reads_own_params
+from mpmodules.nnx._own_code import call, is_layer, keeps, policy_of_outermost
 from mpmodules.nnx._registry import PORT, as_ours, crossing_of, is_ours
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from policy import boundary
+from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import current_scope, enter
@@ -116,41 +117,37 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
       method: the method.
       args, kwargs: its arguments.
     """
-    scope, note = current_scope(), own_code_of(module)
-    if scope.hands_on_float32:
-        return _run_for_autocast(module, method, args, kwargs, is_layer=note is None)
-    if note is None and reads_own_params(module):
-        return call_reading(module, method.name, args, kwargs)
-    if note is None or calls.ports:
+    scope = current_scope()
+    if scope.traces_own_code:
+        return _run_in_trace(module, method, args, kwargs)
+    policy = policy_of_outermost(module, method.is_upstream)
+    if policy is None:
         return _run_method(module, method, args, kwargs)
-
-    def plainly() -> Any:
-        with port_under_way(depth=0):
-            return _run_method(module, method, args, kwargs)
-
-    inside = functools.partial(port_under_way, depth=1)
-    return call_port(module, method.name, args, kwargs, note, plainly=plainly, inside=inside)
+    plainly = functools.partial(_run_method, module, method, args, kwargs)
+    return call(module, method.name, args, kwargs, policy, plainly=plainly)
 
 
-def _run_for_autocast(
-    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_layer: bool
+def _run_in_trace(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a module inside of a port whose own code autocast runs."""
-    scope, policy = current_scope(), module.dtype_policy
-    if not is_layer:
+    """Calls a module in a trace of the code around it."""
+    scope, policy = current_scope(), as_in_force(module.dtype_policy, current_scope())
+    if not (is_layer(module, method.is_upstream) or keeps(module)):
         own = as_ours(module) if method.is_upstream else module
         source = module._policy_source.for_those_inside(type(module).__name__)
-        return run_inside(lambda: method.body(own, *args, **kwargs), scope, policy, source)
+        with call_under_way(module):
+            return run_inside(lambda: method.body(own, *args, **kwargs), scope, policy, source)
     crossing = crossing_of(module, method.name)
 
-    def call() -> Any:
+    def run() -> Any:
         cast = (
             (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
         )
-        return _run_method(module, method, *cast)
+        with own_code.keeping() if keeps(module) else contextlib.nullcontext():
+            return _run_method(module, method, *cast)
 
     has_carry = crossing.returns_carry(module, kwargs)
-    return run_layer(call, scope, crossing.given_carry(args, kwargs) if has_carry else None)
+    return run_layer(run, scope, crossing.given_carry(args, kwargs) if has_carry else None)
 
 
 def _cast_inputs(
@@ -183,7 +180,7 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     inner = boundary.inside(scope, policy) if crosses and policy is not None else scope
     source = effective.source.for_those_inside(cls.__name__) if crosses else None
     explained = _scan_carries_explained(module, crosses, effective)
-    with call_under_way(module) as caller, reading(module, policy), explained, enter(inner, source):
+    with call_under_way(module) as caller, explained, enter(inner, source):
         outputs = _run_body(module, kind, method, effective, crosses, args, kwargs)
     if policy is not None:
         outputs = crossing.keep_carry(outputs, args, kwargs)

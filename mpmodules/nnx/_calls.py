@@ -26,7 +26,6 @@ class _Calls(threading.local):
 
     Attributes:
       depth: the number of calls.
-      ports: how many of them are outermost calls of ports.
       innermost: the module of the innermost call.
       crossed: the boundaries below the outermost call, by class.
       constructions: the constructions, innermost last.
@@ -34,7 +33,6 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.ports = 0
         self.innermost: Any = None
         self.crossed: dict[str, Effective] = {}
         self.constructions: list[Construction] = []
@@ -55,18 +53,6 @@ def call_under_way(module: Any) -> Iterator[Any]:
         calls.depth -= 1
         if not calls.depth:
             calls.crossed.clear()
-
-
-@contextlib.contextmanager
-def port_under_way(*, depth: int) -> Iterator[None]:
-    """Makes the calls in a block inner ones of a port, `depth` levels below the one under way."""
-    calls.depth += depth
-    calls.ports += 1
-    try:
-        yield
-    finally:
-        calls.depth -= depth
-        calls.ports -= 1
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -169,7 +168,7 @@ def _accumulating(differentiated: Callable[..., Any]) -> Callable[..., Any]:
             return value, leaves
 
         call = StatefulCall(flat, args, kwargs)
-        traced = PureCall.of(call.inside(contextlib.nullcontext), *call.trees)
+        traced = PureCall.of(call.inside(), *call.trees)
         value, leaves = traced.treedef.children()[0].children()
         before, count = value.num_leaves, leaves.num_leaves
         is_gradient = [

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
@@ -139,12 +139,15 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
       keep_inputs: names of arguments that a boundary leaves uncast. A class attribute:
         ``keep_inputs = ("positions",)``. A name that no public method takes is refused when the
         module is built.
+      own_code: "keep" runs the methods of a class in the dtypes that they meet, without a trace:
+        inputs in compute_dtype, parameters as stored. A class attribute.
       keep_params: names of attributes whose parameters no policy touches: they are stored and read
         as they are made. A class attribute: ``keep_params = ("scale",)``.
 
-    Methods of a user's own class read its floating `nnx.Param`s in compute_dtype. They are
-    stored in param_dtype, and their gradients are summed in float32 over all uses. ``nnx.Param(x,
-    compute_dtype=jnp.float32)`` is read in another dtype.
+    A user's own methods are written as for float32, and see float32. Under a half-precision policy
+    the outermost call is traced, and autocast's rules decide what runs in which dtype. Parameters
+    are stored in param_dtype, and their gradients are summed in float32 over all uses.
+    ``nnx.Param(x, compute_dtype=jnp.float32)`` is read in another dtype.
 
     Example:
       >>> class Net(nnx.Module):
@@ -163,6 +166,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         dtype_policy = None
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
+    own_code: ClassVar[Literal["keep"] | None] = None
     _upstream_class: ClassVar[type] = (
         flax_nnx.Module
     )  # what the class stands for in isinstance and in class rules

@@ -1,39 +1,44 @@
-"""Calls of nnx ports whose own code multiplies: traced as pure functions and autocast."""
+"""Outermost calls of nnx modules: a user's own code is traced as a pure function and evaluated."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-import jax
 from flax import nnx as flax_nnx
+from flax.errors import TraceContextError
 
-from mpmodules._boundary import cast_outputs
-from mpmodules._own_code import ASKED_FOR, LAYERS_ONLY, Decision, describe, key_of_call, tracing
-from mpmodules._port_options import OwnCode
+from mpmodules import _own_code as own_code
+from mpmodules._defined_in import is_upstream
+from mpmodules._nnx_lowering import hashable
+from mpmodules.nnx._own_parameters import own_params
 from mpmodules.nnx._pure_calls import StatefulCall
-from policy.autocast.own_code import traced
+from mpmodules.nnx._registry import crossing_of, is_ours, layer_class, obeys_policies
+from policy._jaxpr import marks
+from policy.islands import as_in_force
 from policy.policy import Policy
-from policy.precedence import warn_once
+from policy.scope import current_scope
+
+_CANNOT_BE_TRACED = (
+    *own_code.CANNOT_BE_TRACED,
+    TraceContextError,  # it writes to a variable outside of the module
+)
 
 
 class OwnCodeOf:
-    """The choice of how a foreign module's own code runs in a port, and the results of looking at
-    its methods' calls.
+    """The choice of how a foreign module's own code runs in a port.
 
     It is static metadata of the module: copies share it, and two are equal where the code runs
     alike.
 
     Attributes:
-      asked: "autocast", "keep", or None: under autocast where the code multiplies, or needs
-        float32.
+      asked: "autocast" or "keep".
     """
 
-    def __init__(self, asked: OwnCode):
-        self.asked: OwnCode = asked
-        self.known: dict[Hashable, Decision] = {}
+    def __init__(self, asked: Any):
+        self.asked = asked
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnCodeOf) and other.asked == self.asked
@@ -48,74 +53,146 @@ class OwnCodeOf:
         return OwnCodeOf, (self.asked,)
 
 
-def own_code_of(module: Any) -> OwnCodeOf | None:
-    """Returns the note on a foreign module of a port; None of other modules."""
-    return vars(module).get("_own_code")
+def keeps(module: Any) -> bool:
+    """Returns whether a module's own code runs in the dtypes that it meets."""
+    note = vars(module).get("_own_code")
+    return getattr(type(module), "own_code", None) == "keep" or (
+        isinstance(note, OwnCodeOf) and note.asked == "keep"
+    )
 
 
-def call_port(
+@functools.cache
+def is_library(method: Any) -> bool:
+    """Returns whether a method is Flax's or ours, also where it is transformed."""
+    return is_upstream(inspect.unwrap(method))
+
+
+def is_layer(module: Any, is_upstream: bool) -> bool:
+    """Returns whether a method is that of a layer which obeys policies itself.
+
+    Args:
+      module: the module.
+      is_upstream: whether the method is Flax's own, or ours in its place.
+    """
+    if not (is_upstream and obeys_policies(module)):
+        return False
+    if layer_class(type(module)) is None and not _is_ours_alone(type(module)):
+        return False
+    is_container = isinstance(module, flax_nnx.Sequential)
+    return not is_container and all(map(is_library, _cells_of(module)))
+
+
+def _is_ours_alone(cls: type) -> bool:
+    return is_ours(cls) and is_upstream(cls)
+
+
+def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:
+    """Yields the methods of the cells that a loop calls."""
+    if isinstance(module, flax_nnx.Bidirectional):
+        yield from _cells_of(module.forward_rnn)
+        yield from _cells_of(module.backward_rnn)
+    elif isinstance(module, flax_nnx.RNN):
+        yield type(module.cell).__call__
+
+
+def policy_of_outermost(module: Any, is_upstream: bool) -> Policy | None:
+    """Returns the policy of a call whose own code is to be traced; None of other calls."""
+    scope, captured = current_scope(), module.dtype_policy
+    if not isinstance(captured, Policy) or not own_code.decides(
+        scope, as_in_force(captured, scope), None
+    ):
+        return None
+    if is_layer(module, is_upstream) or keeps(module):
+        return None
+    return as_in_force(captured, scope)
+
+
+def call(
     module: Any,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    note: OwnCodeOf,
+    policy: Policy,
     *,
     plainly: Callable[[], Any],
-    inside: Callable[[], AbstractContextManager[None]],
 ) -> Any:
-    """Calls the outermost method of a port, its own code under autocast where it multiplies.
+    """Calls an outermost method, whose own code obeys `policy`.
 
     Args:
-      module: a foreign module of the port.
+      module: the module.
       name: the method's name.
       args, kwargs: its arguments.
-      note: the module's.
-      plainly: calls the method as it is.
-      inside: a context in which calls are no outermost ones.
+      policy: the module's.
+      plainly: calls the method without a trace.
     """
-    if note.asked == "keep":
-        return plainly()
-    policy: Policy = module.dtype_policy
-    key = name, key_of_call(args, kwargs)
-    shown = ASKED_FOR if note.asked else note.known.get(key)
-    if shown == LAYERS_ONLY:
-        return plainly()
+    stateful = StatefulCall.of_method(module, name, args, kwargs)
     try:
-        with inside():
-            call = StatefulCall.of_method(module, name, args, kwargs, named=True)
-            ported = traced(call.inside(tracing), *call.trees)
-    except Exception:
-        if shown is not None:
-            raise
-        # Code that asks for another dtype, or one with an error, is called as it is: it says itself
-        # what is wrong.
-        outputs = plainly()
-        note.known[key] = LAYERS_ONLY  # not before: what fails in either way shows nothing
-        return outputs
-    if shown is None:
-        shown = note.known[key] = describe(
-            type(module).__name__, ported, *_classes_and_shares(module)
+        returned, edits = own_code.run(
+            stateful.inside(_reading),
+            stateful.trees,
+            policy,
+            key=_key(stateful, name),
+            record=lambda: stateful.edits,
         )
-        if not shown.autocasts:
-            return plainly()
-    if shown.text:  # by the first call, whose shares may be others
-        warn_once(next(known.text for known in note.known.values() if known.text))
-    return cast_outputs(policy, call.finish(ported.run(policy)), has_carry=False)
+    except _CANNOT_BE_TRACED as error:
+        return own_code.run_kept(type(module), error, plainly)
+    outputs = stateful.finish(returned, edits)
+    crossing = crossing_of(module, name)
+    return own_code.outputs_of(
+        current_scope(),
+        policy,
+        outputs,
+        crossing=crossing,
+        has_carry=crossing.returns_carry(module, kwargs),
+        args=args,
+        kwargs=kwargs,
+    )
 
 
-def _classes_and_shares(module: Any) -> tuple[dict[tuple[str, ...], str], dict[str, float]]:
-    """Returns the class of the module at each path, and the shares of the parameters that foreign
-    ones hold.
+def _key(stateful: StatefulCall, name: str) -> Hashable:
+    graph = hashable(stateful.graph)
+    try:
+        hash(graph)
+    except TypeError:
+        return None
+    return "nnx", graph, name, stateful.structure
+
+
+def _reading(nodes: Any) -> Callable[[], None]:
+    """Makes the variables of users' modules read as their code is to read them.
+
+    Half-precision ones are float32, and parameters that no policy casts stay float32.
+
+    Args:
+      nodes: copies of the modules, whose methods are about to be traced.
+
+    Returns:
+      A function that puts back what the call did not write.
     """
-    name, total = type(module).__name__, 0
-    classes: dict[tuple[str, ...], str] = {}
-    sizes: collections.Counter[str] = collections.Counter()
-    for path, child in flax_nnx.iter_modules(module):
-        classes[(name, *map(str, path))] = type(child).__name__
-        for _, value in flax_nnx.iter_children(child):
-            if isinstance(value, flax_nnx.Param):
-                size = sum(leaf.size for leaf in jax.tree.leaves(value))
-                total += size
-                if own_code_of(child) is not None:
-                    sizes[type(child).__name__] += size
-    return classes, {cls: size / total for cls, size in sizes.items()} if total else {}
+    read: list[tuple[Any, Any, Any]] = []
+    for _, module in flax_nnx.iter_modules(nodes):
+        if layer_class(type(module)) is not None:
+            continue
+        keep = getattr(type(module), "keep_params", ())
+        for name, variable in own_params(module, flax_nnx.Variable):
+            stored = variable.get_raw_value()
+            value = _as_read(variable, stored, name in keep)
+            if value is not stored:
+                variable.set_raw_value(value)
+                read.append((variable, stored, value))
+
+    def put_back() -> None:
+        for variable, stored, value in read:
+            if variable.get_raw_value() is value:
+                variable.set_raw_value(stored)
+
+    return put_back
+
+
+def _as_read(variable: Any, stored: Any, is_kept: bool) -> Any:
+    if not hasattr(stored, "dtype"):
+        return stored
+    dtype = variable.get_metadata().get("compute_dtype")
+    if isinstance(variable, flax_nnx.Param) and (is_kept or dtype is not None):
+        return marks.read_in(stored, dtype)
+    return marks.returned_if_half(stored)

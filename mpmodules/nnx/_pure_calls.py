@@ -4,18 +4,16 @@ out, and is put in place afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules._nnx_names import named_modules
 from mpmodules._references import is_reference
 from policy._jaxpr.pure_calls import UnreturnableError, require_returnable
-from policy.casting import cast_array
+from policy.casting import cast_array, is_floating
 
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 _NOTHING = object()
@@ -93,34 +91,25 @@ class StatefulCall:
     Args:
       function: the function.
       args, kwargs: its arguments.
-      named: whether the paths of the modules are put on JAX's name stack.
 
     Attributes:
       nodes: the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
-      copies: while the function runs, the copies of the nodes; just after it, also the objects that
-        it returned.
+      graph: the structure of the nodes.
+      edits: the attributes that the call set or deleted, after the pure function ran.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        named: bool = False,
-    ):
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
         self._is_node = [_is_object(leaf) for leaf in leaves]
         self.nodes = tuple(
             leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
         )
         inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
-        self._graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
-        self._function, self._named = function, named
+        self.graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
+        self._function = function
         self.trees = params, rest, inputs
-        self.copies: tuple[Any, ...] = ()
-        self._edits: list[_Edit] = []
+        self.edits: list[_Edit] = []
 
     @classmethod
     def of_method(
@@ -129,20 +118,26 @@ class StatefulCall:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        named: bool = False,
     ) -> StatefulCall:
         """Returns the call of a module's method, by its name."""
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(module, name)(*args, **kwargs)
 
-        return cls(call, (module, *args), kwargs, named=named)
+        return cls(call, (module, *args), kwargs)
+
+    @property
+    def structure(self) -> Hashable:
+        """What calls of the same code have in common, beside the structure of the nodes."""
+        return self._treedef, tuple(self._is_node)
 
     def inside(
-        self, context: Callable[[], contextlib.AbstractContextManager[Any]]
+        self, prepare: Callable[[Any], Callable[[], None]] = lambda nodes: lambda: None
     ) -> Callable[..., Any]:
-        """Returns the pure function, which calls the function in a context.
+        """Returns the pure function, which calls the function with copies of the nodes.
+
+        Args:
+          prepare: is called with the copies first; what it returns is called after the function.
 
         Raises (the pure function):
           UnreturnableError: an object that the function returned, or set, can't be told apart from
@@ -150,18 +145,15 @@ class StatefulCall:
         """
 
         def pure(params: Any, rest: Any, inputs: Any) -> Any:
-            nodes = flax_nnx.merge(self._graph, params, rest, copy=True)
+            nodes = flax_nnx.merge(self.graph, params, rest, copy=True)
             known = _objects(nodes)
-            self.copies = nodes
-            with named_modules(nodes) if self._named else contextlib.nullcontext(), context():
-                before = [_attributes(node) for node in known]
-                out = self._called(nodes, inputs)
-                self.copies = nodes, _holders(out)
-            self.copies = ()  # they may hold tracers
+            done = prepare(nodes)
+            before = [_attributes(node) for node in known]
+            out = self._called(nodes, inputs)
+            done()
             results = _Results(known)
             variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
-            return (
-                results.carried(out),
+            return results.carried(out), (
                 variables,
                 self._edited(known, before, results),
                 results.made,
@@ -185,16 +177,20 @@ class StatefulCall:
         """
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
-        self._edits = [
+        self.edits = [
             dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
         ]
         return values
 
-    def finish(self, returned: tuple[Any, Any, Any, Any]) -> Any:
+    def finish(self, returned: tuple[Any, Any], edits: Sequence[Any] | None = None) -> Any:
         """Puts the state that the pure function returned in place where it changed, and returns the
         call's result.
+
+        Args:
+          returned: the results of the pure function.
+          edits: those of the call that was traced; None takes the ones of this call.
         """
-        out, variables, values, made = returned
+        out, (variables, values, made) = returned
         known = _objects(self.nodes)
         before = [node for node in known if isinstance(node, flax_nnx.Variable)]
         for old, new in zip(before, variables, strict=True):
@@ -202,7 +198,7 @@ class StatefulCall:
                 old.update_from_state(_as_stored(new, old))
         known += made
         results = iter(values)
-        for edit in self._edits:
+        for edit in self.edits if edits is None else edits:
             _put_in_place(
                 known[edit.index],
                 edit,
@@ -213,12 +209,6 @@ class StatefulCall:
 
 def _is_object(leaf: Any) -> bool:
     return isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable))
-
-
-def _holders(tree: Any) -> list[Any]:
-    """Returns the leaves of a tree that are, or hold, variables."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_reference)
-    return [leaf for leaf in leaves if _is_object(leaf) or isinstance(leaf, flax_nnx.State)]
 
 
 def _objects(nodes: tuple[Any, ...]) -> list[Any]:
@@ -287,9 +277,18 @@ def _is_same(new: Any, old: Any) -> bool:
 
 
 def _as_stored(new: Any, old: Any) -> Any:
-    """Returns a variable's new value in the floating dtype of the old one: half parameters are
-    traced in float32.
+    """Returns a variable's new value in the floating dtype of the old one, where that is half or a
+    parameter's: it is float32 to the code that writes it.
     """
-    if not isinstance(new, flax_nnx.Param) or jax.tree.structure(new) != jax.tree.structure(old):
+    if jax.tree.structure(new) != jax.tree.structure(old):
         return new
-    return jax.tree.map(lambda array, before: cast_array(array, before.dtype), new, old)
+    is_param = isinstance(new, flax_nnx.Param)
+    return jax.tree.map(
+        lambda array, before: (
+            cast_array(array, before.dtype)
+            if is_floating(before) and (is_param or before.dtype.itemsize == 2)
+            else array
+        ),
+        new,
+        old,
+    )

@@ -35,9 +35,9 @@ _TABLE: dict[str, dict[str, str]] = {
             reduce_scatter: saved reduce-scatter
         """,
         "cumulative": """
-            cumlogsumexp: accumulates needs_float32
-            cumprod: accumulates needs_float32
-            cumsum: accumulates needs_float32
+            cumlogsumexp: accumulates
+            cumprod: accumulates
+            cumsum: accumulates
         """,
         "fft": "fft",
         "linalg": """
@@ -51,7 +51,7 @@ _TABLE: dict[str, dict[str, str]] = {
             reduce_sum: accumulates of_moments saved
         """,
         "scatter-sum": """
-            scatter-add: accumulates combines needs_float32
+            scatter-add: accumulates combines
             scatter-mul: accumulates combines
             scatter-sub: accumulates combines
         """,
@@ -73,23 +73,20 @@ _TABLE: dict[str, dict[str, str]] = {
             polynomial: gentle
         """,
         "transcendental": """
-            acos acosh asin asinh atanh cosh expm1 sinh tan
+            acos acosh asin asinh atanh cosh exp2 expm1 log1p log2 sinh tan
             erf_inv: gentle
-            exp: elementwise reads_logits needs_float32
-            exp2: needs_float32
+            exp: elementwise reads_logits
             integer_pow: elementwise powers gentle of_moments
-            log: elementwise infinite_at_zero needs_float32
-            log1p: needs_float32
-            log2: needs_float32
-            pow: elementwise needs_float32
+            log: elementwise infinite_at_zero
+            pow: elementwise
             reciprocal: elementwise gentle
-            rsqrt: elementwise infinite_at_zero square_roots gentle needs_float32
+            rsqrt: elementwise infinite_at_zero square_roots gentle
             square: elementwise powers gentle of_moments
         """,
         "trig": "cos sin",
         "window": """
             reduce_window: accumulates combines
-            reduce_window_sum: accumulates needs_float32
+            reduce_window_sum: accumulates
         """,
     },
     # Operands that mix: the rules of `policy.autocast.values.common_dtype`.
@@ -222,7 +219,7 @@ _TABLE: dict[str, dict[str, str]] = {
         """,
         "root": """
             cbrt
-            sqrt: elementwise square_roots needs_float32
+            sqrt: elementwise square_roots
         """,
         "round": """
             ceil floor round
@@ -631,9 +628,6 @@ JOINS_ROOTS = _with("joins_roots")
 
 READS_LOGITS = _with("reads_logits")
 """Read the shifted logits of a log_softmax: nothing else does."""
-
-NEEDS_FLOAT32 = _with("needs_float32")
-"""Sums in their operand's dtype and functions that half precision can't bear, in users' code."""
 
 DRAWS = _with("draws")
 """Make random bits, or keys."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core as jex_core
 
-from policy._jaxpr.subprograms import opened
+from policy._jaxpr.mutations import Containers, Mutations
 from policy._jaxpr.trace import Arguments, is_array
 
 
@@ -24,22 +23,55 @@ class UnreturnableError(TypeError):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Tree:
+    """A tree of results: static leaves, with None in place of arrays.
+
+    Attributes:
+      treedef: its structure.
+      is_dynamic: for each leaf, whether it is an array.
+      static: the other leaves.
+    """
+
+    treedef: Any
+    is_dynamic: Sequence[bool]
+    static: Sequence[Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[_Tree, list[Any]]:
+        """Returns the structure of a tree, and its arrays."""
+        leaves, treedef = jax.tree.flatten(tree)
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+        arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+        static = [
+            None if dynamic else _static(leaf)
+            for leaf, dynamic in zip(leaves, is_dynamic, strict=True)
+        ]
+        return cls(treedef, is_dynamic, static), arrays
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with arrays in it."""
+        rest = iter(arrays)
+        leaves = zip(self.is_dynamic, self.static, strict=True)
+        return jax.tree.unflatten(
+            self.treedef, [next(rest) if dynamic else leaf for dynamic, leaf in leaves]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class PureCall:
     """A traced call.
 
     Attributes:
       jaxpr: the program.
       arrays: its operands, as they were given.
-      static: the non-array leaves of the result; None in place of arrays.
-      is_dynamic: for each leaf of the result, whether it is an array.
-      treedef: the tree structure of the result.
+      result: the structure of the result.
+      mutations: the changes of the caller's lists, dicts and objects.
     """
 
     jaxpr: Any
     arrays: Sequence[Any]
-    static: Sequence[Any]
-    is_dynamic: Sequence[bool]
-    treedef: Any
+    result: _Tree
+    mutations: Mutations
 
     @classmethod
     def of(
@@ -61,36 +93,36 @@ class PureCall:
         """
         arguments = Arguments.of(trees, {})
         arrays = arguments.arrays if traced_as is None else traced_as(arguments.arrays)
-        returned: list[Any] = []  # no tracers: their trace has ended when this is read
+        noted: list[Any] = []  # no tracers: their trace has ended when this is read
 
         def flat(*arrays: Any) -> list[Any]:
-            trees, _ = arguments.filled(arrays)
-            leaves, treedef = jax.tree.flatten(call(*trees))
-            is_dynamic = [is_array(leaf) for leaf in leaves]
-            static = [
-                None if dynamic else _static(leaf)
-                for leaf, dynamic in zip(leaves, is_dynamic, strict=True)
-            ]
-            returned[:] = static, is_dynamic, treedef
-            return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+            filled, _ = arguments.filled(arrays)
+            containers = Containers(trees, filled)
+            try:
+                result, dynamic = _Tree.of(call(*filled))
+                mutations, written = containers.mutations(is_array)
+            finally:
+                containers.restore()
+            noted[:] = result, mutations
+            return [*dynamic, *written]
 
-        return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *returned)
+        return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *noted)
 
-    def operands(self) -> list[Any]:
-        """Returns for each result of the program the operand that it equals; None if it is
-        computed.
-        """
-        body, _ = opened(self.jaxpr)
-        given = dict(zip(body.invars, self.arrays, strict=True))
-        return [_given(atom, given) for atom in body.outvars]
+    @property
+    def treedef(self) -> Any:
+        """The tree structure of the result."""
+        return self.result.treedef
+
+    @property
+    def is_dynamic(self) -> Sequence[bool]:
+        """For each leaf of the result, whether it is an array."""
+        return self.result.is_dynamic
 
     def returned(self, results: Sequence[Any]) -> Any:
         """Returns the result of the function, with the results of the program as its arrays."""
-        arrays = iter(results)
-        leaves = zip(self.is_dynamic, self.static, strict=True)
-        return jax.tree.unflatten(
-            self.treedef, [next(arrays) if dynamic else leaf for dynamic, leaf in leaves]
-        )
+        count = sum(self.is_dynamic)
+        self.mutations.apply(results[count:])
+        return self.result.filled(results[:count])
 
 
 def require_returnable(leaf: Any) -> None:
@@ -115,7 +147,3 @@ def require_returnable(leaf: Any) -> None:
 def _static(leaf: Any) -> Any:
     require_returnable(leaf)
     return leaf
-
-
-def _given(atom: Any, given: Mapping[Any, Any]) -> Any:
-    return None if isinstance(atom, jex_core.Literal) else given.get(atom)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from policy import scaled_convolution, scaled_matmul
+from policy._jaxpr import marks
 from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.dtypes import F32, float_dtype, is_floating_dtype
 from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, readers_of
@@ -29,7 +30,6 @@ from policy._jaxpr.primitives import (
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
-from policy.autocast import marks
 from policy.autocast.broadcast_operands import REPEATS, broadcast_product, broadcasts_half
 from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
@@ -227,6 +227,8 @@ class Evaluator(Interpreter[CastValue]):
         self, equation: Equation, category: str, values: list[CastValue]
     ) -> list[CastValue]:
         name, place = equation.primitive.name, self.place_of(equation)
+        if (mark := marks.mark_of(equation)) is not None:
+            return [_handed_on(mark, values[0], place)]
         if place.is_layer:
             return _of_layer(equation, values)
         if category == "control" and name in self.handlers:
@@ -471,10 +473,18 @@ def _of_layer(equation: Equation, values: Sequence[CastValue]) -> list[CastValue
     """
     if equation.primitive.name == "convert_element_type":
         target = np.dtype(equation.params["new_dtype"])
-        is_handed_on = marks.HANDED_ON in str(equation.source_info.name_stack) and target == F32
-        if is_handed_on or values[0].dtype == target:
+        if values[0].dtype == target:
             return [CastValue(values[0].array)]
     return _as_traced(equation, values)
+
+
+def _handed_on(mark: str, value: CastValue, place: Place) -> CastValue:
+    """Evaluates a mark: the value as the code that it is handed to reads it."""
+    if mark == marks.KEPT:
+        return CastValue(as_dtype(value, F32))
+    if value.dtype == F32 or place.compute == F32:
+        return CastValue(value.array, narrows=value.dtype == F32 != place.compute)
+    return CastValue(cast(value.array, place.compute))
 
 
 def _bound_or_traced(

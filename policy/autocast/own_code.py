@@ -1,134 +1,126 @@
-"""Runs a ported model's own code under autocast, around layers that obey policies themselves."""
+"""A user's own code under a policy: traced in float32 and evaluated, around layers that obey
+policies themselves.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Sequence
+import threading
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.extend.core as jex_core
+import jax.numpy as jnp
 
-from policy._jaxpr.costs import flops_of
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
-from policy._jaxpr.paths import Path
-from policy._jaxpr.primitives import CONVOLUTIONS, MATMULS, NEEDS_FLOAT32
-from policy._jaxpr.protocols import Equation
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
-from policy._jaxpr.trace import is_array
-from policy._jaxpr.walk import Site, walk
-from policy.autocast import marks
+from policy._jaxpr.trace import Arguments, is_array
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.settings import Places, Settings
 from policy.autocast.values import CastValue, cast
 from policy.policy import Policy
+from policy.scope import current_scope, enter
+
+CANNOT_BE_TRACED = (
+    UnreturnableError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors of code that needs the values of arrays, or returns an object that may hold some."""
+
+_MOST_PROGRAMS = 256
+
+Call = Callable[[Any, Any, Any], Any]
+"""A pure function of parameters, other state and inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Ported:
-    """A call of a ported model, traced in float32 except for its layers, which obey their policies.
+class OwnCode:
+    """A call of a user's code, traced in float32 except for layers, which obey their policies.
 
     Attributes:
       call: the program, and its operands in the dtypes that they are stored in.
-      is_param: which of them are parameters.
+      policy: the policy of the outermost module.
+      kinds: for each operand, 0 of a parameter, 1 of other state, 2 of an input.
     """
 
     call: PureCall
-    is_param: Sequence[bool]
+    policy: Policy
+    kinds: Sequence[int]
 
-    @property
-    def jaxpr(self) -> Any:
-        """The jaxpr of the call."""
-        return self.call.jaxpr
+    @classmethod
+    def traced(cls, call: Call, trees: Sequence[Any], policy: Policy) -> OwnCode:
+        """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it.
 
-    def own_matmuls(self) -> Counter[Path]:
-        """Returns the FLOPs of matmuls and convolutions of the model's own code, by module path.
-
-        Products without a contraction, such as those of positions and frequencies, and code to be
-        run in float32 are left out.
+        Raises:
+          the errors in `CANNOT_BE_TRACED`.
         """
-        found: Counter[Path] = Counter()
-        for site in walk(self.jaxpr):
-            if (
-                site.name in MATMULS
-                and _sums(site.equation)
-                and _is_wide(site.equation)
-                and _is_own(site)
-            ):
-                found[site.path] += _flops(site)
-        return found
-
-    def needs_float32(self) -> bool:
-        """Returns whether the model's own code contains operations that half precision breaks.
-
-        These are sums of rows and running totals, which JAX adds up in their input's dtype, and
-        exponentials, logarithms and roots, such as those of softmaxes and norms. `jnp.sum` and
-        similar functions add half precision in float32 anyway.
-        """
-        return any(
-            site.name in NEEDS_FLOAT32
-            and float_dtype(site.equation.outvars[0].aval) == F32
-            and _is_own(site)
-            for site in walk(self.jaxpr)
-        )
-
-    def matmuls(self) -> int:
-        """Returns the FLOPs of all matmuls and convolutions."""
-        return sum(_flops(site) for site in walk(self.jaxpr) if site.name in MATMULS)
-
-    def run(self, policy: Policy) -> Any:
-        """Runs the call, its own code under autocast."""
-        body, consts = opened(self.jaxpr)
-        settings = Settings(policy, narrows_scans=True)
-        places = Places(settings, repeated_programs(body))
-        arrays = self.call.arrays
-        values = [
-            CastValue(_narrow(a, v), p)
-            for a, v, p in zip(arrays, body.invars, self.is_param, strict=True)
+        kinds = [
+            kind
+            for kind, tree in enumerate(trees)
+            for leaf in jax.tree.leaves(tree)
+            if is_array(leaf)
         ]
-        outputs = Evaluator(settings, places, HANDLERS).run(
+
+        def in_float32(arrays: Sequence[Any]) -> list[Any]:
+            return [
+                array if kind == 1 or not _is_float(array) else cast(array, F32)
+                for array, kind in zip(arrays, kinds, strict=True)
+            ]
+
+        def inside(*trees: Any) -> Any:
+            with enter(dataclasses.replace(current_scope(), traces_own_code=True)):
+                return call(*trees)
+
+        return cls(PureCall.of(inside, *trees, traced_as=in_float32), policy, kinds)
+
+    def run(self) -> Any:
+        """Evaluates the call."""
+        return self.call.returned(self.evaluated(*self.call.arrays))
+
+    def evaluated(self, *arrays: Any) -> list[Any]:
+        """Returns the results of the program on operands as they are stored.
+
+        The outputs of ``call``, the first of its pair of results, have the dtypes that they were
+        computed in; state has the dtypes of the trace.
+        """
+        body, consts = opened(self.call.jaxpr)
+        settings = Settings(self.policy, narrows_scans=True)
+        places = Places(settings, repeated_programs(body))
+        values = [
+            CastValue(_narrow(array, variable), kind == 0)
+            for array, variable, kind in zip(arrays, body.invars, self.kinds, strict=True)
+        ]
+        evaluated = Evaluator(settings, places, HANDLERS).run(
             body, [CastValue(const) for const in consts], values
         )
-        dtypes = [float_dtype(atom.aval) for atom in body.outvars]
-        results = [
-            operand
-            if operand is not None
-            else output.array
-            if dtype is None
-            else cast(output.array, dtype)
-            for output, operand, dtype in zip(outputs, self.call.operands(), dtypes, strict=True)
-        ]
-        return self.call.returned(results)
+        given = dict(zip(body.invars, arrays, strict=True))
+        outputs = sum(self.call.is_dynamic[: self.call.treedef.children()[0].num_leaves])
+        results: list[Any] = []
+        for i, (atom, value) in enumerate(zip(body.outvars, evaluated, strict=True)):
+            dtype = float_dtype(atom.aval)
+            if not isinstance(atom, jex_core.Literal) and atom in given:
+                results.append(given[atom])
+            else:
+                results.append(
+                    value.array if i < outputs or dtype is None else cast(value.array, dtype)
+                )
+        return results
 
 
-def traced(call: Callable[..., Any], params: Any, others: Any, inputs: Any) -> Ported:
-    """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it."""
-    counts = [sum(map(is_array, jax.tree.leaves(tree))) for tree in (params, others, inputs)]
-    is_param = [kind == 0 for kind, count in enumerate(counts) for _ in range(count)]
-    is_state = [kind == 1 for kind, count in enumerate(counts) for _ in range(count)]
-
-    def in_float32(arrays: Sequence[Any]) -> list[Any]:
-        return [
-            array if stays or float_dtype(array) is None else cast(array, F32)
-            for array, stays in zip(arrays, is_state, strict=True)
-        ]
-
-    try:
-        return Ported(PureCall.of(call, params, others, inputs, traced_as=in_float32), is_param)
-    except UnreturnableError as error:
-        raise TypeError(
-            f"A ported model whose own code runs under autocast returned a {error.name}, which "
-            "holds arrays but is not a pytree: register the class with "
-            "jax.tree_util.register_dataclass, or pass own_code='keep'."
-        ) from None
-
-
-def _flops(site: Site) -> int:
-    """Returns the FLOPs of a product, at least 1, so that empty batches have shares too."""
-    return max(site.count * flops_of(site.equation), 1)
+def _is_float(array: Any) -> bool:
+    """Returns whether an array is floating, of at least 16 bits."""
+    dtype = float_dtype(array)
+    return dtype is not None and dtype.itemsize >= 2
 
 
 def _narrow(array: Any, variable: Any) -> Any:
@@ -140,33 +132,105 @@ def _narrow(array: Any, variable: Any) -> Any:
     return cast(array, F32) if is_wide else array
 
 
-def _is_own(site: Site) -> bool:
-    """Returns whether an equation belongs to the model's own code and may run in half."""
-    names = _marks(site)
-    dtype = marks.marked_dtype(names)
-    return marks.LAYER not in names and not site.in_island and dtype is not None and dtype != F32
+# --------------------------------------------------------------------------------------------------
+# Calls that are repeated without jit
+# --------------------------------------------------------------------------------------------------
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
+_EAGER = ("JVPTracer", "LinearizeTracer")  # their operations run at once
 
 
-def _is_wide(equation: Equation) -> bool:
-    return all(float_dtype(atom.aval) == F32 for atom in equation.invars[:2])
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A call that was traced.
+
+    Attributes:
+      program: the evaluated program.
+      call: the call, without its operands.
+      record: see `run`.
+    """
+
+    program: Callable[..., list[Any]]
+    call: PureCall
+    record: Any
 
 
-def _sums(equation: Equation) -> bool:
-    """Returns whether a matmul contracts anything."""
-    numbers = equation.params.get("dimension_numbers")
-    if equation.primitive.name in CONVOLUTIONS or numbers is None:
-        return True
-    (contracted, _), _ = getattr(numbers, "dot_dimension_numbers", numbers)
-    return bool(contracted)
+_kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
+_lock = threading.Lock()
 
 
-def _marks(site: Site | None) -> Path:
-    """Returns the marks around an equation, the innermost last."""
-    found: list[str] = []
-    while site is not None:
-        names = (
-            str(site.equation.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
-        )
-        found = [*filter(marks.is_mark, names), *found]
-        site = site.around
-    return tuple(found)
+def run(
+    call: Call,
+    trees: Sequence[Any],
+    policy: Policy,
+    *,
+    key: Hashable,
+    record: Callable[[], Any] = lambda: None,
+) -> tuple[Any, Any]:
+    """Runs ``call(params, others, inputs)``, a user's own code, under a policy.
+
+    Outside of `jax.jit`, the program is kept for calls with the same key, structure and shapes.
+
+    Args:
+      call: returns a pair, of its outputs and its state.
+      trees: its arguments.
+      policy: the policy of the outermost module.
+      key: equal for calls that run the same code; None keeps nothing.
+      record: is called after a trace, and returns static facts of it, which are kept beside the
+        program.
+
+    Returns:
+      The results of the call, and of `record`.
+
+    Raises:
+      the errors in `CANNOT_BE_TRACED`.
+    """
+    arguments = Arguments.of(tuple(trees), {})
+    key = _key(key, arguments, policy)
+    if key is None:
+        return OwnCode.traced(call, trees, policy).run(), record()
+    with _lock:
+        kept = _kept.pop(key, None)
+        known = kept is not None
+        if known:
+            _kept[key] = kept
+    if kept is None:
+        own = OwnCode.traced(call, trees, policy)
+        _, consts = opened(own.call.jaxpr)
+        if own.call.mutations.changed or any(isinstance(c, jax.core.Tracer) for c in consts):
+            return own.run(), record()
+        recorded = record()
+        own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
+        program = jex_core.jaxpr_as_fun(jax.make_jaxpr(own.evaluated)(*arguments.arrays))
+        kept = _Kept(program, own.call, recorded)
+        with _lock:
+            _kept[key] = kept
+            if len(_kept) > _MOST_PROGRAMS:
+                _kept.popitem(last=False)
+    return kept.call.returned(kept.program(*arguments.arrays)), kept.record
+
+
+def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
+    """Returns a key for a call's program, or None for one that is not kept."""
+    if key is None or not all(isinstance(leaf, _SIMPLE) for leaf in arguments.static):
+        return None
+    tracers = [array for array in arguments.arrays if isinstance(array, jax.core.Tracer)]
+    if any(type(tracer).__name__ not in _EAGER for tracer in tracers):
+        return None
+    if isinstance(jnp.zeros(()), jax.core.Tracer):  # inside of jit
+        return None
+    avals = tuple(map(jax.typeof, arguments.arrays))
+    config = jax.config
+    settings = (
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_numpy_dtype_promotion,
+        config.jax_numpy_rank_promotion,
+        jax.sharding.get_abstract_mesh(),
+    )
+    full = key, arguments.key, avals, policy, current_scope(), settings
+    try:
+        hash(full)
+    except TypeError:
+        return None
+    return full

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policy._jaxpr import marks
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.primitives import MATMULS, category_of
 from policy._jaxpr.scope_names import ISLAND
-from policy.autocast import marks
 from policy.matmul_dtypes import ScaledMatmul
 from policy.policy import Policy
 from policy.requested_dtypes import note_obeyed
@@ -118,17 +118,23 @@ class Places:
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
-        if marks.LAYER in path:
+        marked = marks.innermost(path)
+        if isinstance(marked, str):
             return Place(F32, is_layer=True)
         policy = _rule_policy(settings.rules, without_marks(path))
-        compute = marks.marked_dtype(path) or (policy or settings.policy).compute_dtype
+        compute, matmul = (
+            (policy or settings.policy).compute_dtype,
+            (policy or settings.policy).matmul,
+        )
+        if marked is not None:
+            compute, matmul = marked
         if ISLAND in path:
             compute = F32
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
-        matmul = None if compute == F32 else (policy or settings.policy).matmul
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, policy or settings.policy)
+        matmul = None if compute == F32 else matmul
         return Place(compute, matmul, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:

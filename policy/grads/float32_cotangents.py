@@ -19,22 +19,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from policy._jaxpr import control_flow
 from policy._jaxpr.broadcasting import product, repeated, sharding_of
 from policy._jaxpr.control_flow import Body, is_placed
 from policy._jaxpr.dtypes import F32, float_dtype
-from policy._jaxpr.equations import equations_within
 from policy._jaxpr.interpreter import Interpreter
 from policy._jaxpr.primitives import MOVES_COTANGENTS, NARY, PRODUCTS, REMATS
-from policy._jaxpr.protocols import Equation, OpenJaxpr
-from policy._jaxpr.scope_names import REGION, innermost_scope
-from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
-
-READ = f"{REGION}parameter_read"
-"""The name on JAX's stack of a cast that stands for the read of a parameter."""
+from policy._jaxpr.protocols import Equation
+from policy._jaxpr.subprograms import Subprogram, bind, opened, subprogram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +58,7 @@ MOVING_JITS: dict[str, Callable[[jax.Array], jax.Array]] = {}
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a jaxpr whose inputs, and whose reads of parameters, may be wide.
+    """Returns the outputs of a jaxpr whose inputs may be wide.
 
     Args:
       jaxpr: an open or closed jaxpr.
@@ -93,8 +88,7 @@ class Float32Cotangents(Interpreter[Any]):
         moved = _moved(equation, values)
         if moved is not None:
             return moved
-        is_wide = any(isinstance(x, Wide) for x in values)
-        if is_wide or any(map(_has_reads, programs_of(equation))):
+        if any(isinstance(x, Wide) for x in values):
             handler = _HANDLERS.get(equation.primitive.name)
             results = None if handler is None else handler(self, equation, values)
             if results is None:
@@ -113,11 +107,10 @@ class Float32Cotangents(Interpreter[Any]):
 
 
 def _moved(equation: Equation, operands: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that moves wide operands or reads a parameter, or None."""
+    """Returns the results of an equation that moves wide operands, or None."""
     name, is_wide = equation.primitive.name, [isinstance(x, Wide) for x in operands]
     if not any(is_wide):
-        dtype = equation.params["new_dtype"] if is_read(equation) else None
-        return None if dtype is None else [Wide(operands[0], dtype, is_exact=False)]
+        return None
     first = operands[0]
     if name in MOVES_COTANGENTS and is_wide[0] and not any(is_wide[1:]):
         moved = bind(equation, [first.value, *operands[1:]])
@@ -191,23 +184,6 @@ def _repeating(equation: Equation, operands: list[Any]) -> Any:
     ]
     (output,) = bind(equation, arrays)
     return output
-
-
-def is_read(equation: Equation) -> bool:
-    """Returns whether an equation is the cast that stands for the read of a parameter."""
-    if equation.primitive.name != "convert_element_type" or not isinstance(equation.invars[0], Var):
-        return False
-    source = float_dtype(equation.invars[0].aval)
-    return (
-        innermost_scope(equation) == READ
-        and source is not None
-        and _itemsize(equation.params["new_dtype"]) < source.itemsize
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_reads(program: OpenJaxpr) -> bool:
-    return any(map(is_read, equations_within(program)))
 
 
 def _itemsize(dtype: DTypeLike) -> int:

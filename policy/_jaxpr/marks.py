@@ -1,0 +1,108 @@
+"""Marks in the trace of a user's code: the dtypes of its modules, and layers with policies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from policy._jaxpr.dtypes import F32, is_floating_dtype
+from policy._jaxpr.paths import Path
+from policy._jaxpr.protocols import Equation
+from policy._jaxpr.scope_names import REGION
+
+LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
+RETURNED = f"{REGION}returned"  # its result, for the code around it
+KEPT = f"{REGION}kept"  # a parameter that no policy casts
+_COMPUTE = f"{REGION}computes_in_"
+_computes_in: dict[str, tuple[np.dtype, Any]] = {}
+
+
+def is_mark(name: str) -> bool:
+    """Returns whether a name on the stack is one of these marks, not that of a module."""
+    return name.startswith(REGION)
+
+
+def layer() -> contextlib.AbstractContextManager[Any]:
+    """Marks the program of a layer: autocast leaves its dtypes as they are traced."""
+    return jax.named_scope(LAYER)
+
+
+def computes_in(dtype: np.dtype, matmul: Hashable = None) -> contextlib.AbstractContextManager[Any]:
+    """Marks the code of a module: autocast runs it in `dtype`, except inside other marks.
+
+    Args:
+      dtype: the module's compute_dtype.
+      matmul: the 8-bit dtypes of its matmuls, or None.
+    """
+    return jax.named_scope(_name_of(dtype, matmul))
+
+
+@functools.cache
+def _name_of(dtype: np.dtype, matmul: Hashable) -> str:
+    name = f"{_COMPUTE}{dtype.name}"
+    if matmul is not None:
+        name += f"_{sum(known.startswith(name) for known in _computes_in)}"
+    _computes_in[name] = dtype, matmul
+    return name
+
+
+def innermost(path: Path) -> str | tuple[np.dtype, Any] | None:
+    """Returns what the innermost mark of a path says.
+
+    Returns `LAYER` for a layer, compute_dtype and 8-bit dtypes for a module's own code, and None
+    without a mark.
+    """
+    for name in reversed(path):
+        if name == LAYER:
+            return LAYER
+        if name in _computes_in:
+            return _computes_in[name]
+    return None
+
+
+def returned(array: Any) -> Any:
+    """Returns the result of a layer, an island or a module of another policy, as float32.
+
+    The code around it reads it in its own dtype: autocast removes the mark.
+    """
+    return _marked(array, RETURNED)
+
+
+def returned_if_half(array: Any) -> Any:
+    """Returns a half-precision array as float32, marked as `returned`; others as they are."""
+    return array if array.dtype == F32 else _marked(array, RETURNED)
+
+
+def read_in(array: Any, dtype: DTypeLike | None) -> Any:
+    """Returns a parameter that a user's code asks to read in a dtype; None stands for float32.
+
+    In float32 it holds against half-precision activations; another dtype is an explicit cast.
+    """
+    if not is_floating_dtype(array.dtype) or dtype is None or np.dtype(dtype) == F32:
+        return _marked(array, KEPT)
+    return lax.convert_element_type(array, dtype)
+
+
+def _marked(array: Any, name: str) -> Any:
+    dtype = getattr(array, "dtype", np.bool_)
+    if not is_floating_dtype(dtype) or dtype.itemsize > F32.itemsize or dtype.itemsize < 2:
+        return array
+    with jax.named_scope(name):
+        if dtype != F32:
+            return lax.convert_element_type(array, F32)
+        return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)  # the identity
+
+
+def mark_of(equation: Equation) -> str | None:
+    """Returns `RETURNED` or `KEPT` for the equation that such a mark is, or None."""
+    if equation.primitive.name not in ("convert_element_type", "reduce_precision"):
+        return None
+    stack = str(equation.source_info.name_stack)
+    return next((mark for mark in (RETURNED, KEPT) if mark in stack), None)

@@ -1,0 +1,143 @@
+"""Changes that a traced call makes to the lists, dicts and objects among its arguments.
+
+A trace runs on copies of an argument's containers, and on the objects themselves. Afterwards the
+caller's own hold what the call put there, with arrays in place of tracers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_DEPTH = 2  # of objects inside of objects
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes, np.generic)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Container:
+    """A list, dict or object among the arguments.
+
+    Attributes:
+      given: the caller's.
+      traced: the one that the call is given: a copy, or the same.
+      before: the contents of `traced` before the call.
+    """
+
+    given: Any
+    traced: Any
+    before: Any
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the call changed which elements it holds."""
+        after, before = _contents(self.traced), self.before
+        if isinstance(before, list):
+            return len(after) != len(before) or any(
+                a is not b for a, b in zip(after, before, strict=True)
+            )
+        return after.keys() != before.keys() or any(after[k] is not before[k] for k in before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutations:
+    """The changes of a call.
+
+    Attributes:
+      changed: the caller's containers.
+      structure: of their new contents.
+      is_dynamic: for each leaf of these, whether it is an array.
+      static: the other leaves.
+    """
+
+    changed: Sequence[Any] = ()
+    structure: Any = None
+    is_dynamic: Sequence[bool] = ()
+    static: Sequence[Any] = ()
+
+    def apply(self, arrays: Sequence[Any]) -> None:
+        """Makes the changes, with the program's results as arrays."""
+        if not self.changed:
+            return
+        dynamic, static = iter(arrays), iter(self.static)
+        leaves = [next(dynamic) if is_one else next(static) for is_one in self.is_dynamic]
+        for container, contents in zip(
+            self.changed, jax.tree.unflatten(self.structure, leaves), strict=True
+        ):
+            _put(container, contents)
+
+
+class Containers:
+    """The mutable containers among the arguments of a call that is being traced.
+
+    Args:
+      given: the caller's arguments.
+      traced: those that the call is given, of the same structure.
+    """
+
+    def __init__(self, given: Any, traced: Any):
+        pairs = {id(one): (ours, one) for ours, one in _pairs(given, traced, set(), _DEPTH)}
+        self._all = [_Container(ours, one, _copy(one)) for ours, one in pairs.values()]
+
+    def mutations(self, is_array: Callable[[Any], bool]) -> tuple[Mutations, list[Any]]:
+        """Returns the changes that the call made, and the arrays in them."""
+        changed = [each for each in self._all if each.is_changed]
+        contents = [_copy(each.traced) for each in changed]
+        leaves, structure = jax.tree.flatten(contents)
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+        pairs = list(zip(leaves, is_dynamic, strict=True))
+        arrays = [leaf for leaf, is_one in pairs if is_one]
+        static = [leaf for leaf, is_one in pairs if not is_one]
+        return Mutations([each.given for each in changed], structure, is_dynamic, static), arrays
+
+    def restore(self) -> None:
+        """Puts back the contents of the caller's own containers that the call was given."""
+        for each in self._all:
+            if each.traced is each.given and each.is_changed:
+                _put(each.traced, each.before)
+
+
+def _pairs(given: Any, traced: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, Any]]:
+    if id(traced) in seen or isinstance(traced, (*_OPAQUE, jax.Array, np.ndarray)):
+        return
+    seen.add(id(traced))
+    if isinstance(traced, (list, tuple)) and isinstance(given, (list, tuple)):
+        if type(traced) is list:
+            yield given, traced
+        for ours, one in zip(given, traced, strict=False):
+            yield from _pairs(ours, one, seen, depth)
+    elif type(traced) is dict and isinstance(given, dict):
+        yield given, traced
+        for key in traced:
+            yield from _pairs(given.get(key), traced[key], seen, depth)
+    elif depth and given is traced and _is_plain(traced):
+        yield given, traced
+        for value in list(vars(traced).values()):
+            yield from _pairs(value, value, seen, depth - 1)
+
+
+def _is_plain(x: Any) -> bool:
+    """Returns whether something is an object of a class written in Python, with attributes."""
+    return type(getattr(x, "__dict__", None)) is dict and jax.tree.structure(x).num_leaves == 1
+
+
+def _contents(container: Any) -> Any:
+    return container if isinstance(container, (list, dict)) else vars(container)
+
+
+def _copy(container: Any) -> Any:
+    contents = _contents(container)
+    return list(contents) if isinstance(contents, list) else dict(contents)
+
+
+def _put(container: Any, contents: Any) -> None:
+    own = _contents(container)
+    if isinstance(own, list):
+        own[:] = contents
+        return
+    own.clear()
+    own.update(contents)
