@@ -15,9 +15,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError, TransformedMethodReturnValueError
 
 import policy as policy_package
 from mpmodules._boundary import Crossing, cast_outputs, is_pair
+from mpmodules._promotion import mixing_allowed
 from mpmodules._references import is_reference
 from policy import boundary
 from policy._jaxpr import marks
@@ -29,7 +31,12 @@ from policy.provenance import Source
 from policy.rules import PolicyRules
 from policy.scope import Scope, current_scope, enter
 
-CANNOT_BE_TRACED = own_code.CANNOT_BE_TRACED
+CANNOT_BE_TRACED = (
+    *own_code.CANNOT_BE_TRACED,
+    TransformedMethodReturnValueError,
+    TraceContextError,
+)
+"""Errors of code that needs the values of arrays, or hands out what a trace can't."""
 
 
 def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> bool:
@@ -61,26 +68,22 @@ def run(
         raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__
 
 
-def run_kept(
-    owner: type, error: BaseException, plainly: Callable[[], Any], *, tells: bool = True
-) -> Any:
+def run_kept(owner: type, error: BaseException, plainly: Callable[[], Any]) -> Any:
     """Runs a call that can't be traced in the dtypes that it meets, and tells once.
 
     Args:
       owner: the class of the module that is called.
       error: the error of the trace.
       plainly: calls the module.
-      tells: whether to tell.
     """
-    with keeping():
+    with keeping(), mixing_allowed():  # the code is written for float32
         outputs = plainly()
-    if tells:
-        warn_once(
-            f"{owner.__name__} can't be traced{_place_of(error)}, because its code "
-            f"{_reason(error)}. It runs in the dtypes that it meets instead, as with "
-            "own_code='keep'. Use jnp.where or jax.lax.cond in place of a branch on a value, and "
-            "jnp in place of numpy; or set own_code = 'keep' in the class to accept this."
-        )
+    warn_once(
+        f"{owner.__name__} can't be traced{_place_of(error)}, because its code {_reason(error)}. "
+        "It runs in the dtypes that it meets instead, as with own_code='keep'. Use jnp.where or "
+        "jax.lax.cond in place of a branch on a value, and jnp in place of numpy; or set "
+        "own_code = 'keep' in the class to accept this."
+    )
     return outputs
 
 
@@ -211,19 +214,14 @@ def _of_others(frames: types.TracebackType | None) -> types.TracebackType | None
 
 def _place_of(error: BaseException) -> str:
     """Returns the line of the user's code that raised an error, for a message."""
-    frames = [
-        frame
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if not _is_library(frame.f_code.co_filename)
-    ]
-    lines = [
-        line
+    places = [
+        (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not _is_library(frame.f_code.co_filename)
     ]
-    if not frames:
+    if not places:
         return ""
-    file, line = frames[-1].f_code.co_filename, lines[-1]
+    file, line = places[-1]
     source = linecache.getline(file, line).strip()
     return f" at {os.path.basename(file)}:{line} (`{source}`)" if source else ""
 
@@ -240,4 +238,8 @@ def _is_library(file: str) -> bool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, own_code.UnreturnableError):
         return f"returns a {error.name}, which may hold arrays and is no pytree"
+    if isinstance(error, TransformedMethodReturnValueError):
+        return "returns a module or a variable"
+    if isinstance(error, TraceContextError):
+        return "changes an nnx object that is not part of the module"
     return "needs the values of arrays"

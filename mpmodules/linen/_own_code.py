@@ -1,4 +1,4 @@
-"""Outermost calls of linen modules: a user's own code is traced as a pure function and evaluated."""
+"""Outermost calls of linen modules: own code is traced as a pure function and evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
-from flax.errors import TransformedMethodReturnValueError
 
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream
@@ -20,11 +19,6 @@ from policy.scope import current_scope
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
-
-_CANNOT_BE_TRACED = (
-    *own_code.CANNOT_BE_TRACED,
-    TransformedMethodReturnValueError,  # it returns a module
-)
 
 
 @functools.cache
@@ -88,7 +82,7 @@ def call(
         run = functools.partial(_run, policy=policy)
         try:
             outputs = lifted(method, run)(module, args, kwargs)
-        except _CANNOT_BE_TRACED as error:
+        except own_code.CANNOT_BE_TRACED as error:
             return own_code.run_kept(type(module), error, plainly)
     crossing = crossing_of(module, getattr(method, "__name__", ""))
     return own_code.outputs_of(

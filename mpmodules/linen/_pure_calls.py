@@ -5,10 +5,12 @@ them come out.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as flax_nn
 import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
@@ -39,12 +41,30 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
         with roots_unchecked() as checked:
             transform = functools.partial(_transform, run=run, checked=checked)
-            if any(map(is_reference, leaves)):
+            if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
                 return decorator_lift_transform(transform, method)(module, *args, **kwargs)
             # Flax would copy lists and objects among the arguments.
             return decorator_lift_transform(transform, unpacking)(module, _Given(args, kwargs))
 
     return called
+
+
+_OF_LINEN = (flax_nn.Module, flax_nn.Variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """An object with state, such as an nnx module, which is not to be copied."""
+
+    value: Any
+
+
+def _held(tree: Any) -> Any:
+    return jax.tree.map(lambda x: _Held(x) if is_reference(x) else x, tree, is_leaf=is_reference)
+
+
+def _released(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.value if isinstance(x, _Held) else x, tree)
 
 
 class _Given:
@@ -72,10 +92,10 @@ def _transform(
                 if packed is None:
                     outputs = core(scopes, *args, **kwargs)
                 else:
-                    outputs = core(scopes, _Given(args, kwargs))
+                    outputs = core(scopes, _Given(*_released((args, kwargs))))
                 return outputs, as_stored(repack(scopes), variables)
 
-        inputs = (args, kwargs) if packed is None else (packed.args, packed.kwargs)
+        inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
         return run(call, params, (others, rngs), inputs)
 
     packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)

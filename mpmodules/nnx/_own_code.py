@@ -8,23 +8,19 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from flax import nnx as flax_nnx
-from flax.errors import TraceContextError
 
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream
 from mpmodules._nnx_lowering import hashable
+from mpmodules.nnx._calls import calls
 from mpmodules.nnx._own_parameters import own_params
 from mpmodules.nnx._pure_calls import StatefulCall
 from mpmodules.nnx._registry import crossing_of, is_ours, layer_class, obeys_policies
+from mpmodules.nnx._resolution import warn_of_scope
 from policy._jaxpr import marks
 from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.scope import current_scope
-
-_CANNOT_BE_TRACED = (
-    *own_code.CANNOT_BE_TRACED,
-    TraceContextError,  # it writes to a variable outside of the module
-)
 
 
 class OwnCodeOf:
@@ -125,6 +121,8 @@ def call(
       policy: the module's.
       plainly: calls the method without a trace.
     """
+    if not calls.depth:
+        warn_of_scope(module, current_scope())
     stateful = StatefulCall.of_method(module, name, args, kwargs)
     try:
         returned, edits = own_code.run(
@@ -134,7 +132,7 @@ def call(
             key=_key(stateful, name),
             record=lambda: stateful.edits,
         )
-    except _CANNOT_BE_TRACED as error:
+    except own_code.CANNOT_BE_TRACED as error:
         return own_code.run_kept(type(module), error, plainly)
     outputs = stateful.finish(returned, edits)
     crossing = crossing_of(module, name)

@@ -128,7 +128,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
         last = _last_reads(jaxpr)
         for i, equation in enumerate(jaxpr.eqns):
-            source, settings = contexts_of(equation)
+            source, settings = contexts_of(equation, self.name_stack_of(equation))
             with source, settings:
                 outputs = self.step(equation, read(equation.invars))
             values.update(zip(equation.outvars, outputs, strict=True))
@@ -136,20 +136,28 @@ class Interpreter(abc.ABC, Generic[V]):
                 values.pop(variable, None)
         return read(jaxpr.outvars)
 
+    def name_stack_of(self, equation: Equation) -> Any:
+        """Returns the name stack of the equations that take the place of one."""
+        return equation.source_info.name_stack
+
     def step(self, equation: Equation, values: list[V]) -> list[V]:
         """Evaluates one equation of a program; a subclass may do something before and after."""
         return self.equation(equation, values)
 
 
 def contexts_of(
-    equation: Equation,
+    equation: Equation, name_stack: Any = None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns contexts in which new equations get the source and the settings of an equation.
 
     The first is its source line and name stack, the second its settings.
+
+    Args:
+      equation: the equation.
+      name_stack: one in place of the equation's own.
     """
     info = equation.source_info
-    name_stack = source_info_util.current_name_stack() + info.name_stack
+    name_stack = source_info_util.current_name_stack() + (name_stack or info.name_stack)
     return source_info_util.user_context(
         info.traceback, name_stack=name_stack
     ), equation.ctx.manager

@@ -106,3 +106,15 @@ def mark_of(equation: Equation) -> str | None:
         return None
     stack = str(equation.source_info.name_stack)
     return next((mark for mark in (RETURNED, KEPT) if mark in stack), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def without(name_stack: Any) -> Any:
+    """Returns a name stack of JAX's without these marks."""
+    scopes = name_stack.stack
+    kept = tuple(scope for scope in scopes if not _is_of_own_code(getattr(scope, "name", "")))
+    return name_stack if len(kept) == len(scopes) else type(name_stack)(kept)
+
+
+def _is_of_own_code(name: str) -> bool:
+    return name in (LAYER, RETURNED, KEPT) or name.startswith(_COMPUTE)

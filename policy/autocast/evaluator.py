@@ -200,6 +200,9 @@ class Evaluator(Interpreter[CastValue]):
             category = "fp32" if equation.invars[0] in self.widened else category
         return self._equation(equation, category, values)
 
+    def name_stack_of(self, equation: Equation) -> Any:
+        return marks.without(equation.source_info.name_stack)
+
     def path_of(self, equation: Equation) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)
 
