@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from mpmodules import linen as nn
-from policy import Policy, current_policy, use_policy
+from policy import DtypePolicyWarning, Policy, current_policy, use_policy
 from tests.programs import apply, boundary_casts, named, operations
 
 MIXED = Policy("f32", "bf16", "f32")
@@ -69,9 +69,19 @@ class Net(nn.Module):
 
 
 def test_activations_are_in_compute_dtype_between_layers_and_logits_in_output_dtype():
+    model = Net(dtype_policy=MIXED)
+    ops = operations(model.apply, model.init(KEY, X), X)
+    assert {op.outputs for op in ops if op.name != "convert_element_type"} == {("bfloat16",)}
+    assert shapes(model, X).dtype == jnp.float32
+
+
+def test_a_users_code_sees_float32_everywhere():
     seen: list[Any] = []
-    assert shapes(Net(note=seen.append, dtype_policy=MIXED), X).dtype == jnp.float32
-    assert {dtype for _, dtype in seen} == {"bfloat16"}
+    model = Net(note=seen.append, inner_policy="bf16", dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    jax.eval_shape(model.apply, variables, X.astype(jnp.bfloat16))
+    jax.eval_shape(lambda v: model.bind(v)(X), variables)
+    assert len(seen) == 18 and {dtype for _, dtype in seen} == {"float32"}
 
 
 def test_a_scope_gives_the_same_boundary_as_a_policy_of_the_models_own():
@@ -92,26 +102,26 @@ def test_the_model_has_one_cast_in_and_one_cast_out():
     ]
 
 
-def test_a_float32_submodule_runs_in_float32_and_hands_on_its_output_dtype():
-    seen: list[Any] = []
-    out = shapes(Net(note=seen.append, inner_policy="f32", dtype_policy=MIXED), X)
-    assert out.dtype == jnp.float32
-    # the third block stands in the model's own policy, so that float32 reaches it and its first
-    # layer narrows
-    assert seen == [
-        ("in", "bfloat16"), ("out", "bfloat16"),
-        ("in", "float32"), ("out", "float32"),
-        ("in", "float32"), ("out", "bfloat16"),
+def test_a_float32_submodule_runs_in_float32_between_blocks_in_half():
+    model = Net(inner_policy="f32", dtype_policy=MIXED)
+    variables = model.init(KEY, X)
+    ops = operations(model.apply, variables, X)
+    assert [op.inputs[0] for op in named(ops, "dot_general", "max")] == [
+        "bfloat16", "bfloat16",  # a layer, and relu after it
+        "float32", "float32",
+        "bfloat16", "bfloat16",
+        "bfloat16",
     ]  # fmt: skip
+    assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
 
 
 def test_a_nested_module_with_an_equal_policy_is_no_boundary():
-    seen: list[Any] = []
     same = "params=float32,compute=bfloat16,output=float32"
-    model = Net(note=seen.append, inner_policy=same, dtype_policy="mixed_bfloat16")
+    model = Net(inner_policy=same, dtype_policy="mixed_bfloat16")
     variables = model.init(KEY, X)
-    assert len(boundary_casts(operations(model.apply, variables, X))) == 2
-    assert {dtype for _, dtype in seen} == {"bfloat16"}
+    ops = operations(model.apply, variables, X)
+    assert len(boundary_casts(ops)) == 2
+    assert {op.outputs for op in ops if op.name != "convert_element_type"} == {("bfloat16",)}
 
 
 def test_current_policy_in_a_module_is_the_one_that_it_obeys():
@@ -265,7 +275,8 @@ def test_every_style_has_one_boundary_and_matmuls_in_compute_dtype(style):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float32"}
     ops = operations(model.apply, variables, X)
     assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
-    assert all(op.within == () for op in boundary_casts(ops))
+    within = ("remat2",) if style == "rematerialised" else ()  # inputs are cast where they are used
+    assert [op.within for op in boundary_casts(ops)] == [within, ()]
     dots = named(ops, "dot_general")
     assert dots and all(
         op.inputs == ("bfloat16", "bfloat16") and op.outputs == ("bfloat16",) for op in dots
@@ -298,17 +309,19 @@ def test_a_scanned_class_with_a_policy_carries_compute_dtype_and_casts_outside()
     assert scan.outputs[0] == "bfloat16"
 
 
-def test_a_rematerialised_class_with_a_policy_saves_compute_dtype():
-    model = nn.remat(Block)(dtype_policy=MIXED)
-    variables = model.init(KEY, X)
-    ops = operations(model.apply, variables, X)
-    assert [(op.outputs, op.within) for op in boundary_casts(ops)] == [
-        (("bfloat16",), ()),
-        (("float32",), ()),
-    ]
-    (remat,) = [op for op in ops if "remat" in op.name or op.name == "checkpoint"]
-    assert remat.outputs == ("bfloat16",)
-    assert "bfloat16" in remat.inputs
+def test_rematerialised_classes_hand_on_compute_dtype():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.remat(Block)()(nn.remat(Block)()(x))
+
+    for model, count in ((nn.remat(Block)(dtype_policy=MIXED), 1), (Model(dtype_policy=MIXED), 2)):
+        variables = model.init(KEY, X)
+        ops = operations(model.apply, variables, X)
+        remats = [op for op in ops if "remat" in op.name or op.name == "checkpoint"]
+        assert [op.outputs for op in remats] == [("bfloat16",)] * count
+        assert all("bfloat16" in op.inputs for op in remats[1:])  # what backward keeps
+        assert boundary_casts(ops)[-1].outputs == ("float32",)
 
 
 def test_a_vmapped_class_with_a_policy_casts_once_for_the_batch():
@@ -433,23 +446,20 @@ def test_static_and_class_methods_are_left_alone():
 
 
 def test_a_super_call_crosses_once():
-    seen = []
-
     class Base(nn.Module):
         @nn.compact
         def __call__(self, x):
-            seen.append(x.dtype.name)
-            return nn.Dense(4)(x)
+            return nn.Dense(4)(x) * 3
 
     class Derived(Base):
         @nn.compact
         def __call__(self, x):
-            x = super().__call__(x)
-            seen.append(x.dtype.name)
-            return x
+            return super().__call__(x) * 2
 
-    assert shapes(Derived(dtype_policy=MIXED), X).dtype == jnp.float32
-    assert seen == ["bfloat16", "bfloat16"]
+    model = Derived(dtype_policy=MIXED)
+    ops = operations(model.apply, model.init(KEY, X), X)
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+    assert [op.outputs for op in named(ops, "mul")] == [("bfloat16",)] * 2
 
 
 def test_a_layers_super_call_crosses_once_and_keeps_the_accumulator_inside():
@@ -501,47 +511,70 @@ def test_a_getter_property_is_left_alone():
 
 
 class Diffusion(nn.Module):
-    keep_inputs = ("t", "rest")
-
     @nn.compact
     def __call__(self, x, t, *rest, scale=None):
-        assert x.dtype == jnp.bfloat16
-        for kept in (t, *rest):
-            assert kept.dtype == jnp.float32
-        assert scale is None or scale.dtype == jnp.bfloat16
-        return nn.Dense(2)(x), t
+        note = [each.dtype.name for each in (x, t, *rest, scale) if each is not None]
+        return nn.Dense(2)(x), t, note
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword", "variadic"])
-def test_named_inputs_come_as_they_are(how):
+class Kept(Diffusion):
+    keep_inputs = ("t", "rest")
+
+
+class Narrower(Kept):
+    """Inherits the names."""
+
+
+HALF_X = X.astype(jnp.bfloat16)
+CALLS = {
+    "positional": lambda model, t: model.apply(VARIABLES, HALF_X, t, scale=X),
+    "keyword": lambda model, t: model.apply(VARIABLES, HALF_X, t=t, scale=X),
+    "variadic": lambda model, t: model.apply(VARIABLES, HALF_X, t, t, t),
+}
+VARIABLES = Diffusion().init(KEY, X, X[0])
+
+
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("cls", [Kept, Narrower])
+def test_named_inputs_come_as_they_are(cls, how, own_code):
+    class Model(cls):
+        pass
+
+    Model.own_code = own_code
     t = jnp.float32([999.0, 1001.0])
-    call = {
-        "positional": lambda model: shapes(model, X, t, scale=X),
-        "keyword": lambda model: shapes(model, X, t=t, scale=X),
-        "variadic": lambda model: shapes(model, X, t, t, t),
-    }[how]
-    assert call(Diffusion(dtype_policy=MIXED))[0].dtype == jnp.float32
+    out, kept, note = CALLS[how](Model(dtype_policy=MIXED), t)
+    assert out.dtype == jnp.float32 and np.array_equal(kept, t)
+    others = "bfloat16" if own_code == "keep" else "float32"
+    count = 2 if how == "variadic" else 0
+    assert note == [others, "float32", *["float32"] * count, *[others] * (not count)]
 
 
-def test_timesteps_that_bfloat16_cannot_tell_apart_stay_apart():
+@pytest.mark.parametrize("cls", [Diffusion, Kept])
+def test_timesteps_that_bfloat16_cannot_tell_apart_stay_apart(cls):
     t = jnp.float32([999.0, 1001.0])
-    _, kept = Diffusion(dtype_policy=MIXED).init_with_output(KEY, X, t)[0]
-    assert kept[0] != kept[1]
+    model = cls(dtype_policy=MIXED)
+    for _, kept, _ in (
+        model.init_with_output(KEY, X, t)[0],
+        model.apply(VARIABLES, X, t),
+        jax.jit(lambda t: (*model.apply(VARIABLES, X, t)[:2], None))(t),
+    ):
+        assert kept[0] != kept[1]
     assert len(set(np.asarray(t.astype(jnp.bfloat16)).tolist())) == 1
 
 
-def test_a_subclass_inherits_the_names_of_kept_inputs():
-    class Narrower(Diffusion):
-        pass
-
-    shapes(Narrower(dtype_policy=MIXED), X, jnp.ones(2))
-
-
 def test_a_policy_that_keeps_inputs_casts_none_and_layers_still_compute_in_compute_dtype():
+    class Model(nn.Module):
+        own_code = "keep"
+
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(3)(x)
+            seen.extend([x.dtype.name, y.dtype.name])
+            return y
+
     seen: list[str] = []
-    model = nn.Sequential(
-        [noting(seen), nn.Dense(3), noting(seen)], dtype_policy="p=f32,c=bf16,o=f32,inputs=keep"
-    )
+    model = Model(dtype_policy="p=f32,c=bf16,o=f32,inputs=keep")
     assert shapes(model, X).dtype == jnp.float32
     assert seen == ["float32", "bfloat16"]
 
@@ -552,13 +585,13 @@ def test_integers_booleans_keys_and_other_things_pass_through():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, batch, flag, text):
-            assert batch["x"].dtype == jnp.bfloat16
+            assert batch["x"].dtype == jnp.float32
             assert (batch["tokens"].dtype, batch["mask"].dtype) == (tokens.dtype, mask.dtype)
             assert jnp.issubdtype(batch["key"].dtype, jax.dtypes.prng_key)
             assert batch["z"].dtype == jnp.complex64
             assert batch["float"] == 1.5 and isinstance(batch["float"], float)
             assert flag is None and text == "text"
-            return batch
+            return batch | {"x": batch["x"] * 2}
 
     batch = {
         "x": X,
@@ -568,15 +601,16 @@ def test_integers_booleans_keys_and_other_things_pass_through():
         "z": X.astype(jnp.complex64),
         "float": 1.5,
     }
-    out = Model(dtype_policy=MIXED).init_with_output(KEY, batch, None, "text")[0]
-    assert out["x"].dtype == jnp.float32
+    out = apply(Model(dtype_policy="bf16"), {}, batch, None, "text")
+    assert out["x"].dtype == jnp.bfloat16 and out["float"] == 1.5
     assert (out["tokens"].dtype, out["z"].dtype) == (tokens.dtype, jnp.complex64)
 
 
-def test_numpy_inputs_are_cast_too():
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numpy_inputs_are_arrays_of_float32(dtype):
     seen: list[str] = []
-    noting(seen, dtype_policy=MIXED).init_with_output(KEY, np.ones((2, 2), np.float32))
-    assert seen == ["bfloat16"]
+    out = apply(noting(seen, dtype_policy="bf16"), {}, np.ones((2, 2), dtype))
+    assert seen == ["float32"] and out.dtype == jnp.bfloat16
 
 
 def test_nan_and_infinity_pass_through_a_boundary():
@@ -601,8 +635,9 @@ def test_references_passed_as_arguments_keep_their_identity():
             seen.append(references)
             return x, references
 
-    _, returned = apply(Model(dtype_policy=MIXED), {}, X, *given)
-    for references in (seen[0], returned):
+    with pytest.warns(DtypePolicyWarning, match="Model can't be traced.*returns a module or a var"):
+        _, returned = apply(Model(dtype_policy=MIXED), {}, X, *given)
+    for references in (seen[-1], returned):
         assert references[0] is rngs and references[1] is variable and references[2] is dropout
         assert references[3]["inside"] is module
 
@@ -615,7 +650,8 @@ def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
 
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     model, x = Model(dtype_policy=MIXED), jnp.ones((64,))
-    assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
+    with pytest.warns(DtypePolicyWarning, match="changes an nnx object that is not part of the mod"):
+        assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
 
 
 def test_a_bound_submodule_passed_as_an_argument_keeps_its_variables():
@@ -660,9 +696,10 @@ def test_a_bare_layer_under_a_scope_returns_compute_dtype_and_casts_nothing_back
 
 
 def test_a_layer_whose_own_policy_equals_the_one_in_force_is_no_boundary():
-    model = nn.Sequential([nn.Dense(3, dtype_policy=MIXED), noting(seen := [])], dtype_policy=MIXED)
-    shapes(model, X)
-    assert seen == ["bfloat16"]
+    model = nn.Sequential([nn.Dense(3, dtype_policy=MIXED), nn.relu], dtype_policy=MIXED)
+    ops = operations(model.apply, model.init(KEY, X), X)
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+    assert [op.outputs for op in named(ops, "dot_general", "max")] == [("bfloat16",)] * 2
 
 
 MASK = np.arange(3 * 2 * 4 * 3, dtype=np.float32).reshape(3, 2, 4, 3) % 2
@@ -813,21 +850,29 @@ def test_a_norm_that_is_a_boundary_takes_its_statistics_before_any_rounding(name
 # --- what the scope does not reach ----------------------------------------------------------------
 
 
-def test_a_function_inside_sees_compute_dtype_and_is_not_wrapped():
+def test_a_function_between_layers_is_own_code():
     seen = []
 
     def function(x):
         seen.append(x.dtype.name)
-        return x
+        return x * 2
 
-    shapes(nn.Sequential([nn.Dense(3), function], dtype_policy=MIXED), X)
-    assert seen == ["bfloat16"]
+    model = nn.Sequential([nn.Dense(3), function], dtype_policy=MIXED)
+    ops = operations(model.apply, model.init(KEY, X), X)
+    assert [op.outputs for op in named(ops, "mul")] == [("bfloat16",)]
+    assert set(seen) == {"float32"}
 
 
 def test_our_modules_directly_below_a_composite_of_flax_are_outermost():
-    seen: list[str] = []
-    model = flax_nn.Sequential([noting(seen, dtype_policy=MIXED), noting(seen)])
-    assert shapes(model, X).dtype == jnp.float32
+    def model(**fields):
+        return flax_nn.Sequential([Block(**fields), Block()])
+
+    own, scoped = model(dtype_policy=MIXED), model()
+    variables = own.init(KEY, X)
+    ops = operations(own.apply, variables, X)
+    assert [op.inputs[0] for op in named(ops, "dot_general")] == ["bfloat16", "float32"]
     with use_policy(MIXED):
-        assert shapes(flax_nn.Sequential([noting(seen), noting(seen)]), X).dtype == jnp.float32
-    assert seen == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+        ops = operations(scoped.apply, variables, X)
+        assert shapes(scoped, X).dtype == jnp.float32
+    assert [op.inputs[0] for op in named(ops, "dot_general")] == ["bfloat16"] * 2
+    assert len(boundary_casts(ops)) == 4
