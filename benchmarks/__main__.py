@@ -94,6 +94,12 @@ TABLES = {
         "benchmarks.scale", "how costs grow with layers, params and devices", quick=("--small",)
     ),
     "inspection": Table("benchmarks.inspection", "costs of audit and compare"),
+    "own_code": Table(
+        "benchmarks.own_code",
+        "models' own code under a policy",
+        quick=("--counts",),
+        writes=True,
+    ),
     "accuracy": Table(
         "benchmarks.accuracy", "layers and functions in ulps", check=(), quick=None, writes=True
     ),
