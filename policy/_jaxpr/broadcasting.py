@@ -51,22 +51,25 @@ class _Repeats(tuple):
     def __new__(cls, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> _Repeats:
         return super().__new__(cls, (shape, dtype, sharding))
 
-    def __call__(self, tangent: Any) -> Any:
+    def __call__(self, array: Any) -> Any:
         shape, dtype, sharding = self
-        return tangent if tangent.shape == shape else repeated(tangent, shape, dtype, sharding)
+        if array.shape == shape:
+            return self.narrowed(array)
+        return repeated(array, shape, dtype, sharding)
 
     def narrowed(self, array: Any) -> Any:
         return array.astype(self[1])
 
 
+# Broadcast in the primal too: where an operand is a tangent, this is what is transposed.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiplied(repeats: _Repeats, a: Any, b: Any) -> Any:
-    return lax.mul(repeats.narrowed(a), repeats.narrowed(b))
+    return lax.mul(repeats(a), repeats(b))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
-    return lax.div(repeats.narrowed(a), repeats.narrowed(b))
+    return lax.div(repeats(a), repeats(b))
 
 
 def _multiplied_jvp(

@@ -149,8 +149,8 @@ _TABLE: dict[str, dict[str, str]] = {
         """,
         "broadcast": """
             broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
-                rearranges views selects_literals
-            broadcast_to: moves_data free exact forwards keeps_constants
+                rearranges views selects_literals repeats
+            broadcast_to: moves_data free exact forwards keeps_constants repeats
         """,
         "collective-move": """
             all_gather_done all_gather_reduced all_gather_reduced_start all_gather_start
@@ -171,8 +171,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "extreme": """
             argmax: exact
             argmin: exact
-            reduce_max: exact saved
-            reduce_min: exact saved
+            reduce_max: exact saved counts_ties
+            reduce_min: exact saved counts_ties
         """,
         "grad-barrier": """
             dce_sink remat_opt tie unpin
@@ -190,7 +190,7 @@ _TABLE: dict[str, dict[str, str]] = {
             copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges views
                 injective
             dynamic_slice: moves_data free exact forwards keeps_constants moves_cotangents
-            gather: moves_data free exact forwards moves_cotangents
+            gather: moves_data free exact forwards moves_cotangents repeats
             layout_cast: moves_data
             layout_constraint: exact forwards
             relayout: exact
@@ -198,17 +198,19 @@ _TABLE: dict[str, dict[str, str]] = {
             roll: exact
             slice: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
             split: moves_data free exact forwards keeps_constants moves_cotangents
-            tile: moves_data free exact forwards keeps_constants
+            tile: moves_data free exact forwards keeps_constants repeats
             transpose: moves_data free exact forwards keeps_constants moves_cotangents rearranges
             unstack: moves_data free exact forwards keeps_constants
         """,
         "order": """
-            approx_top_k mosaic_gpu_reduce_max mosaic_gpu_reduce_min reduce_window_max
-            reduce_window_min
+            mosaic_gpu_reduce_max mosaic_gpu_reduce_min
+            approx_top_k: repeats
             cummax: exact
             cummin: exact
-            sort: free exact combines
-            top_k: exact
+            reduce_window_max: counts_ties
+            reduce_window_min: counts_ties
+            sort: free exact combines repeats
+            top_k: exact repeats
         """,
         "ref-read": "get load masked_load",
         "reshape": """
@@ -545,6 +547,12 @@ MOVES_DATA = _with("moves_data")
 
 FORWARDS = _with("forwards")
 """Hand on the numbers of an operand on one device, some of them or several times, cast or not."""
+
+REPEATS = _with("repeats")
+"""May return a number several times, or differentiate as a lookup: cotangents are sums."""
+
+COUNTS_TIES = _with("counts_ties")
+"""Extremes whose derivatives are sums, over windows or over equal numbers."""
 
 KEEPS_CONSTANTS = _with("keeps_constants")
 """Of an array that holds one number throughout, return another that does."""

@@ -30,7 +30,12 @@ from policy._jaxpr.primitives import (
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
-from policy.autocast.broadcast_operands import REPEATS, broadcast_product, broadcasts_half
+from policy.autocast.broadcast_operands import (
+    broadcast_product,
+    in_float32,
+    is_broadcast,
+    sums_cotangents,
+)
 from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
 from policy.autocast.scanned_layers import carries_handed_on
@@ -265,6 +270,8 @@ class Evaluator(Interpreter[CastValue]):
                 if follows
                 else self._wide(equation, values, place)
             )
+        elif sums_cotangents(equation, values):
+            done, outputs = "widened, then cast", in_float32(equation, values)
         elif category == "passthrough":
             done, outputs = self._passed(equation, values, place)
         else:
@@ -322,24 +329,6 @@ class Evaluator(Interpreter[CastValue]):
             return "looked up, then cast", [
                 CastValue(cast(output, place.compute)) for output in looked_up
             ]
-        if equation.primitive.name == "gather" and values[0].dtype == place.compute != F32:
-            # The operand is widened, so that its cotangents are summed in float32, including those
-            # of its other readers.
-            looked_up = bind(
-                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
-            )
-            return "looked up, then cast", [
-                CastValue(cast(output, place.compute)) for output in looked_up
-            ]
-        if equation.primitive.name in REPEATS and broadcasts_half(
-            values[0], _extent(equation), place.compute
-        ):
-            wide = bind(
-                equation, [as_dtype(values[0], F32), *(value.array for value in values[1:])]
-            )
-            return "broadcast, then cast", [
-                CastValue(cast(output, place.compute)) for output in wide
-            ]
         outputs = _bound_or_traced(equation, values, [value.array for value in values])
         if (
             equation.primitive.name == "transpose"
@@ -381,17 +370,10 @@ class Evaluator(Interpreter[CastValue]):
         shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
-        if equation.primitive.name in PRODUCTS and any(
-            broadcasts_half(value, shape, dtype) for value in values
-        ):
+        is_product = equation.primitive.name in PRODUCTS and dtype != F32
+        if is_product and any(is_broadcast(value, shape) for value in values):
             return done, broadcast_product(equation, values, arrays, dtype)
         return done, _bound_or_traced(equation, values, arrays)
-
-
-def _extent(equation: Equation) -> tuple[Any, ...] | None:
-    """Returns the shape of a result; None if it has as many elements as the operand."""
-    operand, result = equation.invars[0].aval, equation.outvars[0].aval
-    return None if operand.size == result.size else result.shape
 
 
 def traced_kind(variable: Any) -> CastValue:
@@ -423,24 +405,17 @@ def _only_float(values: Sequence[CastValue]) -> CastValue:
 def _operand(
     value: CastValue, dtype: np.dtype, shape: tuple[int, ...] | None, equation: Equation
 ) -> Any:
-    """Returns the array of a value in `dtype`.
+    """Returns the array of a value in the dtype of an elementwise operation.
 
-    It is broadcast before the cast, so that its cotangent is summed in float32.
+    It is broadcast in float32, so that its cotangent is summed there.
     """
-    array = value.array
-    if (
-        is_floating_dtype(array.dtype)
-        and broadcasts_half(value, shape, dtype)
-        and equation.primitive.name not in PRODUCTS
-    ):
-        array = as_dtype(value, F32)
-    if not is_floating_dtype(array.dtype) or array.dtype == dtype:
-        return array
+    if not is_floating_dtype(value.dtype):
+        return value.array
     if value.constant is not None and saturates(value.constant, dtype):
-        return saturated(array, dtype)
-    if shape is not None and array.ndim and array.shape != shape:
-        return repeated(array, shape, dtype, sharding_of(equation))
-    return as_dtype(value, dtype)
+        return saturated(value.array, dtype)
+    if dtype == F32 or not is_broadcast(value, shape) or equation.primitive.name in PRODUCTS:
+        return as_dtype(value, dtype)
+    return repeated(as_dtype(value, F32), shape, dtype, sharding_of(equation))
 
 
 def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
