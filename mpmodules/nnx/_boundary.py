@@ -24,6 +24,7 @@ from mpmodules.nnx._own_code import call, is_layer, keeps, policy_of_outermost
 from mpmodules.nnx._registry import PORT, as_ours, crossing_of, is_ours
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from policy import boundary
+from policy._jaxpr import marks
 from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -119,7 +120,8 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     """
     scope = current_scope()
     if scope.traces_own_code:
-        return _run_in_trace(module, method, args, kwargs)
+        with marks.call(calls.inside):
+            return _run_in_trace(module, method, args, kwargs)
     policy = policy_of_outermost(module, method.is_upstream)
     if policy is None:
         return _run_method(module, method, args, kwargs)

@@ -27,6 +27,7 @@ class _Calls(threading.local):
     Attributes:
       depth: the number of calls.
       innermost: the module of the innermost call.
+      inside: the number of calls in the innermost one so far.
       crossed: the boundaries below the outermost call, by class.
       constructions: the constructions, innermost last.
     """
@@ -34,6 +35,7 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.innermost: Any = None
+        self.inside = 0
         self.crossed: dict[str, Effective] = {}
         self.constructions: list[Construction] = []
 
@@ -45,11 +47,12 @@ calls = _Calls()
 def call_under_way(module: Any) -> Iterator[Any]:
     """Notes the call of a module for a block; yields the module that calls it, or None."""
     outer, calls.innermost = calls.innermost, module
+    inside, calls.inside = calls.inside, 0
     calls.depth += 1
     try:
         yield outer
     finally:
-        calls.innermost = outer
+        calls.innermost, calls.inside = outer, inside + 1
         calls.depth -= 1
         if not calls.depth:
             calls.crossed.clear()

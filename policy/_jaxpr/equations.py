@@ -87,6 +87,9 @@ def held_program(equation: Equation) -> Any:
     return inner[0].jaxpr if is_one else None
 
 
+_SHARED = 3  # equations of a jit that is worth a trace of its own
+
+
 def repeated_programs(jaxpr: OpenJaxpr) -> frozenset[int]:
     """Returns the `id`s of programs that several equations of a jaxpr, or of its `jit`s, hold."""
     counts: collections.Counter[int] = collections.Counter()
@@ -94,8 +97,11 @@ def repeated_programs(jaxpr: OpenJaxpr) -> frozenset[int]:
     while bodies:
         for equation in bodies.pop().eqns:
             program = held_program(equation)
-            if program is not None and equation.primitive.name in ("jit", "pjit"):
-                bodies.append(opened(program)[0])
-            elif program is not None:
-                counts[id(program)] += 1
+            if program is None:
+                continue
+            is_jit = equation.primitive.name in ("jit", "pjit")
+            body = opened(program)[0] if is_jit else None
+            if body is not None and not counts[id(program)]:
+                bodies.append(body)
+            counts[id(program)] += body is None or len(body.eqns) >= _SHARED
     return frozenset(identity for identity, count in counts.items() if count > 1)

@@ -21,6 +21,7 @@ LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
 _COMPUTE = f"{REGION}computes_in_"
+_CALL = f"{REGION}call_"
 _computes_in: dict[str, tuple[np.dtype, Any]] = {}
 
 
@@ -42,6 +43,11 @@ def computes_in(dtype: np.dtype, matmul: Hashable = None) -> contextlib.Abstract
       matmul: the 8-bit dtypes of its matmuls, or None.
     """
     return jax.named_scope(_name_of(dtype, matmul))
+
+
+def call(number: int) -> contextlib.AbstractContextManager[Any]:
+    """Marks the equations of one call, which no name on the stack tells from others."""
+    return jax.named_scope(f"{_CALL}{number}")
 
 
 @functools.cache
@@ -102,10 +108,9 @@ def _marked(array: Any, name: str) -> Any:
 
 def mark_of(equation: Equation) -> str | None:
     """Returns `RETURNED` or `KEPT` for the equation that such a mark is, or None."""
-    if equation.primitive.name not in ("convert_element_type", "reduce_precision"):
-        return None
-    stack = str(equation.source_info.name_stack)
-    return next((mark for mark in (RETURNED, KEPT) if mark in stack), None)
+    scopes = equation.source_info.name_stack.stack
+    name = getattr(scopes[-1], "name", None) if scopes else None
+    return name if name in (RETURNED, KEPT) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,4 +122,4 @@ def without(name_stack: Any) -> Any:
 
 
 def _is_of_own_code(name: str) -> bool:
-    return name in (LAYER, RETURNED, KEPT) or name.startswith(_COMPUTE)
+    return name in (LAYER, RETURNED, KEPT) or name.startswith((_COMPUTE, _CALL))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from policy._jaxpr.module_names import make_jaxpr, note_keys
@@ -81,6 +82,13 @@ def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
 
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_eager(array: Any) -> bool:
+    """Returns whether operations on an array run at once, also where they are differentiated."""
+    while isinstance(array, jax.core.Tracer) and hasattr(array, "primal"):
+        array = array.primal
+    return not isinstance(array, jax.core.Tracer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,13 +22,16 @@ from policy.autocast.values import CastValue
 def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
-        return control_flow.call(evaluator, equation, values)
+        return _inlined(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
     like = [
         CastValue(array, value.yields, value.constant)
         for array, value in zip(arrays, values, strict=True)
     ]
     return control_flow.jit(evaluator, equation, like)
+
+
+_inlined = once_for_all_alike(control_flow.call, saves=False)
 
 
 def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:

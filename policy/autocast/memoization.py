@@ -33,19 +33,22 @@ class _Shared:
     known: list[CastValue] = dataclasses.field(default_factory=list)
 
 
-def once_for_all_alike(handler: AutocastHandler) -> AutocastHandler:
+def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> AutocastHandler:
     """Returns a handler that traces and differentiates equal equations once.
 
     The normalisations of a model are an example: their equations hold the same program. The handler
-    gets its operands as `Evaluator.saved` returns them, and must return new values that do not
-    refer to these.
+    must return new values that do not refer to its operands.
+
+    Args:
+      handler: the handler.
+      saves: whether it gets its operands as `Evaluator.saved` returns them.
     """
 
     @functools.wraps(handler)
     def shared(
         evaluator: Evaluator, equation: Equation, values: list[CastValue]
     ) -> list[CastValue]:
-        values = evaluator.saved(equation, values)
+        values = evaluator.saved(equation, values) if saves else values
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
         key = _key(evaluator, equation, values)

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
+from policy._jaxpr.outlining import outlined
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
-from policy._jaxpr.trace import Arguments, is_array
+from policy._jaxpr.trace import Arguments, is_array, is_eager
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.settings import Places, Settings
@@ -81,7 +81,8 @@ class OwnCode:
             with enter(dataclasses.replace(current_scope(), traces_own_code=True)):
                 return call(*trees)
 
-        return cls(PureCall.of(inside, *trees, traced_as=in_float32), policy, kinds)
+        traced = PureCall.of(inside, *trees, traced_as=in_float32)
+        return cls(dataclasses.replace(traced, jaxpr=outlined(traced.jaxpr)), policy, kinds)
 
     def run(self) -> Any:
         """Evaluates the call."""
@@ -137,7 +138,6 @@ def _narrow(array: Any, variable: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
-_EAGER = ("JVPTracer", "LinearizeTracer")  # their operations run at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +214,7 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
     """Returns a key for a call's program, or None for one that is not kept."""
     if key is None or not all(isinstance(leaf, _SIMPLE) for leaf in arguments.static):
         return None
-    tracers = [array for array in arguments.arrays if isinstance(array, jax.core.Tracer)]
-    if any(type(tracer).__name__ not in _EAGER for tracer in tracers):
-        return None
-    if isinstance(jnp.zeros(()), jax.core.Tracer):  # inside of jit
+    if not all(map(is_eager, arguments.arrays)):
         return None
     avals = tuple(map(jax.typeof, arguments.arrays))
     config = jax.config

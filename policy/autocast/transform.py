@@ -15,10 +15,11 @@ from jax.extend.core.primitives import convert_element_type_p
 from policy._jaxpr.dtypes import is_floating_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.module_names import make_jaxpr
+from policy._jaxpr.outlining import outlined
 from policy._jaxpr.primitives import known_primitives
 from policy._jaxpr.scope_names import ISLAND
 from policy._jaxpr.subprograms import opened
-from policy._jaxpr.trace import Arguments, lowered
+from policy._jaxpr.trace import Arguments, is_eager, lowered
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
@@ -228,7 +229,9 @@ class _Autocast:
                 return self.fn(*args, **kwargs)
             warn_of_nnx_optimizer(args, kwargs)
             target, arguments, finish = self.lowered(args, kwargs)
-            return finish(target._program(arguments, settings)(*arguments.arrays))
+            is_traced = not all(map(is_eager, arguments.arrays))
+            program = target._rewritten if is_traced else target._program
+            return finish(program(arguments, settings)(*arguments.arrays))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
         return transformed
@@ -308,10 +311,10 @@ class _Autocast:
                 )
                 for array, is_param in zip(arrays, params, strict=True)
             ]
-            body, consts = opened(jaxpr)
             # A report records each equation at its path, and rules may distinguish the paths inside
             # it.
             shares = report is None and settings.rules is None and settings.normalises is None
+            body, consts = opened(outlined(jaxpr) if shares else jaxpr)
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
             outputs = evaluator.run(body, [CastValue(c) for c in consts], values)

@@ -34,7 +34,8 @@ def of_case(rows: list[Row], name: str) -> dict[str, Row]:
 def test_an_mlp_under_a_policy_is_the_mlp_by_hand(wing):
     programs = SMALL[0].programs(wing)
     ours, hand = (models.lowered(programs[name]) for name in ("ours", "hand"))
-    assert ours == hand
+    assert ours["flops"] == hand["flops"] and ours["converts"] == hand["converts"]
+    assert ours["bytes"] <= hand["bytes"]  # relu is no call of its own
     assert models.saved_bytes(programs["ours"]) == models.saved_bytes(programs["hand"])
     dtypes = {
         jnp.dtype(leaf.dtype)
