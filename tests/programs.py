@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable
@@ -82,6 +83,23 @@ def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
 def boundary_casts(ops: list[Operation]) -> list[Operation]:
     """The casts that boundaries put in, inputs and outputs alike."""
     return [op for op in ops if op.name == "convert_element_type" and op.is_placed]
+
+
+def assert_same_operations(f: Any, g: Any, *args: Any) -> None:
+    """Asserts that two programs have the same operations on the same dtypes, as often.
+
+    Calls of jitted functions count as their bodies: the evaluated programs of users' code have the
+    small ones of JAX, such as relu's, inlined.
+    """
+    first, second = (_counted(operations(function, *args)) for function in (f, g))
+    assert first == second, f"only in the first {first - second}, in the second {second - first}"
+
+
+def _counted(ops: list[Operation]) -> collections.Counter[tuple[str, ...]]:
+    calls = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+    return collections.Counter(
+        (op.name, *op.inputs, *op.outputs) for op in ops if op.name not in calls
+    )
 
 
 def named(ops: list[Operation], *names: str) -> list[Operation]:

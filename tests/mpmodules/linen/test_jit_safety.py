@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 
 from mpmodules import linen as nn
-from policy import set_policy, use_policy
+from policy import compute_dtype, set_policy, use_policy
 from tests.programs import apply as apply_model
+from tests.programs import named, operations
 
 A, B = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 ABA = ((A, "bfloat16"), (B, "float16"), (A, "bfloat16"))
@@ -25,14 +26,13 @@ KEY = jax.random.key(0)
 
 
 def counted(traces: list[str]) -> Any:
-    """A model that notes each time Python runs its body."""
+    """A model that notes each time Python runs its body, and in which compute_dtype."""
 
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(3)(x)
-            traces.append(x.dtype.name)
-            return x
+            traces.append(str(compute_dtype() or x.dtype))
+            return nn.Dense(3)(x)
 
     return Net()
 
@@ -85,9 +85,8 @@ def test_an_inner_jit_follows_the_scope(kind):
 
     class Block(nn.Module):
         def body(self, x):
-            x = nn.Dense(3)(x)
-            traces.append(x.dtype.name)
-            return x
+            traces.append(str(compute_dtype()))
+            return nn.Dense(3)(x) * 2
 
         @nn.compact
         def __call__(self, x):
@@ -108,6 +107,8 @@ def test_an_inner_jit_follows_the_scope(kind):
     for policy, expected in ABA:
         with use_policy(policy):
             assert run(variables, X).dtype == expected
+            ops = named(operations(run, variables, X), "dot_general", "mul")
+        assert {op.inputs[0] for op in ops} == {expected}
     assert sorted(set(traces)) == ["bfloat16", "float16"]
 
 
