@@ -251,7 +251,7 @@ class Evaluator(Interpreter[CastValue]):
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
         elif (
-            traced != {F32}
+            (traced != {F32} and not _mixes_float32(equation, category, traced))
             or (category == "compute" and _is_complex(equation))
             or category in ("exempt", "opaque", "explicit", "control")
         ):
@@ -441,6 +441,12 @@ def _is_complex(equation: Equation) -> bool:
         jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.complexfloating)
         for v in (*equation.invars, *equation.outvars)
     )
+
+
+def _mixes_float32(equation: Equation, category: str, traced: set[Any]) -> bool:
+    """Returns whether a matmul multiplies float32 with half precision."""
+    operands = {float_dtype(v.aval) for v in equation.invars}
+    return category == "compute" and F32 in operands and {d.itemsize for d in traced} == {2, 4}
 
 
 def _of_layer(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
-from policy._jaxpr.dtypes import is_floating_dtype
+from policy._jaxpr.dtypes import F32, is_floating_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.outlining import outlined
@@ -74,9 +76,9 @@ def autocast(
 ) -> Any:
     """Runs matmuls and convolutions of `fn` in compute_dtype, sensitive operations in float32.
 
-    The function is traced in the dtypes of its arguments, and that program is evaluated with casts
-    inserted. So its code needn't know about dtypes, and every JAX transformation applies to the
-    result: jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and
+    The function is traced in float32, half-precision arguments included, and that program is
+    evaluated with casts inserted. So its code needn't know about dtypes, and every JAX
+    transformation applies to the result: jit, grad, vmap, scan, checkpoint, shard_map, in either order. It is compiled, and
     retraced for other shapes or another policy only; the requirements of `jax.jit` on functions
     apply. An nnx module among the arguments is updated; an `nnx.State` never is, as under `jax.jit`
     and unlike in an eager call that merges it. Put it around the loss, not around the train step:
@@ -294,7 +296,7 @@ class _Autocast:
             return self.fn(*args, **kwargs)
 
         def rewritten(*arrays: Any) -> Any:
-            jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arrays)
+            jaxpr, shape = _traced_in_float32(flat, arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
             params = [
@@ -329,6 +331,28 @@ class _Autocast:
 
         rewritten.__name__ = _name_of(self.fn)
         return rewritten
+
+
+def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the program of a function, half-precision arguments as float32, and its results.
+
+    The results have the dtypes that the function gives them for its arguments as they are. A
+    function that refuses half precision, such as an FFT, returns what it returns for float32.
+    """
+    wide = [
+        jax.eval_shape(lambda a: a.astype(F32), array) if _is_half(array) else array
+        for array in arrays
+    ]
+    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*wide)
+    if any(map(_is_half, arrays)):
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            shape = jax.eval_shape(flat, *arrays)
+    return jaxpr, shape
+
+
+def _is_half(array: Any) -> bool:
+    dtype = getattr(array, "dtype", np.bool_)
+    return is_floating_dtype(dtype) and dtype.itemsize == 2
 
 
 def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
