@@ -48,7 +48,7 @@ def param(
     cls = type(self)
     is_kept = name in cls.keep_params
     policy = effective_policy(self, current_scope()).policy if is_users(cls) else None
-    if policy is not None and not is_kept:
+    if policy is not None and not is_kept and not self.has_variable("params", name):
         init_fn = _cast_after(init_fn, policy)
     stored = flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
     if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
