@@ -17,7 +17,9 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import Policy, nnx, use_policy
+from policy import DtypePolicyWarning
 from policy._jaxpr.walk import walk
+from tests.programs import assert_same_operations, boundary_casts, named, operations
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MIXED = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
@@ -43,16 +45,14 @@ def dots(function, *args):
 
 
 class Recorder(nnx.Module):
-    """Notes the dtype that passes through it: at the boundary of nothing, since it is always called
-    from inside.
-    """
+    """Notes the dtype that passes through it, and doubles what does."""
 
     def __init__(self):
         self.seen = []
 
     def __call__(self, x):
         self.seen = [*self.seen, x.dtype.name]
-        return x
+        return x * 2
 
 
 class Block(nnx.Module):
@@ -66,20 +66,26 @@ class Block(nnx.Module):
 
 class Net(nnx.Module):
     def __init__(self, inner=None, *, rngs):
-        self.before = Recorder()
         self.first = Block(rngs=rngs)
         self.second = Block(dtype_policy=inner, rngs=rngs)
         self.between = Recorder()
         self.head = Block(rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.between(self.second(self.first(self.before(x)))))
+        return self.head(self.between(self.second(self.first(x))))
 
 
 def recorded(net):
-    return [
-        r.seen for r in (net.before, net.first.after, net.second.after, net.between, net.head.after)
-    ]
+    return [r.seen for r in (net.first.after, net.second.after, net.between, net.head.after)]
+
+
+def computed(net):
+    """The dtypes of the layers of the three blocks, and of what is doubled after each and between.
+
+    In order: first layer, first doubled, second, doubled, between, head, doubled.
+    """
+    ops = operations(pure(net), jnp.asarray(X))
+    return [op.inputs[0] for op in named(ops, "dot_general", "mul")]
 
 
 @pytest.mark.parametrize("given", ["argument", "scope"])
@@ -90,27 +96,29 @@ def test_a_policy_gives_bfloat16_between_layers_and_float32_logits(given):
         with use_policy(MIXED):
             net = Net(rngs=nnx.Rngs(0))
     assert net(X).dtype == F32
-    assert recorded(net) == [["bfloat16"]] * 5
+    assert computed(net) == ["bfloat16"] * 7
 
 
-def test_a_submodule_with_its_own_policy_runs_in_it_and_hands_on_its_output_dtype():
-    net = Net("f32", dtype_policy=MIXED, rngs=nnx.Rngs(0))
-    assert net(X).dtype == F32
-    # The submodule computes and returns float32; the next module is none of its own, and its layer
-    # casts again.
-    assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["float32"], ["bfloat16"]]
-
-
-def test_a_submodule_can_hand_on_the_outer_compute_dtype():
-    net = Net("p=f32,c=f32,o=bf16", dtype_policy=MIXED, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("inner", [None, "mixed_bfloat16", "f32", "bf16", "p=f32,c=f32,o=bf16"])
+def test_a_users_code_sees_float32_everywhere(inner):
+    net = Net(inner, dtype_policy=MIXED, rngs=nnx.Rngs(0))
     net(X)
-    assert recorded(net) == [["bfloat16"], ["bfloat16"], ["float32"], ["bfloat16"], ["bfloat16"]]
+    net(X.astype(BF16))
+    assert recorded(net) == [["float32"] * 2] * 4
+
+
+@pytest.mark.parametrize("inner", ["f32", "p=f32,c=f32,o=bf16"])
+def test_a_submodule_with_its_own_policy_runs_in_it_and_the_code_around_in_its_own(inner):
+    net = Net(inner, dtype_policy=MIXED, rngs=nnx.Rngs(0))
+    assert net(X).dtype == F32
+    half, wide = ["bfloat16"] * 2, ["float32"] * 2
+    assert computed(net) == [*half, *wide, "bfloat16", *half]
 
 
 def test_a_submodule_given_the_same_policy_is_no_boundary():
     net = Net("mixed_bfloat16", dtype_policy=MIXED, rngs=nnx.Rngs(0))
-    net(X)
-    assert recorded(net) == [["bfloat16"]] * 5
+    assert computed(net) == ["bfloat16"] * 7
+    assert_same_operations(pure(net), pure(Net(dtype_policy=MIXED, rngs=nnx.Rngs(0))), X)
 
 
 def test_a_shared_module_keeps_the_policy_it_was_built_under():
@@ -131,11 +139,11 @@ def test_a_shared_module_keeps_the_policy_it_was_built_under():
 
     shares = Shares(dtype_policy=MIXED, rngs=nnx.Rngs(0))
     assert [out.dtype for out in shares(X)] == [F32, F32]
-    assert shares.block.after.seen == ["bfloat16", "bfloat16"]
+    assert computed(shares) == ["bfloat16"] * 4
     with use_policy("f16"):
         outer = Holder(shares.block)
     assert outer(X).dtype == F16
-    assert shares.block.after.seen[-1] == "bfloat16"
+    assert computed(outer) == ["bfloat16"] * 2
 
 
 def test_super_calls_and_methods_that_call_each_other_cross_once():
@@ -173,57 +181,74 @@ def test_super_calls_and_methods_that_call_each_other_cross_once():
 
     model = Derived(dtype_policy=MIXED, rngs=nnx.Rngs(0))
     assert model(X).dtype == F32
-    assert model.seen == ["bfloat16", "bfloat16", "float32"]
+    assert model.seen == ["float32"] * 3
+    ops = operations(pure(model), jnp.asarray(X))
+    assert [op.outputs for op in boundary_casts(ops)] == [("bfloat16",), ("float32",)]
+    assert [op.outputs for op in named(ops, "dot_general", "add")] == [("bfloat16",)] * 5
     assert model.encode(X).dtype == model.decode(X).dtype == F32
     half = Derived(dtype_policy="bf16", rngs=nnx.Rngs(0))
     assert half.decode(X).dtype == BF16
     assert half._private(X).dtype == half.static(X).dtype == half.of_class(X).dtype == F32
 
 
-def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes():
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(own_code):
     seen = {}
 
     class Tree(nnx.Module):
         def __call__(self, x, *more, key, flag, **options):
-            seen.update(x=x, more=more, key=key, flag=flag, options=options)
-            return {"a": x["a"], "n": x["n"], "c": x["c"], "text": "out", "none": None, "key": key}
+            arrays = x["a"], more[0], options["extra"][0]
+            seen.update(dtypes={array.dtype.name for array in arrays}, more=more[1:], flag=flag)
+            return {**x, "a": x["a"] * 2, "text": "out", "none": None, "key": key}
 
+    Tree.own_code = own_code
     key = jax.random.key(0)
     tree = {"a": X, "n": np.arange(3), "c": np.ones(2, np.complex64)}
-    out = Tree(dtype_policy=MIXED)(tree, X, 1.5, None, key=key, flag=True, extra=[X])
-    assert (
-        seen["x"]["a"].dtype == seen["more"][0].dtype == seen["options"]["extra"][0].dtype == BF16
-    )
-    assert seen["x"]["n"] is tree["n"]
-    assert seen["x"]["c"] is tree["c"]
-    assert seen["more"][1:] == (1.5, None)
-    assert seen["key"] is key
-    assert out["key"] is key
-    assert out["a"].dtype == F32
-    assert (out["text"], out["none"], out["n"]) == ("out", None, out["n"])
+    out = Tree(dtype_policy="bf16")(tree, X, 1.5, None, key=key, flag=True, extra=[X])
+    dtypes = {"bfloat16" if own_code == "keep" else "float32"}
+    assert seen == {"dtypes": dtypes, "more": (1.5, None), "flag": True}
+    assert (out["a"].dtype, out["n"].dtype.kind, out["c"].dtype) == (BF16, "i", np.complex64)
+    np.testing.assert_array_equal(out["n"], tree["n"])
+    np.testing.assert_array_equal(out["c"], tree["c"])
+    assert jnp.array_equal(jax.random.key_data(out["key"]), jax.random.key_data(key))
+    assert (out["text"], out["none"]) == ("out", None)
 
 
-def test_keep_inputs_leaves_named_arguments_as_they_come_by_position_and_by_name():
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+def test_keep_inputs_leaves_named_arguments_as_they_come_by_position_and_by_name(own_code):
     class Diffusion(nnx.Module):
         keep_inputs = ("t", "rest")
 
         def __call__(self, x, t, *rest, scale=None):
             return tuple(None if y is None else y.dtype.name for y in (x, t, *rest, scale))
 
+    Diffusion.own_code = own_code
+    cast = "bfloat16" if own_code == "keep" else "float32"
     model, t = Diffusion(dtype_policy="bf16"), np.array([999.0, 1001.0], np.float32)
-    assert model(X, t) == ("bfloat16", "float32", None)
-    assert model(X, t=t) == ("bfloat16", "float32", None)
-    assert model(X, t, t, t, scale=X) == ("bfloat16", "float32", "float32", "float32", "bfloat16")
+    assert model(X, t) == (cast, "float32", None)
+    assert model(X, t=t) == (cast, "float32", None)
+    assert model(X, t, t, t, scale=X) == (cast, "float32", "float32", "float32", cast)
 
 
-def test_timesteps_stay_apart_where_inputs_are_kept():
+@pytest.mark.parametrize(
+    ("own_code", "policy", "apart"),
+    [
+        ("autocast", "bf16", -2),
+        ("autocast", "c=bf16,inputs=keep", -2),
+        ("keep", "bf16", 0),
+        ("keep", "c=bf16,inputs=keep", -2),
+    ],
+)
+def test_timesteps_stay_apart_unless_a_class_keeps_its_code_and_casts_inputs(
+    own_code, policy, apart
+):
     class Embedding(nnx.Module):
         def __call__(self, t):
             return (t[0] - t[1]).astype(jnp.float32)
 
+    Embedding.own_code = own_code
     t = np.array([999.0, 1001.0], np.float32)
-    assert Embedding(dtype_policy="bf16")(t) == 0
-    assert Embedding(dtype_policy="c=bf16,inputs=keep")(t) == -2
+    assert Embedding(dtype_policy=policy)(t) == apart
 
 
 def test_a_bare_root_layer_returns_compute_dtype_unless_it_has_a_policy_of_its_own():
@@ -240,7 +265,9 @@ def test_a_sequential_is_a_module_and_a_boundary():
     with use_policy(MIXED):
         model: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, Recorder())
     assert model(X).dtype == F32
-    assert model.layers[2].seen == ["bfloat16"]
+    assert model.layers[2].seen == ["float32"]
+    ops = operations(pure(model), jnp.asarray(X))
+    assert [op.outputs for op in named(ops, "dot_general", "max", "mul")] == [("bfloat16",)] * 3
 
 
 def test_attention_is_a_module_and_a_boundary():
@@ -402,21 +429,34 @@ class Receives(nnx.Module):
         lambda: nnx.Param(jnp.ones(3)),
         lambda: flax_nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
         lambda: nnx.List([nnx.Param(jnp.ones(3))]),
-        lambda: flax_nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
-        lambda: flax_nnx.graphdef(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
         lambda: jax.new_ref(jnp.ones(3)),
     ],
-    ids=["Rngs", "RngStream", "Variable", "Module", "List", "State", "GraphDef", "Ref"],
+    ids=["Rngs", "RngStream", "Variable", "Module", "List", "Ref"],
 )
 def test_references_pass_the_boundary_by_identity(reference):
     reference, receives = reference(), cast(Any, Receives(dtype_policy=MIXED))
     x, out = receives(X, reference)
     assert out is reference
     assert x.dtype == F32
-    _, (inside, (deeper,)) = receives(X, None, call=lambda _, x: (reference, [reference]))
-    assert inside is deeper is reference
     _, out = Receives(dtype_policy=MIXED)(X, {"a": [reference]})
     assert out["a"][0] is reference
+
+
+def test_a_reference_that_the_code_closes_over_is_returned_by_identity():
+    for reference in (nnx.Rngs(0), nnx.Param(jnp.ones(3)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))):
+        receives = cast(Any, Receives(dtype_policy=MIXED))
+        _, (inside, (deeper,)) = receives(X, None, call=lambda _, x, r=reference: (r, [r]))
+        assert inside is deeper is reference
+
+
+def test_a_state_passes_by_value_and_a_graph_by_identity():
+    layer, receives = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), cast(Any, Receives(dtype_policy=MIXED))
+    graph, state = flax_nnx.split(layer)
+    _, out = receives(X, state)
+    assert type(out) is type(state)
+    jax.tree.map(np.testing.assert_array_equal, out, state)
+    with pytest.warns(DtypePolicyWarning, match="Receives can't be traced.* returns a GraphDef"):
+        assert receives(X, graph)[1] is graph
 
 
 def test_dropout_masks_differ_from_call_to_call_where_rngs_are_an_argument():
