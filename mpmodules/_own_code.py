@@ -51,7 +51,7 @@ def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> b
 
 
 def run(
-    call: own_code.Call,
+    call: own_code.ModuleCall,
     trees: Sequence[Any],
     policy: Policy,
     *,

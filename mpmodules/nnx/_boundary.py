@@ -120,7 +120,7 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     """
     scope = current_scope()
     if scope.traces_own_code:
-        with marks.call(calls.inside):
+        with marks.numbered_call(calls.inside):
             return _run_in_trace(module, method, args, kwargs)
     policy = policy_of_outermost(module, method.is_upstream)
     if policy is None:

@@ -75,7 +75,7 @@ def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
 def _multiplied_jvp(
     repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    a, b = map(repeats.narrowed, _values(primals))
+    a, b = map(repeats.narrowed, primals)
     parts = [
         lax.mul(repeats(t), other)
         for t, other in zip(tangents, (b, a), strict=True)
@@ -87,7 +87,7 @@ def _multiplied_jvp(
 def _divided_jvp(
     repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    a, b = map(repeats.narrowed, _values(primals))
+    a, b = map(repeats.narrowed, primals)
     parts = []
     if not _is_zero(tangents[0]):
         parts.append(lax.div(repeats(tangents[0]), b))
@@ -98,10 +98,6 @@ def _divided_jvp(
 
 _multiplied.defjvp(_multiplied_jvp, symbolic_zeros=True)
 _divided.defjvp(_divided_jvp, symbolic_zeros=True)
-
-
-def _values(primals: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(getattr(primal, "primal", primal) for primal in primals)
 
 
 def _is_zero(tangent: Any) -> bool:

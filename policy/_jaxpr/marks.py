@@ -45,7 +45,7 @@ def computes_in(dtype: np.dtype, matmul: Hashable = None) -> contextlib.Abstract
     return jax.named_scope(_name_of(dtype, matmul))
 
 
-def call(number: int) -> contextlib.AbstractContextManager[Any]:
+def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
     """Marks the equations of one call, which no name on the stack tells from others."""
     return jax.named_scope(f"{_CALL}{number}")
 

@@ -21,7 +21,7 @@ from jax.extend import source_info_util
 
 from policy._jaxpr.interpreter import contexts_of
 from policy._jaxpr.protocols import Equation
-from policy._jaxpr.subprograms import bind, opened
+from policy._jaxpr.subprograms import bind, is_jaxpr, opened
 
 _SMALLEST = 8  # equations of a part
 _DEEPEST = 12  # names in a row that begin a part
@@ -220,7 +220,7 @@ def _keys(equations: Sequence[Equation], numbers: dict[Any, int], depth: int) ->
 
 def _param_key(value: Any) -> Hashable:
     """Returns a key of an equation's parameter: its contents, or else its identity."""
-    if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+    if is_jaxpr(value):
         body, consts = opened(value)
         numbers: dict[Any, int] = {}
         for variable in (*body.constvars, *body.invars):

@@ -91,6 +91,16 @@ def is_eager(array: Any) -> bool:
     return not isinstance(array, jax.core.Tracer)
 
 
+def is_staged(array: Any) -> bool:
+    """Returns whether operations on an array become equations of a program, as inside of jit."""
+    while isinstance(array, jax.core.Tracer):
+        inner = getattr(array, "primal", getattr(array, "val", array))
+        if inner is array or not hasattr(inner, "dtype"):
+            return True
+        array = inner
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """The arguments of a call: arrays, and static leaves, which are fixed in a program.

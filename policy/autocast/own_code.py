@@ -39,7 +39,7 @@ CANNOT_BE_TRACED = (
 
 _MOST_PROGRAMS = 256
 
-Call = Callable[[Any, Any, Any], Any]
+ModuleCall = Callable[[Any, Any, Any], Any]
 """A pure function of parameters, other state and inputs."""
 
 
@@ -58,7 +58,7 @@ class OwnCode:
     kinds: Sequence[int]
 
     @classmethod
-    def traced(cls, call: Call, trees: Sequence[Any], policy: Policy) -> OwnCode:
+    def traced(cls, call: ModuleCall, trees: Sequence[Any], policy: Policy) -> OwnCode:
         """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it.
 
         Raises:
@@ -160,7 +160,7 @@ _lock = threading.Lock()
 
 
 def run(
-    call: Call,
+    call: ModuleCall,
     trees: Sequence[Any],
     policy: Policy,
     *,

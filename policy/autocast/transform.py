@@ -21,7 +21,7 @@ from policy._jaxpr.outlining import outlined
 from policy._jaxpr.primitives import known_primitives
 from policy._jaxpr.scope_names import ISLAND
 from policy._jaxpr.subprograms import opened
-from policy._jaxpr.trace import Arguments, is_eager, lowered
+from policy._jaxpr.trace import Arguments, is_staged, lowered
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
@@ -231,8 +231,8 @@ class _Autocast:
                 return self.fn(*args, **kwargs)
             warn_of_nnx_optimizer(args, kwargs)
             target, arguments, finish = self.lowered(args, kwargs)
-            is_traced = not all(map(is_eager, arguments.arrays))
-            program = target._rewritten if is_traced else target._program
+            in_place = any(map(is_staged, arguments.arrays))
+            program = target._rewritten if in_place else target._program
             return finish(program(arguments, settings)(*arguments.arrays))
 
         transformed.explain = self.explain  # type: ignore[attr-defined]
