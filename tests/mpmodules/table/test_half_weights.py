@@ -95,7 +95,8 @@ def test_an_nnx_layer_with_a_dtype_of_its_own_is_quiet_in_the_scope_that_it_was_
         layer(X[0])
 
 
-def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained():
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained_where_code_is_kept(own_code):
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -113,7 +114,11 @@ def test_an_nnx_scan_whose_body_changes_its_carrys_dtype_is_explained():
                 self.block, x, jnp.arange(2)
             )[0]
 
+    Model.own_code = Block.own_code = own_code  # pyright: ignore[reportAttributeAccessIssue]
     model: Any = Model(flax_nnx.Rngs(0), dtype_policy="bfloat16")  # pyright: ignore[reportCallIssue]
+    if own_code == "autocast":
+        assert model(X[0]).dtype == jnp.bfloat16  # the carry is float32 to the code
+        return
     with pytest.raises(TypeError, match="carry") as caught:
         model(X[0])
     assert any(
