@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as flax_nn
 import jax
-import numpy as np
 
 from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
+from mpmodules.linen._own_parameters import own_params
 from mpmodules.linen._resolution import fields_set
-from policy._jaxpr import marks
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -24,7 +23,7 @@ from policy.scope import current_scope
 def foreign_module_set(module: Any, *, dtype_fields: bool) -> Iterator[None]:
     """Makes a module that is no layer follow the policy in force, for the length of a block.
 
-    Parameters that it creates come in param_dtype.
+    Parameters that it creates are stored in param_dtype.
 
     Args:
       dtype_fields: whether its fields `dtype` and `param_dtype` hold the policy's dtypes too.
@@ -33,9 +32,12 @@ def foreign_module_set(module: Any, *, dtype_fields: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if policy is not None and dtype_fields and "_declared_fields" not in vars(module):
             stack.enter_context(fields_set(module, _dtypes_of(policy, module)))
-        if policy is not None and module.is_mutable_collection("params"):
-            stack.enter_context(_parameters_in(policy.param_dtype, module))
+        before = {*own_params(module)}
         yield
+        if policy is not None and module.is_mutable_collection("params"):
+            for name, value in own_params(module).items():
+                if name not in before:
+                    module.put_variable("params", name, cast_floating(value, policy.param_dtype))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -52,51 +54,6 @@ def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
         for name, dtype in wanted.items()
         if name in declared and may_be_set(vars(module)[name])
     }
-
-
-# --------------------------------------------------------------------------------------------------
-# Parameters
-# --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _parameters_in(dtype: np.dtype, module: Any) -> Iterator[None]:
-    """Makes the parameters that the module creates come in `dtype`.
-
-    Their initialisers run as they are written.
-    """
-
-    def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        value = type(module).param(module, name, _cast_after(init_fn, dtype), *args, **kwargs)
-        return jax.tree.map(marks.returned, value) if current_scope().traces_own_code else value
-
-    def variable(
-        col: str, name: str, init_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if col == "params" and init_fn is not None:
-            init_fn = _cast_after(init_fn, dtype)
-        return type(module).variable(module, col, name, init_fn, *args, **kwargs)
-
-    # On the instance, not its class: other threads call other instances. What a module calls so
-    # itself stays.
-    namespace = vars(module)
-    ours = {
-        name: function
-        for name, function in (("param", param), ("variable", variable))
-        if name not in namespace
-    }
-    namespace.update(ours)
-    try:
-        yield
-    finally:
-        for name, function in ours.items():
-            if namespace.get(name) is function:
-                del namespace[name]
-
-
-def _cast_after(init_fn: Callable[..., Any], dtype: np.dtype) -> Callable[..., Any]:
-    """Returns the initialiser with its floating results, boxed ones too, cast to `dtype`."""
-    return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), dtype)
 
 
 # --------------------------------------------------------------------------------------------------

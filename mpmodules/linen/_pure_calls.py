@@ -39,8 +39,11 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
 
     def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
+        before = copy.deepcopy(module.scope.rng_counters)
         with roots_unchecked() as checked:
-            transform = functools.partial(_transform, run=run, checked=checked)
+            # Flax runs setup here, and again inside.
+            start = functools.partial(put_back, module.scope.rng_counters, before)
+            transform = functools.partial(_transform, run=run, checked=checked, start=start)
             if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
                 return decorator_lift_transform(transform, method)(module, *args, **kwargs)
             # Flax would copy lists and objects among the arguments.
@@ -75,7 +78,11 @@ class _Given:
 
 
 def _transform(
-    core: Callable[..., Any], *, run: Run, checked: Callable[[], Any]
+    core: Callable[..., Any],
+    *,
+    run: Run,
+    checked: Callable[[], Any],
+    start: Callable[[], None],
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
@@ -101,6 +108,7 @@ def _transform(
     packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 
     def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        start()
         counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         before = copy.deepcopy(counters)
         try:

@@ -23,6 +23,7 @@ from policy._jaxpr.interpreter import contexts_of
 from policy._jaxpr.protocols import Equation
 from policy._jaxpr.subprograms import bind, is_jaxpr, opened
 
+_NAME = "policy_part"  # of the functions that take the places of parts
 _SMALLEST = 8  # equations of a part
 _DEEPEST = 12  # names in a row that begin a part
 
@@ -96,7 +97,13 @@ def _function(part: _Part) -> Any:
             values.update(zip(equation.outvars, results, strict=True))
         return [values[variable] for variable in part.outputs]
 
+    call.__name__ = _NAME
     return call
+
+
+def is_part(equation: Equation) -> bool:
+    """Returns whether an equation is a call that `outlined` made."""
+    return equation.params.get("name") == _NAME
 
 
 def _read_literals(equation: Equation, read: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from policy._jaxpr import marks
 from policy._jaxpr.broadcasting import repeated, sharding_of
 from policy._jaxpr.dtypes import F32, float_dtype, is_floating_dtype
 from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, readers_of
+from policy._jaxpr.outlining import is_part
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import (
     FORWARD_ADDITIONS,
@@ -237,7 +238,7 @@ class Evaluator(Interpreter[CastValue]):
         name, place = equation.primitive.name, self.place_of(equation)
         if (mark := marks.mark_of(equation)) is not None:
             return [_handed_on(mark, values[0], place)]
-        if place.is_layer:
+        if place.is_layer and not is_part(equation):
             return _of_layer(equation, values)
         if category == "control" and name in self.handlers:
             return self.handlers[name](self, equation, values)

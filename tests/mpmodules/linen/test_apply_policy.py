@@ -172,7 +172,7 @@ def test_the_model_has_one_boundary(name):
     model, x = MODELS[name]
     ported = apply_policy(model, MIXED)
     casts = boundary_casts(operations(ported.apply, jax.eval_shape(ported.init, KEY, x), x))
-    assert {op.within for op in casts} <= {()}
+    assert {op.within for op in casts} <= {(), ("remat2",)}
     assert len(casts) <= 2
 
 
@@ -297,7 +297,9 @@ def test_tabulate_capture_and_interceptors_see_what_they_saw():
         calls = []
 
         def note(next_fun, args, kwargs, context):
-            calls.append((type(context.module).__name__, context.method_name, context.module.path))
+            if context.method_name != "setup":  # which runs before the call is traced, and in it
+                name = type(context.module).__name__
+                calls.append((name, context.method_name, context.module.path))
             return next_fun(*args, **kwargs)
 
         variables = model.init(KEY, X)
