@@ -361,6 +361,8 @@ def test_codes_that_attention_shares_are_of_each_projection_and_no_activation():
 class OfHalves(linen.Module):
     """Code that has no trace in float32."""
 
+    own_code = "keep"
+
     @linen.compact
     def __call__(self, x: Any) -> Any:
         x = linen.Dense(16, name="up")(x)

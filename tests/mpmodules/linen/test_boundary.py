@@ -650,7 +650,9 @@ def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
 
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     model, x = Model(dtype_policy=MIXED), jnp.ones((64,))
-    with pytest.warns(DtypePolicyWarning, match="changes an nnx object that is not part of the mod"):
+    with pytest.warns(
+        DtypePolicyWarning, match="changes an nnx object that is not part of the mod"
+    ):
         assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
 
 

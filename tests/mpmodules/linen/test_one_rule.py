@@ -286,8 +286,10 @@ def test_lifted_classes(how, where):
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return LIFTS[how](Block)(name="block")(x * 2) if how == "vmap" else (
-                LIFTS[how](Block)(name="block")(x * 2, None)
+            return (
+                LIFTS[how](Block)(name="block")(x * 2)
+                if how == "vmap"
+                else (LIFTS[how](Block)(name="block")(x * 2, None))
             )
 
     make: Any = Outer if where == "inside" else LIFTS[how](Block)

@@ -353,7 +353,9 @@ def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> N
     made = dict.fromkeys(("boxed", "in variables", "got"), stored)  # which init has just made
     assert seen[0] == floats | others | made
     assert variables["params"]["scale"].dtype == jnp.float32
-    assert variables["params"]["asked"].dtype == variables["params"]["unboxed"].value.dtype == stored
+    assert (
+        variables["params"]["asked"].dtype == variables["params"]["unboxed"].value.dtype == stored
+    )
 
 
 class Against(nn.Module):
@@ -490,7 +492,9 @@ def test_eager_code_that_needs_values_runs() -> None:
 
     with use_policy("mixed_bfloat16"):
         variables = Eager().init(KEY, X)
-        with pytest.warns(DtypePolicyWarning, match="Eager can't be traced at test_own_param") as told:
+        with pytest.warns(
+            DtypePolicyWarning, match="Eager can't be traced at test_own_param"
+        ) as told:
             assert apply(Eager(), variables, X)[0, 0] == apply(Eager(), variables, X)[0, 0] == 2
         assert len(told) == 1
         with pytest.raises(jax.errors.TracerArrayConversionError):
@@ -527,7 +531,9 @@ def test_an_object_that_holds_arrays_is_returned_too() -> None:
 
     with use_policy("mixed_bfloat16"):
         variables = Returns().init(KEY, X)
-        with pytest.warns(DtypePolicyWarning, match="Returns can't be traced, because its code ret"):
+        with pytest.warns(
+            DtypePolicyWarning, match="Returns can't be traced, because its code ret"
+        ):
             gradient = jax.grad(lambda v: apply(Returns(), v, X).x.astype(jnp.float32).sum())(
                 variables
             )

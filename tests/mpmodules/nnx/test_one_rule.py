@@ -385,9 +385,7 @@ class Busy(nnx.Module):
 
 def test_statistics_and_dropout_are_those_of_flax():
     x = 1 + jax.random.normal(KEY, (64, 4))
-    half, wide = (
-        Busy(rngs=nnx.Rngs(0, dropout=1), dtype_policy=text) for text in (MIXED, None)
-    )
+    half, wide = (Busy(rngs=nnx.Rngs(0, dropout=1), dtype_policy=text) for text in (MIXED, None))
     for call in (lambda m: m(x), flax_nnx.jit(lambda m: m(x))):
         np.testing.assert_array_equal(call(half) == 0, call(wide) == 0)
     assert half.dropout.rngs.count[...] == wide.dropout.rngs.count[...] == 4

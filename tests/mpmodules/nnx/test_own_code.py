@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from mpmodules.nnx import Module, apply_policy
-from policy import DtypePolicyWarning, audit, autocast
+from policy import audit, autocast
 from policy.testing import assert_same_program
 from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
 from tests.programs import assert_same_operations
