@@ -28,6 +28,10 @@ def note(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+def _noted(x: Any) -> None:
+    note(x)
+
+
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -54,7 +58,7 @@ def debug_print(x: jax.Array) -> jax.Array:
 
 
 def debug_callback(x: jax.Array) -> jax.Array:
-    jax.debug.callback(note, x)
+    jax.debug.callback(_noted, x)
     return x
 
 

@@ -430,7 +430,7 @@ def test_share_scope_perturb_and_sow_work_under_a_policy():
             return x
 
     model = Model(dtype_policy="mixed_bfloat16")
-    variables = model.init(KEY, X)
+    variables: Any = model.init(KEY, X)
     out, state = apply(model, variables, X, mutable=["intermediates"])
     (hidden,) = state["intermediates"]["hidden"]
     assert {out.dtype, hidden.dtype, variables["perturbations"]["p"].dtype} == {out.dtype}

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental import checkify
 
 from mpmodules import linen as nn
-from policy import DtypePolicyWarning, compute_dtype, use_policy
+from policy import DtypePolicyWarning, compute_dtype, get_policy, use_policy
 from tests.mpmodules.one_rule_bodies import (
     CONTAINERS,
     DIFFERENTIABLE,
@@ -67,7 +67,7 @@ def half(body: Any = lambda x: x) -> Any:
 
 @pytest.mark.parametrize("text", [MIXED, "bfloat16", "float16", "p=f32,c=bf16,o=f16"])
 def test_the_code_sees_float32_and_the_caller_output_dtype(text):
-    seen = []
+    seen, wanted = [], get_policy(text)
 
     def body(x):
         seen.append((x.dtype.name, str(compute_dtype())))
@@ -76,8 +76,6 @@ def test_the_code_sees_float32_and_the_caller_output_dtype(text):
     model = Model(body, dtype_policy=text)
     variables = jax.eval_shape(model.init, KEY, X)
     out = jax.eval_shape(model.apply, variables, X.astype(jnp.float16))
-    assert model.dtype_policy is not None
-    wanted = model.dtype_policy
     assert set(seen) == {("float32", wanted.compute_dtype.name)}
     assert out.dtype == wanted.output_dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {wanted.param_dtype}

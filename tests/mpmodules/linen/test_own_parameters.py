@@ -343,7 +343,7 @@ def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> N
     seen: list[Any] = []
     model, stored = Kept(seen.append), str(policy.get_policy(text).param_dtype)
     with use_policy(text):
-        variables = model.init(KEY, X)
+        variables: Any = model.init(KEY, X)
         jax.eval_shape(jax.grad(lambda x: apply(model, variables, x).sum()), X)
     others = {"integers": "int32", "complex": "complex64", "key": "key<fry>"}
     floats = dict.fromkeys(seen[0].keys() - others.keys(), "float32")
@@ -381,7 +381,7 @@ READ: dict[str, Any] = {
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
 def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(text: str) -> None:
     with use_policy(text):
-        variables = Against().init(KEY, X)
+        variables: Any = Against().init(KEY, X)
         ops = named(operations(Against().apply, variables, X), "mul")
     assert [op.outputs[0] for op in ops] == ["bfloat16", "float32", "float32"]
     assert variables["params"]["kept"].dtype == jnp.float32

@@ -4,6 +4,7 @@ caller.
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
