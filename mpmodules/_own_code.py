@@ -51,6 +51,7 @@ def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> b
 
 
 def run(
+    owner: type,
     call: own_code.ModuleCall,
     trees: Sequence[Any],
     policy: Policy,
@@ -58,10 +59,12 @@ def run(
     key: Hashable = None,
     record: Callable[[], Any] = lambda: None,
 ) -> tuple[Any, Any]:
-    """Runs an outermost call as a pure function; see `policy.autocast.own_code.run`.
+    """Runs an outermost call of a class as a pure function; see `policy.autocast.own_code.run`.
 
     An error of the user's code ends on the user's line: the frames of the trace are left out.
     """
+    if getattr(owner, "keep_inputs", ()):
+        policy = policy.replace(cast_inputs=False)
     try:
         return own_code.run(call, trees, policy, key=key, record=record)
     except Exception as error:
@@ -85,6 +88,15 @@ def run_kept(owner: type, error: BaseException, plainly: Callable[[], Any]) -> A
         "own_code = 'keep' in the class to accept this."
     )
     return outputs
+
+
+def in_float32(tree: Any) -> Any:
+    """Returns arguments as own code sees them: half-precision arrays in float32."""
+    return jax.tree.map(
+        lambda x: marks.returned_if_half(x) if is_floating(x) and not is_reference(x) else x,
+        tree,
+        is_leaf=is_reference,
+    )
 
 
 def keeping() -> Any:

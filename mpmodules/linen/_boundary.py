@@ -152,7 +152,7 @@ def run_method(
     """
     scope, given = current_scope(), args
     if lifted and (policy := policy_of_outermost(module, method)) is not None:
-        plainly = functools.partial(method, module, *args, **kwargs)
+        plainly = functools.partial(method, module)
         return call(module, method, args, kwargs, policy, plainly=plainly)
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     calls.note_obeyed(module, effective)

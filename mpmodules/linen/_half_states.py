@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,13 +47,17 @@ def put_back_for_layer(module: Any) -> None:
             module.scope.put_variable(collection, name, jax.tree.map(stored, value))
 
 
-def as_stored(after: Any, before: Any) -> Any:
-    """Returns variables after a call, in half precision where they were before."""
-    halves = {
+def half_dtypes(variables: Any) -> dict[str, Any]:
+    """Returns the dtypes of half-precision variables, by their paths."""
+    return {
         jax.tree_util.keystr(path): leaf.dtype
-        for path, leaf in jax.tree_util.tree_leaves_with_path(before)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
         if _is_half(leaf)
     }
+
+
+def as_stored(after: Any, halves: Mapping[str, Any]) -> Any:
+    """Returns variables after a call, in half precision where they were before."""
     if not halves:
         return after
 

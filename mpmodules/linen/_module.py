@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -194,12 +193,12 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         def _call_wrapped_method(
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            policy = policy_of_outermost(self, fun)
-            plainly = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
+            policy, flaxs = policy_of_outermost(self, fun), super()._call_wrapped_method
             if policy is not None:
                 method = flax_nn.module.wrap_method_once(fun)
+                plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 return call(self, method, args, kwargs, policy, plainly=plainly)
-            outputs = plainly()
+            outputs = flaxs(fun, args, kwargs)
             if fun.__name__ != "setup" and self.scope is not None:
                 own_parameters.check_names(self)
             return outputs

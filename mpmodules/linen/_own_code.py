@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
 
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream
+from mpmodules.linen._calls import calls
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy
 from policy.policy import Policy
-from policy.scope import current_scope
+from policy.scope import current_scope, enter
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
+_FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 
 
 @functools.cache
@@ -29,7 +33,12 @@ def is_library(method: Callable[..., Any]) -> bool:
 
 def is_layer(module: Any, method: Callable[..., Any]) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    if not (is_library(method) and obeys_policies(module)):
+    return obeys_policies(module) and is_layers(module, method)
+
+
+def is_layers(module: Any, method: Callable[..., Any]) -> bool:
+    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
+    if not is_library(method):
         return False
     is_container = isinstance(module, flax_nn.Sequential)
     return not is_container and all(map(is_library, _cells_of(module)))
@@ -49,7 +58,7 @@ def policy_of_outermost(module: Any, method: Method) -> Policy | None:
     scope, name = current_scope(), getattr(method, "__name__", "")
     if scope.traces_own_code or scope.keeps_own_code or module.scope is None:
         return None
-    if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+    if name in NOT_BOUNDARIES | _FLAX_METHODS or (name.startswith("_") and name != "__call__"):
         return None
     if getattr(type(module), "own_code", None) == "keep" or is_layer(module, method):
         return None
@@ -64,7 +73,7 @@ def call(
     kwargs: dict[str, Any],
     policy: Policy,
     *,
-    plainly: Callable[[], Any],
+    plainly: Callable[..., Any],
 ) -> Any:
     """Calls an outermost method, whose own code obeys `policy`.
 
@@ -73,28 +82,37 @@ def call(
       method: the function that Flax wraps.
       args, kwargs: its arguments.
       policy: the module's.
-      plainly: calls the method without a trace.
+      plainly: calls the method with arguments, without a trace.
     """
-    if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
-        with own_code.tracing():
-            outputs = plainly()
-    else:
-        run = functools.partial(_run, policy=policy)
-        try:
-            outputs = lifted(method, run)(module, args, kwargs)
-        except own_code.CANNOT_BE_TRACED as error:
-            return own_code.run_kept(type(module), error, plainly)
-    crossing = crossing_of(module, getattr(method, "__name__", ""))
-    return own_code.outputs_of(
-        current_scope(),
-        policy,
-        outputs,
-        crossing=crossing,
-        has_carry=crossing.returns_carry(module, kwargs),
-        args=args,
-        kwargs=kwargs,
-    )
+    scope = current_scope()
+    # The module is cloned for the trace, without the modules around it.
+    with enter(dataclasses.replace(scope, policy=policy)):
+        if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
+            with own_code.tracing():
+                args, kwargs = own_code.in_float32((args, kwargs))
+                outputs = plainly(*args, **kwargs)
+        else:
+            run = functools.partial(_run, owner=type(module), policy=policy)
+            try:
+                outputs = lifted(method, run)(module, args, kwargs)
+            except own_code.CANNOT_BE_TRACED as error:
+                with enter(scope):
+                    return own_code.run_kept(type(module), error, lambda: plainly(*args, **kwargs))
+    name = getattr(method, "__name__", "")
+    crossing = crossing_of(module, name)
+    calls.crossed["/".join(module.path)] = effective_policy(module, scope)
+    suffix = "" if name == "__call__" else f".{name}"
+    with jax.named_scope(f"{module.name or type(module).__name__}{suffix}"):
+        return own_code.outputs_of(
+            scope,
+            policy,
+            outputs,
+            crossing=crossing,
+            has_carry=crossing.returns_carry(module, kwargs),
+            args=args,
+            kwargs=kwargs,
+        )
 
 
-def _run(call: Callable[..., Any], *trees: Any, policy: Policy) -> Any:
-    return own_code.run(call, trees, policy)[0]
+def _run(call: Callable[..., Any], *trees: Any, owner: type, policy: Policy) -> Any:
+    return own_code.run(owner, call, trees, policy)[0]

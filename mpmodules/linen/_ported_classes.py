@@ -16,7 +16,7 @@ from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._instance_methods import InstanceMethod
 from mpmodules.linen._own_code import call as call_own_code
-from mpmodules.linen._own_code import policy_of_outermost
+from mpmodules.linen._own_code import is_layers, policy_of_outermost
 from mpmodules.linen._registry import is_ours
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
@@ -79,6 +79,7 @@ class _Port:
     def __init__(self, base: Any, options: PortOptions):
         self.base = base
         layer = base if is_ours(base) else adopting_class(base)
+        self.is_adopted = layer is not base and layer is not None
         is_layer = getattr(layer, "_is_layer", False)
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
@@ -109,7 +110,7 @@ class _Port:
         """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under
         scope and adopter.
         """
-        return self._run(lambda: method(module, *args, **kwargs), module, method, args, kwargs)
+        return self._run(functools.partial(method, module), module, method, args, kwargs)
 
     def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the
@@ -121,7 +122,7 @@ class _Port:
             if module.scope is None or self.under_way:
                 return method(module, *args, **kwargs)
 
-            def plainly() -> Any:
+            def plainly(*args: Any, **kwargs: Any) -> Any:
                 if is_ours(self.base):
                     return method(module, *args, **kwargs)
                 # No interceptor sees it: the boundary is outside of it, as it is around a method of
@@ -134,7 +135,7 @@ class _Port:
 
     def _run(
         self,
-        plainly: Callable[[], Any],
+        plainly: Callable[..., Any],
         module: Any,
         method: Callable[..., Any],
         args: tuple[Any, ...],
@@ -152,8 +153,8 @@ class _Port:
         try:
             with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
                 policy = policy_of_outermost(module, method)
-                if policy is None:
-                    return plainly()
+                if policy is None or (self.is_adopted and is_layers(module, method)):
+                    return plainly(*args, **kwargs)
                 return call_own_code(module, method, args, kwargs, policy, plainly=plainly)
         finally:
             _entered.ports.pop()

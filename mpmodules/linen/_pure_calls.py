@@ -17,7 +17,7 @@ from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules._references import is_reference
 from mpmodules.linen._calls import roots_unchecked
-from mpmodules.linen._half_states import as_stored, half_states_as_float32
+from mpmodules.linen._half_states import as_stored, half_dtypes, half_states_as_float32
 
 Method = Callable[..., Any]
 Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
@@ -63,10 +63,14 @@ class _Held:
 
 
 def _held(tree: Any) -> Any:
+    if not any(map(is_reference, jax.tree.leaves(tree, is_leaf=is_reference))):
+        return tree  # its lists and dicts are the caller's
     return jax.tree.map(lambda x: _Held(x) if is_reference(x) else x, tree, is_leaf=is_reference)
 
 
 def _released(tree: Any) -> Any:
+    if not any(isinstance(leaf, _Held) for leaf in jax.tree.leaves(tree)):
+        return tree
     return jax.tree.map(lambda x: x.value if isinstance(x, _Held) else x, tree)
 
 
@@ -90,6 +94,7 @@ def _transform(
         scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         params, others = _params_and_others(variables)
+        stored = half_dtypes(_joined(params, others))
         packed = args[0] if args and isinstance(args[0], _Given) else None
 
         def call(params: Any, others: Any, inputs: Any) -> Any:
@@ -100,7 +105,7 @@ def _transform(
                     outputs = core(scopes, *args, **kwargs)
                 else:
                     outputs = core(scopes, _Given(*_released((args, kwargs))))
-                return outputs, as_stored(repack(scopes), variables)
+                return outputs, as_stored(repack(scopes), stored)
 
         inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
         return run(call, params, (others, rngs), inputs)

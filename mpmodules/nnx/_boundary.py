@@ -126,7 +126,11 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     if policy is None:
         return _run_method(module, method, args, kwargs)
     plainly = functools.partial(_run_method, module, method, args, kwargs)
-    return call(module, method.name, args, kwargs, policy, plainly=plainly)
+
+    def body(copy: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_method(copy, method, args, kwargs)
+
+    return call(module, method.name, args, kwargs, policy, body=body, plainly=plainly)
 
 
 def _run_in_trace(

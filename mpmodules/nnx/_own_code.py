@@ -110,6 +110,7 @@ def call(
     kwargs: dict[str, Any],
     policy: Policy,
     *,
+    body: Callable[..., Any],
     plainly: Callable[[], Any],
 ) -> Any:
     """Calls an outermost method, whose own code obeys `policy`.
@@ -119,13 +120,15 @@ def call(
       name: the method's name.
       args, kwargs: its arguments.
       policy: the module's.
+      body: the method as a function of a copy of the module, and of the arguments.
       plainly: calls the method without a trace.
     """
     if not calls.depth:
         warn_of_scope(module, current_scope())
-    stateful = StatefulCall.of_method(module, name, args, kwargs)
+    stateful = StatefulCall(body, (module, *args), kwargs)
     try:
         returned, edits = own_code.run(
+            type(module),
             stateful.inside(_reading),
             stateful.trees,
             policy,

@@ -105,30 +105,21 @@ class StatefulCall:
         self.nodes = tuple(
             leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
         )
-        inputs = [leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one]
+        inputs: Any = [
+            leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one
+        ]
+        # Lists and dicts among the other arguments of a module's method are the caller's.
+        self._is_plain = sum(self._is_node) == 1 and bool(args) and _is_object(args[0])
+        if self._is_plain:
+            inputs = args[1:], kwargs
         self.graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
         self._function = function
         self.trees = params, rest, inputs
         self.edits: list[_Edit] = []
 
-    @classmethod
-    def of_method(
-        cls,
-        module: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> StatefulCall:
-        """Returns the call of a module's method, by its name."""
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(module, name)(*args, **kwargs)
-
-        return cls(call, (module, *args), kwargs)
-
     @property
     def structure(self) -> Hashable:
-        """What calls of the same code have in common, beside the structure of the nodes."""
+        """The structure of the arguments, in which the nodes have their places."""
         return self._treedef, tuple(self._is_node)
 
     def inside(
@@ -161,8 +152,11 @@ class StatefulCall:
 
         return pure
 
-    def _called(self, nodes: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
+    def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
         """Calls the function with copies."""
+        if self._is_plain:
+            args, kwargs = inputs
+            return self._function(nodes[0], *args, **kwargs)
         merged, given = iter(nodes), iter(inputs)
         filled = [next(merged) if is_one else next(given) for is_one in self._is_node]
         args, kwargs = jax.tree.unflatten(self._treedef, filled)

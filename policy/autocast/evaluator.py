@@ -107,7 +107,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def filled(self, value: CastValue, arrays: Sequence[Any]) -> CastValue:
         (array,) = arrays
-        return CastValue(array, value.yields, value.constant, value.narrows)
+        return CastValue(array, value.yields, value.constant, value.narrows, weak=value.weak)
 
     # Programs inside equations --------------------------------------------------------------------
 
@@ -349,9 +349,11 @@ class Evaluator(Interpreter[CastValue]):
             )
             keeps = equation.primitive.name in KEEPS_CONSTANTS
             outputs = [
-                CastValue(output.array, source.yields, source.constant)
+                CastValue(output.array, source.yields, source.constant, weak=source.weak)
                 if keeps
-                else CastValue(output.array, source.yields and _fits(source, place.compute))
+                else CastValue(
+                    output.array, source.yields and _fits(source, place.compute), weak=source.weak
+                )
                 for output, source in zip(outputs, sources, strict=True)
             ]
         return "operand dtype", outputs

@@ -91,7 +91,9 @@ def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) 
     path = evaluator.path_of(equation)
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
-    known = tuple((jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows) for v in values)
+    known = tuple(
+        (jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows, v.weak) for v in values
+    )
     return equation.primitive, params, where, known
 
 
@@ -100,8 +102,8 @@ def _exactly(constant: Any) -> Hashable:
 
 
 def _without_array(value: CastValue) -> CastValue:
-    return CastValue(None, value.yields, value.constant, value.narrows)
+    return CastValue(None, value.yields, value.constant, value.narrows, weak=value.weak)
 
 
 def _with_array(array: Any, known: CastValue) -> CastValue:
-    return CastValue(array, known.yields, known.constant, known.narrows)
+    return CastValue(array, known.yields, known.constant, known.narrows, weak=known.weak)

@@ -98,7 +98,9 @@ class OwnCode:
         settings = Settings(self.policy, narrows_scans=True)
         places = Places(settings, repeated_programs(body))
         values = [
-            CastValue(_narrow(array, variable), kind == 0)
+            CastValue(
+                _narrow(array, variable), kind == 0, weak=kind == 2 and self.policy.cast_inputs
+            )
             for array, variable, kind in zip(arrays, body.invars, self.kinds, strict=True)
         ]
         evaluated = Evaluator(settings, places, HANDLERS).run(

@@ -134,7 +134,7 @@ class Places:
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
         name, model = _names(without_marks(path))[-1]
         note_obeyed(model, name, policy or settings.policy)
-        matmul = None if compute == F32 else matmul
+        matmul = None if ISLAND in path else matmul
         return Place(compute, matmul, "applies" if named else None, policy is not None)
 
     def output_of(self, path: Path) -> np.dtype | None:

@@ -80,9 +80,9 @@ def autocast(
     evaluated with casts inserted. So its code needn't know about dtypes, and every JAX
     transformation applies to the result: jit, grad, vmap, scan, checkpoint, shard_map, in either
     order. It is compiled, and retraced for other shapes or another policy only; the requirements of
-    `jax.jit` on functions apply. An nnx module among the arguments is updated; an `nnx.State` never is, as under `jax.jit`
-    and unlike in an eager call that merges it. Put it around the loss, not around the train step:
-    an optimizer update inside would run in half precision.
+    `jax.jit` on functions apply. An nnx module among the arguments is updated; an `nnx.State` never
+    is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the loss, not
+    around the train step: an optimizer update inside would run in half precision.
 
     >>> import jax.numpy as jnp
     >>> import policy

@@ -25,6 +25,8 @@ class CastValue:
       yields: whether it follows half-precision activations: a stored param, a constant, and values
         computed from those alone. A float32 value that doesn't yield keeps operations with it in
         float32.
+      weak: whether it is an input of a module's call, which follows half-precision activations of
+        its own shape: a stream of activations begins with it.
       constant: the value of all elements, if they are known to be equal.
       narrows: whether a normalisation computed it in float32, to be half precision for other
         modules.
@@ -40,6 +42,7 @@ class CastValue:
     narrowed: CastValue | None = None
     widened: Any = None
     transposed: tuple[CastValue, tuple[int, ...]] | None = None
+    weak: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -107,11 +110,12 @@ def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = Fals
     """Returns the dtype for mixing float32 values of the trace: `half` or float32.
 
     It is `half` if one value is half already and every other yields: params and constants always,
-    scalars if `half` has float32's range. A constant that overflows or vanishes in `half` keeps the
-    operation in float32, except in an operation that `selects`, where the lowest number of `half`
-    can replace a mask's `finfo(float32).min`.
+    scalars, and weak values of the shape of a half one, if `half` has float32's range. A constant
+    that overflows or vanishes in `half` keeps the operation in float32, except in an operation that
+    `selects`, where the lowest number of `half` can replace a mask's `finfo(float32).min`.
     """
-    if not any(value.dtype == half for value in values):
+    shapes = [value.array.shape for value in values if value.dtype == half]
+    if not shapes:
         return F32
     for value in values:
         if value.dtype == half:
@@ -119,7 +123,7 @@ def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = Fals
         is_lost = value.constant is not None and not fits(value.constant, half)
         if is_lost and not (selects and saturates(value.constant, half)):
             return F32
-        is_scalar = value.array.ndim == 0 and has_range_of_float32(half)
-        if not (value.yields or is_scalar):
+        may_follow = value.array.ndim == 0 or (value.weak and value.array.shape in shapes)
+        if not (value.yields or (may_follow and has_range_of_float32(half))):
             return F32
     return np.dtype(half)

@@ -209,3 +209,10 @@ def test_code_that_is_wrong_in_half_precision_is_right(name, given, policy, prom
         assert error(found, truth) < tolerance
         gradient = jax.grad(autocast(loss, policy, params=0), (0, 1))(w, given_x)
         assert all(np.all(np.isfinite(g)) for g in gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*are emulated")
+def test_a_float32_policy_with_8_bit_matmuls_runs_them():
+    fn = autocast(lambda w, x: x @ w, "p=f32,c=f32,o=f32,m=f8", params=0)
+    dots = named(operations(fn, normal(16, 16), jnp.ones((16, 16))), "dot_general")
+    assert {op.inputs for op in dots} == {("float8_e4m3fn",) * 2}
