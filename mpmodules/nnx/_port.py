@@ -72,12 +72,10 @@ def apply_policy(
         nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
         compute_dtype of the module that calls them, so that branches in float32 and in half meet in
         one dtype. A cell's carry keeps the dtype that it was given in.
-      own_code: the treatment of matmuls and convolutions that no layer makes. "autocast": the
-        model's own code runs under `policy.autocast`, traced in float32, by the policies that hold
-        at each module; layers run as layers. "keep": it runs in the dtypes that it meets. None:
-        under autocast where there are such matmuls, of which a warning tells once, and where the
-        code adds up rows or computes exponentials, logarithms or roots, which half precision can't
-        bear. As "keep" beside the three options above.
+      own_code: the treatment of code that no layer runs. "autocast": it is traced in float32 and
+        runs by the rules of `policy.autocast`, under the policies that hold at each module; layers
+        run as layers. "keep": it runs in the dtypes that it meets, and nothing is traced. None: as
+        "autocast", or as "keep" beside the three options above.
 
     Raises:
       TypeError: `model` is no nnx module.
