@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from flax import nnx as flax_nnx
 
 from mpmodules._references import is_reference
@@ -24,6 +25,13 @@ class _Known:
     """An object in the results of a call, by its number."""
 
     index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Outside:
+    """An object in the results of a call that was there before it."""
+
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +87,8 @@ class _Results:
             raise UnreturnableError(leaf)
         if not _is_object(leaf):
             return leaf
+        if not any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
+            return _Outside(leaf)
         self._inside |= parts
         self._numbers[id(leaf)] = len(self._numbers)
         self.made.append(leaf)
@@ -259,9 +269,13 @@ def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
 
 def _given_back(tree: Any, known: Sequence[Any]) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
-    return jax.tree.map(
-        lambda x: known[x.index] if isinstance(x, _Known) else x, tree, is_leaf=is_reference
-    )
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, _Known):
+            return known[leaf.index]
+        return leaf.value if isinstance(leaf, _Outside) else leaf
+
+    return jax.tree.map(given, tree, is_leaf=is_reference)
 
 
 def _is_same(new: Any, old: Any) -> bool:

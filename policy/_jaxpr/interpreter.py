@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import jax
 import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
 from policy._jaxpr.protocols import Equation, OpenJaxpr
+from policy._jaxpr.subprograms import bind, opened
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -143,6 +146,43 @@ class Interpreter(abc.ABC, Generic[V]):
     def step(self, equation: Equation, values: list[V]) -> list[V]:
         """Evaluates one equation of a program; a subclass may do something before and after."""
         return self.equation(equation, values)
+
+
+def run_at_once(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function that runs outside of jit, operation by operation.
+
+    Functions with derivative rules of their own are compiled as a whole.
+    """
+    body, consts = opened(jaxpr)
+    last = _last_reads(body)
+    calls = {
+        i: jax.jit(functools.partial(_bound, equation))
+        for i, equation in enumerate(body.eqns)
+        if equation.primitive.name.startswith("custom_")
+    }
+
+    def run(*arrays: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(
+            zip((*body.constvars, *body.invars), (*consts, *arrays), strict=True)
+        )
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for i, equation in enumerate(body.eqns):
+            operands = [read(atom) for atom in equation.invars]
+            with equation.ctx.manager:
+                results = calls[i](*operands) if i in calls else bind(equation, operands)
+            values.update(zip(equation.outvars, results, strict=True))
+            for variable in last.get(i, ()):
+                values.pop(variable, None)
+        return [read(atom) for atom in body.outvars]
+
+    return run
+
+
+def _bound(equation: Equation, *operands: Any) -> list[Any]:
+    return bind(equation, operands)
 
 
 def contexts_of(

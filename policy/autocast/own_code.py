@@ -17,6 +17,7 @@ import jax.extend.core as jex_core
 
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
+from policy._jaxpr.interpreter import run_at_once
 from policy._jaxpr.outlining import outlined
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
 from policy._jaxpr.subprograms import opened
@@ -203,8 +204,8 @@ def run(
             return own.run(), record()
         recorded = record()
         own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
-        program = jex_core.jaxpr_as_fun(jax.make_jaxpr(own.evaluated)(*arguments.arrays))
-        kept = _Kept(program, own.call, recorded)
+        program = jax.make_jaxpr(own.evaluated)(*arguments.arrays)
+        kept = _Kept(run_at_once(program), own.call, recorded)
         with _lock:
             _kept[key] = kept
             if len(_kept) > _MOST_PROGRAMS:
@@ -229,7 +230,17 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
     )
     full = key, arguments.key, avals, policy, current_scope(), settings
     try:
-        hash(full)
+        return _Key(full, hash(full))
     except TypeError:
         return None
-    return full
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A key whose hash is computed once."""
+
+    value: Hashable
+    hash: int
+
+    def __hash__(self) -> int:
+        return self.hash
