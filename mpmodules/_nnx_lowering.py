@@ -13,6 +13,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules._nnx_names import named_modules
 from policy._jaxpr.trace import Lowered
+from policy.casting import cast_array, is_floating
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 
@@ -40,7 +41,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
 
     def finish(returned: tuple[Any, Any]) -> Any:
         out, state = returned
-        flax_nnx.update(nodes, state)
+        flax_nnx.update(nodes, _as_stored(state, flax_nnx.state(nodes, flax_nnx.Variable)))
         return out
 
     pure = functools.partial(_pure, method, graph, treedef, places)
@@ -53,6 +54,18 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         result=lambda returned: returned[0],
         origins=functools.partial(_origins, treedef, places, params, rest, others),
     )
+
+
+def _as_stored(after: Any, before: Any) -> Any:
+    """Returns state after a call, in half precision where it was before."""
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        return after
+
+    def stored(new: Any, old: Any) -> Any:
+        is_half = is_floating(old) and old.dtype.itemsize == 2
+        return cast_array(new, old.dtype) if is_half and is_floating(new) else new
+
+    return jax.tree.map(stored, after, before)
 
 
 def _origins(treedef: Any, places: tuple[bool, ...], *split: Any) -> tuple[int | None, ...]:

@@ -141,6 +141,14 @@ def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
     return _marked(outputs, given_carry)
 
 
+def come_wide(layer: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether a layer that widens its input is given a float32 result of another: its
+    statistics are then those of unrounded numbers.
+    """
+    widens = getattr(type(layer), "_takes_inputs_as_they_come", False)
+    return widens and bool(args) and marks.is_wide_result(args[0])
+
+
 def _marked(outputs: Any, carry: Any = None) -> Any:
     """Returns outputs in float32, marked for the code around; a carry has the dtypes of the one
     given.

@@ -88,17 +88,20 @@ def boundary_casts(ops: list[Operation]) -> list[Operation]:
 MOVES = ("reshape", "broadcast_in_dim", "transpose", "squeeze", "stop_gradient", "copy")
 
 
-def assert_same_operations(f: Any, g: Any, *args: Any, besides: Collection[str] = ()) -> None:
+def assert_same_operations(
+    f: Any, g: Any, *args: Any, others: tuple[Any, ...] | None = None, besides: Collection[str] = ()
+) -> None:
     """Asserts that two programs have the same operations on the same dtypes, as often.
 
-    Operations named in `besides` may differ, such as `MOVES` and casts, whose order may.
+    Operations named in `besides` may differ, such as `MOVES` and casts, whose order may. The second
+    program is called with `others`, if these are given.
 
     Calls of jitted functions count as their bodies: the evaluated programs of users' code have the
     small ones of JAX, such as relu's, inlined.
     """
     first, second = (
-        _counted([op for op in operations(function, *args) if op.name not in besides])
-        for function in (f, g)
+        _counted([op for op in operations(function, *given) if op.name not in besides])
+        for function, given in ((f, args), (g, args if others is None else others))
     )
     assert first == second, f"only in the first {first - second}, in the second {second - first}"
 

@@ -20,7 +20,7 @@ from mpmodules._own_code import run_inside, run_layer
 from mpmodules._scan_errors import scan_explained
 from mpmodules.nnx._calls import call_under_way, calls
 from mpmodules.nnx._foreign import casts_outputs, in_compute_dtype
-from mpmodules.nnx._own_code import call, is_layer, keeps, policy_of_outermost
+from mpmodules.nnx._own_code import call, is_kept_port, is_layer, keeps, policy_of_outermost
 from mpmodules.nnx._registry import PORT, as_ours, crossing_of, is_ours
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from policy import boundary
@@ -124,7 +124,8 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
             return _run_in_trace(module, method, args, kwargs)
     policy = policy_of_outermost(module, method.is_upstream)
     if policy is None:
-        return _run_method(module, method, args, kwargs)
+        with own_code.keeping() if is_kept_port(module) else contextlib.nullcontext():
+            return _run_method(module, method, args, kwargs)
     plainly = functools.partial(_run_method, module, method, args, kwargs)
 
     def body(copy: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +147,9 @@ def _run_in_trace(
     crossing = crossing_of(module, method.name)
 
     def run() -> Any:
+        as_they_come = policy is None or own_code.come_wide(as_ours(module), args)
         cast = (
-            (args, kwargs) if policy is None else _cast_inputs(module, policy, method, args, kwargs)
+            (args, kwargs) if as_they_come else _cast_inputs(module, policy, method, args, kwargs)
         )
         with own_code.keeping() if keeps(module) else contextlib.nullcontext():
             return _run_method(module, method, *cast)

@@ -51,10 +51,13 @@ class OwnCodeOf:
 
 def keeps(module: Any) -> bool:
     """Returns whether a module's own code runs in the dtypes that it meets."""
+    return getattr(type(module), "own_code", None) == "keep" or is_kept_port(module)
+
+
+def is_kept_port(module: Any) -> bool:
+    """Returns whether a module is part of a port that was asked to keep its own code."""
     note = vars(module).get("_own_code")
-    return getattr(type(module), "own_code", None) == "keep" or (
-        isinstance(note, OwnCodeOf) and note.asked == "keep"
-    )
+    return isinstance(note, OwnCodeOf) and note.asked == "keep"
 
 
 @functools.cache

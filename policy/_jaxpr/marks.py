@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +79,33 @@ def returned(array: Any) -> Any:
 
     The code around it reads it in its own dtype: autocast removes the mark.
     """
-    return _marked(array, RETURNED)
+    result, wide = _marked(array, RETURNED), _wide.get()
+    if wide is not None and result is not array and array.dtype == F32:
+        wide.append(result)
+    return result
+
+
+# The inputs and marked results that were float32 before, in the trace under way.
+_wide: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("wide", default=None)
+
+
+@contextlib.contextmanager
+def noting_wide_results(inputs: Sequence[Any]) -> Iterator[None]:
+    """Notes which results were float32 where they were made, for `is_wide_result`.
+
+    Args:
+      inputs: the arguments of the call that were given in float32.
+    """
+    token = _wide.set(list(inputs))
+    try:
+        yield
+    finally:
+        _wide.reset(token)
+
+
+def is_wide_result(array: Any) -> bool:
+    """Returns whether an array is a float32 input, or a result that `returned` marked."""
+    return any(array is result for result in _wide.get() or ())
 
 
 def returned_if_half(array: Any) -> Any:

@@ -15,6 +15,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 
+from policy._jaxpr import marks
 from policy._jaxpr.dtypes import F32, float_dtype
 from policy._jaxpr.equations import repeated_programs
 from policy._jaxpr.interpreter import run_at_once
@@ -72,6 +73,9 @@ class OwnCode:
             if is_array(leaf)
         ]
 
+        given = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
+        is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in given]
+
         def in_float32(arrays: Sequence[Any]) -> list[Any]:
             return [
                 array if kind == 1 or not _is_float(array) else cast(array, F32)
@@ -79,7 +83,10 @@ class OwnCode:
             ]
 
         def inside(*trees: Any) -> Any:
-            with enter(dataclasses.replace(current_scope(), traces_own_code=True)):
+            scope = dataclasses.replace(current_scope(), traces_own_code=True)
+            inputs = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
+            wide = [x for x, is_one in zip(inputs, is_wide, strict=True) if is_one]
+            with enter(scope), marks.noting_wide_results(wide):
                 return call(*trees)
 
         traced = PureCall.of(inside, *trees, traced_as=in_float32)
