@@ -21,9 +21,10 @@ def test_a_module_crosses_where_none_is_open_or_its_policy_differs():
     assert not module_crosses(Scope(), None)
 
 
-def test_a_bare_layer_crosses_only_by_a_policy_of_its_own_that_differs():
+def test_a_bare_layer_crosses_only_by_a_policy_of_its_own():
     assert not layer_crosses(Scope(MIXED), MIXED, own=False)
-    assert not layer_crosses(Scope(MIXED), MIXED, own=True)
+    assert not layer_crosses(Scope(MIXED, boundary_open=True), MIXED, own=True)
+    assert layer_crosses(Scope(MIXED), MIXED, own=True)  # no boundary is open yet
     assert layer_crosses(Scope(MIXED, boundary_open=True), F32, own=True)
     assert layer_crosses(Scope(), F32, own=True)
     assert not layer_crosses(Scope(), F32, own=False)
