@@ -22,7 +22,7 @@ from policy.checkpointing import keeping_inputs
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times
 
 
-def is_half(value: CastValue) -> bool:
+def is_half_value(value: CastValue) -> bool:
     return is_floating_dtype(value.dtype) and value.dtype.itemsize < F32.itemsize
 
 
@@ -57,7 +57,7 @@ def broadcast_product(
 
 def sums_cotangents(equation: Equation, values: Sequence[CastValue]) -> bool:
     """Returns whether the derivative of an equation that moves half values is a sum."""
-    if not any(map(is_half, values)):
+    if not any(map(is_half_value, values)):
         return False
     name = equation.primitive.name
     if name == "pad":
@@ -76,7 +76,7 @@ def _overlapping(equation: Equation) -> float:
     return math.prod(-(-width // step) for width, step in pairs)
 
 
-def in_float32(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+def widened_operand(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
     """Evaluates an equation that moves half values in float32, and casts its results back.
 
     The residuals are integers, or the half values themselves.
@@ -96,4 +96,4 @@ def in_float32(equation: Equation, values: Sequence[CastValue]) -> list[CastValu
 
 
 def widened(value: CastValue) -> Any:
-    return as_dtype(value, F32) if is_half(value) else value.array
+    return as_dtype(value, F32) if is_half_value(value) else value.array

@@ -33,9 +33,9 @@ from policy._jaxpr.subprograms import bind, programs_of
 from policy._jaxpr.walk import walk
 from policy.autocast.broadcast_operands import (
     broadcast_product,
-    in_float32,
     is_broadcast,
     sums_cotangents,
+    widened_operand,
 )
 from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
@@ -272,7 +272,7 @@ class Evaluator(Interpreter[CastValue]):
                 else self._wide(equation, values, place)
             )
         elif sums_cotangents(equation, values):
-            done, outputs = "widened, then cast", in_float32(equation, values)
+            done, outputs = "widened, then cast", widened_operand(equation, values)
         elif category == "passthrough":
             done, outputs = self._passed(equation, values, place)
         else:
