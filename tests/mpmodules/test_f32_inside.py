@@ -137,15 +137,13 @@ class NnxScanned(nnx.Module):
         return step(self.steps, x)
 
 
-def test_a_scans_carry_keeps_its_dtype_and_its_error_names_the_rule_in_nnx() -> None:
+def test_a_scans_carry_keeps_its_dtype_in_nnx() -> None:
     model = nnx.apply_policy(
         NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32_inside"}
     )
     assert model(X).dtype == jnp.float32
     model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32"})
-    with pytest.raises(TypeError, match="carry") as error:
-        model(X)
-    _names_the_rule(error.value, "'Linear' (returns float32 by rule 'steps/inner')")
+    assert model(X).dtype == jnp.float32  # own code reads the layer's result in its own dtype
 
 
 def _names_the_rule(error: TypeError, text: str) -> None:
