@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from mpmodules._defined_in import is_flax
 from mpmodules._promotion import mixing_allowed
-from mpmodules.functional import broadcast_like, is_half
+from mpmodules.functional import broadcast_like, is_half, is_wider
 from mpmodules.moments import Region
 from mpmodules.normalization import normalize
 from policy.policy import Policy
@@ -145,6 +145,14 @@ def takes_exact_moments(
         and is_half(x.dtype)
         and policy.reduction_dtype == jnp.float32
     )
+
+
+def saves_input(x: jax.Array, policy: Policy) -> bool:
+    """Returns whether backward keeps the input of a normalisation, and recomputes float32 values
+    from it: a float32 input under a half-precision policy is one more array, of three.
+    """
+    narrows = is_half(policy.compute_dtype) or is_wider(policy.reduction_dtype, x.dtype)
+    return narrows and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def normalized(

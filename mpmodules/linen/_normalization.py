@@ -32,6 +32,7 @@ from mpmodules._normalization_calls import (
     no_region,
     normalized,
     running_average_flag,
+    saves_input,
     takes_exact_moments,
 )
 from mpmodules._promotion import mixing_allowed
@@ -125,11 +126,9 @@ class Normalization(Layer):
             with contextlib.suppress(_NotThere):
                 return self._normalized(x, output_dtype)
         run = _Run(method, policy, output_dtype, shifts, args[1:], tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
-            x.dtype, jnp.floating
-        )
+        keeps_input = saves_input(x, policy)
         # A call that may create parameters can't do so inside of a transform.
-        remembered = widens and not self.is_mutable_collection("params")
+        remembered = keeps_input and not self.is_mutable_collection("params")
         y, updates = _remembered(self, run, x) if remembered else run(self, x)
         for name, value in updates.items():
             self.put_variable("batch_stats", name, value)

@@ -31,6 +31,7 @@ from mpmodules._normalization_calls import (
     no_region,
     normalized,
     running_average_flag,
+    saves_input,
     takes_exact_moments,
 )
 from mpmodules._promotion import mixing_allowed
@@ -169,10 +170,8 @@ class Normalization(Layer):
             if y is not None:
                 return y
         run = _Run(method, policy, output_dtype, shifts, others, tuple(rest.items()))
-        widens = functional.is_wider(policy.reduction_dtype, x.dtype) and jnp.issubdtype(
-            x.dtype, jnp.floating
-        )
-        y, updates = _remembered(self, run, x) if widens else run(self, x)
+        keeps_input = saves_input(x, policy)
+        y, updates = _remembered(self, run, x) if keeps_input else run(self, x)
         if not self._uses_running_average(use_running_average):
             for statistic, value in updates.items():
                 self._put(statistic, value)

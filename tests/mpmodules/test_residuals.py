@@ -26,15 +26,19 @@ STATISTICS = BATCH * 10  # the size of the largest statistic, one number for eac
 TOKENS, IMAGES = jnp.zeros((BATCH, 5, 16)), jnp.zeros((BATCH, 6, 6, 3))
 
 
-def kept(function: Any, *args: Any) -> collections.Counter[tuple[tuple[int, ...], str]]:
+def kept(
+    function: Any, *args: Any, with_arguments: bool = True
+) -> collections.Counter[tuple[tuple[int, ...], str]]:
     """The activations that backward keeps, by shape and dtype; a buffer that is kept twice counts
-    once.
+    once. The function's own arguments, which its caller holds, can be left out.
     """
     shapes: dict[str, Any] = {}
 
     def leaves(*args: Any) -> Any:
         _, backward = jax.vjp(function, *args)
         flat = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
+        for leaf in () if with_arguments else jax.tree.leaves(args):
+            flat.pop(id(leaf), None)
         shapes["kept"] = [(leaf.shape, leaf.dtype.name) for leaf in flat.values()]
         return list(flat.values())
 
@@ -148,12 +152,15 @@ def linen_kept(model: Any, x: jax.Array) -> collections.Counter[Any]:
     def run(params: Any, x: jax.Array) -> Any:
         return model.apply(variables | {"params": params}, x, mutable=["batch_stats"])[0]
 
-    return kept(run, variables["params"], x)
+    return kept(run, variables["params"], x, with_arguments=False)
 
 
 def nnx_kept(model: Any, x: jax.Array) -> collections.Counter[Any]:
     graphdef, params, rest = flax_nnx.split(model, flax_nnx.Param, ...)
-    return kept(lambda params, x: flax_nnx.merge(graphdef, params, rest)(x), params, x)
+    def run(params: Any, x: jax.Array) -> Any:
+        return flax_nnx.merge(graphdef, params, rest)(x)
+
+    return kept(run, params, x, with_arguments=False)
 
 
 def by_hand(
