@@ -37,6 +37,7 @@ from typing import Any
 
 import flax.linen
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -184,7 +185,11 @@ def saved_bytes(fn: Loss, arguments: tuple[Any, ...]) -> int:
 
     jaxpr = jax.make_jaxpr(saved)(*arguments).jaxpr
     inputs = {id(variable) for variable in jaxpr.invars}
-    kept = {id(atom): atom.aval for atom in jaxpr.outvars if id(atom) not in inputs}
+    kept = {
+        id(atom): atom.aval
+        for atom in jaxpr.outvars
+        if not isinstance(atom, jex_core.Literal) and id(atom) not in inputs
+    }
     return sum(_bytes(aval) for aval in kept.values())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,19 @@ import numpy as np
 from jax.lax import PrecisionLike
 
 from mpmodules import attention
+from mpmodules._boundary import Crossing
 from mpmodules.fused_attention import Attention, fused_kernel
 from policy.scope import current_policy
 
 Array = jax.Array
+
+
+class AttentionCrossing(Crossing):
+    """The casts of an attention layer's call: its mask is left uncast, so that backward keeps one
+    mask for all layers that are given it.
+    """
+
+    keeps: ClassVar[tuple[str, ...]] = ("mask",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ import flax.linen as flax_nn
 from jax.typing import DTypeLike
 
 from mpmodules import attention
+from mpmodules._attention_calls import AttentionCrossing
+from mpmodules._boundary import Crossing
 from mpmodules.linen._adoption import layers_inside
 from mpmodules.linen._dot_product_attention import dot_product_attention
 from mpmodules.linen._layer import declared_field
@@ -26,6 +28,7 @@ class Attention(Module):
     that they create.
     """
 
+    _crossing: ClassVar[Crossing] = AttentionCrossing()
     _dtype_fields: ClassVar[bool] = True
 
     def _policy_fields(

@@ -13,6 +13,8 @@ from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
 from mpmodules import attention
+from mpmodules._attention_calls import AttentionCrossing
+from mpmodules._boundary import Crossing
 from mpmodules.nnx._dot_product_attention import dot_product_attention
 from mpmodules.nnx._layer import BuiltWithDtypes
 from policy.scaled_matmul import shared_operands
@@ -46,6 +48,7 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     """
 
     _adopts_children: ClassVar[bool] = True
+    _crossing: ClassVar[Crossing] = AttentionCrossing()
 
     def _policy_arguments(
         self, upstream_init: Callable[..., None], kwargs: dict[str, Any]

@@ -223,3 +223,34 @@ def test_functions_keep_their_half_input_and_no_float32_copy(name, half):
     assert sum(
         count for (_, dtype), count in residuals.items() if dtype == jnp.dtype(half).name
     ) <= 1 + ("dense" in name or "sigmoid" in name)
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_all_layers_keep_one_mask(wing):
+    nn, _, measure = WINGS[wing]
+
+    class LinenModel(our_linen.Module):
+        @our_linen.compact
+        def __call__(self, x):
+            mask = our_linen.make_causal_mask(x[..., 0])
+            for _ in range(3):
+                x = our_linen.MultiHeadDotProductAttention(2)(x, mask=mask)
+            return x
+
+    class NnxModel(our_nnx.Module):
+        def __init__(self):
+            self.layers = our_nnx.List(
+                nn.MultiHeadAttention(2, 16, decode=False, rngs=flax_nnx.Rngs(0)) for _ in range(3)
+            )
+
+        def __call__(self, x):
+            mask = our_nnx.make_causal_mask(x[..., 0])
+            for layer in self.layers:
+                x = layer(x, mask=mask)
+            return x
+
+    x = jnp.zeros((BATCH, 12, 16))
+    with use_policy("mixed_bfloat16"):
+        model: Any = LinenModel() if wing == "linen" else NnxModel()
+        residuals = measure(model, x)
+    assert sum(n for (shape, _), n in residuals.items() if shape == (BATCH, 1, 12, 12)) == 1
