@@ -112,22 +112,21 @@ def rotation_of(positions: jax.Array, width: int, theta: float) -> tuple[jax.Arr
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotary position embedding of `x` (B, T, heads, H): element i is paired with i + H / 2.
-    Rounded once, at the end.
 
     Source: Su et al., RoFormer, 2021, equation 34, with the pairs that Llama's authors chose.
     """
     cosine, sine = rotation
-    first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
-    rotated = jnp.concatenate(
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
         [first * cosine - second * sine, second * cosine + first * sine], axis=-1
     )
-    return rotated.astype(x.dtype)
 
 
 def written(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T)."""
-    cache[...] = cache[...].at[jnp.arange(len(new))[:, None], positions].set(new)
-    return cache[...]
+    """The cache (B, S, K, H) with `new` (B, T, K, H) put at `positions` (B, T), as `new` is."""
+    rows = jnp.arange(len(new))[:, None]
+    cache[...] = cache[...].at[rows, positions].set(new.astype(cache.dtype))
+    return cache[...].astype(new.dtype)
 
 
 class Attention(nnx.Module):
@@ -157,8 +156,9 @@ class Attention(nnx.Module):
         key, value = rotate(self.key(x), rotation), self.value(x)  # (B, T, K, H)
         if cache_length is not None:
             shape = (len(x), cache_length, self.config.key_heads, self.config.head_width)
-            self.cached_key = nnx.Cache(jnp.zeros(shape, key.dtype))  # in what keys are computed in
-            self.cached_value = nnx.Cache(jnp.zeros(shape, value.dtype))
+            dtype = mp.compute_dtype()  # in what keys and values are computed in
+            self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
+            self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         if self.cached_key is not None:
             key, value = (
                 written(self.cached_key, key, positions),

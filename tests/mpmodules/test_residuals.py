@@ -157,6 +157,7 @@ def linen_kept(model: Any, x: jax.Array) -> collections.Counter[Any]:
 
 def nnx_kept(model: Any, x: jax.Array) -> collections.Counter[Any]:
     graphdef, params, rest = flax_nnx.split(model, flax_nnx.Param, ...)
+
     def run(params: Any, x: jax.Array) -> Any:
         return flax_nnx.merge(graphdef, params, rest)(x)
 

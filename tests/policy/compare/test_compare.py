@@ -443,7 +443,7 @@ def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
 
     w, x = normal(4, 4), normal(2, 4)
     comparison = compare(loss, w, x, policy="mixed_bfloat16", backward=True)
-    assert paths(comparison.activations) == ["", "Net:", "layer"]
+    assert paths(comparison.activations) == ["Net:", "layer", ""]
     assert paths(comparison.gradients) == ["Net:", "layer"] and comparison.route == "autocast"
     assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
 
