@@ -50,8 +50,6 @@ class _Part:
 def outlined(jaxpr: Any) -> Any:
     """Returns a closed jaxpr whose repeated parts are calls, or itself where there are none."""
     body, consts = opened(jaxpr)
-    if any(getattr(v.aval, "vma", None) for v in body.invars):  # inside of a shard_map
-        return jaxpr
     items = _items(body)
     if not any(isinstance(item, _Part) for item in items):
         return jaxpr
@@ -128,7 +126,11 @@ def _stack_of(part: _Part) -> Any:
 
 def _shape(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=aval.sharding
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=aval.sharding,
+        manual_axis_type=aval.manual_axis_type,  # inside of a shard_map
     )
 
 

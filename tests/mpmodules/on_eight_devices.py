@@ -319,3 +319,26 @@ def test_a_weight_s_gradient_is_exchanged_in_the_dtype_of_its_matmul(text, grads
         found = collectives_of(jax.jit(step), placed(params, EVERYWHERE), placed(X, SPLIT))
     kernel = [c.dtype for c in found if c.size == 64]  # the partitioner may turn it over
     assert [jnp.dtype(one) for one in kernel] == [jnp.dtype(dtype)]
+
+
+class EqualBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (1, x.shape[-1]))
+        return x + jax.nn.softmax(nn.Dense(4)(nn.LayerNorm()(x)) * scale, -1)
+
+
+def test_equal_blocks_vary_over_the_devices_that_their_inputs_vary_over():
+    model: Any = nn.Sequential([EqualBlock() for _ in range(3)], dtype_policy=POLICY)
+    params = model.init(jax.random.key(0), X)["params"]
+
+    def gradient(params, x):
+        return jax.grad(lambda p: jnp.mean(jnp.square(model.apply({"params": p}, x))))(params)
+
+    def on_each(params, x):
+        return lax.pmean(gradient(vary(params, "data"), x), "data")
+
+    split = jax.shard_map(on_each, mesh=MESH, in_specs=(EVERYWHERE, SPLIT), out_specs=EVERYWHERE)
+    found, exact = jax.jit(split)(params, X), jax.jit(gradient)(params, X)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2**-7)
