@@ -245,7 +245,10 @@ def _run_layer(
         )
         keep = own_code.keeping() if _keeps(module) else contextlib.nullcontext()
         with keep:
-            return run_method(module, method, *cast, lifted=lifted, own_body=own_body)
+            outputs = run_method(module, method, *cast, lifted=lifted, own_body=own_body)
+        if calls.recorded is not None:
+            calls.recorded.note_run(module, *cast, outputs)
+        return outputs
 
     has_carry = crossing.returns_carry(module, kwargs)
     return run_layer(run, scope, crossing.given_carry(args, kwargs) if has_carry else None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
+from flax.linen import summary as flax_summary
 
 from mpmodules._linen_names import model_name
 from policy.precedence import Effective
@@ -42,15 +44,29 @@ class _Calls(threading.local):
             self.recorded.note(module, effective)
 
 
-class Recorded:
-    """The calls of Flax's modules and ours, in order, with the policies that ours obey in them.
+@dataclasses.dataclass
+class RecordedCall:
+    """A call of a module.
 
-    In each call, `intercept` runs first, outside of our boundary, and `note` adds the policy inside
-    of it.
+    Attributes:
+      effective: the policy that the module obeys in it; None of one that is not ours.
+      run: the arguments and the outputs of a layer in a trace of own code, in the dtypes that the
+        layer computes in, as Flax's summaries represent them; None of other modules.
+    """
+
+    effective: Effective | None = None
+    run: tuple[Any, Any, Any] | None = None
+
+
+class Recorded:
+    """The calls of Flax's modules and ours, in order.
+
+    In each call, `intercept` runs first, outside of our boundary; `note` and `note_run` add what is
+    known inside of it.
     """
 
     def __init__(self, shown: Callable[[flax_nn.Module, Effective], Effective]) -> None:
-        self.obeyed: dict[tuple[tuple[str, ...], str], list[Effective | None]] = {}
+        self.calls: dict[tuple[tuple[str, ...], str], list[RecordedCall]] = {}
         self._shown = shown
         self._open: list[tuple[tuple[str, ...], str]] = []
 
@@ -60,7 +76,7 @@ class Recorded:
         if context.method_name == "setup":
             return next_fun(*args, **kwargs)
         call = context.module.path, context.method_name
-        self.obeyed.setdefault(call, []).append(None)
+        self.calls.setdefault(call, []).append(RecordedCall())
         self._open.append(call)
         try:
             return next_fun(*args, **kwargs)
@@ -68,12 +84,21 @@ class Recorded:
             self._open.pop()
 
     def note(self, module: flax_nn.Module, effective: Effective) -> None:
-        if (
-            self._open
-            and self._open[-1][0] == path_of(module)
-            and self.obeyed[self._open[-1]][-1] is None
-        ):
-            self.obeyed[self._open[-1]][-1] = self._shown(module, effective)
+        call = self._innermost(module)
+        if call is not None and call.effective is None:
+            call.effective = self._shown(module, effective)
+
+    def note_run(
+        self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        call = self._innermost(module)
+        if call is not None:
+            call.run = flax_summary._represent_tree((args, kwargs, outputs))
+
+    def _innermost(self, module: flax_nn.Module) -> RecordedCall | None:
+        """Returns the innermost call under way, if it is of this module."""
+        is_its = self._open and self._open[-1][0] == path_of(module)
+        return self.calls[self._open[-1]][-1] if is_its else None
 
 
 @contextlib.contextmanager

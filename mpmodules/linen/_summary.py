@@ -20,7 +20,7 @@ from mpmodules._summary import (
     with_columns,
     with_signature_of,
 )
-from mpmodules.linen._calls import Recorded, recording
+from mpmodules.linen._calls import Recorded, RecordedCall, recording
 from mpmodules.linen._registry import layer_class
 from policy.precedence import DtypePolicyWarning, Effective
 from policy.scope import Scope, current_scope, enter
@@ -47,6 +47,9 @@ def tabulate(
     - ``enclosing module: encoder``, the nearest that carries a policy by an argument;
     - ``scope``, a `use_policy` block, or ``global``, `set_policy`;
     - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
+
+    Layers are shown with the inputs and outputs that they compute with, modules with code of their
+    own with those that the code sees.
 
     Args:
       module: the module to tabulate.
@@ -78,7 +81,7 @@ def tabulate(
                 column_kwargs: Mapping[str, Any],
                 *others: Any,
             ) -> str:
-                cells = _cells(table, recorded)
+                cells, table = _cells(table, recorded), _as_run(table, recorded)
                 draw = hooked(
                     flax_summary._render_table,
                     _get_rich_repr=_drawing(cells, column_kwargs, policy_columns),
@@ -125,29 +128,44 @@ def _may_scale(module: flax_nn.Module) -> bool:
     return is_matmul and hooks == [None, None]
 
 
-def _obeyed(recorded: Recorded) -> Callable[[tuple[str, ...], str], Effective | None]:
-    """Returns a function that gives the policies of a method's calls one by one, in the order of
-    the table's rows.
+def _one_by_one(recorded: Recorded) -> Callable[[tuple[str, ...], str], RecordedCall]:
+    """Returns a function that gives a method's calls one by one, in the order of the table's
+    rows.
     """
-    calls = {call: iter(obeyed) for call, obeyed in recorded.obeyed.items()}
-    return lambda path, method: next(calls.get((path, method), iter(())), None)
+    calls = {call: iter(found) for call, found in recorded.calls.items()}
+    return lambda path, method: next(calls.get((path, method), iter(())), RecordedCall())
 
 
 def _cells(table: Any, recorded: Recorded) -> list[Cells]:
     """Returns the texts of our columns, by row."""
-    obeyed = _obeyed(recorded)
-    effective = [obeyed(row.path, row.method) for row in table]
+    call = _one_by_one(recorded)
+    effective = [call(row.path, row.method).effective for row in table]
     return [NOT_OURS if held is None else cells_of(held.policy, held.source) for held in effective]
+
+
+def _as_run(table: Any, recorded: Recorded) -> Any:
+    """Returns a table whose layers have the inputs and outputs that they compute with, not those
+    that the code around them sees.
+    """
+    call, rows = _one_by_one(recorded), []
+    for row in table:
+        run = call(row.path, row.method).run
+        if run is not None:
+            args, kwargs, outputs = run
+            inputs = flax_summary._process_inputs(args, kwargs)
+            row = dataclasses.replace(row, inputs=inputs, outputs=outputs)
+        rows.append(row)
+    return flax_summary.Table(table.module, table.collections, rows)
 
 
 def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
     """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
     without path rules.
     """
-    obeyed = functools.cache(lambda: _obeyed(recorded))  # asked once all calls are recorded
+    one_by_one = functools.cache(lambda: _one_by_one(recorded))  # once all calls are recorded
 
     def flops(call: Any, *which: bool) -> tuple[int, int]:
-        held = obeyed()(call.path, call.method)
+        held = one_by_one()(call.path, call.method).effective
         policy = current_scope().policy if held is None else held.base
         with enter(Scope(policy)), warnings.catch_warnings():
             warnings.simplefilter(

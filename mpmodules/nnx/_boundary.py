@@ -152,7 +152,10 @@ def _run_in_trace(
             (args, kwargs) if as_they_come else _cast_inputs(module, policy, method, args, kwargs)
         )
         with own_code.keeping() if keeps(module) else contextlib.nullcontext():
-            return _run_method(module, method, *cast)
+            outputs = _run_method(module, method, *cast)
+        if calls.note_run is not None:
+            calls.note_run(module, *cast, outputs)
+        return outputs
 
     has_carry = crossing.returns_carry(module, kwargs)
     return run_layer(run, scope, crossing.given_carry(args, kwargs) if has_carry else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from policy.precedence import Effective
@@ -30,6 +30,8 @@ class _Calls(threading.local):
       inside: the number of calls in the innermost one so far.
       crossed: the boundaries below the outermost call, by class.
       constructions: the constructions, innermost last.
+      note_run: is called with a layer in a trace of own code, and with the arguments and the
+        outputs that it computes with; None where no summary is being made.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,7 @@ class _Calls(threading.local):
         self.inside = 0
         self.crossed: dict[str, Effective] = {}
         self.constructions: list[Construction] = []
+        self.note_run: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
 
 
 calls = _Calls()

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
@@ -19,6 +20,7 @@ from mpmodules._summary import (
     with_columns,
     with_signature_of,
 )
+from mpmodules.nnx._calls import calls
 from mpmodules.nnx._registry import as_ours, layer_class, obeys_policies
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
@@ -40,6 +42,9 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
       where `apply_policy` put it there, its class where it was built with it;
     - ``scope``, the `use_policy` block that it was built in, or ``global``, `set_policy`;
     - ``none``, and ``none: Flax's own`` of one that obeys no policy, even where one is in force.
+
+    Layers are shown with the inputs and outputs that they compute with, modules with code of their
+    own with those that the code sees.
 
     Args:
       obj: an nnx module, or another graph object.
@@ -80,8 +85,36 @@ def _with_columns(
         wider = with_columns(table, cells, kwargs.get("column_kwargs", {}), policy_columns)
         return flax_summary._get_rich_repr(wider, console_kwargs)
 
-    tabulate_ = hooked(flax_nnx.tabulate, _get_rich_repr=draw)
-    return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
+    with _runs_noted() as runs:
+
+        def row(order: int, object_id: int, kind: type, path: Any, *rest: Any) -> Any:
+            inputs, outputs = runs.pop(object_id, rest[:2])
+            return flax_summary.CallInfo(order, object_id, kind, path, inputs, outputs, *rest[2:])
+
+        noting = hooked(flax_summary._save_call_info, CallInfo=row)
+        tabulate_ = hooked(flax_nnx.tabulate, _get_rich_repr=draw, _save_call_info=noting)
+        return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
+
+
+@contextlib.contextmanager
+def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
+    """Notes the inputs and outputs that the layers called in a block compute with.
+
+    Yields those of the last call, as Flax's summaries represent them, by the number that they give
+    a layer.
+    """
+    runs: dict[int, tuple[str, Any]] = {}
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        inputs = flax_summary._get_inputs_repr(args, kwargs)
+        outputs = jax.tree.map(flax_summary._to_dummy_array, outputs)
+        runs[module._nnx_tabulate_id] = inputs, outputs
+
+    calls.note_run, outer = note, calls.note_run
+    try:
+        yield runs
+    finally:
+        calls.note_run = outer
 
 
 @contextlib.contextmanager
