@@ -147,10 +147,10 @@ def _run_in_trace(
     crossing = crossing_of(module, method.name)
 
     def run() -> Any:
-        as_they_come = policy is None or own_code.come_wide(as_ours(module), args)
-        cast = (
-            (args, kwargs) if as_they_come else _cast_inputs(module, policy, method, args, kwargs)
-        )
+        if policy is None or own_code.come_wide(as_ours(module), args):
+            cast = args, kwargs
+        else:
+            cast = _cast_inputs(module, policy, method, args, kwargs)
         with own_code.keeping() if keeps(module) else contextlib.nullcontext():
             outputs = _run_method(module, method, *cast)
         if calls.note_run is not None:
