@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from policy._jaxpr.outlining import keeping_lines
+
 _noted: set[str] = set()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
 _roots: set[str] = set()
@@ -101,11 +103,15 @@ def _keys_of(treedef: Any) -> None:
 
 
 def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Acts as `jax.make_jaxpr`, and notes the names of the modules that `function` calls."""
+    """Acts as `jax.make_jaxpr`, and notes the names of the modules that `function` calls.
+
+    The source lines of their operations are kept.
+    """
 
     @functools.wraps(function)
     def noting(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keeping_lines())
             for context in NOTING:
                 stack.enter_context(context())
             return function(*args)

@@ -2,12 +2,15 @@
 
 A model calls the same layers many times, and a trace of it repeats their equations. Parts that
 belong to one call of a module are compared by their contents; those that occur more than once
-become calls of a jitted function.
+become calls of a jitted function. JAX gives all equations of such a call the call's source line, so
+a trace for a report keeps the equations as they are.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -47,8 +50,23 @@ class _Part:
     key: Hashable
 
 
+_keeps_lines: contextvars.ContextVar[bool] = contextvars.ContextVar("keeps_lines", default=False)
+
+
+@contextlib.contextmanager
+def keeping_lines() -> Iterator[None]:
+    """Makes `outlined` return programs as they are, with the source line of each equation."""
+    token = _keeps_lines.set(True)
+    try:
+        yield
+    finally:
+        _keeps_lines.reset(token)
+
+
 def outlined(jaxpr: Any) -> Any:
     """Returns a closed jaxpr whose repeated parts are calls, or itself where there are none."""
+    if _keeps_lines.get():
+        return jaxpr
     body, consts = opened(jaxpr)
     items = _items(body)
     if not any(isinstance(item, _Part) for item in items):

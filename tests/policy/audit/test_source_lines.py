@@ -155,3 +155,35 @@ def test_a_library_of_a_third_party_counts_as_the_users_code(tmp_path, monkeypat
     spec.loader.exec_module(theirs)
     report = audit(theirs.model, X)
     assert {op.source for op in report.operations if op.kind == "cast"} == {"__init__.py:4 (model)"}
+
+
+def doubled(x):
+    y = jnp.tanh(x)
+    y = y * jnp.cos(y) + x
+    y = jnp.sin(y) * jnp.tanh(y) - x
+    return jnp.exp(y) + jnp.tanh(y)  # where the exponential is
+
+
+class Doubles(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return doubled(x)
+
+
+class NnxDoubles(nnx.Module):
+    def __call__(self, x):
+        return doubled(x)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_equal_modules_have_the_lines_of_their_own_code(wing):
+    if wing == "linen":
+        model: Any = linen.Sequential([Doubles() for _ in range(3)], dtype_policy="mixed_bfloat16")
+        call, args = model.apply, ({}, X)
+    else:
+        with use_policy("mixed_bfloat16"):
+            call, args = nnx.Sequential(*(NnxDoubles() for _ in range(3))), (X,)
+    report = audit(call, *args)
+    found = {op.source for op in report.operations if op.primitive == "exp"}
+    (exponential,) = line("# where the exponential is")
+    assert found == {f"test_source_lines.py:{exponential} (doubled)"}
