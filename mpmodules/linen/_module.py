@@ -194,11 +194,12 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             policy, flaxs = policy_of_outermost(self, fun), super()._call_wrapped_method
-            if policy is not None:
+            if policy is None:
+                outputs = flaxs(fun, args, kwargs)
+            else:
                 method = flax_nn.module.wrap_method_once(fun)
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
-                return call(self, method, args, kwargs, policy, plainly=plainly)
-            outputs = flaxs(fun, args, kwargs)
+                outputs = call(self, method, args, kwargs, policy, plainly=plainly)
             if fun.__name__ != "setup" and self.scope is not None:
                 own_parameters.check_names(self)
             return outputs
