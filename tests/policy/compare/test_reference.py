@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 import jax
@@ -142,6 +142,10 @@ class Scaled(nn.Module):
         return nn.Dense(4, name="down")(h / (jnp.max(h) + 1e-8))
 
 
+class KeptScaled(Scaled):
+    own_code: ClassVar[str] = "keep"
+
+
 class FlaxScaled(flax_nn.Module):
     @flax_nn.compact
     def __call__(self, x: Any) -> Any:
@@ -149,14 +153,27 @@ class FlaxScaled(flax_nn.Module):
         return flax_nn.Dense(4, name="down", dtype=F16)(h / (jnp.max(h) + 1e-8))
 
 
-@pytest.mark.parametrize(("model", "policy"), [(Scaled(), "mixed_float16"), (FlaxScaled(), None)])
-def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
-    model: Any, policy: str | None
-) -> None:
+def all_zero(model: Any) -> tuple[Any, Any]:
+    """Returns variables and an input with which all activations of a model above are zero."""
     x = -jnp.abs(normal(4, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
     variables["params"]["up"]["kernel"] = jnp.abs(variables["params"]["up"]["kernel"])
     variables["params"]["down"]["bias"] = jnp.arange(4.0)
+    return variables, x
+
+
+def test_own_code_divides_in_float32_which_holds_the_epsilon() -> None:
+    comparison = compare(Scaled().apply, *all_zero(Scaled()), policy="mixed_float16")
+    assert comparison.error == 0 and comparison.first_jump is None
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"), [(KeptScaled(), "mixed_float16"), (FlaxScaled(), None)]
+)
+def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
+    model: Any, policy: str | None
+) -> None:
+    variables, x = all_zero(model)
     comparison = compare(model.apply, variables, x, policy=policy)
     name = f"{type(model).__name__}:"
     assert (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -148,8 +148,27 @@ class Sum(nn.Module):
         return x
 
 
-def test_a_module_is_kept_without_its_layers_and_returns_half_if_promotion_is_strict() -> None:
-    model, x = Sum(), normal(4, 8)
+class KeptCentred(Centred):
+    own_code: ClassVar[str] = "keep"
+
+
+class KeptSum(nn.Module):
+    """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
+
+    own_code: ClassVar[str] = "keep"
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for i in range(3):
+            x = x + jnp.tanh(KeptCentred(3000.0 * (i == 1), name=f"layer_{i}")(x))
+        return x
+
+
+@pytest.mark.parametrize(("model", "output"), [(Sum(), "float32"), (KeptSum(), "bfloat16")])
+def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_is_strict(
+    model: Any, output: str
+) -> None:
+    x = normal(4, 8)
     found = suggest(
         model.apply,
         jax.jit(model.init)(jax.random.key(0), x),
@@ -164,7 +183,7 @@ def test_a_module_is_kept_without_its_layers_and_returns_half_if_promotion_is_st
     )
     assert found.rules == PolicyRules(
         [
-            ("layer_1", "params=float32,compute=float32,output=bfloat16"),
+            ("layer_1", f"params=float32,compute=float32,output={output}"),
             ("layer_1/dense", "mixed_bfloat16"),
         ]
     )
