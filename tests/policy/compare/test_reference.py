@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as flax_nn
 import jax
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 class KeptScaled(Scaled):
-    own_code: ClassVar[str] = "keep"
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
 class FlaxScaled(flax_nn.Module):

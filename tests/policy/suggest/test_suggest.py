@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -149,13 +149,13 @@ class Sum(nn.Module):
 
 
 class KeptCentred(Centred):
-    own_code: ClassVar[str] = "keep"
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
 class KeptSum(nn.Module):
     """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
 
-    own_code: ClassVar[str] = "keep"
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
