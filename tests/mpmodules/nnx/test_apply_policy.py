@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx as flax_nnx
 
@@ -327,6 +328,26 @@ def test_a_shared_module_is_changed_once_and_stays_shared():
     assert shares(np.ones((2, 4), np.float32)).dtype == BF16
 
 
+def test_a_shared_variable_stays_shared_and_is_cast_once():
+    class Tied(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = flax_nnx.Embed(4, 4, rngs=rngs)
+            self.head = flax_nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.head.kernel = self.embed.embedding
+            self.table = flax_nnx.data({"again": self.embed.embedding})
+
+        def __call__(self, ids):
+            return self.head(self.embed(ids))
+
+    theirs = Tied(rngs=flax_nnx.Rngs(0))
+    tied = apply_policy(theirs, "bf16")
+    assert tied.head.kernel is tied.embed.embedding is tied.table["again"]
+    assert tied.head.kernel.dtype == BF16 and theirs.head.kernel.dtype == F32
+    assert flax_nnx.to_flat_state(flax_nnx.state(tied)).paths == (
+        flax_nnx.to_flat_state(flax_nnx.state(theirs)).paths
+    )
+
+
 @pytest.mark.parametrize("path", ["one", "two"])
 def test_a_shared_module_is_found_by_each_of_its_paths(path):
     class Shares(flax_nnx.Module):
@@ -482,6 +503,64 @@ def test_references_and_training_work_through_an_adopted_model():
     net.eval()
     assert np.array_equal(net(x), net(x))
     gradient = flax_nnx.grad(lambda net: (net(x) ** 2).mean())(net)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
+
+
+def test_an_optimizer_made_for_the_copy_trains_it_alone():
+    theirs = model()
+    before = jax.tree.map(np.asarray, flax_nnx.state(theirs, flax_nnx.Param))
+    ported = apply_policy(theirs, "mixed_bfloat16")
+    optimizer = flax_nnx.Optimizer(ported, optax.sgd(0.1), wrt=flax_nnx.Param)
+
+    @flax_nnx.jit
+    def step(model, optimizer):
+        loss_of = lambda model: sum(jnp.square(x - 1).mean() for x in model(IDS))  # noqa: E731
+        loss, gradients = flax_nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(step(ported, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert np.any(ported.heads.a.kernel[...] != theirs.heads.a.kernel[...])
+    jax.tree.map(np.testing.assert_array_equal, before, flax_nnx.state(theirs, flax_nnx.Param))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "remat", "jit"])
+def test_flax_s_transformations_of_methods_run_in_a_port(transform):
+    """Each Net calls its block through a transformation of the user's."""
+
+    class Block(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x) * jnp.exp(x)
+
+    class Net(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            if transform in ("vmap", "scan"):
+                rngs = rngs.split(3)
+                self.block = flax_nnx.vmap(lambda rngs: Block(rngs=rngs))(rngs)
+            else:
+                self.block = Block(rngs=rngs)
+
+        def __call__(self, x):
+            call = lambda block, x: block(x)  # noqa: E731
+            if transform == "vmap":
+                return flax_nnx.vmap(call, in_axes=(0, None))(self.block, x).sum(0)
+            if transform == "scan":
+                axes = {"in_axes": (0, flax_nnx.Carry), "out_axes": flax_nnx.Carry}
+                return flax_nnx.scan(call, **axes)(self.block, x)
+            return getattr(flax_nnx, transform)(call)(self.block, x)
+
+    theirs = Net(rngs=flax_nnx.Rngs(0))
+    ported = apply_policy(theirs, "mixed_bfloat16")
+    x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_allclose(ported(x), theirs(x), rtol=0.03, atol=0.03)
+    text = program(ported, x)
+    assert "bf16[" in text.split("= dot_general")[0].splitlines()[-1]
+    assert ":bf16[2,4] = exp" not in text
+    gradient = flax_nnx.grad(lambda net: net(x).sum())(ported)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
 
 

@@ -403,6 +403,17 @@ def test_autocast_of_a_ported_model_names_its_modules():
     assert autocast(model, "mixed_bfloat16")(X).dtype == F32
 
 
+def test_threads_trace_models_of_one_class_with_the_names_of_their_modules():
+    reports = [str(policy.audit(net(), X))]
+    with ThreadPoolExecutor(4) as threads:
+        reports += threads.map(lambda _: str(policy.audit(net(), X)), range(4))
+    assert len(set(reports)) == 1 and "graph/linear" in str(audit_paths(net()))
+
+
+def audit_paths(model):
+    return {operation.path for operation in policy.audit(model, X).operations}
+
+
 def test_a_dict_has_no_other_items_after_a_port_and_a_list_no_boundaries():
     model = apply_policy(net(), MIXED)
     assert list(model.heads) == ["a", "b"] and len(model.norms) == 2
