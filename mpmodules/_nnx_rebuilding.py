@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class Rebuilding:
         if type(value) is dict:  # a tree map would sort it
             return {key: self(item) for key, item in value.items()}
         if isinstance(value, types.MethodType | functools.partial):
-            return self._rebound(value)
+            return self._static(value)
         leaves, treedef = jax.tree.flatten(value, is_leaf=lambda part: part is not value)
         if len(leaves) == 1 and leaves[0] is value:
             return value
@@ -51,22 +52,25 @@ class Rebuilding:
         copy = self._copies[id(node)] = object.__new__(self._class_of(node))
         is_data = node._pytree__nodes if node._pytree__is_pytree else {}
         for name, value in vars(node).items():
-            copied = self if is_data.get(name, not node._pytree__is_pytree) else self._rebound
+            copied = self if is_data.get(name, not node._pytree__is_pytree) else self._static
             vars(copy)[name] = copied(value)
         return copy
 
-    def _rebound(self, value: Any) -> Any:
-        """Returns a method, or a partial application of one, of the copy of its object.
-
-        Other static values are returned as they are.
-        """
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, flax_nnx.Pytree):
-            return types.MethodType(value.__func__, self(value.__self__))
+    def _static(self, value: Any) -> Any:
+        """Returns static data, in which methods of an object are those of its copy."""
+        if isinstance(value, flax_nnx.Pytree):
+            return self(value)
+        if isinstance(value, types.MethodType):
+            owner = self._static(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
-            func, args, kwargs = self._rebound(value.func), value.args, value.keywords
-            return functools.partial(
-                func, *map(self, args), **{name: self(given) for name, given in kwargs.items()}
-            )
+            parts = value.func, *value.args, *value.keywords.values()
+            func, *given = map(self._static, parts)
+            if not all(map(operator.is_, (func, *given), parts)):
+                args, rest = given[: len(value.args)], given[len(value.args) :]
+                return functools.partial(
+                    func, *args, **dict(zip(value.keywords, rest, strict=True))
+                )
         return value
 
 

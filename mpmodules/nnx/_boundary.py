@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 from flax import nnx as flax_nnx
 
@@ -172,12 +172,11 @@ def _run_in_trace(
     crossing = crossing_of(module, method.name)
 
     def run() -> Any:
-        as_they_come = policy is None or own_code.come_wide(module, args)
-        cast = (
-            (args, kwargs) if as_they_come else _cast_inputs(module, policy, method, args, kwargs)
-        )
+        given = args, kwargs
+        if policy is not None and not own_code.come_wide(module, args):
+            given = _cast_inputs(module, policy, method, args, kwargs)
         with own_code.keeping() if keeps(module) else contextlib.nullcontext():
-            return _run_method(module, method, *cast)
+            return _run_method(module, method, *given)
 
     has_carry = crossing.returns_carry(module, kwargs)
     return run_layer(run, scope, crossing.given_carry(args, kwargs) if has_carry else None)
@@ -196,7 +195,7 @@ def _cast_inputs(
 
 
 def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scope, cls = current_scope(), cast(Any, type(module))
+    scope, cls = current_scope(), type(module)
     effective = effective_policy(module, scope)
     policy, crossing = effective.policy, crossing_of(module, method.name)
     if scope.in_full_precision:
