@@ -41,7 +41,7 @@ class Rebuilding:
             return self._copies.setdefault(id(value), jax.new_ref(value[...]))
         if type(value) is dict:  # a tree map would sort it
             return {key: self(item) for key, item in value.items()}
-        if isinstance(value, types.MethodType | functools.partial):
+        if type(value) in (types.MethodType, functools.partial):
             return self._static(value)
         leaves, treedef = jax.tree.flatten(value, is_leaf=lambda part: part is not value)
         if len(leaves) == 1 and leaves[0] is value:
@@ -63,7 +63,7 @@ class Rebuilding:
         if isinstance(value, types.MethodType):
             owner = self._static(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if isinstance(value, functools.partial):
+        if type(value) is functools.partial:
             parts = value.func, *value.args, *value.keywords.values()
             func, *given = map(self._static, parts)
             if not all(map(operator.is_, (func, *given), parts)):

@@ -65,7 +65,7 @@ def install_boundaries(cls: Any, *, is_port: bool = False) -> None:
     """
     owners = {name: base for base in reversed(cls.__mro__) for name in vars(base)}
     for name, owner in owners.items():
-        if not _is_boundary_name(name) or _is_no_module_method(owner, name):
+        if not (_is_boundary_name(name) and _computes(owner, name)):
             continue
         method = inspect.getattr_static(cls, name)
         if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
@@ -74,14 +74,13 @@ def install_boundaries(cls: Any, *, is_port: bool = False) -> None:
         setattr(cls, name, InstanceMethod(method, bounded) if is_port else bounded)
 
 
-def _is_no_module_method(owner: type, name: str) -> bool:
-    """Returns whether a class is one of Python's, such as Mapping, or of Flax's without a layer of
-    ours: only its ``__call__`` computes.
+def _computes(owner: type, name: str) -> bool:
+    """Returns whether a public method may compute: those of Python's own classes, such as Mapping,
+    do not, and of Flax's classes that are no layers only ``__call__`` does.
     """
-    is_standard = package_of(owner) in sys.stdlib_module_names
-    if is_standard and not issubclass(owner, flax_nnx.Module):
-        return True
-    return is_flax(owner) and owner not in LAYER_OF and name != "__call__"
+    if is_flax(owner):
+        return owner in LAYER_OF or name == "__call__"
+    return issubclass(owner, flax_nnx.Module) or package_of(owner) not in sys.stdlib_module_names
 
 
 def _is_boundary_name(name: str) -> bool:
