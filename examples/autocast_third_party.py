@@ -259,7 +259,7 @@ def linen_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -
 def nnx_model(way: str, policy: mp.Policy, rules: mp.PolicyRules, seed: int) -> Runnable:
     model = NnxViT(rngs=flax.nnx.Rngs(seed))
     if way == "port":
-        mpmodules.nnx.apply_policy(model, policy, rules, own_code="autocast")  # in place
+        model = mpmodules.nnx.apply_policy(model, policy, rules, own_code="autocast")
     graph, params = flax.nnx.split(model)
 
     def apply(model: Any, images: Any) -> Any:

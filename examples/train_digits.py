@@ -288,7 +288,7 @@ def train_nnx(
     with mp.use_policy(policy):
         model = NnxResNet(config.filters, rngs=nnx.Rngs(config.seed))
     if rules:
-        nnx.apply_policy(model, policy, rules)
+        model = nnx.apply_policy(model, policy, rules)
     tx = optimizer(policy, config, steps_of(data, config))
     trainer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules._nnx_names import named_modules
+from mpmodules._nnx_names import named
 from policy._jaxpr.trace import Lowered
 from policy.casting import cast_array, is_floating
 
@@ -163,12 +163,11 @@ def _pure(
     rest: Any,
     others: Any,
 ) -> Any:
-    nodes = flax_nnx.merge(graph, params, rest, copy=True)
+    nodes = named(flax_nnx.merge(graph, params, rest, copy=True))
     merged, given = iter(nodes), iter(others)
     leaves = [next(merged) if is_node else next(given) for is_node in places]
     module, args, kwargs = jax.tree.unflatten(treedef, leaves)
-    with named_modules(nodes):
-        out = method(module, *args, **kwargs)
+    out = method(module, *args, **kwargs)
     return out, flax_nnx.state(nodes, flax_nnx.Variable)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import flax.linen as flax_nn
 
+from mpmodules._instance_methods import InstanceMethod
 from mpmodules._port_options import PortOptions
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
-from mpmodules.linen._instance_methods import InstanceMethod
 from mpmodules.linen._own_code import call as call_own_code
 from mpmodules.linen._own_code import is_layers, policy_of_outermost
 from mpmodules.linen._registry import is_ours

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
 from mpmodules._port_options import PortOptions
 from mpmodules.nnx._dot_product_attention import dot_product_attention
 from mpmodules.nnx._foreign import set_dtype_fields
-from mpmodules.nnx._own_code import OwnCodeOf
-from mpmodules.nnx._ported_classes import is_container, port_of
-from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class, obeys_policies
-from mpmodules.nnx._resolution import is_complex, of_rule
+from mpmodules.nnx._ported_classes import is_container, ported_class
+from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class
+from mpmodules.nnx._resolution import as_instance_of, is_complex, of_rule
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -41,21 +41,35 @@ def effective_in_port(
     )
 
 
+def class_in_port(node: Any) -> type:
+    """Returns the class that an object of a model has in a port of the model."""
+    is_module = isinstance(node, flax_nnx.Module) and not is_container(node)
+    return ported_class(type(node)) if is_module else type(node)
+
+
 def adopt(
-    module: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
+    module: Any, given: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
 ) -> None:
-    """Makes one built module obey `policy`: its methods, its dtype attributes and its own
-    variables.
+    """Makes one module of a port obey `policy`: its dtype attributes and its own variables.
+
+    Args:
+      module: the module.
+      given: the one that it is a copy of.
+      policy: the policy.
+      source: where the policy comes from.
+      options: those of the port.
+      is_root: whether the module is the whole model.
     """
     if is_container(module):
         _cast_variables(module, policy)
         return
-    if not is_ours(type(module)):
-        is_foreign = not _is_layer(type(module))
-        _put_port(module, casts_outputs=options.cast_submodules and is_foreign and not is_root)
-        if is_foreign:
-            module._own_code = OwnCodeOf(options.own_code)
-        if is_foreign and options.dtype_fields:
+    if not is_ours(type(given)):
+        _note_explicit(module, _explicit_dtype(given))
+    is_foreign = not is_ours(type(given)) or given._ported_code is not None
+    if is_foreign and not _is_layer(type(module)):
+        module._ported_code = options.own_code
+        module._casts_outputs = options.cast_submodules and not is_root
+        if options.dtype_fields:
             set_dtype_fields(module, policy)
     _obey(module, policy, source)
 
@@ -69,14 +83,12 @@ def _is_layer(cls: type) -> bool:
     return ours is not None and ours._upstream_class not in _CALL_WHAT_THEY_HOLD
 
 
-def _put_port(module: Any, *, casts_outputs: bool = False) -> None:
-    """Makes a module of a class that is not ours one that carries a policy; its class stays."""
-    port = port_of(type(module), casts_outputs)
-    explicit = _explicit_dtype(module)
-    module._policy_port = port
-    if explicit is not None:
-        module._explicit_dtype = explicit
-    _replace_attention(module)
+def _note_explicit(module: Any, dtype: DTypeLike | None) -> None:
+    """Notes the dtype that a layer was given before it became ours."""
+    if dtype is not None:
+        module._explicit_dtype = dtype
+    if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
+        module.attention_fn = dot_product_attention
 
 
 def _obey(module: Any, policy: Policy | None, source: Source) -> None:
@@ -124,17 +136,12 @@ def _explicit_dtype(module: Any) -> Any:
 
     Flax's Embed fills in its table's where it was given none.
     """
-    if obeys_policies(module):
-        return getattr(module, "_explicit_dtype", None)
+    if is_ours(type(module)):
+        return module._explicit_dtype
     if not _takes_dtypes(type(module)):
         return None
     dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
     return None if embedding is not None and dtype == embedding.dtype else dtype
-
-
-def _replace_attention(module: Any) -> None:
-    if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
-        module.attention_fn = dot_product_attention
 
 
 def adopt_children(module: Any, policy: Policy | None) -> None:
@@ -142,20 +149,15 @@ def adopt_children(module: Any, policy: Policy | None) -> None:
     rules in force.
     """
     rules = current_scope().rules
-    for path, child in flax_nnx.iter_modules(module):
-        if not path or obeys_policies(child) or layer_class(type(child)) is None:
+    source = module._policy_source.for_those_inside(type(module).__name__)
+    for name, child in list(vars(module).items()):
+        if layer_class(type(child)) is None or is_ours(type(child)):
             continue
         rule = rules.rule_for(None, type(child)) if rules else None
-        inherited = policy, module._policy_source.for_those_inside(type(module).__name__)
-        if type(child) in LAYER_OF:  # nobody has seen it yet: it can become ours
-            object.__setattr__(child, "__class__", LAYER_OF[type(child)])
-            _replace_attention(child)
-        else:
-            _put_port(child)
-        _obey(child, *(inherited if rule is None else of_rule(rule)))
-        cast(
-            Any, child
-        )._explicit_dtype = module._explicit_dtype  # the child was given what the policy says
+        ours: Any = as_instance_of(ported_class(type(child)), child)
+        _obey(ours, *((policy, source) if rule is None else of_rule(rule)))
+        ours._explicit_dtype = module._explicit_dtype  # it was given what the policy says
+        setattr(module, name, ours)
 
 
 def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,14 +15,15 @@ from flax import nnx as flax_nnx
 
 from mpmodules import _own_code as own_code
 from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
-from mpmodules._defined_in import is_upstream
-from mpmodules._nnx_names import note_island
+from mpmodules._defined_in import is_flax, is_upstream, package_of
+from mpmodules._instance_methods import InstanceMethod
+from mpmodules._nnx_names import PATH, name_scope, note_island
 from mpmodules._own_code import run_inside, run_layer
 from mpmodules._scan_errors import scan_explained
 from mpmodules.nnx._calls import call_under_way, calls
-from mpmodules.nnx._foreign import casts_outputs, in_compute_dtype
+from mpmodules.nnx._foreign import in_compute_dtype
 from mpmodules.nnx._own_code import call, is_kept_port, is_layer, keeps, policy_of_outermost
-from mpmodules.nnx._registry import PORT, as_ours, crossing_of, is_ours
+from mpmodules.nnx._registry import LAYER_OF, crossing_of
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from policy import boundary
 from policy._jaxpr import marks
@@ -41,8 +43,7 @@ class Method:
     """A public method of a module.
 
     Attributes:
-      body: the method without a boundary; Flax's own and ours are called with a module of our
-        class.
+      body: the method without a boundary.
       name: the name that it has in its class.
       is_upstream: whether it is Flax's own, or ours in its place.
       signature_of: the function whose signature names the arguments, `self` first.
@@ -54,20 +55,35 @@ class Method:
     signature_of: Any
 
 
-def install_boundaries(cls: Any) -> None:
+def install_boundaries(cls: Any, *, is_port: bool = False) -> None:
     """Puts the boundary around each public method that `cls` adds, transformed ones (nnx.jit,
     nnx.remat) included.
+
+    Args:
+      cls: the class.
+      is_port: whether it is a port's, whose methods look like those of the class ported.
     """
-    for name in {name for base in cls.__mro__ if base is not object for name in vars(base)}:
-        if not is_boundary_name(name):
+    owners = {name: base for base in reversed(cls.__mro__) for name in vars(base)}
+    for name, owner in owners.items():
+        if not (_is_boundary_name(name) and _computes(owner, name)):
             continue
         method = inspect.getattr_static(cls, name)
-        if not is_method(method) or method.__dict__.get("_policy_boundary") is method:
+        if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
             continue
-        setattr(cls, name, _with_boundary(method, name))
+        bounded = _with_boundary(method, name)
+        setattr(cls, name, InstanceMethod(method, bounded) if is_port else bounded)
 
 
-def is_boundary_name(name: str) -> bool:
+def _computes(owner: type, name: str) -> bool:
+    """Returns whether a public method may compute: those of Python's own classes, such as Mapping,
+    do not, and of Flax's classes that are no layers only ``__call__`` does.
+    """
+    if is_flax(owner):
+        return owner in LAYER_OF or name == "__call__"
+    return issubclass(owner, flax_nnx.Module) or package_of(owner) not in sys.stdlib_module_names
+
+
+def _is_boundary_name(name: str) -> bool:
     """Returns whether a method of that name is public, and no method of every module."""
     return (
         (name == "__call__" or not name.startswith("_"))
@@ -76,7 +92,7 @@ def is_boundary_name(name: str) -> bool:
     )
 
 
-def is_method(attribute: Any) -> bool:
+def _is_method(attribute: Any) -> bool:
     """Returns whether an attribute of a class is a method, transformed ones included."""
     if inspect.isfunction(attribute):
         return True
@@ -114,10 +130,19 @@ def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[
     ported.
 
     Args:
-      module: the module, of its own class.
+      module: the module.
       method: the method.
       args, kwargs: its arguments.
     """
+    if method.name == "__call__" and PATH in vars(module):
+        with name_scope(module):
+            return _run_outermost_or_inside(module, method, args, kwargs)
+    return _run_outermost_or_inside(module, method, args, kwargs)
+
+
+def _run_outermost_or_inside(
+    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     scope = current_scope()
     if scope.traces_own_code:
         with marks.numbered_call(calls.inside):
@@ -140,21 +165,19 @@ def _run_in_trace(
     """Calls a module in a trace of the code around it."""
     scope, policy = current_scope(), as_in_force(module.dtype_policy, current_scope())
     if not (is_layer(module, method.is_upstream) or keeps(module)):
-        own = as_ours(module) if method.is_upstream else module
         source = module._policy_source.for_those_inside(type(module).__name__)
         with call_under_way(module):
-            return run_inside(lambda: method.body(own, *args, **kwargs), scope, policy, source)
+            return run_inside(lambda: method.body(module, *args, **kwargs), scope, policy, source)
     crossing = crossing_of(module, method.name)
 
     def run() -> Any:
-        if policy is None or own_code.come_wide(as_ours(module), args):
-            cast = args, kwargs
-        else:
-            cast = _cast_inputs(module, policy, method, args, kwargs)
+        given = args, kwargs
+        if policy is not None and not own_code.come_wide(module, args):
+            given = _cast_inputs(module, policy, method, args, kwargs)
         with own_code.keeping() if keeps(module) else contextlib.nullcontext():
-            outputs = _run_method(module, method, *cast)
+            outputs = _run_method(module, method, *given)
         if calls.note_run is not None:
-            calls.note_run(module, *cast, outputs)
+            calls.note_run(module, *given, outputs)
         return outputs
 
     has_carry = crossing.returns_carry(module, kwargs)
@@ -179,33 +202,31 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     policy, crossing = effective.policy, crossing_of(module, method.name)
     if scope.in_full_precision:
         note_island(module, policy)
-    kind: Any = cls if is_ours(cls) else vars(module)[PORT].kind
     if not calls.depth:
         warn_of_scope(module, scope)
-    if kind._is_layer:
+    if cls._is_layer:
         crosses = boundary.layer_crosses(scope, policy, effective.own)
     else:
         crosses = boundary.module_crosses(scope, policy)
-    if policy is not None and crosses and not (kind._is_layer and kind._takes_inputs_as_they_come):
+    if policy is not None and crosses and not (cls._is_layer and cls._takes_inputs_as_they_come):
         args, kwargs = _cast_inputs(module, policy, method, args, kwargs)
     inner = boundary.inside(scope, policy) if crosses and policy is not None else scope
     source = effective.source.for_those_inside(cls.__name__) if crosses else None
     explained = _scan_carries_explained(module, crosses, effective)
     with call_under_way(module) as caller, explained, enter(inner, source):
-        outputs = _run_body(module, kind, method, effective, crosses, args, kwargs)
+        outputs = _run_body(module, method, effective, crosses, args, kwargs)
     if policy is not None:
         outputs = crossing.keep_carry(outputs, args, kwargs)
     has_carry = crossing.returns_carry(module, kwargs)
     if crosses and policy is not None:
         outputs = cast_outputs(boundary.returns(scope, policy), outputs, has_carry=has_carry)
-    if caller is None or caller is module or scope.policy is None or not casts_outputs(module):
+    if caller is None or caller is module or scope.policy is None or not module._casts_outputs:
         return outputs
     return in_compute_dtype(scope.policy, outputs, has_carry=has_carry)
 
 
 def _run_body(
     module: Any,
-    kind: Any,
     method: Method,
     effective: Effective,
     crosses: bool,
@@ -214,14 +235,14 @@ def _run_body(
 ) -> Any:
     """Runs a method without its boundary.
 
-    Flax's own sees a module of our class that computes as the policy says.
+    Flax's own sees a module that computes as the policy says.
     """
     if not method.is_upstream:
         return method.body(module, *args, **kwargs)
-    ours = in_policy(as_ours(module), effective.policy)
-    if kind._is_layer:
-        return ours._call_layer(effective, crosses, method.body, args, kwargs)
-    return method.body(ours, *args, **kwargs)
+    view = in_policy(module, effective.policy)
+    if view._is_layer:
+        return view._call_layer(effective, crosses, method.body, args, kwargs)
+    return method.body(view, *args, **kwargs)
 
 
 def _scan_carries_explained(

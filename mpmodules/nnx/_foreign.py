@@ -7,7 +7,6 @@ from typing import Any
 
 from mpmodules._boundary import cast_outputs
 from mpmodules._port_options import may_be_set, spelled_as
-from mpmodules.nnx._registry import PORT
 from policy.policy import Policy
 
 
@@ -17,12 +16,6 @@ def set_dtype_fields(module: Any, policy: Policy) -> None:
         value = inspect.getattr_static(module, name, NotImplemented)
         if may_be_set(value):
             setattr(module, name, spelled_as(value, dtype))
-
-
-def casts_outputs(module: Any) -> bool:
-    """Returns whether a module was ported with `cast_submodules`."""
-    port = vars(module).get(PORT)
-    return port is not None and port.casts_outputs
 
 
 def in_compute_dtype(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:

@@ -19,7 +19,7 @@ from mpmodules import functional
 from mpmodules._boundary import returned_dtype
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._linear import Linear, Matmul
-from mpmodules.nnx._resolution import in_complex, viewed
+from mpmodules.nnx._resolution import as_instance_of, in_complex, viewed
 from policy.casting import cast_array
 from policy.policy import Policy
 from policy.precedence import Effective, with_explicit_dtypes
@@ -113,8 +113,8 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
                 what="LoRA",
                 where="lora",
             )
-            object.__setattr__(self.lora, "__class__", LoRA)
-            self.lora._capture(low_rank.policy, low_rank.source)  # type: ignore[attr-defined]
+            self.lora = as_instance_of(LoRA, self.lora)
+            self.lora._capture(low_rank.policy, low_rank.source)
 
     def _call_layer(
         self,

@@ -10,43 +10,17 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules import _own_code as own_code
-from mpmodules._defined_in import is_upstream
+from mpmodules._defined_in import is_upstream, package_of
 from mpmodules._nnx_lowering import hashable
 from mpmodules.nnx._calls import calls
 from mpmodules.nnx._own_parameters import own_params
 from mpmodules.nnx._pure_calls import StatefulCall
-from mpmodules.nnx._registry import crossing_of, is_ours, layer_class, obeys_policies
+from mpmodules.nnx._registry import crossing_of, is_ours, layer_class
 from mpmodules.nnx._resolution import warn_of_scope
 from policy._jaxpr import marks
 from policy.islands import as_in_force
 from policy.policy import Policy
 from policy.scope import current_scope
-
-
-class OwnCodeOf:
-    """The choice of how a foreign module's own code runs in a port.
-
-    It is static metadata of the module: copies share it, and two are equal where the code runs
-    alike.
-
-    Attributes:
-      asked: "autocast" or "keep".
-    """
-
-    def __init__(self, asked: Any):
-        self.asked = asked
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnCodeOf) and other.asked == self.asked
-
-    def __hash__(self) -> int:
-        return hash((OwnCodeOf, self.asked))
-
-    def __repr__(self) -> str:
-        return f"OwnCodeOf({self.asked!r})"
-
-    def __reduce__(self) -> Any:
-        return OwnCodeOf, (self.asked,)
 
 
 def keeps(module: Any) -> bool:
@@ -56,8 +30,7 @@ def keeps(module: Any) -> bool:
 
 def is_kept_port(module: Any) -> bool:
     """Returns whether a module is part of a port that was asked to keep its own code."""
-    note = vars(module).get("_own_code")
-    return isinstance(note, OwnCodeOf) and note.asked == "keep"
+    return module._ported_code == "keep"
 
 
 @functools.cache
@@ -73,16 +46,12 @@ def is_layer(module: Any, is_upstream: bool) -> bool:
       module: the module.
       is_upstream: whether the method is Flax's own, or ours in its place.
     """
-    if not (is_upstream and obeys_policies(module)):
+    if not (is_upstream and is_ours(type(module))):
         return False
-    if layer_class(type(module)) is None and not _is_ours_alone(type(module)):
+    if layer_class(type(module)) is None and package_of(type(module)) != "mpmodules":
         return False
     is_container = isinstance(module, flax_nnx.Sequential)
     return not is_container and all(map(is_library, _cells_of(module)))
-
-
-def _is_ours_alone(cls: type) -> bool:
-    return is_ours(cls) and is_upstream(cls)
 
 
 def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:

@@ -1,6 +1,4 @@
-"""Policies for built nnx models, ours or not: attributes are set, parameters cast, and methods made
-boundaries.
-"""
+"""Policies for built nnx models, ours or not: copies with other classes, attributes and dtypes."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ from typing import Any, TypeVar, cast
 
 from flax import nnx as flax_nnx
 
+from mpmodules._nnx_rebuilding import Rebuilding
 from mpmodules._port_options import OwnCode, not_a_model, port_options
-from mpmodules.nnx._adoption import adopt, children_of, effective_in_port
+from mpmodules.nnx._adoption import adopt, children_of, class_in_port, effective_in_port
 from mpmodules.nnx._resolution import carried
 from policy.policy import Policy
 from policy.precedence import Effective
@@ -47,15 +46,18 @@ def apply_policy(
     cast_submodules: bool = False,
     own_code: OwnCode = None,
 ) -> M:
-    """Puts a built nnx model under a policy and rules, in place, and returns it.
+    """Returns a copy of a built nnx model under a policy and rules, without an edit.
 
     Every layer obeys the policy, or the first rule that matches its path or class, or a rule that
     holds above it; a submodule that was built with its own `dtype_policy=` keeps that. A module
     that is shared obeys the first rule that matches one of its paths. Floating parameters are cast
-    to param_dtype and decoding caches to compute_dtype, statistics are not. Public methods of
-    Flax's modules, and of classes derived from them, become boundaries; Flax's layers run as ours
-    do. Modules keep their classes: methods are wrapped in the class that defines them, once, and
-    behave as before for other instances.
+    to param_dtype and decoding caches to compute_dtype, statistics are not.
+
+    The model given stays as it is, and shares the arrays whose dtype does not change. In the copy
+    Flax's layers are ours, and each other module is of a subclass of its class, with the same name,
+    whose public methods are boundaries. ``isinstance`` holds, ``type(x) is nnx.Linear`` does not.
+    Paths and the state tree are the same, and what is shared in the model is shared in the copy.
+    Make optimizers for the copy: those of the model given hold state for its own parameters.
 
     Args:
       model: an nnx module, Flax's own or ours.
@@ -77,11 +79,13 @@ def apply_policy(
         run as layers. "keep": it runs in the dtypes that it meets, and nothing is traced. None: as
         "autocast", or as "keep" beside the three options above.
 
+    Returns:
+      The copy. It can be pickled, split and merged, and given another policy by a further call.
+
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: a rule matches nothing (the paths are listed), the policy or rules are malformed,
-        `own_code` is none of the above, or options contradict each other. The model is then as it
-        was.
+        `own_code` is none of the above, or options contradict each other.
 
     Example:
       >>> model = flax.nnx.Linear(4, 3, rngs=flax.nnx.Rngs(0))
@@ -118,12 +122,9 @@ def apply_policy(
         planned = plan.get(id(module))
         if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
+    copy = Rebuilding(class_in_port)
+    ported = copy(model)
     for module, effective in plan.values():
-        adopt(
-            module,
-            cast(Policy, effective.policy),
-            effective.source,
-            options,
-            is_root=module is model,
-        )
-    return model
+        held = cast(Policy, effective.policy)
+        adopt(copy(module), module, held, effective.source, options, is_root=module is model)
+    return ported

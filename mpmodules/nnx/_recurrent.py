@@ -20,7 +20,6 @@ from mpmodules._promotion import mixing_allowed
 from mpmodules.functional import HalfSafe, is_half, widen
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._registry import as_ours
 from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.casting import cast_floating
 from policy.precedence import Effective
@@ -182,9 +181,6 @@ class GRUCell(Cell, flax_nnx.GRUCell):
     """
 
 
-_upstream_call = flax_nnx.RNN.__call__  # Flax's own: a port wraps the method
-
-
 class RNN(Module, flax_nnx.RNN):
     """`flax.nnx.RNN` that carries a policy: its call is a boundary, as any module's is, but never
     for the carry.
@@ -227,16 +223,15 @@ class RNN(Module, flax_nnx.RNN):
           The outputs of all steps, or a pair of the last carry and the outputs where
           `return_carry`.
         """
-        cell = as_ours(self.cell)
-        if initial_carry is not None and isinstance(cell, Cell):
-            initial_carry = cell._cast_carry(initial_carry)
+        if initial_carry is not None and isinstance(self.cell, Cell):
+            initial_carry = self.cell._cast_carry(initial_carry)
         loop: Any = self
         policy: Any = self.dtype_policy
         if policy is not None:
             seq_lengths = indexing_lengths(seq_lengths)
         if policy is not None and self._may_widen():
             loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
-        outputs = _upstream_call(
+        outputs = flax_nnx.RNN.__call__(
             loop,
             inputs,
             initial_carry=initial_carry,
@@ -258,7 +253,7 @@ class RNN(Module, flax_nnx.RNN):
         values are the same, and the gradient of each is summed over the steps in float32: JAX sums
         that of a loop's carry in the carry's dtype.
         """
-        cell: Any = as_ours(self.cell)
+        cell: Any = self.cell
         if self.dtype_policy is None or not isinstance(cell, Cell) or cell.dtype is None:
             return False
         if not is_upstream(inspect.unwrap(type(cell).__call__)):

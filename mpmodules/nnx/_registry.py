@@ -1,6 +1,4 @@
-"""The nnx modules that obey policies, ours and ported ones, and the classes of ours that stand for
-Flax's.
-"""
+"""Classes of nnx modules that obey policies, and those of ours that stand for Flax's."""
 
 from __future__ import annotations
 
@@ -12,23 +10,12 @@ from mpmodules._boundary import PLAIN, Crossing
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}
 
-# The attribute that marks a ported module of a class that is not ours
-# (`mpmodules.nnx._ported_classes.Port`).
-PORT = "_policy_port"
-
 
 def is_ours(cls: type) -> bool:
     """Returns whether a class is one of ours, rather than one of Flax's that only passes
     ``issubclass(_, Module)``.
     """
     return hasattr(cls, "_policy_source")
-
-
-def obeys_policies(module: Any) -> bool:
-    """Returns whether `module` carries a policy, or could: it is one of ours, or `apply_policy`
-    ported it.
-    """
-    return is_ours(type(module)) or PORT in getattr(module, "__dict__", ())
 
 
 @functools.cache
@@ -38,15 +25,6 @@ def layer_class(cls: type) -> Any:
     Returns None for other classes.
     """
     return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
-
-
-def as_ours(module: Any) -> Any:
-    """Returns a view of our class on a ported module of Flax's: both have the same attributes.
-
-    Others are returned.
-    """
-    port = None if is_ours(type(module)) else vars(module).get(PORT)
-    return module if port is None else port.view(module)
 
 
 def crossing_of(module: Any, name: str) -> Crossing:

@@ -16,7 +16,7 @@ from mpmodules._initializers import half_safe_inits
 from mpmodules._references import is_reference
 from mpmodules.functional import complex_input
 from mpmodules.nnx._calls import is_under_construction
-from mpmodules.nnx._registry import obeys_policies
+from mpmodules.nnx._registry import is_ours
 from policy.islands import as_in_force
 from policy.policy import Policy, get_policy
 from policy.precedence import Effective, warn_once, with_explicit_dtypes
@@ -152,7 +152,7 @@ def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) ->
             type(child).__name__
             for outside in given
             for _, child in flax_nnx.iter_modules(outside)
-            if (hasattr(child, "param_dtype") or obeys_policies(child))
+            if (hasattr(child, "param_dtype") or is_ours(type(child)))
             and not _follows(child, policy)
         }
     )
@@ -259,7 +259,12 @@ def viewed(module: T, **attributes: Any) -> T:
 
     Variables are shared: the module sees the view's updates.
     """
-    view = object.__new__(type(module))
+    return as_instance_of(type(module), module, **attributes)
+
+
+def as_instance_of(cls: type[T], module: Any, **attributes: Any) -> T:
+    """Makes a shallow copy as an instance of another class; see `viewed`."""
+    view = object.__new__(cls)
     view.__dict__.update(module.__dict__)
     view.__dict__.update(attributes)
     return view

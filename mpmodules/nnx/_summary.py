@@ -11,6 +11,8 @@ import jax
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
+from mpmodules._instance_methods import InstanceMethod
+from mpmodules._nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from mpmodules._summary import (
     NOT_OURS,
     Cells,
@@ -21,7 +23,7 @@ from mpmodules._summary import (
     with_signature_of,
 )
 from mpmodules.nnx._calls import calls
-from mpmodules.nnx._registry import as_ours, layer_class, obeys_policies
+from mpmodules.nnx._registry import is_ours, layer_class
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
@@ -63,6 +65,7 @@ def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **k
       >>> "argument: dtype_policy" in table
       True
     """
+    obj = Rebuilding(lambda node: _recorded_class(type(node)))(obj)
     with _classes_as_they_were(obj):
         if policy_columns is False:
             return flax_nnx.tabulate(obj, *input_args, **kwargs)
@@ -117,9 +120,21 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
         calls.note_run = outer
 
 
+@one_per_class
+def _recorded_class(cls: Any) -> Any:
+    """Makes the subclass whose methods Flax's `tabulate` is to replace: functions all of them."""
+    attributes = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
+    methods = {
+        name: method.run
+        for name, method in attributes.items()
+        if isinstance(method, InstanceMethod)
+    }
+    return stand_in(cls, methods)
+
+
 @contextlib.contextmanager
 def _classes_as_they_were(obj: Any) -> Iterator[None]:
-    """Restores the classes in the graph, whose methods Flax's `tabulate` replaces, leaving
+    """Restores the classes of the copies, whose methods Flax's `tabulate` replaces, leaving
     inherited ones on them.
     """
     before = {type(node): dict(vars(type(node))) for _, node in flax_nnx.iter_graph(obj)}
@@ -143,7 +158,7 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
         if inspect.ismethod(child):
             break
         obj = obj[key] if child is None else child
-    if not obeys_policies(obj):
+    if not is_ours(type(obj)):
         return NOT_OURS
     return cells_of(as_multiplied(obj.dtype_policy, _may_scale(obj)), obj._policy_source)
 
@@ -153,4 +168,4 @@ def _may_scale(obj: Any) -> bool:
     layer = layer_class(type(obj))
     if layer is None or not layer._is_layer:
         return True
-    return getattr(layer, "_scaled", None) is not None and as_ours(obj)._has_default_operation()
+    return getattr(layer, "_scaled", None) is not None and obj._has_default_operation()

@@ -327,6 +327,6 @@ def test_an_nnx_model_of_flaxs_multiplies_in_8_bits_where_rules_let_it():
     graphdef, state = flax_nnx.split(model)
     cast = policy.autocast(lambda s, x: flax_nnx.merge(graphdef, s)(x), "mixed_int8", params=0)
     assert dots(cast, state, X) == {("int8", "int8"): 6, ("bfloat16", "bfloat16"): 2}
-    nnx.apply_policy(model, "mixed_int8", rules=[("head", "p=f32,c=bf16")])
+    model = nnx.apply_policy(model, "mixed_int8", rules=[("head", "p=f32,c=bf16")])
     run, params = loss_of(model)
     assert dots(run, params, X) == {("int8", "int8"): 5, ("bfloat16", "bfloat16"): 3}

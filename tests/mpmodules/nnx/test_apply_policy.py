@@ -1,5 +1,5 @@
-"""`apply_policy` puts a built model, ours or not, under a policy: in place, by path and class, or
-not at all.
+"""`apply_policy` copies a built model, ours or not, under a policy: by path and class, or not at
+all.
 """
 
 # What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
@@ -8,12 +8,14 @@ not at all.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import copy
+import operator
 import pickle
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx as flax_nnx
 
@@ -101,11 +103,23 @@ def policies(model):
     }
 
 
-def test_it_returns_the_model_changed_in_place():
+def test_it_returns_a_copy_and_leaves_the_model_as_it_was():
     theirs = model()
-    assert apply_policy(theirs, "mixed_bfloat16") is theirs
-    assert isinstance(theirs, Model)
-    assert set(policies(theirs).values()) == {MIXED}
+    before, held = flax_nnx.graphdef(theirs), jax.tree.leaves(theirs)
+    ported = apply_policy(theirs, "bf16")
+    assert isinstance(ported, Model) and ported is not theirs
+    assert set(policies(ported).values()) == {HALF}
+    assert flax_nnx.graphdef(theirs) == before and type(theirs) is Model
+    assert all(map(operator.is_, jax.tree.leaves(theirs), held))
+    ported(IDS)
+    assert np.any(ported.bn.mean[...]) and not np.any(theirs.bn.mean[...])
+
+
+def test_the_copy_shares_the_arrays_whose_dtype_stays():
+    theirs = model()
+    ported = apply_policy(theirs, "mixed_bfloat16")
+    assert ported.heads.a.kernel is not theirs.heads.a.kernel
+    assert ported.heads.a.kernel.get_value() is theirs.heads.a.kernel.get_value()
 
 
 def test_every_layer_obeys_and_the_model_is_the_boundary():
@@ -138,7 +152,7 @@ def test_the_result_is_near_float32_and_the_same_program_as_the_ported_model_s()
 def test_the_state_tree_stays_the_same():
     theirs = model()
     before = jax.tree.structure(flax_nnx.state(theirs))
-    apply_policy(theirs, "mixed_bfloat16")
+    theirs = apply_policy(theirs, "mixed_bfloat16")
     assert jax.tree.structure(flax_nnx.state(theirs)) == before
 
 
@@ -248,9 +262,7 @@ def test_a_rule_that_matches_nothing_lists_the_paths_and_leaves_the_model_as_it_
     with pytest.raises(ValueError, match=expected):
         apply_policy(theirs, "bf16", {"blokcs/.*": "f32", nnx.Conv: "f32", "embed": "f32"})
     assert flax_nnx.graphdef(theirs) == before
-    assert type(theirs) is Model
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs))} == {jnp.dtype(F32)}
-    apply_policy(theirs, "bf16", PolicyRules({"blokcs/.*": "f32"}, strict=False))
+    theirs = apply_policy(theirs, "bf16", PolicyRules({"blokcs/.*": "f32"}, strict=False))
     assert theirs.dtype_policy == HALF
 
 
@@ -290,7 +302,7 @@ def test_a_change_of_mind_goes_anywhere_from_anywhere():
         ("f32", F32, F32),
         ("f16", F16, F16),
     ):
-        apply_policy(theirs, text)
+        theirs = apply_policy(theirs, text)
         assert theirs.heads.a.kernel.dtype == param
         assert [x.dtype for x in theirs(IDS)] == [out, out]
     np.testing.assert_allclose(theirs.heads.a.kernel[...].astype(F32), kernel, rtol=2**-7)
@@ -298,7 +310,7 @@ def test_a_change_of_mind_goes_anywhere_from_anywhere():
 
 def test_a_change_of_mind_forgets_the_rules_of_before():
     theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
-    apply_policy(theirs, "mixed_bfloat16")
+    theirs = apply_policy(theirs, "mixed_bfloat16")
     assert set(policies(theirs).values()) == {MIXED}
 
 
@@ -316,6 +328,26 @@ def test_a_shared_module_is_changed_once_and_stays_shared():
     assert shares(np.ones((2, 4), np.float32)).dtype == BF16
 
 
+def test_a_shared_variable_stays_shared_and_is_cast_once():
+    class Tied(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = flax_nnx.Embed(4, 4, rngs=rngs)
+            self.head = flax_nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.head.kernel = self.embed.embedding
+            self.table = flax_nnx.data({"again": self.embed.embedding})
+
+        def __call__(self, ids):
+            return self.head(self.embed(ids))
+
+    theirs = Tied(rngs=flax_nnx.Rngs(0))
+    tied = apply_policy(theirs, "bf16")
+    assert tied.head.kernel is tied.embed.embedding is tied.table["again"]
+    assert tied.head.kernel.dtype == BF16 and theirs.head.kernel.dtype == F32
+    assert flax_nnx.to_flat_state(flax_nnx.state(tied)).paths == (
+        flax_nnx.to_flat_state(flax_nnx.state(theirs)).paths
+    )
+
+
 @pytest.mark.parametrize("path", ["one", "two"])
 def test_a_shared_module_is_found_by_each_of_its_paths(path):
     class Shares(flax_nnx.Module):
@@ -329,16 +361,15 @@ def test_a_shared_module_is_found_by_each_of_its_paths(path):
 
 def test_a_root_layer_obeys_as_ours_does_and_is_a_boundary():
     layer = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
-    apply_policy(layer, "mixed_bfloat16")
-    assert type(layer) is flax_nnx.Linear
-    assert isinstance(layer, nnx.Linear)
+    layer = apply_policy(layer, "mixed_bfloat16")
+    assert type(layer) is nnx.Linear and isinstance(layer, flax_nnx.Linear)
     assert layer(np.ones((2, 4), np.float32)).dtype == F32
     assert ":f32[2,4] = dot_general" in program(layer, np.ones((2, 4), np.float32))
 
 
 def test_a_user_s_subclass_keeps_its_name_and_its_methods():
     layer = Gated(4, 4, rngs=flax_nnx.Rngs(0))
-    apply_policy(layer, "c=bf16")
+    layer = apply_policy(layer, "c=bf16")
     assert (type(layer).__name__, type(layer).__module__) == ("Gated", Gated.__module__)
     assert isinstance(layer, Gated)
     assert isinstance(layer, nnx.Linear)
@@ -352,7 +383,7 @@ def test_ours_built_under_one_policy_moves_to_another():
         ours: Any = nnx.Sequential(
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
         )
-    apply_policy(ours, "f16")
+    ours = apply_policy(ours, "f16")
     assert ours(np.ones((2, 4), np.float32)).dtype == F16
     assert ours.layers[0].kernel.dtype == F16
 
@@ -363,13 +394,12 @@ def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children()
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
             nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0)),
         )
-    apply_policy(ours, "f16")
+    ours = apply_policy(ours, "f16")
     assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == [
         "float16",
         "float32",
     ]
-    apply_policy(ours.layers[1], "bf16")
-    assert ours.layers[1].dtype_policy == HALF
+    assert apply_policy(ours.layers[1], "bf16").dtype_policy == HALF
 
 
 def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
@@ -390,7 +420,7 @@ def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
             with pytest.warns(
                 DtypePolicyWarning, match="^Linear at 'layers/0' has an explicit dtype=float16"
             ):
-                apply_policy(kept, policy, keep_explicit=True)
+                kept = apply_policy(kept, policy, keep_explicit=True)
             assert [layer.dtype for layer in kept.layers] == [F16, found, found]
 
 
@@ -399,14 +429,14 @@ def test_keep_explicit_on_a_model_of_ours_that_was_built_under_a_policy_keeps_on
         ours: Any = nnx.Sequential(
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
         )
-    apply_policy(ours, "f16", keep_explicit=True)
+    ours = apply_policy(ours, "f16", keep_explicit=True)
     assert ours.layers[0].dtype == ours.layers[1].query.dtype == F16
 
 
 def test_a_decoding_cache_follows_the_policy():
     layer = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
     layer.init_cache((1, 3, 4))
-    apply_policy(layer, "mixed_bfloat16")
+    layer = apply_policy(layer, "mixed_bfloat16")
     assert layer(np.ones((1, 1, 4), np.float32)).dtype == F32
     assert layer.cached_key[...].dtype == BF16
     assert layer.cache_index[...] == 1
@@ -436,7 +466,7 @@ def test_it_works_after_split_and_merge_and_the_merged_model_keeps_it():
 
 def test_an_abstract_model_gets_a_policy_too():
     theirs = flax_nnx.eval_shape(lambda: Model(rngs=flax_nnx.Rngs(0)))
-    apply_policy(theirs, "bf16")
+    theirs = apply_policy(theirs, "bf16")
     assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {
         jnp.dtype(BF16)
     }
@@ -476,11 +506,69 @@ def test_references_and_training_work_through_an_adopted_model():
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
 
 
+def test_an_optimizer_made_for_the_copy_trains_it_alone():
+    theirs = model()
+    before = jax.tree.map(np.asarray, flax_nnx.state(theirs, flax_nnx.Param))
+    ported = apply_policy(theirs, "mixed_bfloat16")
+    optimizer = flax_nnx.Optimizer(ported, optax.sgd(0.1), wrt=flax_nnx.Param)
+
+    @flax_nnx.jit
+    def step(model, optimizer):
+        loss_of = lambda model: sum(jnp.square(x - 1).mean() for x in model(IDS))  # noqa: E731
+        loss, gradients = flax_nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(step(ported, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert np.any(ported.heads.a.kernel[...] != theirs.heads.a.kernel[...])
+    jax.tree.map(np.testing.assert_array_equal, before, flax_nnx.state(theirs, flax_nnx.Param))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "remat", "jit"])
+def test_flax_s_transformations_of_methods_run_in_a_port(transform):
+    """Each Net calls its block through a transformation of the user's."""
+
+    class Block(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x) * jnp.exp(x)
+
+    class Net(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            if transform in ("vmap", "scan"):
+                rngs = rngs.split(3)
+                self.block = flax_nnx.vmap(lambda rngs: Block(rngs=rngs))(rngs)
+            else:
+                self.block = Block(rngs=rngs)
+
+        def __call__(self, x):
+            call = lambda block, x: block(x)  # noqa: E731
+            if transform == "vmap":
+                return flax_nnx.vmap(call, in_axes=(0, None))(self.block, x).sum(0)
+            if transform == "scan":
+                axes = {"in_axes": (0, flax_nnx.Carry), "out_axes": flax_nnx.Carry}
+                return flax_nnx.scan(call, **axes)(self.block, x)
+            return getattr(flax_nnx, transform)(call)(self.block, x)
+
+    theirs = Net(rngs=flax_nnx.Rngs(0))
+    ported = apply_policy(theirs, "mixed_bfloat16")
+    x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_allclose(ported(x), theirs(x), rtol=0.03, atol=0.03)
+    text = program(ported, x)
+    assert "bf16[" in text.split("= dot_general")[0].splitlines()[-1]
+    assert ":bf16[2,4] = exp" not in text
+    gradient = flax_nnx.grad(lambda net: net(x).sum())(ported)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
+
+
 def test_the_layers_of_a_module_that_was_not_given_a_policy_stay_flax_s():
     theirs = model()
-    apply_policy(theirs.heads.a, "bf16")
+    theirs.heads.a = apply_policy(theirs.heads.a, "bf16")
     assert theirs.heads.a.kernel.dtype == BF16
-    assert type(theirs.heads.b) is flax_nnx.Linear
+    assert type(theirs.heads.b) is flax_nnx.Linear and theirs.heads.b.kernel.dtype == F32
 
 
 def test_bare_parameters_of_a_module_are_cast_and_cycles_end():
@@ -501,7 +589,7 @@ def test_bare_parameters_of_a_module_are_cast_and_cycles_end():
 
 def test_complex_layers_keep_their_dtypes():
     layer = flax_nnx.Linear(4, 4, param_dtype=jnp.complex64, rngs=flax_nnx.Rngs(0))
-    apply_policy(layer, "bf16")
+    layer = apply_policy(layer, "bf16")
     assert layer.kernel.dtype == jnp.complex64
     assert layer(np.ones((2, 4), np.complex64)).dtype == jnp.complex64
 

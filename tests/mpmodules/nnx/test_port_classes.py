@@ -1,5 +1,5 @@
-"""A port leaves classes as they are: exact types, override checks, identities of methods, and
-instances not ported.
+"""A port patches no class. Its modules are of subclasses that look like their classes: names,
+override checks, identities of methods.
 """
 
 # What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
@@ -7,12 +7,15 @@ instances not ported.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIncompatibleMethodOverride=false, reportFunctionMemberAccess=false
 
+import functools
+import inspect
 import os
 import pickle
 import subprocess
 import sys
-import threading
-from typing import Any
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +24,8 @@ import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
+import policy
 from mpmodules import autocast, get_policy, nnx, use_policy
-from mpmodules._nnx_names import named_modules
 from mpmodules.nnx import apply_policy
 from tests.programs import named, operations
 
@@ -83,7 +86,7 @@ class Other(Convolved):
 
 class Gated(flax_nnx.Linear):
     def __call__(self, x):
-        assert type(self) is Gated
+        assert isinstance(self, Gated)
         return super().__call__(x) * jax.nn.sigmoid(x)
 
 
@@ -136,53 +139,62 @@ def program(model, *args):
     return str(jax.make_jaxpr(pure(model))(*args))
 
 
-def test_the_type_of_every_module_stays():
-    model = net()
-    before = types_of(model)
-    apply_policy(model, MIXED)
-    assert types_of(model) == before
-    assert (
-        type(model) is Net
-        and type(model.heads["a"]) is type(model.block.layers[0]) is flax_nnx.Linear
-    )
-    assert isinstance(model.gate, nnx.Linear) and isinstance(model.rnn.cell, nnx.LSTMCell)
+def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name():
+    theirs = net()
+    model = apply_policy(theirs, MIXED)
+    before, after = types_of(theirs), types_of(model)
+    assert before.keys() == after.keys()
+    for path, cls in after.items():
+        assert issubclass(cls, before[path])
+        assert (cls.__name__, cls.__qualname__) == (
+            before[path].__name__,
+            before[path].__qualname__,
+        )
+    assert type(model.heads["a"]) is type(model.block.layers[0]) is nnx.Linear
+    assert type(model.norms) is flax_nnx.List and type(model.heads) is flax_nnx.Dict
+    assert isinstance(model.gate, Gated) and isinstance(model.gate, nnx.Linear)
+    assert types_of(apply_policy(model, "f16")) == after == types_of(apply_policy(theirs, MIXED))
     assert model(X).dtype == F32
 
 
-def test_override_checks_and_the_identity_of_methods_stay():
-    def checks():
-        names = ("make", "update", "alias", "described", "__call__")
-        pairs = ((Plain, Convolved), (Other, Convolved), (Plain, Other), (Convolved, Mixin))
-        found = {
-            (a.__name__, b.__name__, name): getattr(a, name) is getattr(b, name, None)
-            for a, b in pairs
-            for name in names
-        }
-        found |= {
-            ("alias", cls.__name__): cls.alias is cls.update for cls in (Plain, Other, Convolved)
-        }
-        return found | {
-            "layer": Gated.__call__ is flax_nnx.Linear.__call__,
-            "super": issubclass(Gated, flax_nnx.Linear),
-        }
+@pytest.mark.slow
+def test_no_class_of_flax_s_or_of_a_user_s_changes():
+    classes = {
+        base for cls in types_of(net()).values() for base in cls.__mro__ if base is not object
+    }
+    assert {Net, Gated, Other, Convolved, Mixin, flax_nnx.Linear, flax_nnx.Module} <= classes
+    before = {cls: dict(vars(cls)) for cls in classes}
+    functions = {
+        value: dict(vars(value))
+        for attributes in before.values()
+        for value in attributes.values()
+        if inspect.isfunction(value)
+    }
+    theirs = net()
+    model = apply_policy(theirs, MIXED)
+    model(X)
+    flax_nnx.grad(lambda model: model(X).sum())(model)
+    for each in (theirs, model):
+        policy.audit(each, X)
+        policy.compare(each, X)
+        for part in (each.graph, each.gate, each.block):
+            nnx.tabulate(part, X)
+        policy.autocast(each, MIXED)(X)
+    nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), dtype_policy="bf16")
+    assert {cls: dict(vars(cls)) for cls in classes} == before
+    assert {function: dict(vars(function)) for function in functions} == functions
 
-    before = checks()
-    statics = [
-        vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")
-    ]
+
+def test_override_checks_and_the_identity_of_methods_hold():
     for cls in (Plain, Other):
-        apply_policy(cls(rngs=flax_nnx.Rngs(0)), "bf16")
-    apply_policy(net(), "bf16")
-    assert checks() == before
-    assert before["Plain", "Convolved", "make"] and not before["Other", "Convolved", "make"]
-    assert [
-        vars(Convolved)[name] for name in ("static", "of_class", "width", "_private", "__init__")
-    ] == statics
-    assert apply_policy(Plain(rngs=flax_nnx.Rngs(0)), "bf16")(X).dtype == BF16
-    assert (
-        Convolved.update.__name__ == "update"
-        and Convolved.update.__qualname__ == "Convolved.update"
-    )
+        model = apply_policy(cls(rngs=flax_nnx.Rngs(0)), "bf16")
+        ported = type(model)
+        for name in ("make", "update", "alias", "described", "__call__", "_private", "static"):
+            assert getattr(ported, name) is getattr(cls, name)
+        assert ported.alias is ported.update and ported.of_class(3) == 3 and model.width == 4
+        assert (ported.make is Convolved.make) is (cls is Plain)
+        assert model(X).dtype == model.update(X).dtype == BF16
+    assert apply_policy(net(), "bf16").gate.__call__.__name__ == "__call__"
 
 
 def test_a_method_called_by_super_or_from_inside_is_no_second_boundary():
@@ -214,6 +226,7 @@ def test_instances_that_were_not_ported_run_the_same_program():
     model = Fresh(rngs=flax_nnx.Rngs(0))
     before, y = program(model, X), model(X)
     apply_policy(Fresh(rngs=flax_nnx.Rngs(1)), MIXED)
+    apply_policy(model, MIXED)
     with use_policy("f16"):  # of no concern to a model that knows no policy
         assert program(model, X) == before
         np.testing.assert_array_equal(model(X), y)
@@ -221,29 +234,92 @@ def test_instances_that_were_not_ported_run_the_same_program():
     assert not hasattr(model, "dtype_policy")
 
 
-def test_methods_are_wrapped_once_from_many_threads():
+def test_ports_that_threads_make_at_once_are_of_one_class():
     class Once(flax_nnx.Module):
         def __call__(self, x):
             return x * 2
 
-    original = Once.__call__
-    threads = [threading.Thread(target=apply_policy, args=(Once(), "bf16")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert vars(Once)["__call__"].__wrapped__ is original
-    wrapped = Once.__call__
-    assert apply_policy(Once(), "f16")(X).dtype == jnp.float16
-    assert Once.__call__ is wrapped
+    with ThreadPoolExecutor(8) as threads:
+        models = list(threads.map(lambda _: apply_policy(Once(), "bf16"), range(8)))
+    assert len({type(model) for model in models}) == 1
+    assert len({flax_nnx.graphdef(model) for model in models}) == 1
+
+
+def test_a_user_s_init_subclass_is_not_called_for_a_port():
+    class Registered(flax_nnx.Module):
+        known: ClassVar[dict[str, type]] = {}
+
+        def __init_subclass__(cls, *, name, **kwargs):
+            super().__init_subclass__(**kwargs)
+            cls.known[name] = cls
+
+    class Net(Registered, name="net"):
+        def __call__(self, x):
+            return x * 2
+
+    assert apply_policy(Net(), "bf16")(X).dtype == BF16
+    assert Registered.known == {"net": Net}
+
+
+def test_methods_of_python_s_classes_and_of_flax_s_containers_are_no_boundaries():
+    class Table(flax_nnx.Module, Mapping[str, Any]):
+        def __init__(self):
+            self.table = flax_nnx.Dict(a=flax_nnx.Param(jnp.ones(4)))
+
+        def __getitem__(self, name):
+            return self.table[name]
+
+        def __iter__(self):
+            return iter(self.table)
+
+        def __len__(self):
+            return len(self.table)
+
+        def __call__(self, x):
+            return x * self["a"][None]
+
+    class Stack(flax_nnx.List):
+        def __call__(self, x):
+            for layer in self:
+                x = layer(x)
+            return x
+
+    table = apply_policy(Table(), "bf16")
+    assert list(table.keys()) == ["a"] and table.get("a") is table.table["a"]
+    assert table(X).dtype == BF16
+    stack = apply_policy(Stack([flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))]), MIXED)
+    stack.append(jnp.sin)
+    assert len(stack) == 2 and stack(X).dtype == F32
+
+
+def test_methods_stored_as_attributes_are_those_of_the_port():
+    class Net(flax_nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
+            self.branch = self.project
+            self.scaled = functools.partial(self.project, scale=3)
+
+        def project(self, x, scale=2):
+            return self.linear(x) * scale
+
+        def __call__(self, x):
+            return self.branch(x) + self.scaled(x)
+
+    theirs = Net(rngs=flax_nnx.Rngs(0))
+    model = apply_policy(theirs, "bf16", own_code="keep")
+    assert model.branch.__self__ is model.scaled.func.__self__ is model
+    assert model(X).dtype == BF16 and theirs(X).dtype == F32
 
 
 def test_importing_wraps_nothing_and_a_pickle_obeys_in_a_fresh_process(tmp_path):
     rngs = flax_nnx.Rngs(0)
     model = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.LayerNorm(4, rngs=rngs))
-    apply_policy(model, MIXED, {"layers/1": "f32"})
+    model = apply_policy(model, MIXED, {"layers/1": "f32"})
     path = tmp_path / "model"
-    path.write_bytes(pickle.dumps((flax_nnx.graphdef(model), model)))
+    own = apply_policy(Plain(rngs=rngs), MIXED)
+    path.write_bytes(pickle.dumps((flax_nnx.graphdef(model), model, own)))
+    definition = pickle.loads(pickle.dumps(flax_nnx.graphdef(own)))
+    assert definition == flax_nnx.graphdef(own) != flax_nnx.graphdef(Plain(rngs=rngs))
     code = f"""
 import pickle, jax, numpy as np
 from flax import nnx
@@ -251,8 +327,9 @@ import mpmodules.nnx
 classes = (nnx.Linear, nnx.LayerNorm, nnx.Sequential, nnx.LSTMCell)
 mpmodules.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), dtype_policy="bf16")
 assert not any(hasattr(cls.__call__, "__wrapped__") for cls in classes)
-definition, model = pickle.load(open({str(path)!r}, "rb"))
-assert type(model.layers[0]) is nnx.Linear and definition == nnx.graphdef(model)
+definition, model, own = pickle.load(open({str(path)!r}, "rb"))
+assert type(model.layers[0]) is mpmodules.nnx.Linear and definition == nnx.graphdef(model)
+assert own.__class__.__name__ == "Plain" and nnx.graphdef(own) != definition
 x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 assert model(x).dtype == "float32" and model.layers[0](x).dtype == "bfloat16"
 assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
@@ -283,8 +360,8 @@ def test_graph_definitions_and_flax_s_transformations_hold():
     gradients = flax_nnx.jit(flax_nnx.grad(loss))(one, X)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {F32}
     assert np.any(one.norms[1].mean[...] != 0)  # a statistic that the view of a layer updated
-    apply_policy(one, "f16")
-    apply_policy(one, MIXED)
+    one = apply_policy(one, "f16")
+    one = apply_policy(one, MIXED)
     assert program(one, X) == expected
 
 
@@ -299,7 +376,7 @@ def test_stacked_layers_are_ported_and_scanned():
         return layer(x)
 
     stack = apply_policy(build(jax.random.split(jax.random.key(0), 3)), "p=f32,c=bf16,o=bf16")
-    assert type(stack) is Other
+    assert isinstance(stack, Other)
     found = named(
         operations(lambda x: layers(flax_nnx.clone(stack), x), X.astype(BF16)), "dot_general"
     )
@@ -308,7 +385,8 @@ def test_stacked_layers_are_ported_and_scanned():
 
 def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
     layer: Any = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
-    apply_policy(layer, MIXED).init_cache((1, 3, 4))
+    layer = apply_policy(layer, MIXED)
+    layer.init_cache((1, 3, 4))
     assert layer.cached_key[...].dtype == BF16
     layer(X[:1, None])
     assert layer.cache_index[...] == 1
@@ -320,26 +398,20 @@ def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
 
 def test_autocast_of_a_ported_model_names_its_modules():
     model = apply_policy(net(), MIXED)
-    before = {cls: cls.__call__ for cls in (Net, Gated, Other, flax_nnx.LSTMCell, flax_nnx.RNN)}
     report = str(autocast(model, "mixed_bfloat16").explain(X))
     assert "gate" in report and "rnn/cell" in report
     assert autocast(model, "mixed_bfloat16")(X).dtype == F32
-    assert {cls: cls.__call__ for cls in before} == before
 
 
-@pytest.mark.parametrize("inherits", [False, True])
-def test_a_port_while_other_modules_are_being_named_stays_afterwards(inherits):
-    class Base(flax_nnx.Module):
-        def __call__(self, x):
-            return x * 2
+def test_threads_trace_models_of_one_class_with_the_names_of_their_modules():
+    reports = [str(policy.audit(net(), X))]
+    with ThreadPoolExecutor(4) as threads:
+        reports += threads.map(lambda _: str(policy.audit(net(), X)), range(4))
+    assert len(set(reports)) == 1 and "graph/linear" in str(audit_paths(net()))
 
-    cls = type("Derived", (Base,), {}) if inherits else Base
-    original, other = Base.__call__, cls()
-    with named_modules(cls()):
-        assert apply_policy(other, "bf16")(X).dtype == BF16
-    assert other(X).dtype == BF16 and cls()(X).dtype == F32
-    assert vars(Base)["__call__"].__wrapped__ is original
-    assert ("__call__" in vars(cls)) is not inherits
+
+def audit_paths(model):
+    return {operation.path for operation in policy.audit(model, X).operations}
 
 
 def test_a_dict_has_no_other_items_after_a_port_and_a_list_no_boundaries():
@@ -353,14 +425,14 @@ def test_parameters_in_lists_and_dicts_of_flax_s_are_cast():
     holder = flax_nnx.Dict(
         w=flax_nnx.Param(jnp.ones(2)), more=flax_nnx.List([flax_nnx.Param(jnp.ones(2))])
     )
-    apply_policy(holder, "bf16")
+    holder = apply_policy(holder, "bf16")
     assert holder.w.dtype == holder.more[0].dtype == BF16
 
 
 def test_a_linen_module_inside_runs_as_it_is_and_its_parameters_are_cast():
     module = flax_nnx.bridge.ToNNX(flax_linen.Dense(3), rngs=flax_nnx.Rngs(0)).lazy_init(X)
     model = apply_policy(flax_nnx.Sequential(module, lambda x: x), "bf16", own_code="keep")
-    assert module.kernel.dtype == BF16
+    assert model.layers[0].kernel.dtype == BF16 and module.kernel.dtype == F32
     assert model(X).dtype == BF16
 
 
@@ -379,23 +451,10 @@ def test_ours_with_a_policy_of_its_own_inside_of_a_foreign_module_keeps_it():
     assert [op.inputs for op in found] == [("float32", "float32"), ("bfloat16", "bfloat16")]
 
 
-def test_a_class_of_ours_that_derives_from_a_wrapped_one_has_a_boundary_of_its_own():
-    class Theirs(flax_nnx.Module):
-        def __call__(self, x):
-            return x * 2
-
-    apply_policy(Theirs(), "f32")
-
-    class Both(nnx.Module, Theirs):
-        pass
-
-    assert Both(dtype_policy="bf16")(X).dtype == BF16
-
-
 def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
     class Cell(flax_nnx.LSTMCell):
         def initialize_carry(self, *args, **kwargs):
-            assert type(self) is Cell
+            assert isinstance(self, Cell)
             return super().initialize_carry(*args, **kwargs)
 
         def __call__(self, carry, inputs):
@@ -410,7 +469,7 @@ def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
     rngs = flax_nnx.Rngs(0)
     model = apply_policy(flax_nnx.RNN(Cell(4, 3, rngs=rngs), return_carry=True, rngs=rngs), MIXED)
     carry, y = model(X[None])
-    assert (carry[0].dtype, y.dtype, type(model.cell)) == (BF16, F32, Cell)
+    assert (carry[0].dtype, y.dtype) == (BF16, F32) and isinstance(model.cell, Cell)
     norm = apply_policy(Norm(4, rngs=rngs), MIXED)
     x = (1000 + np.arange(256, dtype=np.float32) % 7).reshape(64, 4)  # bfloat16 holds 1000 to 4
     np.testing.assert_allclose(norm(x).astype(F32), 1 + (x - x.mean(0)) / x.std(0), atol=0.05)
@@ -438,7 +497,7 @@ def test_transformed_methods_keep_their_attributes_on_the_class():
     assert "bf16" not in Jitted.__call__.lower(plain, X).as_text()
 
 
-def test_summaries_and_representations_are_of_the_model_s_own_classes():
+def test_summaries_and_representations_have_the_names_of_the_model_s_own_classes():
     rngs = flax_nnx.Rngs(0)
     parts = (
         Gated(4, 4, rngs=rngs),
@@ -447,14 +506,12 @@ def test_summaries_and_representations_are_of_the_model_s_own_classes():
     )
     model = apply_policy(flax_nnx.Sequential(*parts), MIXED)
     options = {"console_kwargs": {"width": 300, "no_color": True, "force_terminal": False}}
-    methods = lambda cls: {name: value for name, value in vars(cls).items() if callable(value)}  # noqa: E731
-    before = {cls: methods(cls) for cls in types_of(model).values()}
     table = nnx.tabulate(model, X, **options)
     assert all(
         name in table for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32")
     )
-    assert {cls: methods(cls) for cls in before} == before
-    assert "Gated(" in repr(model) and "_policy_port" not in repr(model)
+    assert "Gated(" in repr(model) and "_ported" not in repr(model)
+    assert nnx.tabulate(model, X, **options) == table
 
 
 def test_a_class_without_a_pytree_that_derives_from_a_layer_runs_as_ours_does():
@@ -464,5 +521,5 @@ def test_a_class_without_a_pytree_that_derives_from_a_layer_runs_as_ours_does():
             self.notes = [1, 2]
 
     layer = apply_policy(Dense(rngs=flax_nnx.Rngs(0)), MIXED)
-    assert type(layer) is Dense and layer(X).dtype == F32
+    assert isinstance(layer, Dense) and layer(X).dtype == F32
     assert ":f32[2,4] = dot_general" in program(layer, X)  # the accumulator

@@ -65,7 +65,7 @@ def test_dtype_fields_of_foreign_modules_follow_the_policy_at_their_path():
     assert [layer.dtype for layer in model.layers] == [BF16, BF16, F16]
     assert [layer.param_dtype for layer in model.layers] == [F32, F32, F16]
     assert Projection.param_dtype is None
-    apply_policy(model, "f32", dtype_fields=True)
+    model = apply_policy(model, "f32", dtype_fields=True)
     assert matmuls(model) == ["float32"] * 3
 
 
@@ -126,7 +126,7 @@ def test_keep_explicit_leaves_foreign_modules_and_keeps_the_dtypes_of_layers_ins
 
     model = Holds(Threads(jnp.float16, rngs=flax_nnx.Rngs(0)))
     with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float16") as told:
-        apply_policy(model, MIXED, keep_explicit=True)
+        model = apply_policy(model, MIXED, keep_explicit=True)
     assert len(told) == 1 and "Linear at 'layers/0/linear'" in str(told[0].message)
     assert matmuls(model) == ["float16"] and model.layers[0].dtype is jnp.float16
 
@@ -168,7 +168,7 @@ def test_branches_of_two_dtypes_meet_in_compute_dtype_where_that_is_asked_for():
     assert model(X).dtype == F32
     assert model.seen == ("bfloat16", "bfloat16")
     assert model.wide(X).dtype == F32  # called from outside it is a boundary
-    apply_policy(model, MIXED, own_code="keep")
+    model = apply_policy(model, MIXED, own_code="keep")
     with pytest.raises(TypeError, match="add requires arguments to have"):
         model(X)
 

@@ -56,7 +56,7 @@ def test_a_dtype_policy_is_stronger_than_a_rule():
 def test_a_dtype_policy_is_stronger_than_a_path_rule_of_apply_policy():
     with use_policy("f32"):
         model: Any = nnx.Sequential(linear(), linear(dtype_policy="f16"))
-    nnx.apply_policy(model, "mixed_bfloat16", {"layers/.*": "bf16"})
+    model = nnx.apply_policy(model, "mixed_bfloat16", {"layers/.*": "bf16"})
     assert [str(layer.dtype_policy.compute_dtype) for layer in model.layers] == [
         "bfloat16",
         "float16",

@@ -90,7 +90,7 @@ def test_every_source_is_named(net):
 
 
 def test_apply_policy_names_paths(net):
-    nnx.apply_policy(
+    net = nnx.apply_policy(
         net, MIXED, {"blocks/0/(linear|theirs)": "f32", nnx.MultiHeadAttention: "bf16"}
     )
     rows = shown(net)

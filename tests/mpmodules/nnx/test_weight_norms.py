@@ -95,7 +95,7 @@ def test_half_is_close_to_float32(wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wrapper):
     model = build(flax_nnx, wrapper, param_dtype=jnp.float32)
-    nnx.apply_policy(model, "mixed_bfloat16")
+    model = nnx.apply_policy(model, "mixed_bfloat16")
     assert isinstance(model, getattr(flax_nnx, wrapper))
     assert model(X).dtype == jnp.float32
     assert set(dtypes(model).values()) == {"float32"}
@@ -107,7 +107,7 @@ def test_statistics_of_a_model_built_in_half_are_widened_when_it_is_ported():
         param_dtype=jnp.bfloat16,
         rngs=flax_nnx.Rngs(0),
     )
-    nnx.apply_policy(model, "mixed_bfloat16")
+    model = nnx.apply_policy(model, "mixed_bfloat16")
     model(X)
     assert set(dtypes(model).values()) == {"float32"}
 

@@ -123,7 +123,7 @@ def test_rules_of_an_nnx_model_hold_by_autocast_and_by_apply_policy():
     assert "head" in kept and len(kept) < 4, "some of it runs in 8 bits"
     cast = autocast(model, found.policy, rules=found.rules)
     assert 0 < relative(cast(X), truth) <= 0.03
-    nnx.apply_policy(model, found.policy, rules=found.rules)
+    model = nnx.apply_policy(model, found.policy, rules=found.rules)
     assert 0 < relative(model(X), truth) <= 0.03
 
 

@@ -22,7 +22,7 @@ class InstanceMethod:
     nowrap = True  # Flax wraps the descriptors of a module's class otherwise
 
     def __init__(self, shown: Callable[..., Any], run: Callable[..., Any]):
-        self._shown, self._run = shown, run
+        self._shown, self.run = shown, run
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
-        return self._shown if instance is None else types.MethodType(self._run, instance)
+        return self._shown if instance is None else types.MethodType(self.run, instance)
