@@ -1,10 +1,9 @@
-"""Flax's layers made ours as they are called: the interceptor that does it, and where it is in
-force.
-"""
+"""Flax's layers called as ours: the interceptor that does it, and where it is in force."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -66,31 +65,52 @@ def _combined(cls: Any, ours: type) -> type:
     return combined
 
 
-def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
-    """Turns an instance of Flax's layer into ours.
+@contextlib.contextmanager
+def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
+    """Yields an instance of `cls`, our class for a bound Flax layer, that shares the layer's scope
+    and state.
 
-    The policy decides each dtype that is not in `keep`.
+    The policy decides each of its dtypes that is not in `keep`. What setup and calls leave behind
+    on the instance is the layer's afterwards; its fields stay as they are.
     """
-    namespace = module.__dict__
+    seen: Any = object.__new__(cls)
+    namespace = vars(seen)
+    namespace.update(vars(module))
     for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
         namespace[name] = None
     if namespace.get("use_fast_variance") is True:
         namespace["use_fast_variance"] = None  # nor can this one
     # A model that is a layer itself carries its policy, so that its call is a boundary.
     namespace["dtype_policy"] = getattr(type(module), "_ported_policy", None)
-    object.__setattr__(module, "__class__", cls)
-    for name in getattr(
-        cls, "_adopts_fields", ()
-    ):  # what a layer asks something of before it calls it
-        part = namespace.get(name)
-        ours = None if obeys_policies(part) else adopting_class(type(part))
-        if ours is not None:
-            _adopt(part, ours, keep)
+    with contextlib.ExitStack() as parts:
+        for name in getattr(cls, "_adopts_fields", ()):  # asked something before they are called
+            part = namespace.get(name)
+            ours = None if obeys_policies(part) else adopting_class(type(part))
+            if ours is not None:
+                namespace[name] = parts.enter_context(seen_as(part, ours, keep))
+        before = dict(namespace)
+        try:
+            yield seen
+        finally:
+            _hand_back(seen, module, before)
+
+
+def _hand_back(seen: Any, module: Any, before: Mapping[str, Any]) -> None:
+    """Gives a layer the attributes and the children that came to the instance that stood for it."""
+    fields = {field.name for field in dataclasses.fields(seen) if field.init}
+    for name, value in vars(seen).items():
+        if name not in fields and (name not in before or value is not before[name]):
+            object.__setattr__(module, name, value)
+    for child in module._state.children.values():
+        if isinstance(child, flax_nn.Module) and child.parent is seen:
+            object.__setattr__(child, "parent", module)
 
 
 class Adopter:
     """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey
     policies.
+
+    Of those in force, the innermost acts.
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
@@ -122,36 +142,45 @@ class Adopter:
         context: Any,
     ) -> Any:
         module, name = context.module, context.method_name
-        known = obeys_policies(module)
-        ours = None if known else adopting_class(type(module))
-        foreign = ours is None and not known
+        if _in_force.adopters[-1] is not self:
+            return next_fun(*args, **kwargs)
+        is_known = obeys_policies(module)
+        ours = None if is_known else adopting_class(type(module))
         if ours is not None:
-            _adopt(module, ours, self.keep)
-            if name == "setup":
-                return run_setup(module, lambda: next_fun(*args, **kwargs))
-        elif foreign and (not self.composites or module.scope is None):
+            with seen_as(module, ours, self.keep) as seen:
+                return _run_layer(
+                    seen, self._method(next_fun, seen, context), args, kwargs, context
+                )
+        if not is_known and (not self.composites or module.scope is None):
             return next_fun(*args, **kwargs)
-        if foreign and name == "setup" and self._sets(module):
+        sets = not is_known and self._sets(module)
+        if sets and name == "setup":
             return run_setup(module, lambda: self._set(module, next_fun)(*args, **kwargs))
-        if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+        # A method of ours comes with its boundary around it.
+        bounded = is_known and "_policy_boundary" in vars(context.orig_method.func)
+        if _is_internal(name) or bounded or (is_known and is_innermost(module)):
             return next_fun(*args, **kwargs)
-        # A method of ours comes with its boundary around it; one that was looked up before the
-        # instance was adopted (self.embed.attend(self.embed(x)) does that) comes without.
-        if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
-            return next_fun(*args, **kwargs)
+        method = _method_of(self._set(module, next_fun) if sets else next_fun, module, context)
+        hands_on = not is_known and self.cast_submodules and bool(module.path)
+        return run_method(
+            module,
+            method,
+            args,
+            kwargs,
+            own_body=is_upstream(context.orig_method.func),
+            cast_result=hands_on and not is_innermost(module),
+        )
 
-        if foreign and self._sets(module):
-            next_fun = self._set(module, next_fun)
-        method = (
-            context.orig_method.func
-            if next_fun is context.orig_method
-            else _through(next_fun, context)
-        )
-        hands_on = (
-            foreign and self.cast_submodules and bool(module.path) and not is_innermost(module)
-        )
-        own_body = is_upstream(context.orig_method.func)
-        return run_method(module, method, args, kwargs, own_body=own_body, cast_result=hands_on)
+    def _method(self, next_fun: Callable[..., Any], seen: Any, context: Any) -> Callable[..., Any]:
+        """Returns the method that was called, as one of the instance that stands for a layer."""
+        run = functools.partial(context.orig_method.func, seen)
+        if next_fun is context.orig_method:
+            return _method_of(next_fun, seen, context)
+        for interceptor in flax_nn.module._global_interceptor_stack:
+            if interceptor is self:
+                break
+            run = functools.partial(_intercepted, interceptor, run, context)
+        return _method_of(run, seen, context)
 
     def _sets(self, module: Any) -> bool:
         """Returns whether there may be something to set in a module that is no layer."""
@@ -165,20 +194,47 @@ class Adopter:
         return call
 
 
-def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
-    """Returns the method that was called, with the interceptors inside of ours around it."""
+def _is_internal(name: str) -> bool:
+    """Returns whether no method of that name is a boundary."""
+    return name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__")
+
+
+def _run_layer(
+    seen: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Any,
+) -> Any:
+    if context.method_name == "setup":
+        return run_setup(seen, lambda: method(seen))
+    if _is_internal(context.method_name):
+        return method(seen, *args, **kwargs)
+    own_body = is_upstream(context.orig_method.func)
+    return run_method(seen, method, args, kwargs, own_body=own_body)
+
+
+def _intercepted(
+    interceptor: Any, run: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return interceptor(run, args, kwargs, context)
+
+
+def _method_of(run: Callable[..., Any], module: Any, context: Any) -> Callable[..., Any]:
+    """Returns the method that was called: its own function, or for `module` with `run` in its place
+    where there is something around it.
+    """
     bare = context.orig_method.func
+    if run is context.orig_method:
+        return bare
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            instance is not context.module
-        ):  # a copy of it inside a transform, where an RNN reads wider parameters
+        if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so
             return bare(instance, *args, **kwargs)
-        return next_fun(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    method.__name__ = (
-        context.method_name
-    )  # no more of it: what interceptors are around is not Flax's own
+    # No more of it: what interceptors are around is not Flax's own.
+    method.__name__ = context.method_name
     method.__wrapped__ = bare  # type: ignore[attr-defined]
     return method
 
@@ -203,15 +259,16 @@ def layers_inside(
         and not any(is_half(declared[name]) for name in given)
     ):
         return contextlib.nullcontext()
-    if _in_force.adopters:  # one in force is called first, and leaves nothing to a second
+    if _in_force.adopters:  # it reaches them
         return contextlib.nullcontext()
     return adopting(Adopter(keep=given, composites=False))
 
 
 class _InForce(threading.local):
-    """The number of adopters in force in this thread."""
+    """The adopters in force in this thread, the innermost last."""
 
-    adopters = 0
+    def __init__(self) -> None:
+        self.adopters: list[Adopter] = []
 
 
 _in_force = _InForce()
@@ -220,9 +277,9 @@ _in_force = _InForce()
 @contextlib.contextmanager
 def adopting(adopter: Adopter) -> Iterator[None]:
     """Puts an adopter in force for a block."""
-    _in_force.adopters += 1
+    _in_force.adopters.append(adopter)
     try:
         with flax_nn.intercept_methods(adopter):
             yield
     finally:
-        _in_force.adopters -= 1
+        _in_force.adopters.pop()
