@@ -131,6 +131,9 @@ class Adopter:
     ):
         self.keep = keep
         self.composites = composites
+        self.is_of_a_port = (
+            composites  # whether the scope that it is in force with tells its options
+        )
         self.dtype_fields = dtype_fields
         self.cast_submodules = cast_submodules
 

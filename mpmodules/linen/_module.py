@@ -22,7 +22,7 @@ from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
 from mpmodules.linen._init_policy import missing_policy, noting_policy
-from mpmodules.linen._own_code import call, policy_of_outermost
+from mpmodules.linen._own_code import call, policy_of_outermost, wrapped_once
 from mpmodules.linen._registry import LAYER_OF
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
@@ -195,7 +195,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         ) -> Any:
             policy, flaxs = policy_of_outermost(self, fun), super()._call_wrapped_method
             if policy is not None:
-                method = flax_nn.module.wrap_method_once(fun)
+                method = wrapped_once(fun)
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 return call(self, method, args, kwargs, policy, plainly=plainly)
             outputs = flaxs(fun, args, kwargs)
