@@ -156,14 +156,16 @@ class Adopter:
                 )
         if not is_known and (not self.composites or module.scope is None):
             return next_fun(*args, **kwargs)
-        sets = not is_known and self._sets(module)
-        if sets and name == "setup":
-            return run_setup(module, lambda: self._set(module, next_fun)(*args, **kwargs))
+        run = next_fun
+        if not is_known and self._sets(module):
+            run = self._set(module, next_fun)
+        if not is_known and name == "setup":
+            return run_setup(module, run)
         # A method of ours comes with its boundary around it.
         bounded = is_known and "_policy_boundary" in vars(context.orig_method.func)
         if _is_internal(name) or bounded or (is_known and is_innermost(module)):
             return next_fun(*args, **kwargs)
-        method = _method_of(self._set(module, next_fun) if sets else next_fun, module, context)
+        method = _method_of(run, module, context)
         hands_on = not is_known and self.cast_submodules and bool(module.path)
         return run_method(
             module,

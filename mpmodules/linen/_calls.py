@@ -30,6 +30,7 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
         # Half-precision variables by the identities of the float32 ones that stand for them.
         self.half_states: dict[int, tuple[Any, Any]] = {}
+        self.made: list[Any] = []  # the half-precision variables that the calls made
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
         """Notes the policy that a module obeys in a call, where a summary or a report is being

@@ -14,6 +14,7 @@ import jax
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream
 from mpmodules.linen._calls import calls
+from mpmodules.linen._half_states import made_as_stored
 from mpmodules.linen._instances import key_of
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import crossing_of, obeys_policies
@@ -89,7 +90,7 @@ def call(
     # The module is cloned for the trace, without the modules around it.
     with enter(dataclasses.replace(scope, policy=policy)):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
-            with own_code.tracing():
+            with own_code.tracing(), made_as_stored([module.scope]):
                 args, kwargs = own_code.in_float32((args, kwargs))
                 outputs = plainly(*args, **kwargs)
         else:

@@ -19,7 +19,7 @@ from mpmodules.linen._instance_methods import InstanceMethod
 from mpmodules.linen._instances import fields_of, state_of
 from mpmodules.linen._own_code import call as call_own_code
 from mpmodules.linen._own_code import is_layers, policy_of_outermost, wrapped_once
-from mpmodules.linen._registry import is_ours
+from mpmodules.linen._registry import is_ours, layer_class
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
 from policy.provenance import Source
@@ -60,7 +60,7 @@ class _Port:
     def __init__(self, base: Any, options: PortOptions):
         self.base = base
         layer = base if is_ours(base) else adopting_class(base)
-        self.is_adopted = layer is not base and layer is not None
+        self.is_flaxs_layer = not is_ours(base) and layer_class(base) is not None
         is_layer = getattr(layer, "_is_layer", False)
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
@@ -134,7 +134,7 @@ class _Port:
         try:
             with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
                 policy = policy_of_outermost(module, method)
-                if policy is None or (self.is_adopted and is_layers(module, method)):
+                if policy is None or (self.is_flaxs_layer and is_layers(module, method)):
                     return plainly(*args, **kwargs)
                 return call_own_code(module, method, args, kwargs, policy, plainly=plainly)
         finally:

@@ -16,7 +16,12 @@ from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules._references import is_reference
 from mpmodules.linen._calls import roots_unchecked
-from mpmodules.linen._half_states import as_stored, half_dtypes, half_states_as_float32
+from mpmodules.linen._half_states import (
+    as_stored,
+    half_dtypes,
+    half_states_as_float32,
+    made_as_stored,
+)
 
 Method = Callable[..., Any]
 Run = Callable[..., tuple[Any, Any]]
@@ -108,10 +113,11 @@ def _transform(
             (variables, rngs), (args, kwargs) = others, inputs
             with checked(), half_states_as_float32(variables) as read:
                 scopes = scope_fn(_joined(params, read), rngs)
-                if packed is None:
-                    outputs = core(scopes, *args, **kwargs)
-                else:
-                    outputs = core(scopes, _Given(*_released((args, kwargs))))
+                with made_as_stored(jax.tree.leaves(scopes)):
+                    if packed is None:
+                        outputs = core(scopes, *args, **kwargs)
+                    else:
+                        outputs = core(scopes, _Given(*_released((args, kwargs))))
                 return outputs, as_stored(repack(scopes), stored)
 
         inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
