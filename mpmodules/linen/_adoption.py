@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import threading
@@ -16,8 +15,9 @@ from mpmodules._defined_in import is_upstream
 from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
-from mpmodules.linen._foreign import foreign_module_set
+from mpmodules.linen._foreign import foreign_module
 from mpmodules.linen._instance_methods import InstanceMethod
+from mpmodules.linen._instances import stand_in
 from mpmodules.linen._registry import LAYER_OF, obeys_policies
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -67,43 +67,23 @@ def _combined(cls: Any, ours: type) -> type:
 
 @contextlib.contextmanager
 def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
-    """Yields an instance of `cls`, our class for a bound Flax layer, that shares the layer's scope
-    and state.
+    """Yields an instance of `cls`, our class for a bound Flax layer, that stands in for the layer.
 
-    The policy decides each of its dtypes that is not in `keep`. What setup and calls leave behind
-    on the instance is the layer's afterwards; its fields stay as they are.
+    The policy decides each of its dtypes that is not in `keep`.
     """
-    seen: Any = object.__new__(cls)
-    namespace = vars(seen)
-    namespace.update(vars(module))
-    for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
-        namespace[name] = None
-    if namespace.get("use_fast_variance") is True:
-        namespace["use_fast_variance"] = None  # nor can this one
+    given = vars(module)
+    fields: dict[str, Any] = dict.fromkeys({"dtype", "param_dtype"}.intersection(given) - set(keep))
+    if given.get("use_fast_variance") is True:
+        fields["use_fast_variance"] = None  # nor can this one
     # A model that is a layer itself carries its policy, so that its call is a boundary.
-    namespace["dtype_policy"] = getattr(type(module), "_ported_policy", None)
+    fields["dtype_policy"] = getattr(type(module), "_ported_policy", None)
     with contextlib.ExitStack() as parts:
         for name in getattr(cls, "_adopts_fields", ()):  # asked something before they are called
-            part = namespace.get(name)
+            part = given.get(name)
             ours = None if obeys_policies(part) else adopting_class(type(part))
             if ours is not None:
-                namespace[name] = parts.enter_context(seen_as(part, ours, keep))
-        before = dict(namespace)
-        try:
-            yield seen
-        finally:
-            _hand_back(seen, module, before)
-
-
-def _hand_back(seen: Any, module: Any, before: Mapping[str, Any]) -> None:
-    """Gives a layer the attributes and the children that came to the instance that stood for it."""
-    fields = {field.name for field in dataclasses.fields(seen) if field.init}
-    for name, value in vars(seen).items():
-        if name not in fields and (name not in before or value is not before[name]):
-            object.__setattr__(module, name, value)
-    for child in module._state.children.values():
-        if isinstance(child, flax_nn.Module) and child.parent is seen:
-            object.__setattr__(child, "parent", module)
+                fields[name] = parts.enter_context(seen_as(part, ours, keep))
+        yield parts.enter_context(stand_in(module, cls, fields))
 
 
 class Adopter:
@@ -131,9 +111,7 @@ class Adopter:
     ):
         self.keep = keep
         self.composites = composites
-        self.is_of_a_port = (
-            composites  # whether the scope that it is in force with tells its options
-        )
+        self.is_of_a_port = composites  # then a `Scope` holds the options
         self.dtype_fields = dtype_fields
         self.cast_submodules = cast_submodules
 
@@ -144,79 +122,69 @@ class Adopter:
         kwargs: dict[str, Any],
         context: Any,
     ) -> Any:
-        module, name = context.module, context.method_name
+        module, method = context.module, context.orig_method.func
         if _in_force.adopters[-1] is not self:
             return next_fun(*args, **kwargs)
         is_known = obeys_policies(module)
         ours = None if is_known else adopting_class(type(module))
         if ours is not None:
             with seen_as(module, ours, self.keep) as seen:
-                return _run_layer(
-                    seen, self._method(next_fun, seen, context), args, kwargs, context
-                )
-        if not is_known and (not self.composites or module.scope is None):
+                method = self._method(next_fun, seen, context)
+                return _run(seen, method, args, kwargs, context)
+        if is_known:
+            # A method of ours comes with its boundary around it.
+            if "_policy_boundary" in vars(method) or is_innermost(module):
+                return next_fun(*args, **kwargs)
+            return _run(module, self._method(next_fun, module, context), args, kwargs, context)
+        if not self.composites or module.scope is None:
             return next_fun(*args, **kwargs)
-        run = next_fun
-        if not is_known and self._sets(module):
-            run = self._set(module, next_fun)
-        if not is_known and name == "setup":
-            return run_setup(module, run)
-        # A method of ours comes with its boundary around it.
-        bounded = is_known and "_policy_boundary" in vars(context.orig_method.func)
-        if _is_internal(name) or bounded or (is_known and is_innermost(module)):
-            return next_fun(*args, **kwargs)
-        method = _method_of(run, module, context)
-        hands_on = not is_known and self.cast_submodules and bool(module.path)
-        return run_method(
-            module,
-            method,
-            args,
-            kwargs,
-            own_body=is_upstream(context.orig_method.func),
-            cast_result=hands_on and not is_innermost(module),
-        )
+        hands_on = self.cast_submodules and bool(module.path) and not is_innermost(module)
+        method = self._foreign_method(next_fun, context)
+        return _run(module, method, args, kwargs, context, cast_result=hands_on)
 
-    def _method(self, next_fun: Callable[..., Any], seen: Any, context: Any) -> Callable[..., Any]:
-        """Returns the method that was called, as one of the instance that stands for a layer."""
-        run = functools.partial(context.orig_method.func, seen)
+    def _method(
+        self, next_fun: Callable[..., Any], instance: Any, context: Any
+    ) -> Callable[..., Any]:
+        """Returns the method that was called, as one of `instance`, the module or its stand-in."""
         if next_fun is context.orig_method:
-            return _method_of(next_fun, seen, context)
+            return context.orig_method.func
+        run = functools.partial(context.orig_method.func, instance)
         for interceptor in flax_nn.module._global_interceptor_stack:
             if interceptor is self:
                 break
             run = functools.partial(_intercepted, interceptor, run, context)
-        return _method_of(run, seen, context)
+        return _method_of(run, instance, context)
 
-    def _sets(self, module: Any) -> bool:
-        """Returns whether there may be something to set in a module that is no layer."""
-        return self.dtype_fields or module.is_mutable_collection("params")
+    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+        """Returns the method of a module that is no layer, which runs by the policy in force."""
+        module = context.module
+        if not self.dtype_fields and not module.is_mutable_collection("params"):
+            return self._method(next_fun, module, context)
 
-    def _set(self, module: Any, next_fun: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with foreign_module_set(module, dtype_fields=self.dtype_fields):
-                return next_fun(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with foreign_module(module, dtype_fields=self.dtype_fields) as instance:
+                return self._method(next_fun, instance, context)(instance, *args, **kwargs)
 
-        return call
-
-
-def _is_internal(name: str) -> bool:
-    """Returns whether no method of that name is a boundary."""
-    return name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__")
+        return _method_of(run, module, context)
 
 
-def _run_layer(
-    seen: Any,
+def _run(
+    module: Any,
     method: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     context: Any,
+    *,
+    cast_result: bool = False,
 ) -> Any:
-    if context.method_name == "setup":
-        return run_setup(seen, lambda: method(seen))
-    if _is_internal(context.method_name):
-        return method(seen, *args, **kwargs)
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys."""
+    name = context.method_name
+    if name == "setup":
+        return run_setup(module, lambda: method(module))
+    if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+        return method(module, *args, **kwargs)
     own_body = is_upstream(context.orig_method.func)
-    return run_method(seen, method, args, kwargs, own_body=own_body)
+    return run_method(module, method, args, kwargs, own_body=own_body, cast_result=cast_result)
 
 
 def _intercepted(
@@ -226,12 +194,8 @@ def _intercepted(
 
 
 def _method_of(run: Callable[..., Any], module: Any, context: Any) -> Callable[..., Any]:
-    """Returns the method that was called: its own function, or for `module` with `run` in its place
-    where there is something around it.
-    """
+    """Returns the method that was called, with `run` in its place for `module`."""
     bare = context.orig_method.func
-    if run is context.orig_method:
-        return bare
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
         if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so

@@ -241,11 +241,9 @@ def _run_layer(
     put_back_for_layer(module)
 
     def run() -> Any:
-        policy = effective_policy(module, current_scope()).policy
-        as_they_come = policy is None or own_code.come_wide(module, args)
-        cast = (
-            (args, kwargs) if as_they_come else _cast_inputs(module, policy, method, args, kwargs)
-        )
+        policy, cast = effective_policy(module, current_scope()).policy, (args, kwargs)
+        if policy is not None and not own_code.come_wide(module, args):
+            cast = _cast_inputs(module, policy, method, args, kwargs)
         keep = own_code.keeping() if _keeps(module) else contextlib.nullcontext()
         with keep:
             return run_method(module, method, *cast, lifted=lifted, own_body=own_body)

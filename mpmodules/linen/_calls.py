@@ -118,8 +118,10 @@ def _checked(seen: dict[str, set[type]] | None, validates: bool) -> Iterator[Non
 
 
 def is_innermost(module: flax_nn.Module) -> bool:
-    """Returns whether the innermost call under way is of this very instance."""
-    return calls.innermost is module
+    """Returns whether the innermost call under way is of this instance, or of one that it stands in
+    for.
+    """
+    return calls.innermost is not None and calls.innermost._state is module._state
 
 
 def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:

@@ -1,11 +1,14 @@
-"""Instances of modules: their fields, their other attributes, and keys of those that run alike."""
+"""Instances of modules: their fields and other attributes, those that stand in for them, and keys
+of those that run alike.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -33,6 +36,32 @@ def state_of(model: flax_nn.Module) -> dict[str, Any]:
     """Returns the attributes of the instance beside its fields, such as a config."""
     fields = {f.name for f in dataclasses.fields(model) if f.init}
     return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
+
+
+@contextlib.contextmanager
+def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
+
+    What setup and calls leave behind on it is the module's afterwards, whose fields stay as they
+    are. With no fields to change, that is the module itself.
+    """
+    if not fields:
+        yield module
+        return
+    other: Any = object.__new__(cls)
+    namespace = vars(other)
+    namespace.update(vars(module), **fields)
+    before = dict(namespace)
+    try:
+        yield other
+    finally:
+        declared = {field.name for field in dataclasses.fields(other) if field.init}
+        for name, value in namespace.items():
+            if name not in declared and (name not in before or value is not before[name]):
+                object.__setattr__(module, name, value)
+        for child in module._state.children.values():
+            if isinstance(child, flax_nn.Module) and child.parent is other:
+                object.__setattr__(child, "parent", module)
 
 
 def key_of(value: Any) -> Hashable:

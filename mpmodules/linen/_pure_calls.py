@@ -97,11 +97,12 @@ def _transform(
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
     def inner(
-        counters: list[Any],
         scope_fn: Any,
         repack: Any,
         variables: Any,
         rngs: Any,
+        *,
+        counters: list[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -131,12 +132,9 @@ def _transform(
         start()
         counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         before = list(map(_copied, counters))
-
-        def counting(*parts: Any) -> Any:
-            return inner(counters, *parts, args, kwargs)
-
+        call = functools.partial(inner, counters=counters, args=args, kwargs=kwargs)
         try:
-            return lift.pack(counting, (True,), (True,), (True,))(scopes)
+            return lift.pack(call, (True,), (True,), (True,))(scopes)
         except BaseException:
             for counts, old in zip(counters, before, strict=True):
                 set_counters(counts, old)
