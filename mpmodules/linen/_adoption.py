@@ -1,6 +1,4 @@
-"""Flax's layers made ours as they are called: the interceptor that does it, and where it is in
-force.
-"""
+"""Flax's layers called as ours: the interceptor that does it, and where it is in force."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from mpmodules._instance_methods import InstanceMethod
 from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
-from mpmodules.linen._foreign import foreign_module_set
+from mpmodules.linen._foreign import foreign_module
+from mpmodules.linen._instances import stand_in
 from mpmodules.linen._registry import LAYER_OF, obeys_policies
 from policy.policy import Policy
 from policy.scope import current_scope
@@ -66,31 +65,32 @@ def _combined(cls: Any, ours: type) -> type:
     return combined
 
 
-def _adopt(module: Any, cls: type, keep: Collection[str]) -> None:
-    """Turns an instance of Flax's layer into ours.
+@contextlib.contextmanager
+def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
+    """Yields an instance of `cls`, our class for a bound Flax layer, that stands in for the layer.
 
-    The policy decides each dtype that is not in `keep`.
+    The policy decides each of its dtypes that is not in `keep`.
     """
-    namespace = module.__dict__
-    for name in {"dtype", "param_dtype"}.intersection(namespace) - set(keep):
-        namespace[name] = None
-    if namespace.get("use_fast_variance") is True:
-        namespace["use_fast_variance"] = None  # nor can this one
+    given = vars(module)
+    fields: dict[str, Any] = dict.fromkeys({"dtype", "param_dtype"}.intersection(given) - set(keep))
+    if given.get("use_fast_variance") is True:
+        fields["use_fast_variance"] = None  # nor can this one
     # A model that is a layer itself carries its policy, so that its call is a boundary.
-    namespace["dtype_policy"] = getattr(type(module), "_ported_policy", None)
-    object.__setattr__(module, "__class__", cls)
-    for name in getattr(
-        cls, "_adopts_fields", ()
-    ):  # what a layer asks something of before it calls it
-        part = namespace.get(name)
-        ours = None if obeys_policies(part) else adopting_class(type(part))
-        if ours is not None:
-            _adopt(part, ours, keep)
+    fields["dtype_policy"] = getattr(type(module), "_ported_policy", None)
+    with contextlib.ExitStack() as parts:
+        for name in getattr(cls, "_adopts_fields", ()):  # asked something before they are called
+            part = given.get(name)
+            ours = None if obeys_policies(part) else adopting_class(type(part))
+            if ours is not None:
+                fields[name] = parts.enter_context(seen_as(part, ours, keep))
+        yield parts.enter_context(stand_in(module, cls, fields))
 
 
 class Adopter:
     """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey
     policies.
+
+    Of those in force, the innermost acts.
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
@@ -111,6 +111,7 @@ class Adopter:
     ):
         self.keep = keep
         self.composites = composites
+        self.is_of_a_port = composites  # then a `Scope` holds the options
         self.dtype_fields = dtype_fields
         self.cast_submodules = cast_submodules
 
@@ -121,64 +122,88 @@ class Adopter:
         kwargs: dict[str, Any],
         context: Any,
     ) -> Any:
-        module, name = context.module, context.method_name
-        known = obeys_policies(module)
-        ours = None if known else adopting_class(type(module))
-        foreign = ours is None and not known
+        module, method = context.module, context.orig_method.func
+        if _in_force.adopters[-1] is not self:
+            return next_fun(*args, **kwargs)
+        is_known = obeys_policies(module)
+        ours = None if is_known else adopting_class(type(module))
         if ours is not None:
-            _adopt(module, ours, self.keep)
-            if name == "setup":
-                return run_setup(module, lambda: next_fun(*args, **kwargs))
-        elif foreign and (not self.composites or module.scope is None):
-            return next_fun(*args, **kwargs)
-        if foreign and name == "setup" and self._sets(module):
-            return run_setup(module, lambda: self._set(module, next_fun)(*args, **kwargs))
-        if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
-            return next_fun(*args, **kwargs)
-        # A method of ours comes with its boundary around it; one that was looked up before the
-        # instance was adopted (self.embed.attend(self.embed(x)) does that) comes without.
-        if known and ("_policy_boundary" in vars(context.orig_method.func) or is_innermost(module)):
-            return next_fun(*args, **kwargs)
-
-        if foreign and self._sets(module):
-            next_fun = self._set(module, next_fun)
-        method = (
-            context.orig_method.func
-            if next_fun is context.orig_method
-            else _through(next_fun, context)
-        )
-        hands_on = (
-            foreign and self.cast_submodules and bool(module.path) and not is_innermost(module)
-        )
-        own_body = is_upstream(context.orig_method.func)
-        return run_method(module, method, args, kwargs, own_body=own_body, cast_result=hands_on)
-
-    def _sets(self, module: Any) -> bool:
-        """Returns whether there may be something to set in a module that is no layer."""
-        return self.dtype_fields or module.is_mutable_collection("params")
-
-    def _set(self, module: Any, next_fun: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with foreign_module_set(module, dtype_fields=self.dtype_fields):
+            with seen_as(module, ours, self.keep) as seen:
+                method = self._method(next_fun, seen, context)
+                return _run(seen, method, args, kwargs, context)
+        if is_known:
+            # A method of ours comes with its boundary around it.
+            if "_policy_boundary" in vars(method) or is_innermost(module):
                 return next_fun(*args, **kwargs)
+            return _run(module, self._method(next_fun, module, context), args, kwargs, context)
+        if not self.composites or module.scope is None:
+            return next_fun(*args, **kwargs)
+        hands_on = self.cast_submodules and bool(module.path) and not is_innermost(module)
+        method = self._foreign_method(next_fun, context)
+        return _run(module, method, args, kwargs, context, cast_result=hands_on)
 
-        return call
+    def _method(
+        self, next_fun: Callable[..., Any], instance: Any, context: Any
+    ) -> Callable[..., Any]:
+        """Returns the method that was called, as one of `instance`, the module or its stand-in."""
+        if next_fun is context.orig_method:
+            return context.orig_method.func
+        run = functools.partial(context.orig_method.func, instance)
+        for interceptor in flax_nn.module._global_interceptor_stack:
+            if interceptor is self:
+                break
+            run = functools.partial(_intercepted, interceptor, run, context)
+        return _method_of(run, instance, context)
+
+    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+        """Returns the method of a module that is no layer, which runs by the policy in force."""
+        module = context.module
+        if not self.dtype_fields and not module.is_mutable_collection("params"):
+            return self._method(next_fun, module, context)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with foreign_module(module, dtype_fields=self.dtype_fields) as instance:
+                return self._method(next_fun, instance, context)(instance, *args, **kwargs)
+
+        return _method_of(run, module, context)
 
 
-def _through(next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
-    """Returns the method that was called, with the interceptors inside of ours around it."""
+def _run(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Any,
+    *,
+    cast_result: bool = False,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys."""
+    name = context.method_name
+    if name == "setup":
+        return run_setup(module, lambda: method(module))
+    if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+        return method(module, *args, **kwargs)
+    own_body = is_upstream(context.orig_method.func)
+    return run_method(module, method, args, kwargs, own_body=own_body, cast_result=cast_result)
+
+
+def _intercepted(
+    interceptor: Any, run: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return interceptor(run, args, kwargs, context)
+
+
+def _method_of(run: Callable[..., Any], module: Any, context: Any) -> Callable[..., Any]:
+    """Returns the method that was called, with `run` in its place for `module`."""
     bare = context.orig_method.func
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            instance is not context.module
-        ):  # a copy of it inside a transform, where an RNN reads wider parameters
+        if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so
             return bare(instance, *args, **kwargs)
-        return next_fun(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    method.__name__ = (
-        context.method_name
-    )  # no more of it: what interceptors are around is not Flax's own
+    # No more of it: what interceptors are around is not Flax's own.
+    method.__name__ = context.method_name
     method.__wrapped__ = bare  # type: ignore[attr-defined]
     return method
 
@@ -203,15 +228,16 @@ def layers_inside(
         and not any(is_half(declared[name]) for name in given)
     ):
         return contextlib.nullcontext()
-    if _in_force.adopters:  # one in force is called first, and leaves nothing to a second
+    if _in_force.adopters:  # it reaches them
         return contextlib.nullcontext()
     return adopting(Adopter(keep=given, composites=False))
 
 
 class _InForce(threading.local):
-    """The number of adopters in force in this thread."""
+    """The adopters in force in this thread, the innermost last."""
 
-    adopters = 0
+    def __init__(self) -> None:
+        self.adopters: list[Adopter] = []
 
 
 _in_force = _InForce()
@@ -220,9 +246,9 @@ _in_force = _InForce()
 @contextlib.contextmanager
 def adopting(adopter: Adopter) -> Iterator[None]:
     """Puts an adopter in force for a block."""
-    _in_force.adopters += 1
+    _in_force.adopters.append(adopter)
     try:
         with flax_nn.intercept_methods(adopter):
             yield
     finally:
-        _in_force.adopters -= 1
+        _in_force.adopters.pop()

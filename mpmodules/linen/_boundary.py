@@ -18,7 +18,7 @@ from mpmodules._own_code import run_inside, run_layer
 from mpmodules._scan_errors import scan_explained
 from mpmodules.linen._calls import call_under_way, calls
 from mpmodules.linen._foreign import in_compute_dtype
-from mpmodules.linen._half_states import put_back_for_layer
+from mpmodules.linen._half_states import put_back_for_layer, states_made_in_float32
 from mpmodules.linen._own_code import NOT_BOUNDARIES, call, is_layer, policy_of_outermost
 from mpmodules.linen._registry import crossing_of
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
@@ -112,7 +112,9 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     effective = effective_policy(module, scope)
     if not getattr(type(module), "_is_layer", False):
         inner = _scope_inside(scope, effective, boundary.module_crosses(scope, effective.base))
-        with enter(inner, effective.source.for_those_inside(where(module))):
+        traces = scope.traces_own_code and not _keeps(module)
+        states = states_made_in_float32(module) if traces else contextlib.nullcontext()
+        with enter(inner, effective.source.for_those_inside(where(module))), states:
             return setup()
     with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
         return setup()
@@ -216,10 +218,11 @@ def _run_inside(
     source = effective.source.for_those_inside(where(module))
 
     def run() -> Any:
-        if not getattr(type(module), "_dtype_fields", False) or lifted:
-            return method(module, *args, **kwargs)
-        with fields_set(module, plain_fields(module, effective)):
-            return method(module, *args, **kwargs)
+        with states_made_in_float32(module):
+            if not getattr(type(module), "_dtype_fields", False) or lifted:
+                return method(module, *args, **kwargs)
+            with fields_set(module, plain_fields(module, effective)):
+                return method(module, *args, **kwargs)
 
     return run_inside(run, current_scope(), effective.base, source)
 
@@ -238,10 +241,8 @@ def _run_layer(
     put_back_for_layer(module)
 
     def run() -> Any:
-        policy = effective_policy(module, current_scope()).policy
-        if policy is None or own_code.come_wide(module, args):
-            cast = args, kwargs
-        else:
+        policy, cast = effective_policy(module, current_scope()).policy, (args, kwargs)
+        if policy is not None and not own_code.come_wide(module, args):
             cast = _cast_inputs(module, policy, method, args, kwargs)
         keep = own_code.keeping() if _keeps(module) else contextlib.nullcontext()
         with keep:

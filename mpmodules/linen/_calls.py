@@ -32,6 +32,7 @@ class _Calls(threading.local):
         self.recorded: Recorded | None = None
         # Half-precision variables by the identities of the float32 ones that stand for them.
         self.half_states: dict[int, tuple[Any, Any]] = {}
+        self.made: list[Any] = []  # the half-precision variables that the calls made
 
     def note_obeyed(self, module: flax_nn.Module, effective: Effective) -> None:
         """Notes the policy that a module obeys in a call, where a summary or a report is being
@@ -142,8 +143,10 @@ def _checked(seen: dict[str, set[type]] | None, validates: bool) -> Iterator[Non
 
 
 def is_innermost(module: flax_nn.Module) -> bool:
-    """Returns whether the innermost call under way is of this very instance."""
-    return calls.innermost is module
+    """Returns whether the innermost call under way is of this instance, or of one that it stands in
+    for.
+    """
+    return calls.innermost is not None and calls.innermost._state is module._state
 
 
 def path_of(module: flax_nn.Module) -> tuple[str, ...] | None:

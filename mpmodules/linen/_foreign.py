@@ -12,32 +12,34 @@ import jax
 
 from mpmodules._boundary import cast_outputs, is_pair
 from mpmodules._port_options import may_be_set, spelled_as
+from mpmodules.linen._instances import stand_in
 from mpmodules.linen._own_parameters import own_params
-from mpmodules.linen._resolution import fields_set
 from policy.casting import cast_floating
 from policy.policy import Policy
 from policy.scope import current_scope
 
 
 @contextlib.contextmanager
-def foreign_module_set(module: Any, *, dtype_fields: bool) -> Iterator[None]:
-    """Makes a module that is no layer follow the policy in force, for the length of a block.
+def foreign_module(module: Any, *, dtype_fields: bool) -> Iterator[Any]:
+    """Yields a module that is no layer, or its stand-in, as it follows the policy in force.
 
     Parameters that it creates are stored in param_dtype.
 
     Args:
+      module: the module, bound.
       dtype_fields: whether its fields `dtype` and `param_dtype` hold the policy's dtypes too.
     """
     policy = current_scope().policy
-    with contextlib.ExitStack() as stack:
-        if policy is not None and dtype_fields and "_declared_fields" not in vars(module):
-            stack.enter_context(fields_set(module, _dtypes_of(policy, module)))
-        before = {*own_params(module)}
-        yield
-        if policy is not None and module.is_mutable_collection("params"):
-            for name, value in own_params(module).items():
-                if name not in before:
-                    module.put_variable("params", name, cast_floating(value, policy.param_dtype))
+    if policy is None:
+        yield module
+        return
+    before = {*own_params(module)}
+    with stand_in(module, type(module), _dtypes_of(policy, module) if dtype_fields else {}) as seen:
+        yield seen
+    if module.is_mutable_collection("params"):
+        for name, value in own_params(module).items():
+            if name not in before:
+                module.put_variable("params", name, cast_floating(value, policy.param_dtype))
 
 
 # --------------------------------------------------------------------------------------------------

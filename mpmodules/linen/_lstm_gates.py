@@ -106,7 +106,7 @@ class GateBiases:
         returned = next_fun(*args, **kwargs)
         part = context.module
         if (
-            part.parent is not self.cell
+            part.path[:-1] != self.cell.path
             or context.method_name != "__call__"
             or part.name not in _NAMES
         ):

@@ -22,7 +22,7 @@ from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
 from mpmodules.linen._init_policy import missing_policy, noting_policy
-from mpmodules.linen._own_code import call, policy_of_outermost
+from mpmodules.linen._own_code import call, policy_of_outermost, wrapped_once
 from mpmodules.linen._registry import LAYER_OF
 from mpmodules.linen._summary import tabulate_method
 from policy.policy import Policy, get_policy
@@ -197,7 +197,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             if policy is None:
                 outputs = flaxs(fun, args, kwargs)
             else:
-                method = flax_nn.module.wrap_method_once(fun)
+                method = wrapped_once(fun)
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 outputs = call(self, method, args, kwargs, policy, plainly=plainly)
             if fun.__name__ != "setup" and self.scope is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
@@ -14,6 +14,8 @@ import jax
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream
 from mpmodules.linen._calls import calls
+from mpmodules.linen._half_states import made_as_stored
+from mpmodules.linen._instances import key_of
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy
@@ -88,11 +90,12 @@ def call(
     # The module is cloned for the trace, without the modules around it.
     with enter(dataclasses.replace(scope, policy=policy)):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
-            with own_code.tracing():
+            with own_code.tracing(), made_as_stored([module.scope]):
                 args, kwargs = own_code.in_float32((args, kwargs))
                 outputs = plainly(*args, **kwargs)
         else:
-            run = functools.partial(_run, owner=type(module), policy=policy)
+            key = _key(module, method)
+            run = functools.partial(own_code.run, type(module), policy=policy, key=key)
             try:
                 outputs = lifted(method, run)(module, args, kwargs)
             except own_code.CANNOT_BE_TRACED as error:
@@ -114,5 +117,26 @@ def call(
         )
 
 
-def _run(call: Callable[..., Any], *trees: Any, owner: type, policy: Policy) -> Any:
-    return own_code.run(owner, call, trees, policy)[0]
+@functools.lru_cache(1024)
+def wrapped_once(function: Callable[..., Any]) -> Method:
+    """Returns a method as Flax wraps it, the same at every call."""
+    return flax_nn.module.wrap_method_once(function)
+
+
+def _key(module: Any, method: Method) -> Hashable:
+    """Returns a key of the programs of a call, or None where they are not kept.
+
+    They are where no summary, no capture and nobody's interceptor takes part in the call, and no
+    check of rules.
+    """
+    flaxs, interceptors = flax_nn.module._context, flax_nn.module._global_interceptor_stack
+    if any(flaxs.capture_stack[-1:]) or flaxs.call_info_stack:
+        return None
+    if calls.recorded is not None or calls.seen is not None:
+        return None
+    if not all(getattr(each, "is_of_a_port", False) for each in interceptors):
+        return None
+    try:
+        return "linen", method, key_of(module), calls.model, bool(calls.paths)
+    except TypeError:
+        return None

@@ -15,9 +15,11 @@ from mpmodules._instance_methods import InstanceMethod
 from mpmodules._port_options import PortOptions
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
+from mpmodules.linen._calls import calls
+from mpmodules.linen._instances import fields_of, state_of
 from mpmodules.linen._own_code import call as call_own_code
-from mpmodules.linen._own_code import is_layers, policy_of_outermost
-from mpmodules.linen._registry import is_ours
+from mpmodules.linen._own_code import is_layers, policy_of_outermost, wrapped_once
+from mpmodules.linen._registry import is_ours, layer_class
 from mpmodules.linen._summary import tabulate_method
 from policy.islands import as_in_force
 from policy.provenance import Source
@@ -26,27 +28,6 @@ from policy.scope import Scope, current_scope, enter
 # --------------------------------------------------------------------------------------------------
 # The instance
 # --------------------------------------------------------------------------------------------------
-
-
-class _Bare(flax_nn.Module):
-    """A module without fields or code of its own."""
-
-
-_FLAX_STATE = frozenset(vars(_Bare(parent=None)))
-
-
-def fields_of(model: flax_nn.Module) -> dict[str, Any]:
-    return {
-        f.name: getattr(model, f.name)
-        for f in dataclasses.fields(model)
-        if f.init and f.name != "parent"
-    }
-
-
-def state_of(model: flax_nn.Module) -> dict[str, Any]:
-    """Returns the attributes of the instance beside its fields, such as a config."""
-    fields = {f.name for f in dataclasses.fields(model) if f.init}
-    return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
 
 
 def rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dict[str, Any]) -> Any:
@@ -79,7 +60,7 @@ class _Port:
     def __init__(self, base: Any, options: PortOptions):
         self.base = base
         layer = base if is_ours(base) else adopting_class(base)
-        self.is_adopted = layer is not base and layer is not None
+        self.is_flaxs_layer = not is_ours(base) and layer_class(base) is not None
         is_layer = getattr(layer, "_is_layer", False)
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
@@ -153,7 +134,7 @@ class _Port:
         try:
             with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
                 policy = policy_of_outermost(module, method)
-                if policy is None or (self.is_adopted and is_layers(module, method)):
+                if policy is None or (self.is_flaxs_layer and is_layers(module, method)):
                     return plainly(*args, **kwargs)
                 return call_own_code(module, method, args, kwargs, policy, plainly=plainly)
         finally:
@@ -183,7 +164,12 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
     ) -> Any:
         if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
             return call_wrapped_method(self, fun, args, kwargs)
-        return port.outermost(self, flax_nn.module.wrap_method_once(fun), args, kwargs)
+        return port.outermost(self, wrapped_once(fun), args, kwargs)
+
+    @flax_nn.nowrap
+    def _validate_setup(self: Any) -> None:
+        if calls.validates:
+            base._validate_setup(self)
 
     @flax_nn.nowrap
     def __reduce__(self: Any) -> Any:
@@ -202,6 +188,7 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
         "__qualname__": base.__qualname__,
         "__reduce__": __reduce__,
         "_call_wrapped_method": _call_wrapped_method,
+        "_validate_setup": _validate_setup,
         "_ported_from": base,
         "_ported_policy": options.policy,
         "tabulate": InstanceMethod(base.tabulate, tabulate_method),

@@ -4,7 +4,6 @@ them come out.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -17,11 +16,19 @@ from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules._references import is_reference
 from mpmodules.linen._calls import roots_unchecked
-from mpmodules.linen._half_states import as_stored, half_dtypes, half_states_as_float32
+from mpmodules.linen._half_states import (
+    as_stored,
+    half_dtypes,
+    half_states_as_float32,
+    made_as_stored,
+)
 
 Method = Callable[..., Any]
-Run = Callable[[Callable[..., Any], Any, Any, Any], Any]
-"""Returns the result of a pure function of parameters, other state and inputs, and of those."""
+Run = Callable[..., tuple[Any, Any]]
+"""Returns the results of ``call(params, others, inputs)`` and, as of the trace, of ``record()``.
+
+Its arguments are `call`, a tuple of those of `call`, and ``record=``.
+"""
 
 
 def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
@@ -29,8 +36,7 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
 
     Args:
       method: a method that Flax wrapped.
-      run: is called with a function of parameters, other state and inputs, and with these, and
-        returns its result.
+      run: runs the pure function; the record is of the counts of random keys.
     """
 
     @functools.wraps(method)
@@ -39,10 +45,10 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
 
     def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
-        before = copy.deepcopy(module.scope.rng_counters)
+        before = _copied(module.scope.rng_counters)
         with roots_unchecked() as checked:
             # Flax runs setup here, and again inside.
-            start = functools.partial(put_back, module.scope.rng_counters, before)
+            start = functools.partial(set_counters, module.scope.rng_counters, before)
             transform = functools.partial(_transform, run=run, checked=checked, start=start)
             if any(isinstance(leaf, _OF_LINEN) for leaf in leaves):
                 return decorator_lift_transform(transform, method)(module, *args, **kwargs)
@@ -91,7 +97,14 @@ def _transform(
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
     def inner(
-        scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+        scope_fn: Any,
+        repack: Any,
+        variables: Any,
+        rngs: Any,
+        *,
+        counters: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         params, others = _params_and_others(variables)
         stored = half_dtypes(_joined(params, others))
@@ -101,42 +114,49 @@ def _transform(
             (variables, rngs), (args, kwargs) = others, inputs
             with checked(), half_states_as_float32(variables) as read:
                 scopes = scope_fn(_joined(params, read), rngs)
-                if packed is None:
-                    outputs = core(scopes, *args, **kwargs)
-                else:
-                    outputs = core(scopes, _Given(*_released((args, kwargs))))
+                with made_as_stored(jax.tree.leaves(scopes)):
+                    if packed is None:
+                        outputs = core(scopes, *args, **kwargs)
+                    else:
+                        outputs = core(scopes, _Given(*_released((args, kwargs))))
                 return outputs, as_stored(repack(scopes), stored)
 
         inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
-        return run(call, params, (others, rngs), inputs)
-
-    packed = lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+        trees = params, (others, rngs), inputs
+        result, counted = run(call, trees, record=lambda: list(map(_copied, counters)))
+        for counts, after in zip(counters, counted, strict=True):
+            set_counters(counts, after)
+        return result
 
     def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
         start()
         counters = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
-        before = copy.deepcopy(counters)
+        before = list(map(_copied, counters))
+        call = functools.partial(inner, counters=counters, args=args, kwargs=kwargs)
         try:
-            return packed(scopes, *args, **kwargs)
+            return lift.pack(call, (True,), (True,), (True,))(scopes)
         except BaseException:
             for counts, old in zip(counters, before, strict=True):
-                put_back(counts, old)
+                set_counters(counts, old)
             raise
 
     return lifted
 
 
-def put_back(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Sets the counters of a scope's random streams, and those of scopes inside of it, to their
-    earlier values.
-    """
-    for key in list(counters):
-        if key not in before:
-            del counters[key]
-        elif isinstance(counters[key], dict):
-            put_back(counters[key], before[key])
+def _copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns a copy of a scope's counters. Flax knows some of the keys by their identity."""
+    return {key: _copied(x) if isinstance(x, dict) else x for key, x in counters.items()}
+
+
+def set_counters(counters: dict[Any, Any], counts: Mapping[Any, Any]) -> None:
+    """Sets the counters of a scope's random streams, and those of scopes inside of it."""
+    for key in counters.keys() - counts.keys():
+        del counters[key]
+    for key, count in counts.items():
+        if isinstance(count, dict):
+            set_counters(counters.setdefault(key, {}), count)
         else:
-            counters[key] = before[key]
+            counters[key] = count
 
 
 def _params_and_others(groups: Any) -> tuple[Any, Any]:

@@ -43,10 +43,8 @@ def _carried(
     module: Any, path: tuple[str, ...] | None, scope: Scope
 ) -> tuple[Policy, Source] | None:
     """Returns the policy that a module carries itself, by an argument or a rule, and its source."""
-    own, ported = (
-        getattr(module, "dtype_policy", None),
-        getattr(type(module), "_ported_policy", None),
-    )
+    # Not `getattr`: a module of Flax's without the field runs its setup for it.
+    own, ported = vars(module).get("dtype_policy"), getattr(type(module), "_ported_policy", None)
     if own is not None and ported is None:
         return get_policy(own), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
@@ -76,7 +74,8 @@ def _inherited(
         ancestor = (
             ancestor if isinstance(ancestor, flax_nn.Module) and ancestor.path == above else None
         )
-        policy = getattr(ancestor, "dtype_policy", None) if not calls.paths else None
+        given = {} if calls.paths or ancestor is None else vars(ancestor)
+        policy = given.get("dtype_policy")
         if policy is not None:
             return policy, Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)

@@ -376,6 +376,85 @@ def test_a_cache_in_half_stays_in_half(how):
     assert wide and {op.outputs for op in wide} == {("bfloat16",)}
 
 
+def fresh_cache(nn: Any) -> Any:
+    """Attention's cache without a cast, in a module for each half of a pair of imports."""
+
+    class Writes(nn.Module):
+        how: str
+        in_setup: bool = False
+
+        def setup(self):
+            if self.in_setup:
+                self.made = self.made_there()
+
+        def made_there(self):
+            return self.variable("cache", "keys", jnp.zeros, (8, 4), jnp.bfloat16)
+
+        @nn.compact
+        def __call__(self, x, _=None):
+            cache = self.made if self.in_setup else self.made_there()
+            index = self.variable("cache", "index", lambda: jnp.array(0))
+            key = self.param("key", nn.initializers.ones, (4, 4))
+            for _ in range(2):
+                update = jax.lax.dynamic_update_slice
+                if self.how == "slice":
+                    cache.value = update(cache.value, x @ key, (index.value, 0))
+                else:
+                    cache.value = cache.value.at[index.value].set((x @ key)[0])
+                index.value = index.value + 1
+            return x + cache.value.sum(0, keepdims=True), None
+
+    class Scans(nn.Module):
+        how: str
+
+        @nn.compact
+        def __call__(self, x, _=None):
+            axes = {"params": 0, "cache": 0}
+            body = nn.scan(Writes, axes, split_rngs={"params": True}, length=2)
+            return body(self.how)(x, None)
+
+    class Inside(nn.Module):
+        how: str
+        in_setup: bool = False
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(Writes(self.how, self.in_setup)(x)[0]), None
+
+    return {
+        "alone": Writes,
+        "inside": Inside,
+        "setup": lambda how: Writes(how, True),
+        "inside, setup": lambda how: Inside(how, True),
+        "scan": Scans,
+    }
+
+
+@pytest.mark.parametrize("where", fresh_cache(nn))
+@pytest.mark.parametrize("wing", ["ours", "port"])
+@pytest.mark.parametrize("how", ["slice", "at"])
+def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, wing, where):
+    plain = fresh_cache(flax_nn)[where](how)
+    model = (
+        fresh_cache(nn)[where](how).clone(dtype_policy=MIXED)
+        if wing == "ours"
+        else nn.apply_policy(plain, MIXED)
+    )
+    variables = model.init(KEY, X[:1])
+    _, fresh = model.apply({"params": variables["params"]}, X[:1], mutable=["cache"])
+    (out, _), state = model.apply(variables, X[:1], mutable=["cache"])
+    structures = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)
+        for tree in (variables["cache"], fresh["cache"], state["cache"])
+    ]
+    assert structures[0] == structures[1] == structures[2] and out.dtype == jnp.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(fresh)} == {"bfloat16", "int32"}
+    for a, b in zip(
+        jax.tree.leaves(fresh["cache"]), jax.tree.leaves(variables["cache"]), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_two_threads_with_two_policies_do_not_mix():
     barrier, found = threading.Barrier(2), {}
 

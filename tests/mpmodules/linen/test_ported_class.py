@@ -360,6 +360,72 @@ def test_a_users_subclass_of_a_layer_keeps_its_constructor():
     assert matmul_dtypes(apply_policy(RegisteredDense(3), MIXED), X) == {"bfloat16"}
 
 
+class Parts(nn.Dense):
+    """A subclass of a Flax layer with a setup, whose layer and attributes are asked for outside."""
+
+    def setup(self):
+        self.inner = nn.Dense(4)
+        self.width = self.features
+
+    def __call__(self, inputs):
+        return self.inner(self.twice(inputs))
+
+    @nn.compact
+    def twice(self, x):
+        return nn.Dense(x.shape[-1], name="again")(x)
+
+
+class Asks(nn.Module):
+    def setup(self):
+        self.parts, self.embed = Parts(5), nn.Embed(3, 4)
+        self.rnn, self.norm = nn.RNN(nn.LSTMCell(4)), nn.BatchNorm(use_running_average=False)
+
+    def __call__(self, x):
+        layers = self.parts, self.embed, self.rnn, self.rnn.cell, self.norm
+        before = [(type(layer), *map(layer.__dict__.get, DTYPE_FIELDS)) for layer in layers]
+        x = self.embed.attend(self.norm(self.parts(self.parts(x))))
+        x = self.rnn(x[:, None] @ self.embed.embedding)
+        after = [(type(layer), *map(layer.__dict__.get, DTYPE_FIELDS)) for layer in layers]
+        assert before == after
+        assert self.parts.inner.parent is self.parts and self.parts.width == 5
+        return self.parts.inner(x)
+
+
+DTYPE_FIELDS = ("dtype", "param_dtype", "use_fast_variance", "dtype_policy", "_declared_fields")
+
+
+@pytest.mark.parametrize("own_code", [None, "keep"])
+def test_flaxs_layers_keep_their_class_and_their_fields(own_code):
+    ported = apply_policy(Asks(), "p=bf16,c=bf16,o=f32", own_code=own_code)
+    with jax.numpy_dtype_promotion("standard"):  # of the matmul in `Asks` where it is kept
+        variables = jax.eval_shape(ported.init, KEY, X)
+        assert matmul_dtypes(ported, X, mutable=["params", "batch_stats"]) == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables["params"])} == {"bfloat16"}
+
+
+def test_an_interceptor_inside_of_a_port_is_around_the_policys_layer():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.intercept_methods(note):
+                x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+                return nn.RNN(nn.GRUCell(3))(x[None])
+
+    calls: list[Any] = []
+
+    def note(next_fun, args, kwargs, context):
+        calls.append((context.module.name, context.method_name))
+        return next_fun(*args, **kwargs)
+
+    ported = apply_policy(Model(), MIXED)
+    plain, variables = (jax.eval_shape(model.init, KEY, X) for model in (Model(), ported))
+    assert plain == variables
+    called = calls[: len(calls) // 2]
+    assert called == calls[len(calls) // 2 :] and ("Dense_0", "__call__") in called
+    ops = operations(lambda v, x: apply(ported, v, x, mutable=["batch_stats"]), variables, X)
+    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
+
+
 # --- Flax's machinery -----------------------------------------------------------------------------
 
 
