@@ -25,6 +25,7 @@ from policy._jaxpr.primitives import (
     FORWARD_ADDITIONS,
     KEEPS_CONSTANTS,
     MATMULS,
+    MOVES_COTANGENTS,
     NARY,
     PRODUCTS,
     READS_LOGITS,
@@ -271,6 +272,11 @@ class Evaluator(Interpreter[CastValue]):
         }
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
+        elif traced != {F32} and name in MOVES_COTANGENTS and values[0].yields:
+            arrays = [value.array for value in values]
+            done, outputs = "author's dtypes", [
+                CastValue(output, yields=True) for output in bind(equation, arrays)
+            ]
         elif (
             (traced != {F32} and not _mixes_float32(equation, category, traced))
             or (category == "compute" and _is_complex(equation))
@@ -611,7 +617,8 @@ def _converted(equation: Equation, value: CastValue) -> CastValue:
         return value
     output = cast(value.array, target)
     if source is not None or not is_floating_dtype(target):
-        return CastValue(output)
+        is_param = value.yields and value.constant is None and is_floating_dtype(target)
+        return CastValue(output, yields=is_param and target.itemsize < F32.itemsize)
     # A mask of zeros and ones is exact in any dtype; positions and counts are not.
     constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
     return CastValue(
