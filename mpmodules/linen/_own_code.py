@@ -115,4 +115,4 @@ def call(
 
 
 def _run(call: Callable[..., Any], *trees: Any, owner: type, policy: Policy) -> Any:
-    return own_code.run(owner, call, trees, policy)[0]
+    return own_code.run(owner, call, trees, policy)

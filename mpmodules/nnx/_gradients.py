@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
-from mpmodules.nnx._pure_calls import StatefulCall
+from mpmodules._nnx_pure_calls import StatefulCall
 from policy._jaxpr.pure_calls import PureCall
 from policy.grads.float32_sums import evaluated, is_half
 from policy.grads.loss_scale import LossScale

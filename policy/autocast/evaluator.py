@@ -274,9 +274,10 @@ class Evaluator(Interpreter[CastValue]):
             done, outputs = "author's cast", [_converted(equation, values[0])]
         elif traced != {F32} and name in MOVES_COTANGENTS and values[0].yields:
             arrays = [value.array for value in values]
-            done, outputs = "author's dtypes", [
-                CastValue(output, yields=True) for output in bind(equation, arrays)
-            ]
+            done, outputs = (
+                "author's dtypes",
+                [CastValue(output, yields=True) for output in bind(equation, arrays)],
+            )
         elif (
             (traced != {F32} and not _mixes_float32(equation, category, traced))
             or (category == "compute" and _is_complex(equation))
@@ -444,7 +445,8 @@ def _operand(
         return value.array
     if value.constant is not None and saturates(value.constant, dtype):
         return saturated(value.array, dtype)
-    if dtype == F32 or not is_broadcast(value, shape) or equation.primitive.name in PRODUCTS:
+    is_product = equation.primitive.name in PRODUCTS
+    if dtype == F32 or is_product or shape is None or not is_broadcast(value, shape):
         return as_dtype(value, dtype)
     return repeated(as_dtype(value, F32), shape, dtype, sharding_of(equation))
 
