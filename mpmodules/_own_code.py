@@ -57,8 +57,7 @@ def run(
     policy: Policy,
     *,
     key: Hashable = None,
-    record: Callable[[], Any] = lambda: None,
-) -> tuple[Any, Any]:
+) -> Any:
     """Runs an outermost call of a class as a pure function; see `policy.autocast.own_code.run`.
 
     An error of the user's code ends on the user's line: the frames of the trace are left out.
@@ -66,7 +65,7 @@ def run(
     if getattr(owner, "keep_inputs", ()):
         policy = policy.replace(cast_inputs=False)
     try:
-        return own_code.run(call, trees, policy, key=key, record=record)
+        return own_code.run(call, trees, policy, key=key)
     except Exception as error:
         raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__
 

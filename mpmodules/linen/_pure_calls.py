@@ -24,11 +24,8 @@ from mpmodules.linen._half_states import (
 )
 
 Method = Callable[..., Any]
-Run = Callable[..., tuple[Any, Any]]
-"""Returns the results of ``call(params, others, inputs)`` and, as of the trace, of ``record()``.
-
-Its arguments are `call`, a tuple of those of `call`, and ``record=``.
-"""
+Run = Callable[..., Any]
+"""Returns the results of ``call(params, others, inputs)``, given it and a tuple of its arguments."""
 
 
 def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
@@ -36,7 +33,7 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
 
     Args:
       method: a method that Flax wrapped.
-      run: runs the pure function; the record is of the counts of random keys.
+      run: runs the pure function.
     """
 
     @functools.wraps(method)
@@ -66,6 +63,14 @@ class _Held:
     """An object with state, such as an nnx module, which is not to be copied."""
 
     value: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Counts:
+    """The counts of the random streams of scopes after a call, in the structure of its results."""
+
+    of_scopes: list[dict[Any, Any]]
 
 
 def _held(tree: Any) -> Any:
@@ -119,14 +124,15 @@ def _transform(
                         outputs = core(scopes, *args, **kwargs)
                     else:
                         outputs = core(scopes, _Given(*_released((args, kwargs))))
-                return outputs, as_stored(repack(scopes), stored)
+                state = as_stored(repack(scopes), stored)
+                return outputs, (state, _Counts(list(map(_copied, counters))))
 
         inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
         trees = params, (others, rngs), inputs
-        result, counted = run(call, trees, record=lambda: list(map(_copied, counters)))
-        for counts, after in zip(counters, counted, strict=True):
+        outputs, (state, counted) = run(call, trees)
+        for counts, after in zip(counters, counted.of_scopes, strict=True):
             set_counters(counts, after)
-        return result
+        return outputs, state
 
     def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
         start()

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from mpmodules import functional
-from mpmodules.nnx._pure_calls import StatefulCall
+from mpmodules._nnx_pure_calls import StatefulCall
 from policy._jaxpr.pure_calls import PureCall
-from policy.grads.accumulator_gradients import accumulated
+from policy.grads.float32_sums import evaluated, is_half
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.policy import Policy
@@ -39,9 +39,8 @@ def value_and_grad(
     unscaled. Without `policy`, `loss_scale` and `grads` it is Flax's own function, but for
     gradients and a loss in half precision: they are cast to float32.
 
-    Gradients accumulate over the uses of a float32 param in float32. A param that is stored in half
-    precision gets the sum that JAX makes, in its own dtype, cast to float32: split the model and
-    take `policy.value_and_grad` of its state for a float32 sum there too.
+    Gradients accumulate over the uses of a param in float32, even if it is stored in half precision
+    (`f` is traced then, and should not branch on values).
 
     Args:
       f: the loss: returns a floating scalar, or with `has_aux` a pair `(loss, aux)`. Without it the
@@ -52,9 +51,8 @@ def value_and_grad(
       loss_scale: None, a loss scale such as `loss_scale_of(optimizer.opt_state)`, or a positive
         number.
       grads: "float32" for `nnx.Optimizer.update`; "accumulator" the same, but each gradient is the
-        float32 accumulator of the matmuls and sums that make it, also of params stored in half
-        precision (`f` is traced then, and should not branch on values); "compute" returns
-        `ScaledGradients`, for `apply_gradients`.
+        float32 accumulator of the matmuls and sums that make it (`f` is traced then); "compute"
+        returns `ScaledGradients`, for `apply_gradients`.
       **options: handed to `nnx.value_and_grad` (`graph`, `graph_updates`, `holomorphic`,
         `allow_int`).
 
@@ -90,7 +88,9 @@ def value_and_grad(
     finish = Finish.of(policy, loss_scale, grads)
     if policy is None and loss_scale is None and grads == "float32":
         checked = f if options.get("holomorphic") else with_scalar_loss(f, has_aux)
-        differentiated = nnx.value_and_grad(checked, argnums=argnums, has_aux=has_aux, **options)
+        differentiated = _with_float32_sums(
+            nnx.value_and_grad(checked, argnums=argnums, has_aux=has_aux, **options)
+        )
 
         @functools.wraps(f)
         def flaxs_value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -100,11 +100,12 @@ def value_and_grad(
 
         return flaxs_value_and_gradients
 
-    differentiated = nnx.value_and_grad(
-        scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
+    differentiated = _with_float32_sums(
+        nnx.value_and_grad(
+            scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
+        ),
+        accumulators=grads == "accumulator",
     )
-    if grads == "accumulator":
-        differentiated = _accumulating(differentiated)
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -151,20 +152,30 @@ def grad(
     return gradients_only
 
 
-def _accumulating(differentiated: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function like Flax's `value_and_grad` of a loss, whose gradients are accumulators.
+def _with_float32_sums(
+    differentiated: Callable[..., Any], *, accumulators: bool = False
+) -> Callable[..., Any]:
+    """Returns a function like Flax's `value_and_grad` of a loss, whose gradients are summed in
+    float32.
 
-    See `policy.grads.accumulator_gradients`.
+    See `policy.grads.float32_sums`.
+
+    Args:
+      differentiated: Flax's function.
+      accumulators: whether the gradients are accumulators of matmuls, too. Without it, a call whose
+        params are float32 runs as Flax runs it.
     """
 
     @functools.wraps(differentiated)
-    def accumulated_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def summed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not (accumulators or _holds_half_params((args, kwargs))):
+            return differentiated(*args, **kwargs)
         structure: list[Any] = []
 
         def flat(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
             value, gradients = differentiated(*args, **kwargs)
             leaves, treedef = jax.tree.flatten(gradients)
-            structure[:] = [treedef]
+            structure[:] = treedef, _places(gradients)
             return value, leaves
 
         call = StatefulCall(flat, args, kwargs)
@@ -174,11 +185,17 @@ def _accumulating(differentiated: Callable[..., Any]) -> Callable[..., Any]:
         is_gradient = [
             before <= i < before + count for i, one in enumerate(traced.is_dynamic) if one
         ]
-        results = accumulated(traced.jaxpr, traced.arrays, is_gradient)
+        results = evaluated(traced.jaxpr, traced.arrays, is_gradient, accumulators=accumulators)
         value, gradients = call.finish(traced.returned(results))
-        return value, jax.tree.unflatten(structure[0], gradients)
+        treedef, places = structure
+        return value, _shared(jax.tree.unflatten(treedef, gradients), places)
 
-    return accumulated_gradients
+    return summed
+
+
+def _holds_half_params(tree: Any) -> bool:
+    params = (node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Param))
+    return any(is_half(leaf) for param in params for leaf in jax.tree.leaves(param))
 
 
 def _widened(x: Any) -> Any:
@@ -204,11 +221,20 @@ def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
 
     A Variable that occurs several times is mapped to one Variable.
     """
-    before = jax.tree.leaves(gradients, is_leaf=_is_variable)
-    after, structure = jax.tree.flatten(function(gradients), is_leaf=_is_variable)
-    made: dict[int, Any] = {}
-    shared = [
-        made.setdefault(id(old), new) if _is_variable(old) else new
-        for old, new in zip(before, after, strict=False)
+    return _shared(function(gradients), _places(gradients))
+
+
+def _places(gradients: Any) -> list[int]:
+    """Returns for each Variable or other leaf where it occurs first."""
+    first: dict[int, int] = {}
+    nodes = jax.tree.leaves(gradients, is_leaf=_is_variable)
+    return [
+        first.setdefault(id(node), i) if _is_variable(node) else i for i, node in enumerate(nodes)
     ]
-    return jax.tree.unflatten(structure, shared + after[len(before) :])
+
+
+def _shared(gradients: Any, places: Sequence[int]) -> Any:
+    """Returns a tree in which the Variables occur where `places` says."""
+    nodes, structure = jax.tree.flatten(gradients, is_leaf=_is_variable)
+    shared = [nodes[i] for i in places]
+    return jax.tree.unflatten(structure, shared + nodes[len(places) :])

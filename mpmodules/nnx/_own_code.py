@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator
@@ -12,9 +13,9 @@ from flax import nnx as flax_nnx
 from mpmodules import _own_code as own_code
 from mpmodules._defined_in import is_upstream, package_of
 from mpmodules._nnx_lowering import hashable
+from mpmodules._nnx_pure_calls import StatefulCall
 from mpmodules.nnx._calls import calls
 from mpmodules.nnx._own_parameters import own_params
-from mpmodules.nnx._pure_calls import StatefulCall
 from mpmodules.nnx._registry import crossing_of, is_ours, layer_class
 from mpmodules.nnx._resolution import warn_of_scope
 from policy._jaxpr import marks
@@ -99,17 +100,16 @@ def call(
         warn_of_scope(module, current_scope())
     stateful = StatefulCall(body, (module, *args), kwargs)
     try:
-        returned, edits = own_code.run(
+        returned = own_code.run(
             type(module),
             stateful.inside(_reading),
             stateful.trees,
             policy,
             key=_key(stateful, name),
-            record=lambda: stateful.edits,
         )
     except own_code.CANNOT_BE_TRACED as error:
         return own_code.run_kept(type(module), error, plainly)
-    outputs = stateful.finish(returned, edits)
+    outputs = stateful.finish(returned)
     crossing = crossing_of(module, name)
     return own_code.outputs_of(
         current_scope(),
@@ -131,16 +131,15 @@ def _key(stateful: StatefulCall, name: str) -> Hashable:
     return "nnx", graph, name, stateful.structure
 
 
-def _reading(nodes: Any) -> Callable[[], None]:
+@contextlib.contextmanager
+def _reading(nodes: Any) -> Iterator[None]:
     """Makes the variables of users' modules read as their code is to read them.
 
-    Half-precision ones are float32, and parameters that no policy casts stay float32.
+    Half-precision ones are float32, and parameters that no policy casts stay float32. Afterwards
+    those that the code did not write hold what they held.
 
     Args:
       nodes: copies of the modules, whose methods are about to be traced.
-
-    Returns:
-      A function that puts back what the call did not write.
     """
     read: list[tuple[Any, Any, Any]] = []
     for _, module in flax_nnx.iter_modules(nodes):
@@ -153,13 +152,10 @@ def _reading(nodes: Any) -> Callable[[], None]:
             if value is not stored:
                 variable.set_raw_value(value)
                 read.append((variable, stored, value))
-
-    def put_back() -> None:
-        for variable, stored, value in read:
-            if variable.get_raw_value() is value:
-                variable.set_raw_value(stored)
-
-    return put_back
+    yield
+    for variable, stored, value in read:
+        if variable.get_raw_value() is value:
+            variable.set_raw_value(stored)
 
 
 def _as_read(variable: Any, stored: Any, is_kept: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -218,16 +219,17 @@ def _last_reads(jaxpr: OpenJaxpr) -> dict[int, list[Any]]:
     return found
 
 
-def readers_of(jaxpr: OpenJaxpr) -> dict[Any, set[str]]:
-    """Returns the primitives that read each variable; "" stands for the caller of the program."""
-    readers: dict[Any, set[str]] = {}
-    for equation in jaxpr.eqns:
-        for atom in equation.invars:
+def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
+    """Returns the primitives that read each variable, and how often.
+
+    "" stands for the caller of the program.
+    """
+    readers: dict[Any, collections.Counter[str]] = {}
+    reads = [(equation.primitive.name, equation.invars) for equation in jaxpr.eqns]
+    for name, atoms in (*reads, ("", jaxpr.outvars)):
+        for atom in atoms:
             if not isinstance(atom, jex_core.Literal):
-                readers.setdefault(atom, set()).add(equation.primitive.name)
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, jex_core.Literal):
-            readers.setdefault(atom, set()).add("")
+                readers.setdefault(atom, collections.Counter())[name] += 1
     return readers
 
 

@@ -13,10 +13,11 @@ from policy._jaxpr.equations import runs_any
 from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, subprogram, subprograms, with_subprograms
+from policy.autocast.broadcast_operands import is_half_value
 from policy.autocast.derivative_rules import custom_jvp, custom_vjp
 from policy.autocast.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
 from policy.autocast.memoization import once_for_all_alike
-from policy.autocast.values import CastValue
+from policy.autocast.values import CastValue, widened_param
 
 
 def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
@@ -35,8 +36,12 @@ _inlined = once_for_all_alike(control_flow.call, saves=False)
 
 
 def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
-    carry = subprogram(equation, "loop").carry
+    program = subprogram(equation, "loop")
+    carry = program.carry
     values = _carrying_as_traced(equation, values, carry)
+    for i in range(len(values))[program.fixed]:
+        if values[i].yields and is_half_value(values[i]):
+            values[i] = widened_param(values[i])  # read in every step
     before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
     values = [*before[: carry.start], *values[carry], *before[carry.start :]]
     return control_flow.scan(evaluator, equation, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -20,9 +21,11 @@ from policy._jaxpr.interpreter import Interpreter, TracedBody, equations_of, rea
 from policy._jaxpr.outlining import is_part
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import (
+    BROADCASTS,
     FORWARD_ADDITIONS,
     KEEPS_CONSTANTS,
     MATMULS,
+    MOVES_COTANGENTS,
     NARY,
     PRODUCTS,
     READS_LOGITS,
@@ -34,6 +37,7 @@ from policy._jaxpr.walk import walk
 from policy.autocast.broadcast_operands import (
     broadcast_product,
     is_broadcast,
+    is_half_value,
     sums_cotangents,
     widened_operand,
 )
@@ -50,8 +54,10 @@ from policy.autocast.values import (
     has_range_of_float32,
     saturated,
     saturates,
+    widened_param,
 )
 
+_NONE: collections.Counter[str] = collections.Counter()
 AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
 
 
@@ -67,7 +73,8 @@ class Evaluator(Interpreter[CastValue]):
         other program is a derivative rule, whose regions are found when it is run.
       is_whole: whether all of the enclosing equation belongs to a normalisation.
       regions: the normalisations of the program that is being run.
-      readers: the primitives that read each of its variables; "" stands for the program's caller.
+      readers: the primitives that read each of its variables, and how often; "" stands for the
+        program's caller.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
       handlers: the functions that rebuild equations that hold programs, by primitive.
@@ -86,7 +93,7 @@ class Evaluator(Interpreter[CastValue]):
         self.held: dict[int, Regions] | None = None
         self.is_whole = False
         self.regions = NOWHERE
-        self.readers: dict[Any, set[str]] = {}
+        self.readers: dict[Any, collections.Counter[str]] = {}
         self.widened: set[Any] = set()
 
     # Values ---------------------------------------------------------------------------------------
@@ -198,7 +205,21 @@ class Evaluator(Interpreter[CastValue]):
             for atom in equation.invars
             if not isinstance(atom, jex_core.Literal)
         }
+        args = [inner._shared(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         return super(Evaluator, inner).run(jaxpr, consts, args)
+
+    def step(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+        outputs = super().step(equation, values)
+        return [self._shared(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
+
+    def _shared(self, variable: Any, value: CastValue) -> CastValue:
+        """Returns a param that is stored in half precision as float32 if it is read several times.
+
+        Each read then casts it, and its cotangents are summed in float32, as those of params that
+        are stored in float32.
+        """
+        is_shared = value.yields and is_half_value(value) and self.readers.get(variable, _NONE)
+        return widened_param(value) if is_shared and is_shared.total() > 1 else value
 
     def equation(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
         category = self._category(equation)
@@ -224,7 +245,7 @@ class Evaluator(Interpreter[CastValue]):
         category = self.settings.category(name)
         if category != "promote" or not (name in FORWARD_ADDITIONS or _is_square(equation)):
             return category
-        names = self.readers.get(equation.outvars[0], set())
+        names = set(self.readers.get(equation.outvars[0], ()))
         reads_wide = {
             reader for reader in names if reader and self.settings.category(reader) == "fp32"
         }
@@ -251,6 +272,12 @@ class Evaluator(Interpreter[CastValue]):
         }
         if name == "convert_element_type":
             done, outputs = "author's cast", [_converted(equation, values[0])]
+        elif traced != {F32} and name in MOVES_COTANGENTS and values[0].yields:
+            arrays = [value.array for value in values]
+            done, outputs = (
+                "author's dtypes",
+                [CastValue(output, yields=True) for output in bind(equation, arrays)],
+            )
         elif (
             (traced != {F32} and not _mixes_float32(equation, category, traced))
             or (category == "compute" and _is_complex(equation))
@@ -271,6 +298,8 @@ class Evaluator(Interpreter[CastValue]):
                 if follows
                 else self._wide(equation, values, place)
             )
+        elif values[0].yields and name in BROADCASTS and sums_cotangents(equation, values):
+            done, outputs = self._passed(equation, [widened_param(values[0]), *values[1:]], place)
         elif sums_cotangents(equation, values):
             done, outputs = "widened, then cast", widened_operand(equation, values)
         elif category == "passthrough":
@@ -416,7 +445,8 @@ def _operand(
         return value.array
     if value.constant is not None and saturates(value.constant, dtype):
         return saturated(value.array, dtype)
-    if dtype == F32 or not is_broadcast(value, shape) or equation.primitive.name in PRODUCTS:
+    is_product = equation.primitive.name in PRODUCTS
+    if dtype == F32 or is_product or shape is None or not is_broadcast(value, shape):
         return as_dtype(value, dtype)
     return repeated(as_dtype(value, F32), shape, dtype, sharding_of(equation))
 
@@ -589,7 +619,8 @@ def _converted(equation: Equation, value: CastValue) -> CastValue:
         return value
     output = cast(value.array, target)
     if source is not None or not is_floating_dtype(target):
-        return CastValue(output)
+        is_param = value.yields and value.constant is None and is_floating_dtype(target)
+        return CastValue(output, yields=is_param and target.itemsize < F32.itemsize)
     # A mask of zeros and ones is exact in any dtype; positions and counts are not.
     constant = None if value.constant is None else np.asarray(value.constant).astype(target)[()]
     return CastValue(

@@ -157,12 +157,10 @@ class _Kept:
     Attributes:
       program: the evaluated program.
       call: the call, without its operands.
-      record: see `run`.
     """
 
     program: Callable[..., list[Any]]
     call: PureCall
-    record: Any
 
 
 _kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
@@ -175,8 +173,7 @@ def run(
     policy: Policy,
     *,
     key: Hashable,
-    record: Callable[[], Any] = lambda: None,
-) -> tuple[Any, Any]:
+) -> Any:
     """Runs ``call(params, others, inputs)``, a user's own code, under a policy.
 
     Outside of `jax.jit`, the program is kept for calls with the same key, structure and shapes.
@@ -186,11 +183,9 @@ def run(
       trees: its arguments.
       policy: the policy of the outermost module.
       key: equal for calls that run the same code; None keeps nothing.
-      record: is called after a trace, and returns static facts of it, which are kept beside the
-        program.
 
     Returns:
-      The results of the call, and of `record`.
+      The results of the call.
 
     Raises:
       the errors in `CANNOT_BE_TRACED`.
@@ -198,7 +193,7 @@ def run(
     arguments = Arguments.of(tuple(trees), {})
     key = _key(key, arguments, policy)
     if key is None:
-        return OwnCode.traced(call, trees, policy).run(), record()
+        return OwnCode.traced(call, trees, policy).run()
     with _lock:
         kept = _kept.pop(key, None)
         known = kept is not None
@@ -208,16 +203,15 @@ def run(
         own = OwnCode.traced(call, trees, policy)
         _, consts = opened(own.call.jaxpr)
         if own.call.mutations.changed or any(isinstance(c, jax.core.Tracer) for c in consts):
-            return own.run(), record()
-        recorded = record()
+            return own.run()
         own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
         program = jax.make_jaxpr(own.evaluated)(*arguments.arrays)
-        kept = _Kept(run_at_once(program), own.call, recorded)
+        kept = _Kept(run_at_once(program), own.call)
         with _lock:
             _kept[key] = kept
             if len(_kept) > _MOST_PROGRAMS:
                 _kept.popitem(last=False)
-    return kept.call.returned(kept.program(*arguments.arrays)), kept.record
+    return kept.call.returned(kept.program(*arguments.arrays))
 
 
 def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:

@@ -78,6 +78,11 @@ def as_dtype(value: CastValue, dtype: np.dtype) -> Any:
     return value.widened
 
 
+def widened_param(value: CastValue) -> CastValue:
+    """Returns a param in float32, so that its cotangents are summed there."""
+    return CastValue(cast(value.array, F32), yields=True)
+
+
 def fits(constant: Any, dtype: DTypeLike) -> bool:
     """Returns whether a number neither overflows nor vanishes in `dtype`."""
     with np.errstate(over="ignore", under="ignore"):

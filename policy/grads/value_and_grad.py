@@ -21,8 +21,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
-from policy.grads.accumulator_gradients import accumulating_value_and_grad
-from policy.grads.half_params import widened_value_and_grad
+from policy.grads.float32_sums import with_float32_sums
 from policy.grads.known_gradients import note_gradients
 from policy.grads.loss_scale import (
     LossScale,
@@ -224,7 +223,7 @@ def value_and_grad(
 
     The loss is cast to float32 before it is scaled, and returned unscaled. Gradients accumulate
     over the uses of a parameter in float32, even if the parameter is stored in half precision;
-    `policy.grads.half_params` states the limits. Leaves under a mapping key
+    `policy.grads.float32_sums` says how. Leaves under a mapping key
     `_overwrite_with_gradient`, and aux, are left alone.
 
     >>> import jax.numpy as jnp
@@ -245,7 +244,7 @@ def value_and_grad(
       grads: "float32" returns a plain tree: unscaled, float32 (float64 and complex leaves keep
         their dtype). "accumulator" returns the same tree, in which the gradient of a weight is the
         float32 accumulator of its matmul or convolution, where "float32" widens a rounded one; see
-        `policy.grads.accumulator_gradients`. "compute" returns `ScaledGradients`: still scaled,
+        `policy.grads.float32_sums`. "compute" returns `ScaledGradients`: still scaled,
         rounded once, at the end, to the policy's compute_dtype; not rounded if there is no policy
         or its compute_dtype is wider.
 
@@ -267,11 +266,12 @@ def value_and_grad(
         for position in _positions(argnums, len(args)):
             _require_differentiable(args[position], position)
         with finish.scope():
-            differentiated = widened_value_and_grad(
-                scaled_loss(loss_fn, finish.scale, has_aux), argnums
+            loss = scaled_loss(loss_fn, finish.scale, has_aux)
+            differentiated = with_float32_sums(
+                jax.value_and_grad(loss, argnums, has_aux=True),
+                argnums,
+                accumulators=grads == "accumulator",
             )
-            if grads == "accumulator":
-                differentiated = accumulating_value_and_grad(differentiated, argnums)
             (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
             gradients = finish(gradients)
         return ((loss, aux) if has_aux else loss), gradients

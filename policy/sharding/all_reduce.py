@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 
 from policy._jaxpr.scope_names import EXCHANGE
 from policy.casting import require_available
-from policy.grads.float32_cotangents import MOVING_JITS
 from policy.grads.value_and_grad import ScaledGradients
 from policy.mapped_axes import is_typed, make_varying, varying_axes
 from policy.policy import parse_dtype
@@ -89,11 +88,7 @@ def vary(params: T, axis: AxisName, all_reduce_dtype: DTypeLike | None = None) -
 def _reducing_vary(
     axes: tuple[Any, ...], typed: frozenset[Any], dtype: np.dtype, overwritten: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that makes an array vary over `axes`; backward reduces in `dtype`.
-
-    It is jitted for its name, by which `value_and_grad` recognises that a param's gradient passes
-    through it in float32.
-    """
+    """Returns a function that makes an array vary over `axes`; backward reduces in `dtype`."""
 
     @jax.custom_vjp
     def move(x: jax.Array) -> jax.Array:
@@ -107,17 +102,8 @@ def _reducing_vary(
             total = lax.psum(cotangent.astype(dtype) if floating else cotangent, axes)
         return (total.astype(cotangent.dtype),)
 
-    def vary(x: jax.Array) -> jax.Array:
-        return move(x)
-
     move.defvjp(lambda x: (move(x), None), backward)
-    # dots: no other function's name
-    name = ".".join(["vary", *map(str, axes), "max" if overwritten else dtype.name])
-    while name in MOVING_JITS:  # of other axes of that name, or elsewhere typed
-        name += "."
-    vary.__name__ = name
-    MOVING_JITS[vary.__name__] = move
-    return jax.jit(vary)
+    return move
 
 
 def all_reduce(grads: T, axis: AxisName, dtype: DTypeLike) -> T:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import policy
 from policy import grad, value_and_grad
-from policy.grads.accumulator_gradients import accumulated
+from policy.grads.float32_sums import evaluated
 from policy.scaled_matmul import scaled_dot_general
 
 HALF = jnp.bfloat16
@@ -406,9 +406,10 @@ def test_not_finite_stays_not_finite():
 
 def test_a_program_that_rounds_no_gradient_returns_its_results():
     jaxpr = jax.make_jaxpr(lambda x: (x * 2, x.astype(HALF)))(jnp.float32(3))
-    wide, half = accumulated(jaxpr, [jnp.float32(1 + 2**-12)], [False, False])
+    x = jnp.float32(1 + 2**-12)
+    wide, half = evaluated(jaxpr, [x], [False, False], accumulators=True)
     assert wide == 2 + 2**-11 and half.dtype == HALF
-    _, unrounded = accumulated(jaxpr, [jnp.float32(1 + 2**-12)], [False, True])
+    _, unrounded = evaluated(jaxpr, [x], [False, True], accumulators=True)
     assert unrounded == 1 + 2**-12
 
 

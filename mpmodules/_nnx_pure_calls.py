@@ -1,11 +1,16 @@
 """Calls of nnx methods, and of functions of modules, as calls of pure functions: state goes in and
 out, and is put in place afterwards.
+
+What such a call did to the objects, apart from arrays, is in the structure of its result, so that a
+program that was traced once says it at every call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -20,6 +25,7 @@ _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a m
 _NOTHING = object()
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Known:
     """An object in the results of a call, by its number."""
@@ -27,6 +33,7 @@ class _Known:
     index: int
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Outside:
     """An object in the results of a call that was there before it."""
@@ -53,16 +60,29 @@ class _Edit:
     is_dynamic: bool = False
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Edits:
+    """The attributes that a call set or deleted, without values that hold arrays or objects."""
+
+    edits: tuple[_Edit, ...]
+
+
 class _Results:
     """The results of a call of copies, in which objects are told by their numbers: first the
     copies, then new ones.
+
+    Args:
+      copies: the copies.
+      has_states: whether a state, or a graphdef, is a result as it is: a tree of arrays.
 
     Attributes:
       made: the new ones.
     """
 
-    def __init__(self, copies: Sequence[Any]):
+    def __init__(self, copies: Sequence[Any], has_states: bool):
         self.made: list[Any] = []
+        self._has_states = has_states
         self._numbers = {id(copy): i for i, copy in enumerate(copies)}
         self._inside: dict[int, Any] = {}  # of new ones
 
@@ -80,6 +100,8 @@ class _Results:
         if not is_reference(leaf):
             require_returnable(leaf)
             return leaf
+        if self._has_states and isinstance(leaf, flax_nnx.State | flax_nnx.GraphDef):
+            return leaf
         if isinstance(leaf, flax_nnx.GraphDef):
             raise UnreturnableError(leaf)
         parts = {id(node): node for _, node in flax_nnx.iter_graph(leaf) if _is_object(node)}
@@ -95,6 +117,60 @@ class _Results:
         return _Known(self._numbers[id(leaf)])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pure:
+    """A function of modules as one of their parameters, other state, and other arguments.
+
+    It calls the function with copies. It returns the result, and the state after the call.
+
+    Attributes:
+      function: the function.
+      graph: the structure of the nodes among its arguments.
+      treedef: the structure of its arguments.
+      is_node: for each of their leaves, whether it is a node.
+      is_plain: whether the first argument alone is a node, and the others are as they were given.
+      prepared: returns the copies as they are to be called.
+      around: a context for the call, made of the copies.
+      has_states: whether states among the results are trees of arrays.
+    """
+
+    function: Callable[..., Any]
+    graph: Any
+    treedef: Any
+    is_node: tuple[bool, ...]
+    is_plain: bool
+    prepared: Callable[[Any], Any]
+    around: Callable[[Any], AbstractContextManager[Any]]
+    has_states: bool
+
+    def __call__(self, params: Any, rest: Any, inputs: Any) -> Any:
+        nodes = self.prepared(flax_nnx.merge(self.graph, params, rest, copy=True))
+        known = _objects(nodes)
+        with self.around(nodes):
+            before = [_attributes(node) for node in known]
+            out = self._called(nodes, inputs)
+        results = _Results(known, self.has_states)
+        variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
+        returned = results.carried(out)
+        edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
+        values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
+        told = _Edits(
+            tuple(
+                dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
+            )
+        )
+        return returned, (variables, told, values, results.made)
+
+    def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
+        if self.is_plain:
+            args, kwargs = inputs
+            return self.function(nodes[0], *args, **kwargs)
+        merged, given = iter(nodes), iter(inputs)
+        filled = [next(merged) if is_one else next(given) for is_one in self.is_node]
+        args, kwargs = jax.tree.unflatten(self.treedef, filled)
+        return self.function(*args, **kwargs)
+
+
 class StatefulCall:
     """A call of a function of modules as one of a pure function.
 
@@ -106,95 +182,79 @@ class StatefulCall:
       nodes: the modules and variables among the arguments.
       trees: the pure function's arguments: parameters, other state and inputs.
       graph: the structure of the nodes.
-      edits: the attributes that the call set or deleted, after the pure function ran.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
-        self._is_node = [_is_object(leaf) for leaf in leaves]
-        self.nodes = tuple(
-            leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if is_one
-        )
-        inputs: Any = [
-            leaf for leaf, is_one in zip(leaves, self._is_node, strict=True) if not is_one
-        ]
+        self._is_node = tuple(map(_is_object, leaves))
+        self.nodes = tuple(leaf for leaf, one in zip(leaves, self._is_node, strict=True) if one)
+        self._others = [leaf for leaf, one in zip(leaves, self._is_node, strict=True) if not one]
         # Lists and dicts among the other arguments of a module's method are the caller's.
         self._is_plain = sum(self._is_node) == 1 and bool(args) and _is_object(args[0])
-        if self._is_plain:
-            inputs = args[1:], kwargs
+        inputs: Any = (args[1:], kwargs) if self._is_plain else self._others
         self.graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
         self._function = function
         self.trees = params, rest, inputs
-        self.edits: list[_Edit] = []
 
     @property
     def structure(self) -> Hashable:
         """The structure of the arguments, in which the nodes have their places."""
-        return self._treedef, tuple(self._is_node)
+        return self._treedef, self._is_node
 
     def inside(
-        self, prepare: Callable[[Any], Callable[[], None]] = lambda nodes: lambda: None
+        self,
+        around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
+        *,
+        prepared: Callable[[Any], Any] = lambda nodes: nodes,
+        has_states: bool = False,
     ) -> Callable[..., Any]:
         """Returns the pure function, which calls the function with copies of the nodes.
 
         Args:
-          prepare: is called with the copies first; what it returns is called after the function.
+          around: makes a context of the copies, for the call.
+          prepared: returns the copies as they are to be called, with the same variables.
+          has_states: whether states among the results are trees of arrays.
 
         Raises (the pure function):
           UnreturnableError: an object that the function returned, or set, can't be told apart from
             the copies that it ran on.
         """
+        return _Pure(
+            self._function,
+            self.graph,
+            self._treedef,
+            self._is_node,
+            self._is_plain,
+            prepared,
+            around,
+            has_states,
+        )
 
-        def pure(params: Any, rest: Any, inputs: Any) -> Any:
-            nodes = flax_nnx.merge(self.graph, params, rest, copy=True)
-            known = _objects(nodes)
-            done = prepare(nodes)
-            before = [_attributes(node) for node in known]
-            out = self._called(nodes, inputs)
-            done()
-            results = _Results(known)
-            variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
-            return results.carried(out), (
-                variables,
-                self._edited(known, before, results),
-                results.made,
-            )
+    def origins(self) -> tuple[int | None, ...]:
+        """Returns the position of the argument that each leaf of `trees` came from.
 
-        return pure
-
-    def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
-        """Calls the function with copies."""
-        if self._is_plain:
-            args, kwargs = inputs
-            return self._function(nodes[0], *args, **kwargs)
-        merged, given = iter(nodes), iter(inputs)
-        filled = [next(merged) if is_one else next(given) for is_one in self._is_node]
-        args, kwargs = jax.tree.unflatten(self._treedef, filled)
-        return self._function(*args, **kwargs)
-
-    def _edited(
-        self, known: Sequence[Any], before: Sequence[Mapping[str, Any]], results: _Results
-    ) -> list[Any]:
-        """Notes the attributes that the call set or deleted.
-
-        Returns the values of those that hold arrays.
+        It is None for keyword arguments.
         """
-        edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
-        values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
-        self.edits = [
-            dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
+        count = self._treedef.num_leaves
+        keys = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self._treedef, range(count)))
+        # (args, kwargs): the second key of one of args is its position.
+        of_leaf = [path[1].idx if path[0].idx == 0 else None for path, _ in keys]
+        of_nodes = [i for i, one in zip(of_leaf, self._is_node, strict=True) if one]
+        of_others = [i for i, one in zip(of_leaf, self._is_node, strict=True) if not one]
+        params, rest, _ = self.trees
+        states = [
+            of_nodes[path[0].key]
+            for state in (params, rest)
+            for path, _ in jax.tree_util.tree_leaves_with_path(state)
         ]
-        return values
+        pairs = zip(of_others, self._others, strict=True)
+        return (*states, *(i for i, other in pairs for _ in jax.tree.leaves(other)))
 
-    def finish(self, returned: tuple[Any, Any], edits: Sequence[Any] | None = None) -> Any:
+    def finish(self, returned: tuple[Any, Any]) -> Any:
         """Puts the state that the pure function returned in place where it changed, and returns the
         call's result.
-
-        Args:
-          returned: the results of the pure function.
-          edits: those of the call that was traced; None takes the ones of this call.
         """
-        out, (variables, values, made) = returned
+        out, (variables, told, values, made) = returned
         known = _objects(self.nodes)
         before = [node for node in known if isinstance(node, flax_nnx.Variable)]
         for old, new in zip(before, variables, strict=True):
@@ -202,7 +262,7 @@ class StatefulCall:
                 old.update_from_state(_as_stored(new, old))
         known += made
         results = iter(values)
-        for edit in self.edits if edits is None else edits:
+        for edit in told.edits:
             _put_in_place(
                 known[edit.index],
                 edit,
@@ -275,7 +335,9 @@ def _given_back(tree: Any, known: Sequence[Any]) -> Any:
             return known[leaf.index]
         return leaf.value if isinstance(leaf, _Outside) else leaf
 
-    return jax.tree.map(given, tree, is_leaf=is_reference)
+    return jax.tree.map(
+        given, tree, is_leaf=lambda x: is_reference(x) or isinstance(x, _Known | _Outside)
+    )
 
 
 def _is_same(new: Any, old: Any) -> bool:

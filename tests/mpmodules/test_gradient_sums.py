@@ -1,0 +1,319 @@
+"""Sums of gradients over the uses of a parameter: one table for all ways to use it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import policy
+from mpmodules import linen as nn
+from mpmodules import nnx
+
+# Ones are added to 2048, in which neither half dtype keeps them.
+ONES, LARGE, ROWS = 20, 2048.0, 3000
+SIZE = 4
+USES = jnp.concatenate([jnp.ones(ONES), jnp.array([LARGE])])
+IDS = jnp.zeros(ROWS, jnp.int32)
+KINDS = ("float32", "accumulator", "compute")
+
+
+def like(x, w):
+    """Returns an array in the dtype in which a parameter is read."""
+    return jnp.asarray(x, w.dtype)
+
+
+def in_a_python_loop(w):
+    total = jnp.zeros_like(w)
+    for _ in range(ONES):
+        total = total + w
+    return total + like(LARGE, w) * w
+
+
+def in_a_scan(w):
+    step = lambda total, use: (total + use * w, None)
+    return lax.scan(step, jnp.zeros_like(w), like(USES, w))[0]
+
+
+def in_a_matmul_of_a_scan(w):
+    step = lambda _, use: (None, (use * jnp.eye(SIZE, dtype=w.dtype)) @ w)
+    return lax.scan(step, None, like(USES, w))[1]
+
+
+def in_matmuls(w):
+    eye = jnp.eye(SIZE, dtype=w.dtype)
+    return sum((eye @ w for _ in range(ONES)), jnp.zeros_like(w)) + (like(LARGE, w) * eye) @ w
+
+
+def as_rows_of_a_table(w):
+    return w[None][IDS]
+
+
+def as_a_bias(w):
+    return jnp.ones((ROWS, SIZE), w.dtype) + w[None]
+
+
+def as_a_number(w):
+    return w[0] * jnp.ones(ROWS, w.dtype)
+
+
+def as_the_exponential_of_a_number(w):
+    return jnp.exp(w[0] - 1) * jnp.ones(ROWS, w.dtype)
+
+
+def in_a_broadcast_activation(w):
+    return (jnp.eye(SIZE, dtype=w.dtype) @ w)[None] * jnp.ones((ROWS, 1), w.dtype)
+
+
+def in_a_checkpoint(w):
+    return jax.checkpoint(in_a_python_loop)(w)
+
+
+def in_a_jit(w):
+    add = jax.jit(lambda total, w: total + w)
+    total = jnp.zeros_like(w)
+    for _ in range(ONES):
+        total = add(total, w)
+    return total + like(LARGE, w) * w
+
+
+def in_a_cond(w):
+    total = jnp.zeros_like(w)
+    for _ in range(ONES):
+        total = lax.cond(w[0] > 0, lambda total, w: total + w, lambda total, w: total, total, w)
+    return total + like(LARGE, w) * w
+
+
+def reshaped_before(w):
+    moved = w.reshape(2, 2).T
+    return sum((moved for _ in range(ONES)), jnp.zeros_like(moved)) + like(LARGE, w) * moved
+
+
+@jax.custom_jvp
+def plus(w, x):
+    return w + x
+
+
+plus.defjvp(lambda primals, tangents: (plus(*primals), tangents[0] + tangents[1]))
+
+
+def in_a_custom_rule(w):
+    total = jnp.zeros_like(w)
+    for _ in range(ONES):
+        total = plus(w, total)
+    return total + like(LARGE, w) * w
+
+
+def cast_before_a_loop(w, half):
+    cast = w.astype(half)
+    step = lambda total, use: (total + use * cast.astype(jnp.float32), None)
+    return lax.scan(step, jnp.zeros(SIZE), USES)[0]
+
+
+def cast_before_additions(w, half):
+    cast = w.astype(half)
+    return sum((cast for _ in range(ONES)), jnp.zeros_like(cast)) + like(LARGE, cast) * cast
+
+
+BODIES = {
+    in_a_python_loop: ONES + LARGE,
+    in_a_scan: ONES + LARGE,
+    in_a_matmul_of_a_scan: ONES + LARGE,
+    in_matmuls: ONES + LARGE,
+    as_rows_of_a_table: ROWS,
+    as_a_bias: ROWS,
+    as_a_number: ROWS,
+    as_the_exponential_of_a_number: ROWS,
+    in_a_broadcast_activation: ROWS,
+    in_a_checkpoint: ONES + LARGE,
+    in_a_jit: ONES + LARGE,
+    in_a_cond: ONES + LARGE,
+    reshaped_before: ONES + LARGE,
+    in_a_custom_rule: ONES + LARGE,
+    cast_before_a_loop: ONES + LARGE,
+    cast_before_additions: ONES + LARGE,
+}
+CAST_BEFORE = (cast_before_a_loop, cast_before_additions)
+in_dtypes = pytest.mark.parametrize(
+    ("half", "stored"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
+    ids=["bfloat16 of float32", "bfloat16", "float16"],
+)
+
+
+def total(y):
+    return jnp.sum(y.astype(jnp.float32))
+
+
+NAMES = {body.__name__: uses for body, uses in BODIES.items()}
+
+
+def outputs(params, half):
+    """Returns the sum over all bodies, each with a parameter of its own."""
+    bodies = {body.__name__: body for body in BODIES}
+    options = {body.__name__: {"half": half} for body in CAST_BEFORE}
+    return sum(total(bodies[name](w, **options.get(name, {}))) for name, w in params.items())
+
+
+def lost(gradients, uses):
+    """Returns the gradients that are not summed over all uses, by name.
+
+    The bound is less than the sum of the ones, and more than half a unit of bfloat16 in 2068.
+    """
+    found = {name: float(jnp.ravel(g)[0].astype(jnp.float32)) for name, g in gradients.items()}
+    return {name: got for name, got in found.items() if abs(got - uses[name]) > 9}
+
+
+# Each place of the code returns a loss of the parameters.
+
+
+def as_a_function(half, obeyed):
+    return functools.partial(outputs, half=half)
+
+
+def under_autocast(half, obeyed):
+    return policy.autocast(functools.partial(outputs, half=half), obeyed)
+
+
+def linen_model(half, own_code=None, name=None):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, names):
+            ones = nn.initializers.ones
+            return outputs({name: self.param(name, ones, (SIZE,)) for name in names}, half)
+
+    if own_code is not None:
+        Net.own_code = own_code
+    return Net(name=name)
+
+
+def in_linen(half, obeyed, own_code=None):
+    model = linen_model(half, own_code)
+    return lambda params: model.apply({"params": params}, tuple(params))
+
+
+def kept_in_linen(half, obeyed):
+    return in_linen(half, obeyed, "keep")
+
+
+def nested_in_linen(half, obeyed):
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, names):
+            return linen_model(half, name="inner")(names)
+
+    model = Outer()
+    return lambda params: model.apply({"params": {"inner": params}}, tuple(params))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, params, half):
+        self.params = nnx.Dict({name: nnx.Param(w) for name, w in params.items()})
+        self.half = half
+
+    def __call__(self):
+        return outputs({name: w[...] for name, w in self.params.items()}, self.half)
+
+
+def in_nnx(half, obeyed):
+    def loss(params):
+        return NnxModel(params, half)()
+
+    return loss
+
+
+PLACES = {
+    as_a_function: ("float32", "accumulator"),
+    kept_in_linen: ("float32",),
+    under_autocast: ("jax",),
+    in_linen: ("jax", *KINDS),
+    nested_in_linen: ("jax",),
+    in_nnx: ("jax",),
+}
+"""The kinds of gradients that are right in each place."""
+
+
+def gradients_of(loss, kind, params):
+    if kind == "jax":
+        return jax.grad(loss)(params)
+    gradients = policy.grad(loss, grads=kind)(params)
+    return gradients.tree if kind == "compute" else gradients
+
+
+def parameters(dtype):
+    return {name: jnp.ones(SIZE, dtype) for name in NAMES}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@in_dtypes
+def test_the_gradient_of_a_parameter_is_summed_over_its_uses_in_float32(place, half, stored):
+    obeyed = policy.get_policy(f"params={stored},compute={half},output=float32")
+    params = parameters(stored)
+    with policy.use_policy(obeyed):
+        loss = place(half, obeyed)
+        found = {kind: lost(gradients_of(loss, kind, params), NAMES) for kind in PLACES[place]}
+    if stored == "float32" and place in (as_a_function, kept_in_linen):
+        # The gradients of such a program are JAX's own, and so is the sum over a cast.
+        casts = {body.__name__ for body in CAST_BEFORE}
+        assert set(found.pop("float32")) == casts
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulator", "compute"])
+@in_dtypes
+def test_nnx_sums_the_gradients_of_a_model_in_float32(half, stored, kind):
+    obeyed = policy.get_policy(f"params={stored},compute={half},output=float32")
+    with policy.use_policy(obeyed):
+        model = NnxModel(parameters(jnp.float32), half)
+    assert model.params["in_a_scan"].dtype == stored
+    options = {} if kind == "plain" else {"grads": kind, "policy": obeyed}
+    gradients = nnx.grad(lambda model: model(), **options)(model)
+    gradients = gradients.tree if kind == "compute" else gradients
+    found = {name: w[...] for name, w in gradients["params"].items()}
+    assert not lost(found, NAMES)
+
+
+class TwoUses(nn.Module):
+    """Layers whose parameters are used in several calls, and in many rows."""
+
+    @nn.compact
+    def __call__(self):
+        dense = nn.Dense(SIZE, use_bias=False, name="dense")
+        calls = sum((dense(jnp.ones(1)) for _ in range(ONES)), dense(jnp.array([LARGE])))
+        rows = nn.Embed(2, SIZE, name="embed")(IDS)
+        bias = nn.Dense(SIZE, name="biased")(jnp.ones((ROWS, 1)))
+        return total(calls) + total(rows) + total(bias)
+
+
+@in_dtypes
+@pytest.mark.parametrize("kind", ["jax", "float32", "accumulator"])
+def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, stored, kind):
+    model = TwoUses()
+    with policy.use_policy(f"params={stored},compute={half},output=float32"):
+        params = model.init(jax.random.key(0))["params"]
+        got = gradients_of(lambda params: model.apply({"params": params}), kind, params)
+    assert params["dense"]["kernel"].dtype == stored
+    found = {
+        "dense": got["dense"]["kernel"],
+        "embed": got["embed"]["embedding"],
+        "bias": got["biased"]["bias"],
+    }
+    assert not lost(found, {"dense": ONES + LARGE, "embed": ROWS, "bias": ROWS})
+
+
+@in_dtypes
+def test_a_loss_that_uses_a_parameter_beside_its_model_sums_both_in_float32(half, stored):
+    params = {"in_a_python_loop": jnp.ones(SIZE, stored)}
+    model = in_linen(half, None)
+    with policy.use_policy(f"params={stored},compute={half},output=float32"):
+        for kind in ("float32", "accumulator"):
+            got = gradients_of(lambda params: model(params) + outputs(params, half), kind, params)
+            np.testing.assert_array_equal(got["in_a_python_loop"], [2 * (ONES + LARGE)] * SIZE)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_jax_sums_in_the_dtype_of_the_parameter(half):
+    got = jax.grad(lambda w: total(in_a_python_loop(w)))(jnp.ones(SIZE, half))
+    assert float(got[0]) == LARGE
