@@ -25,7 +25,7 @@ from mpmodules.linen._half_states import (
 
 Method = Callable[..., Any]
 Run = Callable[..., Any]
-"""Returns the results of ``call(params, others, inputs)``, given it and a tuple of its arguments."""
+"""Returns the results of ``call(params, others, inputs)``, given `call` and its arguments."""
 
 
 def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:

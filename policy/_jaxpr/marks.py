@@ -124,7 +124,7 @@ def read_in(array: Any, dtype: DTypeLike | None) -> Any:
 
 
 def _marked(array: Any, name: str) -> Any:
-    dtype = getattr(array, "dtype", np.bool_)
+    dtype: Any = getattr(array, "dtype", np.bool_)
     if not is_floating_dtype(dtype) or dtype.itemsize > F32.itemsize or dtype.itemsize < 2:
         return array
     with jax.named_scope(name):

@@ -221,7 +221,7 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
     if not all(map(is_eager, arguments.arrays)):
         return None
     avals = tuple(map(jax.typeof, arguments.arrays))
-    config = jax.config
+    config: Any = jax.config
     settings = (
         config.jax_enable_x64,
         config.jax_default_matmul_precision,
