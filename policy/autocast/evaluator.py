@@ -41,6 +41,7 @@ from policy.autocast.normalizations import NOWHERE, Regions, normalizations
 from policy.autocast.report import OPAQUE_MATMUL, Report
 from policy.autocast.scanned_layers import carries_handed_on
 from policy.autocast.settings import Place, Places, Settings
+from policy.precision import canonical_precision
 from policy.autocast.values import (
     CastValue,
     as_dtype,
@@ -526,6 +527,8 @@ def _computed(
         return "author's algorithm", _as_traced(equation, values)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
+    if precision is None and place.precision is not None:
+        params["precision"] = canonical_precision(place.precision)
     arrays = [
         as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
         for value in values
