@@ -6,6 +6,7 @@ returning float32; autocast's rules then decide the dtypes of the code between t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import os
@@ -25,6 +26,7 @@ from policy import boundary
 from policy._jaxpr import marks
 from policy.autocast import own_code
 from policy.casting import cast_array, is_floating
+from policy.matmul_precision import computes_in_half, multiplying
 from policy.policy import Policy
 from policy.precedence import warn_once
 from policy.provenance import Source
@@ -120,7 +122,13 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     if policy is None:
         return call()
     inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
-    with enter(inner, source), marks.computes_in(policy.compute_dtype, policy.matmul):
+    # In half precision the trace, which is in float32, can't hold the precision: the mark does.
+    half = computes_in_half(policy)
+    precise = contextlib.nullcontext() if half else multiplying(policy, scope.policy)
+    mark = marks.computes_in(
+        policy.compute_dtype, policy.matmul, policy.precision if half else None
+    )
+    with enter(inner, source), mark, precise:
         outputs = call()
     if not scope.boundary_open or policy == scope.policy:
         return outputs

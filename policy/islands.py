@@ -16,6 +16,7 @@ from policy._jaxpr.marks import returned
 from policy._jaxpr.scope_names import BOUNDARY, ISLAND
 from policy.callables import require_function
 from policy.casting import cast_floating
+from policy.matmul_precision import multiplying
 from policy.policy import Policy
 from policy.references import is_reference
 from policy.scope import Scope, current_scope, enter
@@ -87,7 +88,10 @@ class _Block(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(jax.named_scope(ISLAND))
-        stack.enter_context(enter(_island(current_scope())))
+        scope = current_scope()
+        island = _island(scope)
+        stack.enter_context(enter(island))
+        stack.enter_context(multiplying(island.policy, scope.policy))
         self._entered.__dict__.setdefault("stack", []).append(stack)
 
     def __exit__(self, *exception: Any) -> bool | None:

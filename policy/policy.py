@@ -10,10 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from policy.casting import cast_floating
 from policy.matmul_dtypes import ScaledMatmul, backend, scaled_matmul_of
+from policy.precision import is_algorithm, precision_named
 
 T = TypeVar("T")
 
@@ -49,8 +51,11 @@ _KEYS = {
     "reduction": "reduction_dtype",
     "m": "matmul",
     "matmul": "matmul",
+    "x": "precision",
+    "precision": "precision",
     "inputs": "cast_inputs",
 }
+_SHORT = {"precision": "x", "inputs": "inputs"}  # of other keys, the first letter
 
 
 def half_dtype() -> np.dtype:
@@ -188,10 +193,16 @@ class Policy:
         uncast (positions, rotary tables, diffusion times).
       matmul: the 8-bit dtypes of matmuls with weights, and how they are scaled; None for matmuls in
         compute_dtype. A text such as ``f8`` is parsed by `policy.matmul_dtypes.scaled_matmul_of`.
+      precision: the precision of matmuls and convolutions: "default", "high", "highest", or the
+        name of a `jax.lax.DotAlgorithmPreset` that multiplies `compute_dtype`. None is JAX's
+        default, but "highest" for a module in float32 inside a half-precision model: see the page
+        "float32 on a TPU and GPU".
 
     Raises:
-      ValueError: a field is not a floating dtype of at least 16 bits, or `matmul` is unknown.
-      TypeError: `cast_inputs` is not a bool, or `matmul` neither a ScaledMatmul nor a text.
+      ValueError: a field is not a floating dtype of at least 16 bits, `matmul` is unknown, or
+        `precision` is unknown or does not fit `compute_dtype`.
+      TypeError: `cast_inputs` is not a bool, `matmul` neither a ScaledMatmul nor a text, or
+        `precision` neither a text nor JAX's.
     """
 
     param_dtype: np.dtype
@@ -200,6 +211,7 @@ class Policy:
     reduction_dtype: np.dtype
     cast_inputs: bool
     matmul: ScaledMatmul | None
+    precision: str | None
     follows_caller: bool = dataclasses.field(init=False)
 
     @_naming_get_policy
@@ -212,6 +224,7 @@ class Policy:
         reduction_dtype: DTypeLike | None = None,
         cast_inputs: bool = True,
         matmul: ScaledMatmul | str | None = None,
+        precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     ):
         if not isinstance(cast_inputs, bool):
             raise TypeError(f"Policy(cast_inputs={cast_inputs!r}): it should be True or False.")
@@ -241,11 +254,13 @@ class Policy:
         object.__setattr__(self, "reduction_dtype", reduction)
         object.__setattr__(self, "cast_inputs", cast_inputs)
         object.__setattr__(self, "matmul", matmul)
+        object.__setattr__(self, "precision", precision_named(precision, compute))
 
     def replace(self, **changes: Any) -> Policy:
         """Returns a copy with some fields changed.
 
-        A default `reduction_dtype` follows a changed `compute_dtype`.
+        A default `reduction_dtype` follows a changed `compute_dtype`, and an algorithm in
+        `precision`, which is one for the old dtype, is dropped.
 
         Raises:
           TypeError: a name is not a field.
@@ -261,6 +276,9 @@ class Policy:
                 f"Policy.replace: no field {', '.join(unknown)}; the fields are "
                 f"{', '.join(fields)}."
             )
+        compute = _floating_dtype("compute_dtype", changes.get("compute_dtype", self.compute_dtype))
+        if compute != self.compute_dtype and is_algorithm(self.precision):
+            fields["precision"] = None
         return Policy(**(fields | changes))
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
@@ -308,6 +326,8 @@ class Policy:
             parts.append("inputs=keep")
         if self.matmul is not None:
             parts.append(f"matmul={self.matmul.text}")
+        if self.precision is not None:
+            parts.append(f"precision={self.precision}")
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -322,8 +342,7 @@ class Policy:
         names = {long: short for long, short, *_ in dtype_to_names.values()}
         parts = (part.split("=") for part in str(self).split(","))
         return ",".join(
-            f"{key if key == 'inputs' else key[0]}={names.get(value, value)}"
-            for key, value in parts
+            f"{_SHORT.get(key, key[0])}={names.get(value, value)}" for key, value in parts
         )
 
     def __reduce__(self):
@@ -347,9 +366,10 @@ def get_policy(policy: Policy | str) -> Policy:
     - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (the
       backend's preferred one);
     - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
-      ``reduction=DTYPE``, ``inputs=keep`` and ``matmul=f8`` if they are not the default. Spaces
-      are allowed. Missing parts follow jmp's grammar: params default to float32, compute to params,
-      output to compute. ``output=caller`` is the compute_dtype of the code around the module.
+      ``reduction=DTYPE``, ``inputs=keep``, ``matmul=f8`` and ``precision=highest`` (short ``x=``)
+      if they are not the default. Spaces are allowed. Missing parts follow jmp's grammar: params
+      default to float32, compute to params, output to compute. ``output=caller`` is the
+      compute_dtype of the code around the module.
 
     `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
 
@@ -401,7 +421,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
         if key not in _KEYS:
             raise ValueError(
                 f"Unknown key '{key}' in '{text}': it should be params, compute, output, "
-                "reduction, matmul or inputs (short p, c, o, r, m)."
+                "reduction, matmul, precision or inputs (short p, c, o, r, m, x)."
             )
         field = _KEYS[key]
         if field in fields:
@@ -415,6 +435,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
             fields[field] = value == "cast"
         elif field == "matmul":
             fields[field] = scaled_matmul_of(value)
+        elif field == "precision":
+            fields[field] = value
         elif field == "output_dtype" and value == CALLER:
             fields[field] = CALLER
         else:

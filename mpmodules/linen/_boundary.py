@@ -23,6 +23,7 @@ from mpmodules.linen._own_code import NOT_BOUNDARIES, call, is_layer, policy_of_
 from mpmodules.linen._registry import crossing_of
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
 from policy import boundary
+from policy.matmul_precision import multiplying
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import Scope, current_scope, enter
@@ -177,7 +178,8 @@ def run_method(
             args, kwargs = _cast_inputs(module, effective.policy, method, args, kwargs)
         inner = _scope_inside(scope, effective, crosses)
         source = effective.source.for_those_inside(where(module))
-        with enter(inner, source), _scan_carries_explained(module, crosses, effective):
+        explained = _scan_carries_explained(module, crosses, effective)
+        with enter(inner, source), explained, multiplying(effective.policy, scope.policy):
             if not getattr(type(module), "_dtype_fields", False) or lifted:
                 outputs = method(module, *args, **kwargs)
             elif own_body:

@@ -28,6 +28,7 @@ from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from policy import boundary
 from policy._jaxpr import marks
 from policy.islands import as_in_force
+from policy.matmul_precision import multiplying
 from policy.policy import Policy
 from policy.precedence import Effective
 from policy.scope import current_scope, enter
@@ -213,7 +214,8 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     inner = boundary.inside(scope, policy) if crosses and policy is not None else scope
     source = effective.source.for_those_inside(cls.__name__) if crosses else None
     explained = _scan_carries_explained(module, crosses, effective)
-    with call_under_way(module) as caller, explained, enter(inner, source):
+    precise = multiplying(policy, scope.policy if scope.boundary_open else None)
+    with call_under_way(module) as caller, explained, enter(inner, source), precise:
         outputs = _run_body(module, method, effective, crosses, args, kwargs)
     if policy is not None:
         outputs = crossing.keep_carry(outputs, args, kwargs)

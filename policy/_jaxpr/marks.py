@@ -23,7 +23,7 @@ RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
 _COMPUTE = f"{REGION}computes_in_"
 _CALL = f"{REGION}call_"
-_computes_in: dict[str, tuple[np.dtype, Any]] = {}
+_computes_in: dict[str, tuple[np.dtype, Any, str | None]] = {}
 
 
 def is_mark(name: str) -> bool:
@@ -36,14 +36,17 @@ def layer() -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(LAYER)
 
 
-def computes_in(dtype: np.dtype, matmul: Hashable = None) -> contextlib.AbstractContextManager[Any]:
+def computes_in(
+    dtype: np.dtype, matmul: Hashable = None, precision: str | None = None
+) -> contextlib.AbstractContextManager[Any]:
     """Marks the code of a module: autocast runs it in `dtype`, except inside other marks.
 
     Args:
       dtype: the module's compute_dtype.
       matmul: the 8-bit dtypes of its matmuls, or None.
+      precision: that of its matmuls, or None.
     """
-    return jax.named_scope(_name_of(dtype, matmul))
+    return jax.named_scope(_name_of(dtype, matmul, precision))
 
 
 def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
@@ -52,18 +55,18 @@ def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
 
 
 @functools.cache
-def _name_of(dtype: np.dtype, matmul: Hashable) -> str:
+def _name_of(dtype: np.dtype, matmul: Hashable, precision: str | None) -> str:
     name = f"{_COMPUTE}{dtype.name}"
-    if matmul is not None:
+    if (matmul, precision) != (None, None):
         name += f"_{sum(known.startswith(name) for known in _computes_in)}"
-    _computes_in[name] = dtype, matmul
+    _computes_in[name] = dtype, matmul, precision
     return name
 
 
-def innermost(path: Path) -> str | tuple[np.dtype, Any] | None:
+def innermost(path: Path) -> str | tuple[np.dtype, Any, str | None] | None:
     """Returns what the innermost mark of a path says.
 
-    Returns `LAYER` for a layer, compute_dtype and 8-bit dtypes for a module's own code, and None
+    Returns `LAYER` for a layer, the arguments of `computes_in` for a module's own code, and None
     without a mark.
     """
     for name in reversed(path):

@@ -56,6 +56,7 @@ from policy.autocast.values import (
     saturates,
     widened_param,
 )
+from policy.precision import canonical_precision
 
 _NONE: collections.Counter[str] = collections.Counter()
 AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
@@ -556,6 +557,8 @@ def _computed(
         return "author's algorithm", _as_traced(equation, values)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
+    if precision is None and place.precision is not None:
+        params["precision"] = canonical_precision(place.precision)
     arrays = [
         as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
         for value in values

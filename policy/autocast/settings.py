@@ -12,7 +12,9 @@ from policy._jaxpr.dtypes import F32
 from policy._jaxpr.paths import Path, divided, once
 from policy._jaxpr.primitives import MATMULS, category_of
 from policy._jaxpr.scope_names import ISLAND
+from policy.islands import in_island
 from policy.matmul_dtypes import ScaledMatmul
+from policy.matmul_precision import precision_within
 from policy.policy import Policy
 from policy.requested_dtypes import note_obeyed
 from policy.rules import PolicyRules
@@ -82,6 +84,7 @@ class Place:
       is_ruled: whether a rule names the path: then nothing there is a normalisation.
       is_layer: whether it is inside a layer that obeys a policy itself: its dtypes stay as they
         were traced.
+      precision: the precision of matmuls there that were given none, or None for JAX's default.
     """
 
     compute: np.dtype
@@ -89,6 +92,7 @@ class Place:
     region: Literal["applies", "measures"] | None = None
     is_ruled: bool = False
     is_layer: bool = False
+    precision: str | None = None
 
     def within(self, region: Literal["applies", "measures"] | None) -> Place:
         """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
@@ -122,20 +126,20 @@ class Places:
         if isinstance(marked, str):
             return Place(F32, is_layer=True)
         policy = _rule_policy(settings.rules, without_marks(path))
-        compute, matmul = (
-            (policy or settings.policy).compute_dtype,
-            (policy or settings.policy).matmul,
-        )
+        obeyed = policy or settings.policy
+        compute, matmul = obeyed.compute_dtype, obeyed.matmul
+        precision = precision_within(obeyed, settings.policy)
         if marked is not None:
-            compute, matmul = marked
+            compute, matmul, precision = marked
         if ISLAND in path:
-            compute = F32
+            island = in_island(obeyed)
+            compute, matmul, precision = F32, None, precision_within(island, settings.policy)
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
         name, model = _names(without_marks(path))[-1]
-        note_obeyed(model, name, policy or settings.policy)
-        matmul = None if ISLAND in path else matmul
-        return Place(compute, matmul, "applies" if named else None, policy is not None)
+        note_obeyed(model, name, obeyed)
+        region = "applies" if named else None
+        return Place(compute, matmul, region, policy is not None, precision=precision)
 
     def output_of(self, path: Path) -> np.dtype | None:
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""

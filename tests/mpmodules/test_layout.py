@@ -13,6 +13,8 @@ ROOT = Path(mpmodules.__file__).parent
 ONLY_LINEN = {
     "_init_policy",  # a linen model is no state that could hold its policy
     "_half_states",  # nnx reads them through its variables
+    "_instances",  # nnx copies a model: `mpmodules._nnx_rebuilding`
+    "_pure_calls",  # nnx's are `mpmodules._nnx_pure_calls`, which lowers calls for `policy` too
     "_lstm_gates",  # nnx adds the four biases itself
 }
 ONLY_NNX = {"_ema", "_gradients", "_lora", "_optimizer", "_rotary"}  # linen has none of these

@@ -167,7 +167,7 @@ def test_every_field_is_checked():
         (
             "p=f32,d=bf16",
             r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, "
-            r"reduction, matmul or inputs",
+            r"reduction, matmul, precision or inputs",
         ),
         (
             "p=f32,params=bf16",
