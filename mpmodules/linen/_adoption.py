@@ -16,8 +16,7 @@ from mpmodules.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
 from mpmodules.linen._foreign import foreign_module
-from mpmodules.linen._instance_methods import InstanceMethod
-from mpmodules.linen._instances import stand_in
+from mpmodules.linen._instances import InstanceMethod, stand_in
 from mpmodules.linen._registry import LAYER_OF, obeys_policies
 from policy.policy import Policy
 from policy.scope import current_scope

@@ -1,5 +1,5 @@
-"""Instances of modules: their fields and other attributes, those that stand in for them, and keys
-of those that run alike.
+"""Instances of modules: their attributes and methods, those that stand in for them, and keys of
+those that run alike.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -38,6 +39,32 @@ def state_of(model: flax_nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
 
 
+class InstanceMethod:
+    """A method of instances; looked up on the class, it is the function that the base class has.
+
+    Code that asks whether a class overrides a method, as in ``type(self).encode is not
+    Base.encode``, compares the functions of classes. A subclass that only puts something around a
+    method must not look like an override.
+
+    Args:
+      shown: the function of the base class.
+      run: the function that a call on an instance runs.
+    """
+
+    nowrap = True  # Flax wraps the descriptors of a module's class otherwise
+
+    def __init__(self, shown: Callable[..., Any], run: Callable[..., Any]):
+        self._shown, self._run = shown, run
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self._shown if instance is None else types.MethodType(self._run, instance)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stand-ins
+# --------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
     """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
@@ -62,6 +89,11 @@ def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]
         for child in module._state.children.values():
             if isinstance(child, flax_nn.Module) and child.parent is other:
                 object.__setattr__(child, "parent", module)
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
 
 
 def key_of(value: Any) -> Hashable:

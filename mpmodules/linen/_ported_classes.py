@@ -15,8 +15,7 @@ from mpmodules._port_options import PortOptions
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._calls import calls
-from mpmodules.linen._instance_methods import InstanceMethod
-from mpmodules.linen._instances import fields_of, state_of
+from mpmodules.linen._instances import InstanceMethod, fields_of, state_of
 from mpmodules.linen._own_code import call as call_own_code
 from mpmodules.linen._own_code import is_layers, policy_of_outermost, wrapped_once
 from mpmodules.linen._registry import is_ours, layer_class

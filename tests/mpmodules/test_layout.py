@@ -12,7 +12,7 @@ import mpmodules
 ROOT = Path(mpmodules.__file__).parent
 ONLY_LINEN = {
     "_init_policy",  # a linen model is no state that could hold its policy
-    "_instance_methods",  # a linen port is a subclass, whose methods look like the base class's
+    "_instances",  # nnx changes a model in place, and a graphdef is the key of its programs
     "_half_states",  # nnx reads them through its variables
     "_lstm_gates",  # nnx adds the four biases itself
 }
