@@ -39,7 +39,7 @@ class Room(NamedTuple):
 ROOMS: dict[str, Room] = {
     "policy/_jaxpr": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 16),
     GROUND: Room("the policy, rules and scope; casts; reductions and losses", 2, 15),
-    "policy/grads": Room("loss scales, microbatches, float32 cotangents", 2, 14),
+    "policy/grads": Room("loss scales, microbatches, float32 sums", 2, 14),
     "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 13),
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 13),
     "policy/parameters.py": Room("which arguments are parameters", 2, 12),

@@ -46,7 +46,7 @@ def precision_named(value: Any, compute_dtype: np.dtype) -> str | None:
 
 
 def is_algorithm(name: str | None) -> bool:
-    """Returns whether a canonical name is that of an algorithm, which is for operands of a dtype."""
+    """Returns whether a canonical name is that of an algorithm: it is for operands of a dtype."""
     return name is not None and name not in _PRECISIONS
 
 

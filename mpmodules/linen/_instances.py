@@ -1,5 +1,5 @@
-"""Instances of modules: their fields and other attributes, those that stand in for them, and keys
-of those that run alike.
+"""Instances of modules: their attributes and methods, those that stand in for them, and keys of
+those that run alike.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -38,6 +38,11 @@ def state_of(model: flax_nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name not in fields | _FLAX_STATE}
 
 
+# --------------------------------------------------------------------------------------------------
+# Stand-ins
+# --------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
     """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
@@ -62,6 +67,11 @@ def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]
         for child in module._state.children.values():
             if isinstance(child, flax_nn.Module) and child.parent is other:
                 object.__setattr__(child, "parent", module)
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
 
 
 def key_of(value: Any) -> Hashable:

@@ -33,12 +33,16 @@ def in_a_python_loop(w):
 
 
 def in_a_scan(w):
-    step = lambda total, use: (total + use * w, None)
+    def step(total, use):
+        return (total + use * w, None)
+
     return lax.scan(step, jnp.zeros_like(w), like(USES, w))[0]
 
 
 def in_a_matmul_of_a_scan(w):
-    step = lambda _, use: (None, (use * jnp.eye(SIZE, dtype=w.dtype)) @ w)
+    def step(_, use):
+        return (None, (use * jnp.eye(SIZE, dtype=w.dtype)) @ w)
+
     return lax.scan(step, None, like(USES, w))[1]
 
 
@@ -108,7 +112,10 @@ def in_a_custom_rule(w):
 
 def cast_before_a_loop(w, half):
     cast = w.astype(half)
-    step = lambda total, use: (total + use * cast.astype(jnp.float32), None)
+
+    def step(total, use):
+        return (total + use * cast.astype(jnp.float32), None)
+
     return lax.scan(step, jnp.zeros(SIZE), USES)[0]
 
 

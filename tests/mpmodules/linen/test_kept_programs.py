@@ -216,7 +216,7 @@ def test_no_program_holds_arrays_of_a_call(variables):
             return self.function(x)
 
     for value in (1.0, 2.0):
-        y = Around().apply({"params": {"shift": jnp.asarray(value)}}, X)
+        y: Any = Around().apply({"params": {"shift": jnp.asarray(value)}}, X)
         np.testing.assert_allclose(y, X + value, atol=0.02)
     jax.jit(ours().apply)(variables, X)
     ours().apply(variables, X)
