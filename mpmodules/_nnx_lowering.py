@@ -52,6 +52,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         (params, rest, others),
         finish=finish,
         result=lambda returned: returned[0],
+        states=(1,),
         origins=functools.partial(_origins, treedef, places, params, rest, others),
     )
 

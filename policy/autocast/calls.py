@@ -25,7 +25,7 @@ def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> l
         return _inlined(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
     like = [
-        CastValue(array, value.yields, value.constant)
+        CastValue(array, value.yields, value.constant, is_table=value.is_table)
         for array, value in zip(arrays, values, strict=True)
     ]
     return control_flow.jit(evaluator, equation, like)
