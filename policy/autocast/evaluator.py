@@ -275,7 +275,7 @@ class Evaluator(Interpreter[CastValue]):
                 _as_traced(equation, values),
             )
         elif category == "compute" and all(value.is_table for value in values):
-            done, outputs = "float32", _as_traced(equation, values)  # positions times frequencies
+            done, outputs = "float32", _product_of_tables(equation, values)
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
@@ -412,7 +412,8 @@ class Evaluator(Interpreter[CastValue]):
         elif is_activation:
             outputs = _as_traced(equation, values)
             return "float32, read in half", [
-                CastValue(output.array, narrows=True) for output in outputs
+                CastValue(output.array, narrows=is_floating_dtype(output.dtype))
+                for output in outputs
             ]
         shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
@@ -580,6 +581,27 @@ def _computed(
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+
+
+def _product_of_tables(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+    """Evaluates a matmul of tables in float32, such as one of positions and frequencies.
+
+    A product without a contraction is a multiplication, which no device rounds.
+    """
+    arrays, params = as_traced(equation.invars, values), dict(equation.params)
+    if equation.primitive.name == "dot_general":
+        (contracted, _), (batch, other_batch) = params["dimension_numbers"]
+        if not contracted and params.get("out_sharding") is None:
+            a, b = (
+                jnp.moveaxis(array, axes, range(len(axes)))
+                for array, axes in zip(arrays, (batch, other_batch), strict=True)
+            )
+            a = lax.expand_dims(a, range(a.ndim, a.ndim + b.ndim - len(batch)))
+            b = lax.expand_dims(b, range(len(batch), a.ndim - b.ndim + len(batch)))
+            return [CastValue(a * b)]
+    if params.get("precision") is None:
+        params["precision"] = (lax.Precision.HIGHEST,) * 2
+    return [CastValue(output) for output in bind(equation, arrays, params)]
 
 
 def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
