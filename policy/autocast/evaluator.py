@@ -52,6 +52,7 @@ from policy.autocast.values import (
     fits,
     fits_in_range,
     has_range_of_float32,
+    is_input,
     makes_table,
     meets_tables,
     saturated,
@@ -299,6 +300,9 @@ class Evaluator(Interpreter[CastValue]):
         if self.settings.narrows and makes_table(floats, place.compute):
             for output in outputs:
                 output.is_table = True
+        elif category == "promote" and is_input(floats, place.compute):
+            for output in outputs:
+                output.weak = True
         return outputs
 
     def _read(

@@ -151,6 +151,13 @@ def makes_table(values: Sequence[CastValue], half: Any) -> bool:
     return all(_is_table(value) and not _is_lost(value, half) for value in values)
 
 
+def is_input(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether an operation shifts or scales inputs of a module's call by tables."""
+    return any(value.weak for value in values) and all(
+        value.weak or (_is_table(value) and not _is_lost(value, half)) for value in values
+    )
+
+
 def _is_table(value: CastValue) -> bool:
     return value.is_table or value.yields
 
