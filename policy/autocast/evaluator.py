@@ -120,9 +120,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def filled(self, value: CastValue, arrays: Sequence[Any]) -> CastValue:
         (array,) = arrays
-        return dataclasses.replace(
-            value, array=array, narrowed=None, widened=None, transposed=None
-        )
+        return dataclasses.replace(value, array=array, narrowed=None, widened=None, transposed=None)
 
     # Programs inside equations --------------------------------------------------------------------
 
