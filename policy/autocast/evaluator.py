@@ -273,8 +273,8 @@ class Evaluator(Interpreter[CastValue]):
                 _kind_of_opaque(equation, traced, category),
                 _as_traced(equation, values),
             )
-        elif category == "compute" and all(value.is_table for value in values):
-            done, outputs = "float32", _product_of_tables(equation, values)
+        elif category == "compute" and _is_outer_product(equation, values):
+            done, outputs = "float32", [_outer_product(equation, values)]
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
@@ -585,25 +585,29 @@ def _computed(
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
 
 
-def _product_of_tables(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
-    """Evaluates a matmul of tables in float32, such as one of positions and frequencies.
-
-    A product without a contraction is a multiplication, which no device rounds.
+def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
+    """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
+    without a contraction.
     """
-    arrays, params = as_traced(equation.invars, values), dict(equation.params)
-    if equation.primitive.name == "dot_general":
-        (contracted, _), (batch, other_batch) = params["dimension_numbers"]
-        if not contracted and params.get("out_sharding") is None:
-            a, b = (
-                jnp.moveaxis(array, axes, range(len(axes)))
-                for array, axes in zip(arrays, (batch, other_batch), strict=True)
-            )
-            a = lax.expand_dims(a, range(a.ndim, a.ndim + b.ndim - len(batch)))
-            b = lax.expand_dims(b, range(len(batch), a.ndim - b.ndim + len(batch)))
-            return [CastValue(a * b)]
-    if params.get("precision") is None:
-        params["precision"] = (lax.Precision.HIGHEST,) * 2
-    return [CastValue(output) for output in bind(equation, arrays, params)]
+    return (
+        equation.primitive.name == "dot_general"
+        and not any(equation.params["dimension_numbers"][0])
+        and equation.params.get("out_sharding") is None
+        and all(value.is_table or value.yields for value in values)
+    )
+
+
+def _outer_product(equation: Equation, values: Sequence[CastValue]) -> CastValue:
+    """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
+    batch = equation.params["dimension_numbers"][1]
+    a, b = (
+        jnp.moveaxis(array, axes, range(len(axes)))
+        for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
+    )
+    shared, rank = len(batch[0]), equation.outvars[0].aval.ndim
+    a = lax.expand_dims(a, range(a.ndim, rank))
+    b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
+    return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))
 
 
 def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
