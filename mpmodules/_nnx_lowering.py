@@ -40,6 +40,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         call.trees,
         finish=call.finish,
         result=lambda returned: returned[0],
+        states=(1,),
         origins=origins,
     )
 

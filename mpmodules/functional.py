@@ -153,8 +153,9 @@ def with_operand_gradients(
     def run_jvp(
         primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]
     ) -> tuple[Array, Any]:
-        y, *operands = primals
-        through = bilinear_tangent(bilinear, (operands[0], operands[1]), tangents[1:], y)
+        operands = primals[1], primals[2]
+        y = run(*primals)  # second derivatives read the operands through it
+        through = bilinear_tangent(bilinear, operands, tangents[1:], y)
         return y, through if isinstance(tangents[0], SymbolicZero) else tangents[0] + through
 
     run.defjvp(run_jvp, symbolic_zeros=True)
@@ -387,7 +388,8 @@ def _bias_tangent(
     primals: tuple[Array, Array],
     tangents: tuple[Any, Any],
 ) -> tuple[Array, Any]:
-    y, (tangent, bias_tangent) = primals[0], tangents
+    tangent, bias_tangent = tangents
+    y = _with_bias_gradient(shape, reduction_dtype, *primals)  # for second derivatives
     if isinstance(bias_tangent, SymbolicZero):  # a frozen bias costs nothing
         return y, tangent
     wide = widen(bias_tangent, reduction_dtype).reshape(shape)

@@ -50,6 +50,23 @@ def parameters(
     ]
 
 
+def other_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any], positions: Collection[int] = ()
+) -> list[bool]:
+    """Returns, for each leaf of ``(args, kwargs)``, whether it is state of a module beside its
+    parameters: in another collection of a mapping with `params`, or in an argument at `positions`.
+    """
+
+    def marks(arg: Any, is_state: bool) -> list[bool]:
+        if not (isinstance(arg, Mapping) and "params" in arg):
+            return [is_state] * len(jax.tree.leaves(arg))
+        paths = jax.tree_util.tree_flatten_with_path(arg)[0]
+        return [getattr(path[0], "key", None) != "params" for path, _ in paths]
+
+    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i in positions)]
+    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+
+
 def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
     position: Any = name
     if isinstance(name, str):

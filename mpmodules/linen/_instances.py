@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn

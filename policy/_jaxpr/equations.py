@@ -6,6 +6,8 @@ import collections
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import jax.extend.core as jex_core
+
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import opened, programs_of, subprograms
 
@@ -45,6 +47,24 @@ def combines_by(equation: Equation, names: Collection[str]) -> bool:
     return any(
         inner.primitive.name in names for program in programs_of(equation) for inner in program.eqns
     )
+
+
+def is_unwritten(jaxpr: OpenJaxpr, first: int = 0) -> list[bool]:
+    """Returns, for each argument of an open jaxpr, whether no output can be its new value.
+
+    A new value has the same shape, and is not the argument itself nor another one.
+
+    Args:
+      jaxpr: an open jaxpr.
+      first: the index of the first output that may be one.
+    """
+    given = set(jaxpr.invars)
+    written = {
+        getattr(atom.aval, "shape", None)
+        for atom in jaxpr.outvars[first:]
+        if isinstance(atom, jex_core.Literal) or atom not in given
+    }
+    return [getattr(variable.aval, "shape", None) not in written for variable in jaxpr.invars]
 
 
 def maker_of(jaxpr: Any, place: int) -> Any:

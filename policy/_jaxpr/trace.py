@@ -24,6 +24,7 @@ class Lowered:
       args, kwargs: the arguments of the pure function.
       finish: stores the returned state, and returns the result of the call.
       result: extracts the result of the call from that of the pure function.
+      states: the positions among `args` of state other than parameters.
       origins: returns, for each leaf of ``(args, kwargs)``, the position of the argument that it
         came from; None for leaves of the function itself and of keyword arguments.
     """
@@ -34,6 +35,7 @@ class Lowered:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     finish: Callable[[Any], Any] = lambda out: out
     result: Callable[[Any], Any] = lambda out: out
+    states: tuple[int, ...] = ()
     origins: Callable[[], tuple[int | None, ...]] = tuple
 
 

@@ -9,8 +9,19 @@ import jax
 
 from policy._jaxpr import control_flow
 from policy._jaxpr.control_flow import Body
-from policy._jaxpr.equations import runs_any
-from policy._jaxpr.primitives import CALLS, MATMULS, REMATS
+from policy._jaxpr.dtypes import F32, is_floating_dtype
+from policy._jaxpr.equations import equations_within, runs_any
+from policy._jaxpr.primitives import (
+    BOUNDED,
+    CALLS,
+    COMPARISONS,
+    ELEMENTWISE,
+    FORWARDS,
+    INLINED,
+    MATMULS,
+    REMATS,
+    TRANSCENDENTALS,
+)
 from policy._jaxpr.protocols import Equation, OpenJaxpr
 from policy._jaxpr.subprograms import bind, subprogram, subprograms, with_subprograms
 from policy.autocast.broadcast_operands import is_half_value
@@ -18,21 +29,51 @@ from policy.autocast.derivative_rules import custom_jvp, custom_vjp
 from policy.autocast.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
 from policy.autocast.memoization import once_for_all_alike
 from policy.autocast.values import CastValue, widened_param
+from policy.checkpointing import keeping_inputs
 
 
 def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
-        return _inlined(evaluator, equation, values)
+        handler = _checkpointed if _is_activation(evaluator, equation, values) else _inlined
+        return handler(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
     like = [
-        CastValue(array, value.yields, value.constant)
+        CastValue(array, value.yields, value.constant, is_table=value.is_table)
         for array, value in zip(arrays, values, strict=True)
     ]
     return control_flow.jit(evaluator, equation, like)
 
 
 _inlined = once_for_all_alike(control_flow.call, saves=False)
+
+
+def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> bool:
+    """Returns whether a jit is an elementwise function of half-precision activations, in float32.
+
+    Softplus is one, as its exponential and logarithm are. Its residuals would be float32.
+    """
+    floats = [value for value in values if is_floating_dtype(value.dtype)]
+    shape = equation.outvars[0].aval.shape
+    is_half = [v.narrows or is_half_value(v) for v in floats if v.array.shape == shape]
+    if not is_half or not all(is_half) or evaluator.place_of(equation).compute == F32:
+        return False
+    names = {each.primitive.name for each in equations_within(subprogram(equation, "call").body)}
+    is_wide = any(evaluator.settings.category(name) == "fp32" for name in names & _ELEMENTWISE)
+    return is_wide and names <= _ELEMENTWISE and evaluator.settings.narrows
+
+
+_ELEMENTWISE = ELEMENTWISE | TRANSCENDENTALS | INLINED | COMPARISONS | FORWARDS | BOUNDED | {"jit"}
+
+
+@once_for_all_alike
+def _checkpointed(
+    evaluator: Evaluator, equation: Equation, values: list[CastValue]
+) -> list[CastValue]:
+    """Inlines a jit of which backward keeps the operands alone."""
+    body = Body.of(evaluator.inside(equation), subprogram(equation, "call"), values)
+    results = keeping_inputs(body.arrays)(*evaluator.flat(values))
+    return evaluator.refilled(body.outputs, results)
 
 
 def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:

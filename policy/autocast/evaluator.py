@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from policy._jaxpr.outlining import is_part
 from policy._jaxpr.paths import Path, path_of
 from policy._jaxpr.primitives import (
     BROADCASTS,
+    COMPARISONS,
+    EXACT,
     FORWARD_ADDITIONS,
     KEEPS_CONSTANTS,
     MATMULS,
@@ -51,7 +54,11 @@ from policy.autocast.values import (
     cast,
     common_dtype,
     fits,
+    fits_in_range,
     has_range_of_float32,
+    is_input,
+    makes_table,
+    meets_tables,
     saturated,
     saturates,
     widened_param,
@@ -59,6 +66,8 @@ from policy.autocast.values import (
 from policy.precision import canonical_precision
 
 _NONE: collections.Counter[str] = collections.Counter()
+_CHOOSES = EXACT - COMPARISONS
+
 AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
 
 
@@ -100,7 +109,11 @@ class Evaluator(Interpreter[CastValue]):
     # Values ---------------------------------------------------------------------------------------
 
     def constant(self, array: Any) -> CastValue:
-        return CastValue(array)
+        half = self.settings.policy.compute_dtype
+        half = half if half.itemsize < F32.itemsize else np.dtype(np.float16)
+        may_be = self.settings.narrows and is_floating_dtype(array.dtype)
+        is_table = may_be and fits_in_range(array, half)
+        return CastValue(array, is_table=is_table)
 
     def literal(self, literal: jex_core.Literal) -> CastValue:
         dtype = getattr(literal.aval, "dtype", None)
@@ -115,7 +128,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def filled(self, value: CastValue, arrays: Sequence[Any]) -> CastValue:
         (array,) = arrays
-        return CastValue(array, value.yields, value.constant, value.narrows, weak=value.weak)
+        return dataclasses.replace(value, array=array, narrowed=None, widened=None, transposed=None)
 
     # Programs inside equations --------------------------------------------------------------------
 
@@ -265,7 +278,7 @@ class Evaluator(Interpreter[CastValue]):
         if category == "control" and name in self.handlers:
             return self.handlers[name](self, equation, values)
         if not place.region and name != "add_any":
-            values = [self._narrowed(value, category, place) for value in values]
+            values = self._read(equation, values, category, place)
         traced = {
             dtype
             for v in (*equation.invars, *equation.outvars)
@@ -288,6 +301,8 @@ class Evaluator(Interpreter[CastValue]):
                 _kind_of_opaque(equation, traced, category),
                 _as_traced(equation, values),
             )
+        elif category == "compute" and _is_outer_product(equation, values):
+            done, outputs = "float32", [_outer_product(equation, values)]
         elif category == "compute":
             done, outputs = _computed(equation, values, place)
         elif name == "add_any":
@@ -309,7 +324,26 @@ class Evaluator(Interpreter[CastValue]):
             done, outputs = self._mixed(equation, values, place)
         if self.report is not None:
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
+        floats = [value for value in values if is_floating_dtype(value.dtype)]
+        if self.settings.narrows and makes_table(floats, place.compute):
+            for output in outputs:
+                output.is_table = True
+        elif category == "promote" and is_input(floats, place.compute):
+            for output in outputs:
+                output.weak = True
         return outputs
+
+    def _read(
+        self, equation: Equation, values: list[CastValue], category: str, place: Place
+    ) -> list[CastValue]:
+        """Returns operands as an equation reads them: narrowed, except in sums with float32."""
+        narrowed = [self._narrowed(value, category, place) for value in values]
+        if equation.primitive.name in FORWARD_ADDITIONS and narrowed != values:
+            floats = [value for value in narrowed if is_floating_dtype(value.dtype)]
+            is_wide = common_dtype(floats, place.compute) == F32
+            if is_wide and not self._meets_tables(floats, place):
+                return values
+        return narrowed
 
     def _narrowed(self, value: CastValue, category: str, place: Place) -> CastValue:
         """Casts the result of a normalisation for readers in other modules."""
@@ -320,6 +354,10 @@ class Evaluator(Interpreter[CastValue]):
             # save a copy.
             value.narrowed = CastValue(cast(value.array, place.compute))
         return value.narrowed
+
+    def _meets_tables(self, floats: Sequence[CastValue], place: Place) -> bool:
+        is_half = self.settings.narrows and place.compute != F32
+        return is_half and meets_tables(floats, place.compute)
 
     def _wide(
         self, equation: Equation, values: list[CastValue], place: Place
@@ -400,6 +438,15 @@ class Evaluator(Interpreter[CastValue]):
             big = not all(_fits(value, place.compute) for value in floats)
             outputs = _as_traced(equation, values)
             return "float32", [CastValue(output.array, yields=not big) for output in outputs]
+        is_activation = dtype == F32 and self._meets_tables(floats, place)
+        if is_activation and equation.primitive.name in _CHOOSES:
+            dtype = place.compute  # rounded now or afterwards, the numbers are the same
+        elif is_activation:
+            outputs = _as_traced(equation, values)
+            return "float32, read in half", [
+                CastValue(output.array, narrows=is_floating_dtype(output.dtype))
+                for output in outputs
+            ]
         shape = equation.outvars[0].aval.shape if equation.primitive.name in NARY else None
         arrays = [_operand(value, dtype, shape, equation) for value in values]
         done = "float32" if dtype == F32 else str(dtype)
@@ -569,6 +616,31 @@ def _computed(
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
     return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+
+
+def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
+    """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
+    without a contraction.
+    """
+    return (
+        equation.primitive.name == "dot_general"
+        and not any(equation.params["dimension_numbers"][0])
+        and equation.params.get("out_sharding") is None
+        and all(value.is_table or value.yields for value in values)
+    )
+
+
+def _outer_product(equation: Equation, values: Sequence[CastValue]) -> CastValue:
+    """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
+    batch = equation.params["dimension_numbers"][1]
+    a, b = (
+        jnp.moveaxis(array, axes, range(len(axes)))
+        for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
+    )
+    shared, rank = len(batch[0]), equation.outvars[0].aval.ndim
+    a = lax.expand_dims(a, range(a.ndim, rank))
+    b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
+    return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))
 
 
 def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:

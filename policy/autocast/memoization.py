@@ -92,7 +92,8 @@ def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) 
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
     known = tuple(
-        (jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows, v.weak) for v in values
+        (jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows, v.weak, v.is_table)
+        for v in values
     )
     return equation.primitive, params, where, known
 
@@ -102,8 +103,8 @@ def _exactly(constant: Any) -> Hashable:
 
 
 def _without_array(value: CastValue) -> CastValue:
-    return CastValue(None, value.yields, value.constant, value.narrows, weak=value.weak)
+    return _with_array(None, value)
 
 
 def _with_array(array: Any, known: CastValue) -> CastValue:
-    return CastValue(array, known.yields, known.constant, known.narrows, weak=known.weak)
+    return dataclasses.replace(known, array=array, narrowed=None, widened=None, transposed=None)

@@ -17,7 +17,7 @@ import jax.extend.core as jex_core
 
 from policy._jaxpr import marks
 from policy._jaxpr.dtypes import F32, float_dtype
-from policy._jaxpr.equations import repeated_programs
+from policy._jaxpr.equations import is_unwritten, repeated_programs
 from policy._jaxpr.interpreter import run_at_once
 from policy._jaxpr.outlining import outlined
 from policy._jaxpr.pure_calls import PureCall, UnreturnableError
@@ -105,17 +105,21 @@ class OwnCode:
         body, consts = opened(self.call.jaxpr)
         settings = Settings(self.policy, narrows_scans=True)
         places = Places(settings, repeated_programs(body))
-        values = [
-            CastValue(
-                _narrow(array, variable), kind == 0, weak=kind == 2 and self.policy.cast_inputs
-            )
-            for array, variable, kind in zip(arrays, body.invars, self.kinds, strict=True)
-        ]
-        evaluated = Evaluator(settings, places, HANDLERS).run(
-            body, [CastValue(const) for const in consts], values
-        )
         given = dict(zip(body.invars, arrays, strict=True))
         outputs = sum(self.call.is_dynamic[: self.call.treedef.children()[0].num_leaves])
+        values = [
+            CastValue(
+                _narrow(array, variable),
+                kind == 0,
+                weak=kind == 2 and self.policy.cast_inputs,
+                is_table=kind == 1 and is_fixed,
+            )
+            for array, variable, kind, is_fixed in zip(
+                arrays, body.invars, self.kinds, is_unwritten(body, outputs), strict=True
+            )
+        ]
+        evaluator = Evaluator(settings, places, HANDLERS)
+        evaluated = evaluator.run(body, list(map(evaluator.constant, consts)), values)
         results: list[Any] = []
         for i, (atom, value) in enumerate(zip(body.outvars, evaluated, strict=True)):
             dtype = float_dtype(atom.aval)

@@ -76,7 +76,10 @@ def _stable(
         like = [
             *fixed,
             *map(CastValue, carry),
-            *(CastValue(row, x.yields) for row, x in zip(rows, xs, strict=True)),
+            *(
+                CastValue(row, x.yields, is_table=x.is_table)
+                for row, x in zip(rows, xs, strict=True)
+            ),
         ]
         return Body.of(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[
             : program.carried

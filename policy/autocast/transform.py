@@ -15,13 +15,13 @@ import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from policy._jaxpr.dtypes import F32, is_floating_dtype
-from policy._jaxpr.equations import repeated_programs
+from policy._jaxpr.equations import is_unwritten, repeated_programs
 from policy._jaxpr.module_names import make_jaxpr
 from policy._jaxpr.outlining import outlined
 from policy._jaxpr.primitives import known_primitives
 from policy._jaxpr.scope_names import ISLAND
 from policy._jaxpr.subprograms import opened
-from policy._jaxpr.trace import Arguments, is_staged, lowered
+from policy._jaxpr.trace import Arguments, Lowered, is_staged, lowered
 from policy.autocast.calls import HANDLERS
 from policy.autocast.evaluator import Evaluator
 from policy.autocast.report import Report
@@ -30,6 +30,7 @@ from policy.autocast.values import CastValue, cast
 from policy.callables import require_function
 from policy.parameters import (
     ParamsArgument,
+    other_state,
     parameters,
     require_params,
     warn_of_nnx_optimizer,
@@ -45,9 +46,19 @@ _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of s
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
+    """The options of an autocast.
+
+    Attributes:
+      policy: the policy, or None for the one in force.
+      params: the parameters among the arguments, as in `autocast`.
+      settings: everything else.
+      states: the positions of arguments that are state of modules other than parameters.
+    """
+
     policy: Policy | None
     params: Any
     settings: Settings
+    states: tuple[int, ...] = ()
 
     def resolved(self) -> Settings | None:
         """Returns the settings in force, or None if there is no policy."""
@@ -254,14 +265,15 @@ class _Autocast:
         call = lowered(self.fn, args, kwargs)
         if call is None:
             return self, Arguments.of(args, kwargs), lambda out: out
-        return self._of_pure(call.key, call.pure), Arguments.of(call.args, call.kwargs), call.finish
+        return self._of_pure(call), Arguments.of(call.args, call.kwargs), call.finish
 
-    def _of_pure(self, key: Any, pure: Callable[..., Any]) -> _Autocast:
+    def _of_pure(self, call: Lowered) -> _Autocast:
         """Returns the autocast of a pure function whose first argument is the parameters.
 
         It is not cached if its key has no hash.
         """
-        fresh = _Autocast(pure, dataclasses.replace(self.options, params=0))
+        options = dataclasses.replace(self.options, params=0, states=call.states)
+        key, fresh = call.key, _Autocast(call.pure, options)
         try:
             target = self.pure.pop(key, fresh)
         except TypeError:
@@ -307,19 +319,25 @@ class _Autocast:
             warn_of_optimizer(args, kwargs)
             if report is not None:
                 report.note_parameters(arguments.names(), params)
-            values = [
-                CastValue(
-                    array if _is_key(array) else jnp.asarray(array), is_param and settings.narrows
-                )
-                for array, is_param in zip(arrays, params, strict=True)
-            ]
             # A report records each equation at its path, and rules may distinguish the paths inside
             # it.
             shares = report is None and settings.rules is None and settings.normalises is None
             body, consts = opened(outlined(jaxpr) if shares else jaxpr)
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
-            outputs = evaluator.run(body, [CastValue(c) for c in consts], values)
+            states = other_state(args, kwargs, self.options.states)
+            is_state = [s for s, is_one in zip(states, arguments.is_array, strict=True) if is_one]
+            values = [
+                CastValue(
+                    array if _is_key(array) else jnp.asarray(array),
+                    is_param and settings.narrows,
+                    is_table=is_buffer and is_fixed and settings.narrows,
+                )
+                for array, is_param, is_buffer, is_fixed in zip(
+                    arrays, params, is_state, is_unwritten(body), strict=True
+                )
+            ]
+            outputs = evaluator.run(body, list(map(evaluator.constant, consts)), values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)

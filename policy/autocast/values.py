@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,6 +28,9 @@ class CastValue:
         float32.
       weak: whether it is an input of a module's call, which follows half-precision activations of
         its own shape: a stream of activations begins with it.
+      is_table: whether it is made of parameters, constants, integers and random keys alone, in the
+        range of half precision. In float32 it meets half-precision activations without widening
+        what follows.
       constant: the value of all elements, if they are known to be equal.
       narrows: whether a normalisation computed it in float32, to be half precision for other
         modules.
@@ -43,6 +47,7 @@ class CastValue:
     widened: Any = None
     transposed: tuple[CastValue, tuple[int, ...]] | None = None
     weak: bool = False
+    is_table: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -125,10 +130,59 @@ def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = Fals
     for value in values:
         if value.dtype == half:
             continue
-        is_lost = value.constant is not None and not fits(value.constant, half)
-        if is_lost and not (selects and saturates(value.constant, half)):
+        if _is_lost(value, half) and not (selects and saturates(value.constant, half)):
             return F32
-        may_follow = value.array.ndim == 0 or (value.weak and value.array.shape in shapes)
-        if not (value.yields or (may_follow and has_range_of_float32(half))):
+        if not (value.yields or (_follows(value, shapes) and has_range_of_float32(half))):
             return F32
     return np.dtype(half)
+
+
+def meets_tables(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether half-precision activations meet nothing that widens them.
+
+    These are tables, scalars, and inputs of the shape of an activation. Mixed in float32, they make
+    an activation, to be half precision for what reads it.
+    """
+    shapes = [value.array.shape for value in values if value.dtype == half]
+    return bool(shapes) and all(
+        value.dtype == half
+        or (not _is_lost(value, half) and (_is_table(value) or _follows(value, shapes)))
+        for value in values
+    )
+
+
+def makes_table(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether an operation on float32 values makes a table."""
+    return all(_is_table(value) and not _is_lost(value, half) for value in values)
+
+
+def is_input(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether an operation shifts or scales inputs of a module's call by tables."""
+    return any(value.weak for value in values) and all(
+        value.weak or (_is_table(value) and not _is_lost(value, half)) for value in values
+    )
+
+
+def _is_table(value: CastValue) -> bool:
+    return value.is_table or value.yields
+
+
+def _is_lost(value: CastValue, half: Any) -> bool:
+    return value.constant is not None and not fits(value.constant, half)
+
+
+def _follows(value: CastValue, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a value that is no table follows half-precision ones of some shapes."""
+    return value.array.ndim == 0 or (value.weak and value.array.shape in shapes)
+
+
+def fits_in_range(array: Any, dtype: DTypeLike) -> bool:
+    """Returns whether an array is known, and none of its finite numbers overflows in `dtype`.
+
+    Returns False if all of its numbers vanish.
+    """
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return False
+    numbers = np.abs(np.asarray(array).astype(F32))
+    numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
+    return not numbers.size or fits(numbers.max(), dtype)

@@ -113,3 +113,36 @@ def test_accumulating_stand_ins_take_what_the_originals_take():
     assert dot(x, x, (((2,), (2,)), ((0,), (0,)))).dtype == jnp.float32
     einsum = functional.accumulating_einsum("float32")
     assert einsum("bij,bkj->bik", x, x, preferred_element_type=None).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_second_derivatives_reach_a_bias_behind_its_gradient(half):
+    x, bias = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 3), (3,)))
+
+    def added(x, bias):
+        narrow = jax.lax.stop_gradient(bias).astype(half)[None]
+        return functional.with_bias_gradient(x.astype(half) + narrow, bias, (1, 3), jnp.float32)
+
+    def penalty(add):
+        slope = jax.grad(lambda x, bias: jnp.sum(jnp.tanh(add(x, bias).astype(jnp.float32))))
+        return jax.grad(lambda bias: jnp.sum(slope(x, bias) ** 2))(bias)
+
+    found, truth = penalty(added), penalty(lambda x, bias: x + bias[None])
+    np.testing.assert_allclose(found, truth, atol=2e-2 * float(jnp.max(jnp.abs(truth))))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_second_derivatives_reach_operands_behind_their_gradients(half):
+    x, w = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.float32) for _ in range(2))
+
+    def product(x, w):
+        x, w = x.astype(half), w.astype(half)
+        out = jnp.dot(*jax.lax.stop_gradient((x, w)), preferred_element_type=jnp.float32)
+        return functional.with_operand_gradients(out, x, w, jnp.dot)
+
+    def penalty(multiply):
+        slope = jax.grad(lambda x, w: jnp.sum(jnp.tanh(multiply(x, w))))
+        return jax.grad(lambda w: jnp.sum(slope(x, w) ** 2))(w)
+
+    found, truth = penalty(product), penalty(jnp.dot)
+    np.testing.assert_allclose(found, truth, atol=4e-2 * float(jnp.max(jnp.abs(truth))))

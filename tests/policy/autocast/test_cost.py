@@ -77,6 +77,16 @@ def test_a_function_of_a_normalisation_saves_nothing_in_float32(activation):
     assert kept.count(("float32", X.shape)) == without.count(("float32", X.shape))
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [nn.softplus, nn.elu, nn.selu, nn.log_sigmoid, jax.nn.mish],
+    ids=lambda f: f.__name__,
+)
+def test_an_elementwise_function_in_float32_saves_its_input_alone(activation):
+    kept = saved(lambda w, x: activation(x @ w["a"]) @ w["b"], {"a": W, "b": W}, X)
+    assert ("float32", X.shape) not in kept
+
+
 def test_what_a_scan_reads_of_a_normalisation_is_saved_in_half():
     def fn(w: Any, x: Any) -> Any:
         return lax.scan(lambda carry, row: (carry, row @ w["a"]), 0.0, normalised(x))[1]
