@@ -15,18 +15,18 @@ from policy.policy import Policy
 from policy.precision import HIGHEST
 
 
-def precision_within(policy: Policy, around: Policy | None) -> str | None:
+def precision_within(policy: Policy | None, around: Policy | None) -> str | None:
     """Returns the precision of the matmuls of a module, or None for JAX's default.
 
     It is the policy's own; else the highest where the policy computes in at least float32 and the
     one around it in half precision.
 
     Args:
-      policy: the policy that the module obeys.
+      policy: the policy that the module obeys, or None.
       around: the policy in force where it is called, or None.
     """
-    if policy.precision is not None:
-        return policy.precision
+    if policy is None or policy.precision is not None:
+        return None if policy is None else policy.precision
     is_island = policy.compute_dtype.itemsize >= 4 and computes_in_half(around)
     return HIGHEST if is_island else None
 
@@ -44,7 +44,7 @@ def multiplying(
     A precision that is given to a layer or to an operation wins.
     """
     config: Any = jax.config
-    precision = None if policy is None else precision_within(policy, around)
+    precision = precision_within(policy, around)
     if precision is None or precision == config.jax_default_matmul_precision:
         return contextlib.nullcontext()
     return jax.default_matmul_precision(precision)

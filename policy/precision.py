@@ -51,7 +51,7 @@ def is_algorithm(name: str | None) -> bool:
 
 
 def _multiplies(algorithm: lax.DotAlgorithmPreset, dtype: np.dtype) -> bool:
-    return dtype in map(np.dtype, algorithm.supported_lhs_types or ())
+    return any(dtype == np.dtype(each) for each in algorithm.supported_lhs_types or ())
 
 
 def canonical_precision(name: str) -> Any:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from mpmodules import functional
 from mpmodules._nnx_pure_calls import StatefulCall
 from policy._jaxpr.pure_calls import PureCall
-from policy.grads.float32_sums import evaluated, is_half
+from policy.grads.float32_sums import evaluated, is_half_leaf
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
 from policy.policy import Policy
@@ -195,7 +195,7 @@ def _with_float32_sums(
 
 def _holds_half_params(tree: Any) -> bool:
     params = (node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Param))
-    return any(is_half(leaf) for param in params for leaf in jax.tree.leaves(param))
+    return any(is_half_leaf(leaf) for param in params for leaf in jax.tree.leaves(param))
 
 
 def _widened(x: Any) -> Any:

@@ -132,8 +132,8 @@ class Places:
         if marked is not None:
             compute, matmul, precision = marked
         if ISLAND in path:
-            island = in_island(obeyed)
-            compute, matmul, precision = F32, None, precision_within(island, settings.policy)
+            compute, matmul = F32, None
+            precision = precision_within(in_island(obeyed), settings.policy)
         may_be_named = settings.narrows and policy is None and compute != F32
         named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
         name, model = _names(without_marks(path))[-1]

@@ -61,7 +61,7 @@ def with_float32_sums(
     def summed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         by = DifferentiatedLeaves.of(args, kwargs, argnums)
         is_weight = [not one for one in by.overwritten]
-        halves = [_is_half(x) and one for x, one in zip(by.leaves, is_weight, strict=True)]
+        halves = [is_half_leaf(x) and one for x, one in zip(by.leaves, is_weight, strict=True)]
         if not (accumulators or any(halves)):
             return differentiated(*args, **kwargs)
         jaxpr, rebuild = by.traced(differentiated)
@@ -72,7 +72,7 @@ def with_float32_sums(
     return summed
 
 
-def _is_half(leaf: Any) -> bool:
+def is_half_leaf(leaf: Any) -> bool:
     """Returns whether a leaf is a floating array narrower than float32."""
     dtype = getattr(leaf, "dtype", None)
     return (

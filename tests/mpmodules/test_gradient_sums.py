@@ -1,6 +1,7 @@
 """Sums of gradients over the uses of a parameter: one table for all ways to use it."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -297,7 +298,7 @@ class TwoUses(nn.Module):
 @in_dtypes
 @pytest.mark.parametrize("kind", ["jax", "float32", "accumulator"])
 def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, stored, kind):
-    model = TwoUses()
+    model: Any = TwoUses()
     with policy.use_policy(f"params={stored},compute={half},output=float32"):
         params = model.init(jax.random.key(0))["params"]
         got = gradients_of(lambda params: model.apply({"params": params}), kind, params)
@@ -313,7 +314,7 @@ def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, store
 @in_dtypes
 def test_a_loss_that_uses_a_parameter_beside_its_model_sums_both_in_float32(half, stored):
     params = {"in_a_python_loop": jnp.ones(SIZE, stored)}
-    model = in_linen(half, None)
+    model: Any = in_linen(half, None)
     with policy.use_policy(f"params={stored},compute={half},output=float32"):
         for kind in ("float32", "accumulator"):
             got = gradients_of(lambda params: model(params) + outputs(params, half), kind, params)

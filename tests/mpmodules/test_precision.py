@@ -1,7 +1,7 @@
 """Every way to ask for float32 inside of a half-precision model multiplies at the highest."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen
 import flax.nnx
@@ -27,7 +27,7 @@ class Inner(linen.Module):
 
 
 class Kept(Inner):
-    own_code: ClassVar[str] = "keep"
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
 class FlaxInner(flax.linen.Module):
@@ -157,7 +157,7 @@ class NnxInner(nnx.Module):
 
 
 class NnxKept(NnxInner):
-    own_code: ClassVar[str] = "keep"
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
 class NnxIsland(NnxInner):

@@ -247,7 +247,8 @@ def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
     else:
         fn = autocast(updated, policy)
     assert stream_of(fn, variables, X) == half
-    found = fn(variables, 0 * X)[1]["averages"]["a"]
+    updates: Any = fn(variables, 0 * X)[1]
+    found = updates["averages"]["a"]
     kept = 0.99 * (1 + 2.0**-12) + 0.01 * TABLE[0, 0].astype(np.float64)
     assert found.dtype == jnp.float32
     assert error(found, kept) < 5e-5
