@@ -112,8 +112,9 @@ def autocast(
         at the call, with its rules; without any, `fn` runs unchanged, with a `DtypePolicyWarning`.
       params: the arguments that are parameters, whose float32 yields to half-precision activations:
         positions, names of arguments, or a predicate on leaves. None: the `params` collection of a
-        mapping that has one, otherwise the first positional argument if it is a container. Other
-        arguments and closed-over arrays keep operations on them in float32.
+        mapping that has one, otherwise the first positional argument if it is a container.
+        Constants, positions and state that the call does not write meet activations in float32, and
+        the result is half precision for what follows. Other arguments keep it in float32.
       rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``. A rule with
         a half-precision output_dtype for layers that are scanned over narrows the carry between
         them: ``{"layers": "bf16"}``. Other loops, and scanned layers without a rule, keep the

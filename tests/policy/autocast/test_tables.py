@@ -241,11 +241,10 @@ def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
     def updated(variables, x):
         return model.apply(variables, x, mutable=["averages"])
 
+    fn: Any = autocast(updated, policy)
     if way == "port":
         ported = linen.apply_policy(model, policy)
         fn = lambda variables, x: ported.apply(variables, x, mutable=["averages"])  # noqa: E731
-    else:
-        fn = autocast(updated, policy)
     assert stream_of(fn, variables, X) == half
     updates: Any = fn(variables, 0 * X)[1]
     found = updates["averages"]["a"]
