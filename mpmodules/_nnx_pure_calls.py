@@ -145,12 +145,11 @@ class _Pure:
 
     def __call__(self, params: Any, rest: Any, inputs: Any) -> Any:
         nodes = self.prepared(flax_nnx.merge(self.graph, params, rest, copy=True))
-        known = _objects(nodes)
+        known, variables = _objects(nodes), _variables(nodes)
         with self.around(nodes):
             before = [_attributes(node) for node in known]
             out = self._called(nodes, inputs)
         results = _Results(known, self.has_states)
-        variables = [node for node in known if isinstance(node, flax_nnx.Variable)]
         returned = results.carried(out)
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
@@ -159,7 +158,7 @@ class _Pure:
                 dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
             )
         )
-        return returned, (variables, told, values, results.made)
+        return returned, flax_nnx.from_flat_state(variables), (told, values, results.made)
 
     def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
         if self.is_plain:
@@ -250,14 +249,14 @@ class StatefulCall:
         pairs = zip(of_others, self._others, strict=True)
         return (*states, *(i for i, other in pairs for _ in jax.tree.leaves(other)))
 
-    def finish(self, returned: tuple[Any, Any]) -> Any:
+    def finish(self, returned: tuple[Any, Any, Any]) -> Any:
         """Puts the state that the pure function returned in place where it changed, and returns the
         call's result.
         """
-        out, (variables, told, values, made) = returned
-        known = _objects(self.nodes)
-        before = [node for node in known if isinstance(node, flax_nnx.Variable)]
-        for old, new in zip(before, variables, strict=True):
+        out, state, (told, values, made) = returned
+        known, after = _objects(self.nodes), dict(flax_nnx.to_flat_state(state))
+        for path, old in _variables(self.nodes):
+            new = after[path]
             if not _is_same(new, old):
                 old.update_from_state(_as_stored(new, old))
         known += made
@@ -280,6 +279,12 @@ def _objects(nodes: tuple[Any, ...]) -> list[Any]:
     their copies.
     """
     return [node for _, node in flax_nnx.iter_graph(nodes) if _is_object(node)]
+
+
+def _variables(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """Returns the variables of nodes, each with the path to it, as in the nodes' state."""
+    graph = flax_nnx.iter_graph(nodes)
+    return [(path, node) for path, node in graph if isinstance(node, flax_nnx.Variable)]
 
 
 def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:

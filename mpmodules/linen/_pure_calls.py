@@ -125,11 +125,11 @@ def _transform(
                     else:
                         outputs = core(scopes, _Given(*_released((args, kwargs))))
                 state = as_stored(repack(scopes), stored)
-                return outputs, (state, _Counts(list(map(_copied, counters))))
+                return outputs, state, _Counts(list(map(_copied, counters)))
 
         inputs = (args, kwargs) if packed is None else _held((packed.args, packed.kwargs))
         trees = params, (others, rngs), inputs
-        outputs, (state, counted) = run(call, trees)
+        outputs, state, counted = run(call, trees)
         for counts, after in zip(counters, counted.of_scopes, strict=True):
             set_counters(counts, after)
         return outputs, state

@@ -53,6 +53,8 @@ def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[Ca
 
     Softplus is one, as its exponential and logarithm are. Its residuals would be float32.
     """
+    if not equation.outvars:
+        return False
     floats = [value for value in values if is_floating_dtype(value.dtype)]
     shape = equation.outvars[0].aval.shape
     is_half = [v.narrows or is_half_value(v) for v in floats if v.array.shape == shape]

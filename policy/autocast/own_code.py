@@ -99,7 +99,7 @@ class OwnCode:
     def evaluated(self, *arrays: Any) -> list[Any]:
         """Returns the results of the program on operands as they are stored.
 
-        The outputs of ``call``, the first of its pair of results, have the dtypes that they were
+        The outputs of ``call``, the first of its results, have the dtypes that they were
         computed in; state has the dtypes of the trace.
         """
         body, consts = opened(self.call.jaxpr)
@@ -183,7 +183,7 @@ def run(
     Outside of `jax.jit`, the program is kept for calls with the same key, structure and shapes.
 
     Args:
-      call: returns a pair, of its outputs and its state.
+      call: returns its outputs, and then its state.
       trees: its arguments.
       policy: the policy of the outermost module.
       key: equal for calls that run the same code; None keeps nothing.

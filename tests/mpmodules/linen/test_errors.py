@@ -40,9 +40,9 @@ TAKES_A_POLICY = {
             "bf16, ",
         ),
         (
-            "x=f32",
+            "q=f32",
             ValueError,
-            "dtype_policy='x=f32'): Unknown key 'x' in 'x=f32': it should be params, compute, ",
+            "dtype_policy='q=f32'): Unknown key 'q' in 'q=f32': it should be params, compute, ",
         ),
         (
             "p=int8",
