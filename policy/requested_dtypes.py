@@ -1,11 +1,14 @@
-"""Compute dtypes requested by rules, policies and arguments during a trace for a report."""
+"""Compute dtypes and precisions requested by rules, policies and arguments during a trace for a
+report.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -13,6 +16,14 @@ from jax.typing import DTypeLike
 from policy._jaxpr.paths import Path, divided, once
 from policy.policy import Policy
 from policy.rules import PolicyRules
+
+
+Request = tuple[np.dtype, str | None]
+"""A compute dtype, and the precision of matmuls in it; None is no request for one."""
+
+
+def _of(policy: Policy) -> Request:
+    return policy.compute_dtype, policy.precision
 
 
 @dataclasses.dataclass
@@ -23,34 +34,47 @@ class Asked:
       policy: the policy around the trace, or None.
       rules: the rules around the trace, or None.
       has_policies: whether a module or function in the trace obeyed a policy.
-      obeyed: the compute dtypes of modules that obey a policy, by model and path.
-      given: the dtypes that layers were given as arguments, by model and path.
+      obeyed: the requests of modules that obey a policy, by model and path.
+      given: those of layers that were given a dtype as an argument, by model and path.
     """
 
     policy: Policy | None = None
     rules: PolicyRules | None = None
     has_policies: bool = False
-    obeyed: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
-    given: dict[tuple[str, str], set[np.dtype]] = dataclasses.field(default_factory=dict)
+    obeyed: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
+    given: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
 
     def is_wide(self, path: Path) -> bool:
         """Returns whether the innermost request at a path is float32 or wider."""
+        return any(dtype.itemsize >= 4 for dtype, _ in self._innermost(path))
+
+    def has_precision(self, path: Path) -> bool:
+        """Returns whether the innermost request at a path names a precision."""
+        return any(precision is not None for _, precision in self._innermost(path))
+
+    def has_half_policy(self) -> bool:
+        """Returns whether a policy in the trace, or around it, computes in less than float32."""
+        around = [] if self.policy is None else [_of(self.policy)]
+        found = itertools.chain(around, *self.obeyed.values())
+        return any(dtype.itemsize < 4 for dtype, _ in found)
+
+    def _innermost(self, path: Path) -> Collection[Request]:
         model, below = divided(path) or ("", path)
         below = once(below)
         for length in range(len(below), -1, -1):
-            dtypes = self._at(model, "/".join(below[:length]))
-            if dtypes:
-                return any(dtype.itemsize >= 4 for dtype in dtypes)
-        return self.policy is not None and self.policy.compute_dtype.itemsize >= 4
+            found = self._at(model, "/".join(below[:length]))
+            if found:
+                return found
+        return () if self.policy is None else (_of(self.policy),)
 
-    def _at(self, model: str, path: str) -> set[np.dtype] | None:
+    def _at(self, model: str, path: str) -> Collection[Request] | None:
         for noted in (self.obeyed, self.given):
             found = noted.get((model, path)) or noted.get(("", path))
             if found:
                 return found
         # Modules traced earlier were not recorded, but the rules apply to them too.
         policy = None if self.rules is None else self.rules.match(path, model=model)
-        return None if policy is None else {policy.compute_dtype}
+        return None if policy is None else (_of(policy),)
 
 
 _asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
@@ -72,11 +96,11 @@ def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
     asked = _asked.get()
     if asked is not None and policy is not None:
         asked.has_policies = True
-        asked.obeyed.setdefault((model, path), set()).add(policy.compute_dtype)
+        asked.obeyed.setdefault((model, path), set()).add(_of(policy))
 
 
 def note_given(model: str, path: str, dtype: DTypeLike | None) -> None:
     """Records the dtype that a layer was given as an argument, if a collection is open."""
     asked = _asked.get()
     if asked is not None and dtype is not None:
-        asked.given.setdefault((model, path), set()).add(np.dtype(dtype))
+        asked.given.setdefault((model, path), set()).add((np.dtype(dtype), None))

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from policy._jaxpr.primitives import (
@@ -105,6 +106,21 @@ def accumulation_of(equation: Equation) -> str:
     if sums(equation):
         return operands[0] if operands else ""
     return ""
+
+
+def float32_precision_of(equation: Equation) -> str:
+    """Returns the precision of a matmul of float32 operands; see `Operation.precision`."""
+    if kind_of(equation.primitive.name) not in ("dot", "convolution"):
+        return ""
+    if any(dtype != "float32" for dtype in operands_of(equation)):
+        return ""
+    precision = equation.params.get("precision")
+    if isinstance(precision, tuple):
+        precision = min(precision, key=lambda each: each.value)
+    if precision is None:
+        return "default"
+    is_level = isinstance(precision, lax.Precision)
+    return precision.name.lower() if is_level else str(precision)
 
 
 def _of_matmul(equation: Equation, operands: tuple[str, ...]) -> str:

@@ -6,7 +6,13 @@ from typing import Any
 
 from policy._jaxpr.costs import bytes_of, flops_of
 from policy._jaxpr.graph import Graph, is_joint
-from policy._jaxpr.operations import accumulation_of, kind_of, operands_of, result_of
+from policy._jaxpr.operations import (
+    accumulation_of,
+    float32_precision_of,
+    kind_of,
+    operands_of,
+    result_of,
+)
 from policy._jaxpr.paths import naming, spelled
 from policy.audit.findings import findings_of
 from policy.audit.lost_constants import noticing
@@ -133,10 +139,13 @@ def operations_of(graph: Graph) -> tuple[Operation, ...]:
             result_of(equation),
             "" if kind == "other" else site.source,
             site.is_backward,
+            float32_precision_of(equation),
         )
         total = totals.setdefault(key, [0, 0, 0])
         times = site.count * site.devices
         total[0] += site.count
         total[1] += flops_of(equation) * times
         total[2] += bytes_of(equation) * times
-    return tuple(Operation(*key, *total) for key, total in totals.items())
+    return tuple(
+        Operation(*key, *total, precision) for (*key, precision), total in totals.items()
+    )

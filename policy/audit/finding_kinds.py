@@ -18,6 +18,7 @@ DEQUANTISED = "dequantised-matmul"
 PROMOTION = "silent-promotion"
 LEAK = "float32-leak"
 MATMUL = "float32-matmul"
+PRECISION = "default-precision"
 ROUND_TRIP = "cast-round-trip"
 REPEATED = "repeated-cast"
 RESIDUAL = "float32-residual"
@@ -63,6 +64,10 @@ FINDING_KINDS = {
         "matmul in float32."
     ),
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
+    PRECISION: (
+        "A matmul runs in float32 where that was asked for in a half-precision model, at the "
+        "default precision: a TPU multiplies it in bfloat16, a GPU in TF32."
+    ),
     ROUND_TRIP: (
         "A value is cast to another dtype and back, or on to a third, with nothing in between: "
         "digits are lost, or work is wasted."

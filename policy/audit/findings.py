@@ -16,7 +16,12 @@ from policy.audit.checks.eight_bits import (
     unscaled_casts,
 )
 from policy.audit.checks.functions import low_precision_functions
-from policy.audit.checks.promotions import float32_matmuls, mixed_matmuls, silent_promotions
+from policy.audit.checks.promotions import (
+    default_precisions,
+    float32_matmuls,
+    mixed_matmuls,
+    silent_promotions,
+)
 from policy.audit.checks.residuals import float32_residuals
 from policy.audit.checks.states import narrowed_states
 from policy.audit.checks.sums import low_precision_reductions
@@ -40,6 +45,7 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     dequantised_matmuls,
     silent_promotions,
     float32_matmuls,
+    default_precisions,
     round_trips,
     roundings_twice,
     repeated_casts,

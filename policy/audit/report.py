@@ -39,6 +39,8 @@ class Operation:
       count: the number of runs, with scan lengths multiplied.
       flops: floating-point operations of all these runs.
       bytes: of the operands and results of all these runs.
+      precision: of a matmul of float32 operands: "default", "high", "highest" or the name of an
+        algorithm; "" of any other operation.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Operation:
     count: int
     flops: int
     bytes: int
+    precision: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +230,13 @@ def _widest(dtypes: tuple[str, ...]) -> str:
 
 
 _WIDTHS = ("8 bits", "half", "float32")
+
+
+def operation_name(operation: Operation) -> str:
+    """Returns the primitive of an operation, and the precision where it is not the default."""
+    if operation.precision in ("", "default"):
+        return operation.primitive
+    return f"{operation.primitive}, {operation.precision}"
 
 
 def is_matmul_operation(operation: Operation) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from policy._jaxpr.costs import flops_of, size
 from policy._jaxpr.graph import Node, Value, is_joint
+from policy._jaxpr.operations import float32_precision_of
 from policy._jaxpr.origins import is_promotion
 from policy._jaxpr.primitives import MOVES_DATA, SQUARE_ROOTS
-from policy.audit.finding_kinds import LEAK, MATMUL, MIXED, PROMOTION, at, finding, shape_of
+from policy.audit.finding_kinds import LEAK, MATMUL, MIXED, PRECISION, PROMOTION, at, finding, shape_of
 from policy.audit.flow import (
     Flow,
     is_complex,
@@ -117,6 +118,27 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
                 f"{node.name} runs in float32, with {share:.1%} of the FLOPs of all matmuls.{why}"
             )
             yield finding(MATMUL, node, message)
+
+
+def default_precisions(flow: Flow) -> Iterator[Finding]:
+    """Yields float32 matmuls at the default precision, where float32 was asked for under half.
+
+    A precision in the policy that was asked for is exempt.
+    """
+    if not flow.asked.has_half_policy():
+        return
+    for node in flow.matmuls:
+        path = node.site.path
+        if float32_precision_of(node.site.equation) != "default":
+            continue
+        if not (node.site.in_island or flow.asked.is_wide(path)) or flow.asked.has_precision(path):
+            continue
+        message = (
+            f"{node.name} was asked for in float32, and runs at the default precision: a TPU "
+            "multiplies it in bfloat16, a GPU in TF32. Leave out precision=, so that it runs at "
+            "the highest; x=default in the rule or policy allows it."
+        )
+        yield finding(PRECISION, node, message)
 
 
 def _is_normalised(value: Value) -> bool:

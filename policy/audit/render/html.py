@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from policy.audit.finding_kinds import FINDING_KINDS
 from policy.audit.render.tree import ModuleNode, tree_of
-from policy.audit.report import is_matmul_operation
+from policy.audit.report import is_matmul_operation, operation_name
 from policy.render.document import html_document, search_box, section
 from policy.render.markup import Markup, join_markup, tag
 from policy.render.parts import (
@@ -245,7 +245,7 @@ def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
     return (
         (link(op.path, ids), None),
         (op.kind, None),
-        (tag("code", op.primitive), None),
+        (tag("code", operation_name(op)), None),
         (join_markup(chips(op.operands)), None),
         (chip(op.accumulation), None),
         (chip(op.result), None),

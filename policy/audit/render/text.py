@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from policy.audit.render.tree import ModuleNode, tree_of
-from policy.audit.report import Audit, Finding, Operation, is_matmul_operation
+from policy.audit.report import Audit, Finding, Operation, is_matmul_operation, operation_name
 from policy.render.terminal import Paint, short, shows_colour
 from policy.render.units import amount
 
@@ -195,7 +195,7 @@ def _rows(module: ModuleNode) -> dict[tuple[Any, ...], tuple[int, int, int]]:
             key = (
                 _LISTED.index(op.kind),
                 op.is_backward,
-                op.primitive,
+                operation_name(op),
                 op.operands,
                 op.accumulation,
                 op.result,

@@ -141,7 +141,7 @@ def test_json_has_everything_and_keeps_its_names(report):
     assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
     assert [field.name for field in dataclasses.fields(Operation)] == [
         *("path", "kind", "primitive", "operands", "accumulation", "result"),
-        *("source", "is_backward", "count", "flops", "bytes"),
+        *("source", "is_backward", "count", "flops", "bytes", "precision"),
     ]
     assert [field.name for field in dataclasses.fields(Finding)] == [
         *("kind", "path", "primitive", "dtypes", "message", "source", "is_backward", "count")
