@@ -17,7 +17,6 @@ from policy._jaxpr.paths import Path, divided, once
 from policy.policy import Policy
 from policy.rules import PolicyRules
 
-
 Request = tuple[np.dtype, str | None]
 """A compute dtype, and the precision of matmuls in it; None is no request for one."""
 

@@ -191,13 +191,14 @@ def _errors(case: Case) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as a table in Markdown."""
-    names = ["jaxpr", *(name.split(":")[0] for name in TARGETS)]
     head = [
         "layer",
-        f"precision: {names[0]}",
-        *names[1:],
-        *(f"{'cycles: ' if i == 0 else ''}{each}" for i, each in enumerate(PRECISIONS)),
-        *(f"{'error: ' if i == 0 else ''}{each}" for i, each in enumerate(("bfloat16", *PRECISIONS))),
+        "precision: jaxpr",
+        *(name.split(":")[0] for name in TARGETS),
+        f"cycles: {PRECISIONS[0]}",
+        *PRECISIONS[1:],
+        "error: bfloat16",
+        *PRECISIONS,
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * 4 + " ---: |" * (len(head) - 4)]
     for row in rows:

@@ -148,8 +148,10 @@ def _key(instruction: Instruction, operands: Sequence[HloArray]) -> str:
     text = instruction.rest
     algorithm = re.search(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', text, re.IGNORECASE)
     if algorithm is None:
-        asked = r'operand_precision(?:=\{|":\[)[^\]}]*highest'
-        return f"{dtype}, highest" if re.search(asked, text, re.IGNORECASE) else dtype
+        asked = re.search(r'operand_precision(?:=\{|":\[)([^\]}]*)', text, re.IGNORECASE)
+        found = "" if asked is None else asked[1].lower()
+        level = next((name for name in ("highest", "high") if name in found), "")
+        return f"{dtype}, {level}" if level else dtype
     name = algorithm[1].lower()
     passes = int(found[1]) if (found := re.search(r"_x(\d)$", name)) else 1
     if name == "f32_f32_f32":

@@ -18,9 +18,9 @@ class Chip:
       memory: bytes that programs may take: on a TPU what its compiler leaves them.
       bandwidth: of that memory, bytes a second; 0 where none is published.
       peaks: FLOP/s of the matmul units by the operands' dtype. Float32 is what a matmul of default
-        precision takes: TF32 on a GPU, bfloat16's passes on a TPU; "float32, highest" is the
-        peak of a GPU's other units, on which one of highest precision runs. Empty where none is
-        published.
+        precision takes: TF32 on a GPU, one pass of bfloat16 on a TPU. "float32, high" and
+        "float32, highest" are three and six passes on a TPU; on a GPU the first is TF32, and the
+        second the peak of its other units. Empty where none is published.
       link_bandwidth: of all links to other devices together, bytes a second, in one direction; 0
         where none is published.
       clock: Hz of the matmul units, by which cycles become seconds; 0 where the compiler gives no
@@ -57,7 +57,13 @@ def _tpu(
     source: str,
     **peaks: float,
 ) -> Chip:
-    flops = {"bfloat16": half, "float32": half, **peaks}
+    flops = {
+        "bfloat16": half,
+        "float32": half,
+        "float32, high": half / 3,
+        "float32, highest": half / 6,
+        **peaks,
+    }
     return Chip("tpu", memory * _GIB, bandwidth, flops, links, clock, f"Google Cloud, {source}")
 
 

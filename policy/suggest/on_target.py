@@ -75,7 +75,6 @@ class FrontSearch:
             found,
             target=self.compiler.target.name,
             timing=self.compiler.target.timing,
-            precision=self.compiler.precision,
             points=tuple(sorted(points.values(), key=_cost)),
             chosen=None if chosen is None else points[chosen],
             programs=self.compiler.programs,

@@ -73,9 +73,8 @@ def suggest(
     paths, far from each other on the front, are then compiled for their real costs; those two
     programs are points too. No device of the target is needed.
 
-    A TPU multiplies float32 in bfloat16 by default, and a GPU in TF32, but the errors are those of
-    float32 products. So the programs are compiled with ``jax_default_matmul_precision="highest"``,
-    unless it is set: run the suggested rules with it as well.
+    The suggested rules multiply at the highest precision where they keep float32, as the errors
+    are measured, and so do the compiled programs.
 
     Args:
       fn, *args, **kwargs: as for `compare`.

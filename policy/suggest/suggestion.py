@@ -71,7 +71,6 @@ class Suggestion:
       target: the devices that `points` are about; "" if `suggest` was given none.
       timing: the source of their seconds: "the compiler's cycles" or "a roofline of published
         peaks".
-      precision: the ``jax_default_matmul_precision`` of the programs for the target.
       points: the sets of rules that were compiled for the target, with their errors and costs.
       chosen: the one of them that has `rules`, the cheapest that fits and meets the budget; None if
         none fits.
@@ -94,7 +93,6 @@ class Suggestion:
     layers: tuple[LayerEvidence, ...] = ()
     target: str = ""
     timing: str = ""
-    precision: str = ""
     points: tuple[FrontPoint, ...] = ()
     chosen: FrontPoint | None = None
     programs: int = 0
@@ -156,8 +154,8 @@ class Suggestion:
         ]
         if self.target:
             count = len(self.evidence)
-            timing = f"{self.timing}, jax_default_matmul_precision={self.precision!r}"
-            lines += [*front_lines(self.points, self.chosen, self.target, timing, count), ""]
+            front = front_lines(self.points, self.chosen, self.target, self.timing, count)
+            lines += [*front, ""]
         lines.append(f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}")
         whole = 1 if self.target else 2
         lines += [

@@ -101,21 +101,11 @@ class TargetCompiler:
         by_path = costs_of(program.text, kernel_time(self.target.chip)).by_path
         return TargetProgram(rules, cost, by_path)
 
-    @property
-    def precision(self) -> str:
-        """The matmul precision to compile with: the user's, or else that of the measured errors.
-
-        By default a TPU multiplies float32 in bfloat16, and a GPU in TF32: cheap, but not what
-        `suggest` measures.
-        """
-        return getattr(jax.config, "jax_default_matmul_precision", None) or "highest"
-
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:
         mesh = self.placement.mesh
         scope = jax.set_mesh(mesh) if self.placement.is_spread else contextlib.nullcontext()
-        precise = jax.default_matmul_precision(self.precision)
-        with scope, precise, warnings.catch_warnings():
+        with scope, warnings.catch_warnings():
             warnings.simplefilter("ignore", DtypePolicyWarning)  # suggest's own trace told them
             yield
 

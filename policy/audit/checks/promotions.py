@@ -10,7 +10,16 @@ from policy._jaxpr.graph import Node, Value, is_joint
 from policy._jaxpr.operations import float32_precision_of
 from policy._jaxpr.origins import is_promotion
 from policy._jaxpr.primitives import MOVES_DATA, SQUARE_ROOTS
-from policy.audit.finding_kinds import LEAK, MATMUL, MIXED, PRECISION, PROMOTION, at, finding, shape_of
+from policy.audit.finding_kinds import (
+    LEAK,
+    MATMUL,
+    MIXED,
+    PRECISION,
+    PROMOTION,
+    at,
+    finding,
+    shape_of,
+)
 from policy.audit.flow import (
     Flow,
     is_complex,

@@ -127,7 +127,7 @@ def test_a_matmul_of_cublas_counts_by_the_dtype_and_precision_of_its_operands(
     ("attribute", "key"),
     [
         ("", "float32"),
-        ("operand_precision={high,high}", "float32"),
+        ("operand_precision={high,high}", "float32, high"),
         ("operand_precision={default,highest}", "float32, highest"),
         ("algorithm=dot_f32_f32_f32", "float32, highest"),
         ("algorithm=dot_tf32_tf32_f32", "float32"),

@@ -45,8 +45,15 @@ def test_a_gpus_highest_precision_has_the_published_peak_without_tensor_cores(na
     assert CHIPS[name].peak("float32, highest") == flops < CHIPS[name].peak("float32")
 
 
+def test_a_tpu_takes_three_and_six_passes_for_float32():
+    passes = {"float32": 1, "float32, high": 3, "float32, highest": 6}
+    for name in ("v5e", "v6e", "tpu7x"):
+        chip = CHIPS[name]
+        assert {key: chip.peak("bfloat16") / chip.peak(key) for key in passes} == passes
+
+
 def test_an_unlisted_precision_has_the_peak_of_its_dtype():
-    assert V5E.peak("float32, highest") == V5E.peak("float32")
+    assert CHIPS["h100"].peak("float32, high") == CHIPS["h100"].peak("float32")
     assert V5E.peak("int8, highest") == V5E.peak("int8") != V5E.peak("float32")
     assert UNPUBLISHED.peak("float32") == 0.0
 
@@ -82,7 +89,7 @@ def test_a_tpus_kernels_without_an_estimate_take_the_rooflines_cycles():
     text = TWO.replace("sine(%dot.1)", 'sine(%dot.1), backend_config={"estimated_cycles":"100"}')
     costs = costs_of(text, kernel_time(V5E))
     (roof,) = costs.rooflines.values()
-    assert roof == pytest.approx(3 * 512 * 512 * 4 / 819e9 * 1.5e9)
+    assert roof == pytest.approx(6 * 2 * 512**3 / 197e12 * 1.5e9)  # six passes
     assert costs.time == 100 + roof
     assert compute_seconds(V5E, costs) == pytest.approx(costs.time / 1.5e9)
 

@@ -132,7 +132,6 @@ def suggestion(points: tuple[FrontPoint, ...], budget: float = math.inf) -> Sugg
         (),
         target="v5e:1x1",
         timing="the compiler's cycles",
-        precision="highest",
         points=points,
         chosen=chosen,
     )
