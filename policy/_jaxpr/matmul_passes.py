@@ -39,8 +39,7 @@ def emulated(fn: Callable[..., Any], device: Device) -> Callable[..., Any]:
     Raises:
       ValueError: another device.
     """
-    if device not in _MANTISSAS:
-        raise ValueError(f"The passes of 'tpu' and 'gpu' are known, but not those of {device!r}.")
+    require_device(device)
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -50,6 +49,12 @@ def emulated(fn: Callable[..., Any], device: Device) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError for a device whose passes are not known."""
+    if device not in _MANTISSAS:
+        raise ValueError(f"The passes of 'tpu' and 'gpu' are known, but not those of {device!r}.")
 
 
 class _Passes(Interpreter[Any]):
@@ -71,32 +76,44 @@ class _Passes(Interpreter[Any]):
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
-        precision = equation.params.get("precision")
-        is_float32 = all(getattr(v.aval, "dtype", None) == F32 for v in equation.invars[:2])
-        if equation.primitive.name not in MATMULS or not is_float32:
-            return bind(equation, values)
-        if precision is not None and not isinstance(precision, (tuple, lax.Precision)):
-            return bind(equation, values)  # an algorithm
-        level = precision[0] if isinstance(precision, tuple) else precision
-        if level == lax.Precision.HIGHEST:
-            return bind(equation, values)
-        return [self._passes(equation, values, level)]
+        if is_in_passes(equation):
+            return in_passes(equation, values, self.device)
+        return bind(equation, values)
 
-    def _passes(self, equation: Equation, values: list[Any], level: Any) -> Any:
-        def product(lhs: Any, rhs: Any) -> Any:
-            params = equation.params | {"precision": _HIGHEST}
-            return bind(equation, [lhs, rhs, *values[2:]], params)[0]
 
-        (high, low), (high_rhs, low_rhs) = map(self._split, values[:2])
-        result = product(high, high_rhs)
-        if level == lax.Precision.HIGH and self.device == "tpu":
-            result = result + (product(high, low_rhs) + product(low, high_rhs))
-        return result
+def is_in_passes(equation: Equation) -> bool:
+    """Returns whether an equation is a float32 matmul of less precision than the highest."""
+    if equation.primitive.name not in MATMULS:
+        return False
+    if any(getattr(v.aval, "dtype", None) != F32 for v in equation.invars[:2]):
+        return False
+    level = _level(equation)
+    return level is None or level in (lax.Precision.DEFAULT, lax.Precision.HIGH)
 
-    def _split(self, array: Any) -> tuple[Any, Any]:
-        """Returns an array rounded to the device's operands, and what is lost, rounded too."""
-        rounded = functools.partial(
-            lax.reduce_precision, exponent_bits=8, mantissa_bits=_MANTISSAS[self.device]
-        )
-        high = rounded(array)
-        return high, rounded(array - high)
+
+def _level(equation: Equation) -> Any:
+    precision = equation.params.get("precision")
+    return precision[0] if isinstance(precision, tuple) else precision
+
+
+def in_passes(equation: Equation, arrays: Sequence[Any], device: Device) -> list[Any]:
+    """Returns the result of such a matmul, as a device multiplies it."""
+
+    def product(lhs: Any, rhs: Any) -> Any:
+        params = equation.params | {"precision": _HIGHEST}
+        return bind(equation, [lhs, rhs, *arrays[2:]], params)[0]
+
+    (high, low), (high_rhs, low_rhs) = (_split(array, device) for array in arrays[:2])
+    result = product(high, high_rhs)
+    if _level(equation) == lax.Precision.HIGH and device == "tpu":
+        result = result + (product(high, low_rhs) + product(low, high_rhs))
+    return [result]
+
+
+def _split(array: Any, device: Device) -> tuple[Any, Any]:
+    """Returns an array rounded to a device's operands, and what is lost, rounded too."""
+    rounded = functools.partial(
+        lax.reduce_precision, exponent_bits=8, mantissa_bits=_MANTISSAS[device]
+    )
+    high = rounded(array)
+    return high, rounded(array - high)

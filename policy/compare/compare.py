@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy._jaxpr.matmul_passes import Device, is_in_passes, require_device
 from policy._jaxpr.placed_interpreter import PlacedValue
 from policy._jaxpr.subprograms import opened
+from policy._jaxpr.walk import walk
 from policy.compare.comparison import Comparison
 from policy.compare.dual_interpreter import Log, Paired, reference
 from policy.compare.float32_values import lane_of
@@ -31,6 +33,7 @@ def compare(
     backward: bool = False,
     params: ParamsArgument = None,
     loss_scale: float = 1.0,
+    on: Device | None = None,
     **kwargs: Any,
 ) -> Comparison:
     """Compares a call under `policy` with the same call in float32, module by module.
@@ -68,6 +71,8 @@ def compare(
         `policy.audit`.
       loss_scale: the factor of the loss before differentiation. It affects underflow, but not
         errors.
+      on: "tpu" or "gpu": the program's float32 matmuls below the highest precision are multiplied
+        as these devices do, in passes of bfloat16 or in TF32. None multiplies float32.
 
     Returns:
       The rows for each path; see `Comparison`.
@@ -76,15 +81,17 @@ def compare(
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
         select arguments; with `backward`, there is no loss, or no floating argument.
       ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
-        `loss_scale` is not positive; `params` names arguments where modules hold the parameters.
+        `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules hold the parameters.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)
+    if on is not None:
+        require_device(on)
     call = Call.of("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
     program = program_of(call, policy, rules=rules)
     log = Log()
     compiled = (
-        jax.jit(paired(program, log))
+        jax.jit(paired(program, log, on))
         .lower(*program.arguments.arrays)
         .compile(compiler_options=COMPILER_OPTIONS)
     )
@@ -101,12 +108,14 @@ def _scale(backward: bool, loss_scale: float) -> float | None:
     return float(loss_scale) if backward else None
 
 
-def paired(program: Program, log: Log) -> Any:
+def paired(program: Program, log: Log, on: Device | None = None) -> Any:
     """Returns the function of the program's arrays that runs both programs.
 
     It returns the measurements, and for each input whether it contains NaN.
     """
     body, consts = opened(program.jaxpr)
+    sites = () if on is None else walk(body)
+    passes = [id(site.equation) for site in sites if is_in_passes(site.equation)]
 
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
         log.places.clear()
@@ -115,7 +124,7 @@ def paired(program: Program, log: Log) -> Any:
         pairing = program.reference
         log.unpaired = {} if pairing is None else dict(pairing.unpaired)
         apart = frozenset() if pairing is None else pairing.touched
-        both = Paired(log, bool(program.gradients), apart, program.codes)
+        both = Paired(log, bool(program.gradients), apart, program.codes, passes, on)
         both.lane = lane_of(pairing, reference, log.unpaired)
         outputs = both.run(
             body,

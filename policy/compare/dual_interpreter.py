@@ -16,6 +16,7 @@ from policy._jaxpr.codes import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
 from policy._jaxpr.control_flow import CONTROL_FLOW
 from policy._jaxpr.dtypes import F32
 from policy._jaxpr.half_dependence import depends, is_apart
+from policy._jaxpr.matmul_passes import Device, in_passes
 from policy._jaxpr.origins import is_by_layers
 from policy._jaxpr.paths import Path
 from policy._jaxpr.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
@@ -118,6 +119,14 @@ class Paired(PlacedInterpreter):
 
     A value that does not depend on half precision is one array. Any other value is two: the
     program's own, and that of float32.
+
+    Args:
+      log: the record to write.
+      has_gradients: whether the program returns gradients.
+      apart: the `id`s of equations that float32 has other constants or other code for.
+      codes: the program's operations on 8-bit codes.
+      passes: the `id`s of float32 matmuls to multiply as `device` does.
+      device: the device, or None.
     """
 
     def __init__(
@@ -126,10 +135,13 @@ class Paired(PlacedInterpreter):
         has_gradients: bool = False,
         apart: Collection[int] = (),
         codes: Codes = NO_CODES,
+        passes: Collection[int] = (),
+        device: Device | None = None,
     ):
         super().__init__()
         self.log, self.has_gradients, self.codes = log, has_gradients, codes
-        self.apart = frozenset(apart) | codes.ids
+        self.passes, self.device = frozenset(passes), device
+        self.apart = frozenset(apart) | codes.ids | self.passes
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
@@ -173,11 +185,15 @@ class Paired(PlacedInterpreter):
         arrays = [value.arrays[0] for value in values]
         if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
             arrays = [self._after(arrays[0])]
-        outputs = bind(equation, arrays)
+        is_emulated = self.device is not None and id(equation) in self.passes
+        outputs = (
+            in_passes(equation, arrays, self.device) if is_emulated else bind(equation, arrays)
+        )
         at = self.chain, id(equation)
         if at in self.codes.operands:
             self._quantised(self.codes.operands[at], place, values[0], outputs[0])
-        if not any(depends(equation, pairs)) and at not in self.codes.roundings:
+        differs = is_emulated or any(depends(equation, pairs))
+        if not differs and at not in self.codes.roundings:
             lanes = [[output] for output in outputs]
         else:
             wide = Upcast(self.codes.roundings).standing_in(self)
