@@ -128,7 +128,9 @@ class Audit:
         """The share of matmul and convolution FLOPs in float32 or wider; 0.0 if there are none."""
         matmuls = [op for op in self.operations if is_matmul_operation(op)]
         flops = sum(op.flops for op in matmuls)
-        wide = sum(op.flops for op in matmuls if _widest(op.operands) in ("float32", "float64"))
+        wide = sum(
+            op.flops for op in matmuls if widest_dtype(op.operands) in ("float32", "float64")
+        )
         return wide / flops if flops else 0.0
 
     @functools.cached_property
@@ -225,7 +227,8 @@ def named(audit: Audit, name: str, *, without: Collection[str] = ()) -> Audit:
 _BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
-def _widest(dtypes: tuple[str, ...]) -> str:
+def widest_dtype(dtypes: tuple[str, ...]) -> str:
+    """Returns the widest of some dtypes; "" of none."""
     return max(dtypes, key=lambda name: _BITS.get(name, 0), default="")
 
 
@@ -258,5 +261,5 @@ def _by_dtype(operations: tuple[Operation, ...], what: str) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for op in operations:
         amount: Any = getattr(op, what)
-        totals[(_widest(op.operands) if what == "flops" else op.result) or "none"] += amount
+        totals[(widest_dtype(op.operands) if what == "flops" else op.result) or "none"] += amount
     return {name: amount for name, amount in totals.most_common() if amount}

@@ -81,7 +81,8 @@ def compare(
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
         select arguments; with `backward`, there is no loss, or no floating argument.
       ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
-        `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules hold the parameters.
+        `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules
+        hold the parameters.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)

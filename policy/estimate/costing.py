@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from policy._hlo.costs import Costs, costs_of
 from policy._hlo.module_paths import by_spelled_path
 from policy._jaxpr.graph import Graph
 from policy.audit.audit import operations_of
-from policy.audit.report import Audit
+from policy.audit.report import Audit, Operation, is_matmul_operation, widest_dtype
 from policy.estimate.candidates import Candidate
 from policy.estimate.compilation import CompiledStep
 from policy.estimate.lowering import host_callbacks
@@ -36,7 +39,7 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
         outputs=program.outputs,
         code=program.code,
         flops=written.flops_by_dtype,
-        matmul_flops=written.matmul_flops_by_dtype,
+        matmul_flops=_matmul_flops(written.operations, chip.platform),
         bytes=None if costs is None else costs.bytes,
         cycles=cycles,
         compute_seconds=None if costs is None else compute_seconds(chip, costs),
@@ -53,6 +56,27 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
         is_exhausted=program.is_exhausted,
         cost_by_path={} if costs is None else by_spelled_path(costs.by_path),
     )
+
+
+def _matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, float]:
+    """Returns FLOPs of matmuls by what a device multiplies, the largest first."""
+    total: Counter[str] = Counter()
+    for operation in operations:
+        if is_matmul_operation(operation) and operation.flops:
+            total[_multiplied(operation, platform)] += operation.flops
+    return dict(total.most_common())
+
+
+_PASSES = {"high": " x3", "highest": " x6"}  # of bfloat16 on a TPU, for float32
+
+
+def _multiplied(operation: Operation, platform: str) -> str:
+    """Returns the dtype that a matmul multiplies; see `PolicyCost.matmul_flops`."""
+    if not operation.precision or platform == "cpu":
+        return widest_dtype(operation.operands)
+    if platform == "cuda":
+        return "tf32" if operation.precision in ("default", "high") else "float32"
+    return f"float32{_PASSES.get(operation.precision, '')}"
 
 
 def _uncounted(step: Step, costs: Costs | None) -> tuple[str, ...]:

@@ -39,4 +39,5 @@ class Paint:
 
 def short(dtype: str) -> str:
     """Returns a dtype's name in `Policy`'s short form: ``bf16``."""
-    return _SHORT.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
+    name, space, passes = dtype.partition(" ")
+    return _SHORT.get(name, name.replace("uint", "u").replace("int", "i")) + space + passes
