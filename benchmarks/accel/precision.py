@@ -118,7 +118,7 @@ def _program(case: Case, precision: str) -> tuple[Callable[..., Any], Callable[.
         with use_policy("mixed_bfloat16"):
             return model.init(key, x)
 
-    def apply(variables: Any, x: jax.Array) -> jax.Array:
+    def apply(variables: Any, x: jax.Array) -> Any:
         with use_policy("mixed_bfloat16"):
             return model.apply(variables, x)
 
@@ -164,7 +164,7 @@ def row_of(case: Case) -> Row:
 def _of_compiled(target: Target, step: Callable[..., Any], arguments: Sequence[Any]) -> str:
     """Returns the precisions of the matmuls of a compiled program."""
     lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=(target.chip.platform,))
-    text = lowered.compile().as_text()
+    text: Any = lowered.compile().as_text()
     found = set()
     for line in text.splitlines():
         if re.search(r" (?:dot|convolution)\(|custom-call.*__(?:cublas|cudnn)", line):

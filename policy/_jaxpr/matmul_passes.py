@@ -62,7 +62,7 @@ class _Passes(Interpreter[Any]):
 
     def __init__(self, device: Device):
         super().__init__()
-        self.device = device
+        self.device: Device = device
 
     def constant(self, array: Any) -> Any:
         return array

@@ -140,7 +140,8 @@ class Paired(PlacedInterpreter):
     ):
         super().__init__()
         self.log, self.has_gradients, self.codes = log, has_gradients, codes
-        self.passes, self.device = frozenset(passes), device
+        self.passes = frozenset(passes)
+        self.device: Device | None = device
         self.apart = frozenset(apart) | codes.ids | self.passes
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
@@ -185,14 +186,12 @@ class Paired(PlacedInterpreter):
         arrays = [value.arrays[0] for value in values]
         if name == "convert_element_type" and values[0].origin is None and arrays[0].size >= _LARGE:
             arrays = [self._after(arrays[0])]
-        is_emulated = self.device is not None and id(equation) in self.passes
-        outputs = (
-            in_passes(equation, arrays, self.device) if is_emulated else bind(equation, arrays)
-        )
+        device = self.device if id(equation) in self.passes else None
+        outputs = bind(equation, arrays) if device is None else in_passes(equation, arrays, device)
         at = self.chain, id(equation)
         if at in self.codes.operands:
             self._quantised(self.codes.operands[at], place, values[0], outputs[0])
-        differs = is_emulated or any(depends(equation, pairs))
+        differs = device is not None or any(depends(equation, pairs))
         if not differs and at not in self.codes.roundings:
             lanes = [[output] for output in outputs]
         else:
