@@ -146,4 +146,4 @@ def operations_of(graph: Graph) -> tuple[Operation, ...]:
         total[0] += site.count
         total[1] += flops_of(equation) * times
         total[2] += bytes_of(equation) * times
-    return tuple(Operation(*key, *total, precision) for (*key, precision), total in totals.items())
+    return tuple(Operation(*key[:-1], *total, precision=key[-1]) for key, total in totals.items())
