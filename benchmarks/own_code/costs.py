@@ -1,0 +1,287 @@
+"""What the one rule costs: tracing the gradient of a decoder, and repeated calls without `jit`.
+
+    python -m benchmarks.own_code.costs           # the tables: 3 minutes on two idle cores
+    python -m benchmarks.own_code.costs --check   # exits with 1 where a bound is missed
+    python -m benchmarks.own_code.costs --write   # puts the table into docs/own_layers.md
+
+tracing  CPU seconds to trace the gradient of 12 layers, divided by those of the same model in plain
+         Flax: the best of several, taken in turns. The decoder is of provided layers, or written by
+         hand around parameters.
+calls    seconds of a repeated call without `jit`, divided by those in plain Flax: the median of
+         many. The model is two provided layers with own code between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+
+import mpmodules.linen
+import mpmodules.nnx
+from benchmarks.eight_bits.report import environment
+from policy import DtypePolicyWarning, autocast, use_policy
+
+PAGE = Path(__file__).parents[2] / "docs" / "own_layers.md"
+MARKS = "<!-- costs -->", "<!-- end of costs -->"
+POLICY, LAYERS, WIDTH, HEADS = "mixed_bfloat16", 12, 32, 2
+FLAX = "Flax"
+BOUNDS = {
+    "tracing, provided layers": {"use_policy": 1.35, "port": 1.35, "autocast": 1.5},
+    "tracing, written by hand": {"use_policy": 1.6, "port": 1.6, "autocast": 1.5},
+    "repeated call without jit": {"use_policy": 2.0, "port": 2.0},
+}
+X = jnp.ones((2, 8, WIDTH))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A ratio to plain Flax.
+
+    Attributes:
+      quantity: of `BOUNDS`.
+      way: "use_policy", "port" or "autocast".
+      wing: "linen" or "nnx".
+    """
+
+    quantity: str
+    way: str
+    wing: str
+    ratio: float
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.quantity][self.way]
+
+
+def attention(x: Any, qkv: Any, out: Any) -> Any:
+    """Returns the attention of a decoder, written by hand."""
+    q, k, v = jnp.split(x @ qkv, 3, axis=-1)
+    logits = q @ k.mT / jnp.sqrt(q.shape[-1])
+    is_seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jax.nn.softmax(jnp.where(is_seen, logits, -1e9)) @ v @ out
+
+
+def normalised(x: Any, scale: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+
+
+SHAPES = {
+    "first": (1, 1, WIDTH),
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "second": (1, 1, WIDTH),
+    "up": (WIDTH, 4 * WIDTH),
+    "down": (4 * WIDTH, WIDTH),
+}
+
+
+def block_by_hand(p: Callable[[str], Any], x: Any) -> Any:
+    x = x + attention(normalised(x, p("first")), p("qkv"), p("out"))
+    return x + jax.nn.gelu(normalised(x, p("second")) @ p("up")) @ p("down")
+
+
+def linen_model(nn: Any, kind: str) -> Any:
+    """Returns a model over `mpmodules.linen` or `flax.linen`."""
+
+    class Provided(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
+            return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+
+    class ByHand(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            init = nn.initializers.normal(0.02)
+            return block_by_hand(lambda name: self.param(name, init, SHAPES[name]), x)
+
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(LAYERS):
+                x = (Provided if kind == "provided layers" else ByHand)()(x)
+            return nn.Dense(WIDTH)(x)
+
+    class Small(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(WIDTH)(jax.nn.silu(nn.Dense(WIDTH)(x)))
+
+    return Small() if kind == "small" else Decoder()
+
+
+def nnx_model(nnx: Any, kind: str, **policy: Any) -> Any:
+    """Returns a model over `mpmodules.nnx` or `flax.nnx`."""
+
+    class Provided(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.first, self.second = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
+            self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False)
+            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            x = x + self.attention(self.first(x))
+            return x + self.down(nnx.gelu(self.up(self.second(x))))
+
+    class ByHand(nnx.Module):
+        def __init__(self, rngs: Any):
+            init = nnx.initializers.normal(0.02)
+            self.weights = nnx.Dict(
+                {name: nnx.Param(init(rngs.params(), shape)) for name, shape in SHAPES.items()}
+            )
+
+        def __call__(self, x: Any) -> Any:
+            return block_by_hand(lambda name: self.weights[name][...], x)
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs: Any):
+            block = Provided if kind == "provided layers" else ByHand
+            self.blocks = nnx.List([block(rngs) for _ in range(LAYERS)])
+            self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    class Small(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x: Any) -> Any:
+            return self.down(jax.nn.silu(self.up(x)))
+
+    return (Small if kind == "small" else Decoder)(flax.nnx.Rngs(0), **policy)
+
+
+def programs(wing: str, kind: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+    """Returns for each way a function of parameters, and the parameters."""
+    if wing == "linen":
+        flaxs, ours = linen_model(flax.linen, kind), linen_model(mpmodules.linen, kind)
+        ported = mpmodules.linen.apply_policy(flaxs, POLICY)
+        variables = flaxs.init(jax.random.key(0), X)
+
+        def under_policy(variables: Any) -> Any:
+            with use_policy(POLICY):
+                return ours.apply(variables, X)
+
+        functions: dict[str, Callable[..., Any]] = {
+            FLAX: lambda variables: flaxs.apply(variables, X),
+            "use_policy": under_policy,
+            "port": lambda variables: ported.apply(variables, X),
+            "autocast": autocast(lambda variables: flaxs.apply(variables, X), POLICY, params=0),
+        }
+        return {way: (function, variables) for way, function in functions.items()}
+    flaxs = nnx_model(flax.nnx, kind)
+    models = {
+        FLAX: flaxs,
+        "use_policy": nnx_model(mpmodules.nnx, kind, dtype_policy=POLICY),
+        "port": mpmodules.nnx.apply_policy(flaxs, POLICY),
+    }
+    if kind == "small":
+        return {way: (model, X) for way, model in models.items()}
+    found = {}
+    for way, model in models.items():
+        graph, state = flax.nnx.split(model)
+        found[way] = functools.partial(_merged, graph), state
+    graph, state = flax.nnx.split(flaxs)
+    found["autocast"] = autocast(functools.partial(_merged, graph), POLICY, params=0), state
+    return found
+
+
+def _merged(graph: Any, state: Any) -> Any:
+    return flax.nnx.merge(graph, state)(X)
+
+
+def traced(function: Callable[..., Any], params: Any) -> float:
+    """Returns CPU seconds to trace a gradient anew."""
+    loss = lambda params: jnp.mean(jnp.square(function(params)))  # noqa: E731
+    start = time.process_time()
+    jax.make_jaxpr(jax.grad(loss))(params)
+    return time.process_time() - start
+
+
+def called(function: Callable[..., Any], argument: Any, times: int = 40) -> float:
+    """Returns the median of the seconds of a repeated call."""
+    jax.block_until_ready(function(argument))
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        jax.block_until_ready(function(argument))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def rows(repeats: int = 5) -> Iterator[Row]:
+    """Measures every row."""
+    for quantity, bounds in BOUNDS.items():
+        is_call = quantity.startswith("repeated")
+        for wing in ("linen", "nnx"):
+            found = programs(wing, "small" if is_call else quantity.partition(", ")[2])
+            ways = [FLAX, *bounds]
+            measure = called if is_call else traced
+            times: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(repeats + 1):  # the first fills JAX's own caches
+                for way in ways:
+                    times[way].append(measure(*found[way]))
+            best = {way: min(each[1:]) for way, each in times.items()}
+            for way in bounds:
+                yield Row(quantity, way, wing, best[way] / best[FLAX])
+
+
+def table(found: Sequence[Row]) -> str:
+    """Returns the rows as a table in Markdown."""
+    lines = [
+        "| beside plain Flax | way | linen | nnx | bound |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for quantity, bounds in BOUNDS.items():
+        for way, bound in bounds.items():
+            ratios = {
+                row.wing: row.ratio for row in found if (row.quantity, row.way) == (quantity, way)
+            }
+            lines.append(
+                f"| {quantity} | {way} | {ratios['linen']:.2f} | {ratios['nnx']:.2f} | {bound} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 1 where a bound is missed under ``--check``, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    options = parser.parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DtypePolicyWarning)
+        found = list(rows())
+    print(table(found))
+    if options.write:
+        before, _, rest = PAGE.read_text().partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        inside = f"{MARKS[0]}\n\nBest of 5, {environment()}:\n\n{table(found)}\n\n{MARKS[1]}"
+        PAGE.write_text(before + inside + after)
+    missed = [row for row in found if row.ratio > row.bound] if options.check else []
+    for row in missed:
+        print(f"missed: {row.quantity}, {row.way}, {row.wing}: {row.ratio:.2f}", file=sys.stderr)
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
