@@ -127,6 +127,8 @@ class Adopter:
             return next_fun(*args, **kwargs)
         is_known = obeys_policies(module)
         ours = None if is_known else adopting_class(type(module))
+        if ours is not None and not _is_of_class(method, type(module), context.method_name):
+            return next_fun(*args, **kwargs)  # Flax's own, around calls of the layer
         if ours is not None:
             with seen_as(module, ours, self.keep) as seen:
                 method = self._method(next_fun, seen, context)
@@ -166,6 +168,15 @@ class Adopter:
                 return self._method(next_fun, instance, context)(instance, *args, **kwargs)
 
         return _method_of(run, module, context)
+
+
+def _is_of_class(method: Callable[..., Any], cls: type, name: str) -> bool:
+    """Returns whether a function is a class's method, or a user's, rather than one that Flax makes
+    to lift a function of modules, as `flax.linen.custom_vjp` does.
+    """
+    if not is_upstream(method):
+        return True
+    return inspect.unwrap(inspect.getattr_static(cls, name, None)) is inspect.unwrap(method)  # type: ignore[arg-type]
 
 
 def _run(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.errors import InvalidRngError
+from flax import errors
 
 from mpmodules import linen as nn
 from policy import use_policy
@@ -154,7 +154,7 @@ def test_random_streams_and_statistics_are_flaxs_at_each_call(make, variables):
         np.testing.assert_array_equal(y == 0, expected == 0)
         state, theirs = state | updated, theirs | new
     assert len(traced) == 1 + 3
-    with pytest.raises(InvalidRngError):
+    with pytest.raises(errors.InvalidRngError):
         model.apply(variables, X, True, mutable=["batch_stats"])
 
 
