@@ -23,6 +23,7 @@ from policy._jaxpr.subprograms import bind, opened
 
 Device = Literal["tpu", "gpu"]
 _HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+_PARTS = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2, lax.Precision.HIGHEST: 3}  # on a TPU
 _MANTISSAS = {"tpu": 7, "gpu": 10}  # explicit bits of bfloat16 and of TF32
 
 
@@ -82,38 +83,50 @@ class _Passes(Interpreter[Any]):
 
 
 def is_in_passes(equation: Equation) -> bool:
-    """Returns whether an equation is a float32 matmul of less precision than the highest."""
+    """Returns whether an operand of a float32 matmul is below the highest precision."""
     if equation.primitive.name not in MATMULS:
         return False
     if any(getattr(v.aval, "dtype", None) != F32 for v in equation.invars[:2]):
         return False
-    level = _level(equation)
-    return level is None or level in (lax.Precision.DEFAULT, lax.Precision.HIGH)
+    levels = _levels(equation)
+    return all(level in _PARTS for level in levels) and levels != _HIGHEST
 
 
-def _level(equation: Equation) -> Any:
+def _levels(equation: Equation) -> tuple[Any, Any]:
+    """Returns the precision of each operand of a matmul."""
     precision = equation.params.get("precision")
-    return precision[0] if isinstance(precision, tuple) else precision
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    lhs, rhs = (lax.Precision.DEFAULT if level is None else level for level in pair)
+    return lhs, rhs
 
 
 def in_passes(equation: Equation, arrays: Sequence[Any], device: Device) -> list[Any]:
-    """Returns the result of such a matmul, as a device multiplies it."""
+    """Returns the result of such a matmul, as a device multiplies it.
 
-    def product(lhs: Any, rhs: Any) -> Any:
-        params = equation.params | {"precision": _HIGHEST}
-        return bind(equation, [lhs, rhs, *arrays[2:]], params)[0]
-
-    (high, low), (high_rhs, low_rhs) = (_split(array, device) for array in arrays[:2])
-    result = product(high, high_rhs)
-    if _level(equation) == lax.Precision.HIGH and device == "tpu":
-        result = result + (product(high, low_rhs) + product(low, high_rhs))
-    return [result]
-
-
-def _split(array: Any, device: Device) -> tuple[Any, Any]:
-    """Returns an array rounded to a device's operands, and what is lost, rounded too."""
-    rounded = functools.partial(
-        lax.reduce_precision, exponent_bits=8, mantissa_bits=_MANTISSAS[device]
+    A TPU splits each operand by its own precision. On a GPU the higher one holds for both.
+    """
+    levels = _levels(equation)
+    params = equation.params | {"precision": _HIGHEST}
+    if device == "gpu":
+        if lax.Precision.HIGHEST in levels:
+            return bind(equation, arrays, params)
+        levels = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    lhs, rhs = (
+        _parts(array, device, _PARTS[level])
+        for array, level in zip(arrays[:2], levels, strict=True)
     )
-    high = rounded(array)
-    return high, rounded(array - high)
+    products = [
+        bind(equation, [left, right, *arrays[2:]], params)[0]
+        for i, left in enumerate(lhs)
+        for right in rhs[: max(len(lhs), len(rhs)) - i]
+    ]
+    return [sum(products[1:], start=products[0])]
+
+
+def _parts(array: Any, device: Device, count: int) -> list[Any]:
+    """Returns operands of a device whose sum is an array, the largest first."""
+    parts: list[Any] = []
+    for _ in range(count):
+        parts.append(lax.reduce_precision(array, 8, _MANTISSAS[device]))
+        array = array - parts[-1]
+    return parts

@@ -115,12 +115,12 @@ def float32_precision_of(equation: Equation) -> str:
     if any(dtype != "float32" for dtype in operands_of(equation)):
         return ""
     precision = equation.params.get("precision")
-    if isinstance(precision, tuple):
-        precision = min(precision, key=lambda each: each.value)
     if precision is None:
         return "default"
-    is_level = isinstance(precision, lax.Precision)
-    return precision.name.lower() if is_level else str(precision)
+    if isinstance(precision, tuple):
+        levels = sorted(set(precision), key=lambda each: each.value, reverse=True)
+        return ", ".join(level.name.lower() for level in levels)
+    return precision.name.lower() if isinstance(precision, lax.Precision) else str(precision)
 
 
 def _of_matmul(equation: Equation, operands: tuple[str, ...]) -> str:

@@ -40,7 +40,7 @@ class Operation:
       flops: floating-point operations of all these runs.
       bytes: of the operands and results of all these runs.
       precision: of a matmul of float32 operands: "default", "high", "highest" or the name of an
-        algorithm; "" of any other operation.
+        algorithm; "highest, default" where its operands differ; "" of any other operation.
     """
 
     path: str

@@ -67,7 +67,14 @@ def _matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, f
     return dict(total.most_common())
 
 
-_PASSES = {"high": " x3", "highest": " x6"}  # of bfloat16 on a TPU, for float32
+# Passes of bfloat16 on a TPU, for float32. A TPU splits operands by their own precisions.
+_PASSES = {
+    "high, default": " x2",
+    "high": " x3",
+    "highest, default": " x3",
+    "highest, high": " x5",
+    "highest": " x6",
+}
 
 
 def _multiplied(operation: Operation, platform: str) -> str:
@@ -75,7 +82,9 @@ def _multiplied(operation: Operation, platform: str) -> str:
     if not operation.precision or platform == "cpu":
         return widest_dtype(operation.operands)
     if platform == "cuda":
-        return "tf32" if operation.precision in ("default", "high") else "float32"
+        # The higher precision holds for both operands.
+        is_tf32 = operation.precision in ("default", "high", "high, default")
+        return "tf32" if is_tf32 else "float32"
     return f"float32{_PASSES.get(operation.precision, '')}"
 
 

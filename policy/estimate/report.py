@@ -89,7 +89,8 @@ class PolicyCost:
       flops: floating-point operations of all devices together, by the widest dtype of the operands,
         the largest first.
       matmul_flops: those of matmuls and convolutions. Float32 on a GPU is "tf32" below the highest
-        precision; on a TPU "float32 x3" and "float32 x6" take three and six passes.
+        precision; on a TPU "float32 x3" and "float32 x6" take three and six passes, and
+        operands of different precisions "x2", "x3" or "x5".
       bytes: read from and written to the device's memory by kernels; None if the program didn't
         compile.
       cycles: the compiler's estimate; None where it gives none.

@@ -50,8 +50,29 @@ def test_a_matmul_is_the_product_of_rounded_operands(device, precision, truth):
         np.testing.assert_allclose(run(X, Y), truth(X, Y), rtol=1e-5, atol=2e-6)
 
 
-def in_a_scan(x):
-    return lax.scan(lambda carry, _: (jnp.tanh(carry @ Y), None), x, None, length=2)[0]
+@pytest.mark.parametrize("higher", ["high", "highest"])
+def test_a_tpu_splits_each_operand_by_its_own_precision(higher):
+    left = emulated(lambda x, y: jnp.dot(x, y, precision=(higher, "default")), "tpu")
+    right = emulated(lambda x, y: jnp.dot(x, y, precision=("default", higher)), "tpu")
+    np.testing.assert_allclose(left(X, Y), product(X, in_bfloat16(Y)), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(right(X, Y), product(in_bfloat16(X), Y), rtol=1e-5, atol=1e-4)
+    assert np.abs(left(X, Y) - product(X, Y)).max() > 1e-3
+
+
+@pytest.mark.parametrize(("higher", "is_float32"), [("high", False), ("highest", True)])
+def test_the_higher_precision_of_two_operands_holds_for_both_on_a_gpu(higher, is_float32):
+    truth = product(X, Y) if is_float32 else product(in_tf32(X), in_tf32(Y))
+    for pair in ((higher, "default"), ("default", higher)):
+        found = emulated(lambda x, y, pair=pair: jnp.dot(x, y, precision=pair), "gpu")(X, Y)
+        np.testing.assert_allclose(found, truth, rtol=1e-5, atol=2e-6)
+
+
+@jax.custom_jvp
+def with_its_own_tangent(x):
+    return x @ Y
+
+
+with_its_own_tangent.defjvp(lambda x, dx: (with_its_own_tangent(*x), dx[0] @ Y))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +83,10 @@ def in_a_scan(x):
         lambda fn: lambda x: lax.cond(x.sum() > 1e9, lambda x: x, fn, x),
         lambda fn: lambda x: lax.map(fn, x[None])[0],
         lambda fn: jax.vmap(fn),
+        lambda _: with_its_own_tangent,
+        lambda _: lambda x: lax.ragged_dot(x, jnp.asarray(Y[None]), jnp.array([16])),
     ],
-    ids=["jit", "checkpoint", "cond", "map", "vmap"],
+    ids=["jit", "checkpoint", "cond", "map", "vmap", "custom_jvp", "ragged_dot"],
 )
 def test_matmuls_inside_of_programs_are_rounded_too(around):
     rounded = product(in_bfloat16(X), in_bfloat16(Y))

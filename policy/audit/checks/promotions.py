@@ -138,7 +138,7 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
         return
     for node in flow.matmuls:
         path = node.site.path
-        if float32_precision_of(node.site.equation) != "default":
+        if "default" not in float32_precision_of(node.site.equation).split(", "):
             continue
         if not (node.site.in_island or flow.asked.is_wide(path)) or flow.asked.has_precision(path):
             continue

@@ -63,6 +63,11 @@ def test_the_authors_default_precision_in_a_float32_rule_is_found_with_its_line(
     assert [each.is_backward for each in found("default", "float32", backward=True)].count(True) > 0
 
 
+def test_an_operand_at_the_default_precision_is_found():
+    assert found(("highest", "default"), "float32") and found(("default", "high"), "float32")
+    assert found(("highest", "high"), "float32") == []
+
+
 def test_it_is_found_in_nnx_and_in_islands():
     model = nnx.apply_policy(NnxNet("default", nnx.Rngs(0)), MIXED, {"router": "float32"})
     (finding,) = (each for each in audit(model, X).findings if each.kind == "default-precision")
@@ -99,5 +104,7 @@ def test_an_operation_shows_the_precision_of_its_float32_matmul():
     report = audit(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))
     assert {op.precision for op in report.operations} == {"highest", "default", ""}
     assert "dot_general, highest" in str(report) and "dot_general, highest" in report.to_html()
+    mixed = audit(lambda x, y: jnp.dot(x, y, precision=("default", "highest")), X, X.T)
+    assert [op.precision for op in mixed.operations] == ["highest, default"]
     half = audit(jnp.dot, X.astype(jnp.bfloat16), X.T.astype(jnp.bfloat16))
     assert [op.precision for op in half.operations] == [""]

@@ -9,16 +9,21 @@ from policy.estimate.costing import _matmul_flops
 
 def program(x):
     half = x.astype(jnp.bfloat16)
-    levels = (None, "default", "high", "highest")
+    mixed = (("high", "default"), ("default", "highest"), ("highest", "high"))
+    levels = (None, "default", "high", "highest", *mixed)
     return half @ half, [jnp.dot(x, x, precision=level) for level in levels]
 
 
 @pytest.mark.parametrize(
     ("platform", "shares"),
     [
-        ("cpu", {"bfloat16": 1, "float32": 4}),
-        ("cuda", {"bfloat16": 1, "tf32": 3, "float32": 1}),
-        ("tpu", {"bfloat16": 1, "float32": 2, "float32 x3": 1, "float32 x6": 1}),
+        ("cpu", {"bfloat16": 1, "float32": 7}),
+        ("cuda", {"bfloat16": 1, "tf32": 4, "float32": 3}),
+        (
+            "tpu",
+            {"bfloat16": 1, "float32": 2, "float32 x3": 2, "float32 x6": 1}
+            | {"float32 x2": 1, "float32 x5": 1},
+        ),
     ],
 )
 def test_float32_counts_by_its_passes_on_a_tpu_and_as_tf32_on_a_gpu(platform, shares):
