@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ _HELD = (jax.Array, np.ndarray, flax_nn.Variable, Scope)
 def _key(value: Any, seen: dict[int, int]) -> Hashable:
     if isinstance(value, _HELD) or inspect.ismethod(value):
         raise TypeError(f"{type(value).__name__} is not static.")
-    if isinstance(value, str | type | None):
+    if isinstance(value, str | type | types.ModuleType | None):
         return value
     if isinstance(value, float):  # 1, 1.0 and True are equal, and -0.0 is 0.0
         return float, value.hex()

@@ -138,5 +138,5 @@ def _key(module: Any, method: Method) -> Hashable:
         return None
     try:
         return "linen", method, key_of(module), calls.model, bool(calls.paths)
-    except TypeError:
+    except (TypeError, RecursionError):  # the second of an object that holds itself in a dict
         return None

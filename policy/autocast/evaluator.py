@@ -219,21 +219,25 @@ class Evaluator(Interpreter[CastValue]):
             for atom in equation.invars
             if not isinstance(atom, jex_core.Literal)
         }
-        args = [inner._shared(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
+        args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         return super(Evaluator, inner).run(jaxpr, consts, args)
 
     def step(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+        # Widened where it is first read: a report attributes the cast to that module.
+        values = [widened_param(value) if value.is_shared else value for value in values]
         outputs = super().step(equation, values)
-        return [self._shared(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
+        return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
-    def _shared(self, variable: Any, value: CastValue) -> CastValue:
-        """Returns a param that is stored in half precision as float32 if it is read several times.
+    def _noted(self, variable: Any, value: CastValue) -> CastValue:
+        """Returns a param, noted as shared if it is stored in half and read several times.
 
-        Each read then casts it, and its cotangents are summed in float32, as those of params that
-        are stored in float32.
+        Its readers get it in float32 and cast it, so that its cotangents are summed in float32, as
+        those of params that are stored in float32.
         """
-        is_shared = value.yields and is_half_value(value) and self.readers.get(variable, _NONE)
-        return widened_param(value) if is_shared and is_shared.total() > 1 else value
+        readers = self.readers.get(variable, _NONE)
+        if value.yields and is_half_value(value) and readers.total() > 1:
+            return CastValue(value.array, yields=True, is_shared=True)
+        return value
 
     def equation(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
         category = self._category(equation)

@@ -37,6 +37,7 @@ class CastValue:
       narrowed: the half-precision value for other modules, once one has read it.
       widened: the same array in float32, once an operation has requested it.
       transposed: the value that this one is a transposition of, and its axes.
+      is_shared: whether it is a half-precision param that several operations read, in float32.
     """
 
     array: Any
@@ -48,6 +49,7 @@ class CastValue:
     transposed: tuple[CastValue, tuple[int, ...]] | None = None
     weak: bool = False
     is_table: bool = False
+    is_shared: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -85,7 +87,7 @@ def as_dtype(value: CastValue, dtype: np.dtype) -> Any:
 
 def widened_param(value: CastValue) -> CastValue:
     """Returns a param in float32, so that its cotangents are summed there."""
-    return CastValue(cast(value.array, F32), yields=True)
+    return CastValue(as_dtype(value, F32), yields=True)
 
 
 def fits(constant: Any, dtype: DTypeLike) -> bool:
