@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -254,13 +255,8 @@ class StatefulCall:
         call's result.
         """
         out, state, (told, values, made) = returned
-        known, after = _objects(self.nodes), dict(flax_nnx.to_flat_state(state))
-        for path, old in _variables(self.nodes):
-            new = after[path]
-            if not _is_same(new, old):
-                old.update_from_state(_as_stored(new, old))
-        known += made
-        results = iter(values)
+        self._update(state)
+        known, results = _KnownObjects(self.nodes, made), iter(values)
         for edit in told.edits:
             _put_in_place(
                 known[edit.index],
@@ -268,6 +264,30 @@ class StatefulCall:
                 _given_back(next(results), known) if edit.is_dynamic else edit.value,
             )
         return _given_back(out, known)
+
+    def _update(self, state: Any) -> None:
+        """Puts new values in the variables of the nodes. Most calls change none."""
+        params, rest, _ = self.trees
+        given = dict((*flax_nnx.to_flat_state(params), *flax_nnx.to_flat_state(rest)))
+        after = flax_nnx.to_flat_state(state)
+        changed = {path: new for path, new in after if not _is_same(new, given[path])}
+        for path, old in _variables(self.nodes) if changed else ():
+            if path in changed:
+                old.update_from_state(_as_stored(changed[path], old))
+
+
+class _KnownObjects:
+    """The objects of nodes by their numbers, and new ones after them; listed when one is needed."""
+
+    def __init__(self, nodes: tuple[Any, ...], made: Sequence[Any]):
+        self._nodes, self._made = nodes, made
+
+    @functools.cached_property
+    def _all(self) -> list[Any]:
+        return [*_objects(self._nodes), *self._made]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._all[index]
 
 
 def _is_object(leaf: Any) -> bool:
@@ -332,7 +352,7 @@ def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
         setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
 
 
-def _given_back(tree: Any, known: Sequence[Any]) -> Any:
+def _given_back(tree: Any, known: _KnownObjects) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
 
     def given(leaf: Any) -> Any:
@@ -347,6 +367,8 @@ def _given_back(tree: Any, known: Sequence[Any]) -> Any:
 
 def _is_same(new: Any, old: Any) -> bool:
     """Returns whether a variable holds the very arrays that it held before."""
+    if new.get_raw_value() is old.get_raw_value():
+        return True
     (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
     return treedef == structure and all(map(_is_identical, leaves, before))
 

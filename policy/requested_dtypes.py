@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -51,20 +50,31 @@ class Asked:
         """Returns whether the innermost request at a path names a precision."""
         return any(precision is not None for _, precision in self._innermost(path))
 
-    def has_half_policy(self) -> bool:
-        """Returns whether a policy in the trace, or around it, computes in less than float32."""
-        around = [] if self.policy is None else [_of(self.policy)]
-        found = itertools.chain(around, *self.obeyed.values())
-        return any(dtype.itemsize < 4 for dtype, _ in found)
+    def is_wide_in_half(self, path: Path) -> bool:
+        """Returns whether the innermost request at a path is float32 or wider, and one around it
+        is half precision.
+        """
+        first, *around = [*self._requests(path)] or [()]
+        is_half = any(dtype.itemsize < 4 for each in around for dtype, _ in each)
+        return is_half and any(dtype.itemsize >= 4 for dtype, _ in first)
+
+    def is_half(self, path: Path) -> bool:
+        """Returns whether the innermost request at a path is half precision."""
+        return any(dtype.itemsize < 4 for dtype, _ in self._innermost(path))
 
     def _innermost(self, path: Path) -> Collection[Request]:
+        return next(self._requests(path), ())
+
+    def _requests(self, path: Path) -> Iterator[Collection[Request]]:
+        """Yields the requests at a path, the innermost first."""
         model, below = divided(path) or ("", path)
         below = once(below)
         for length in range(len(below), -1, -1):
             found = self._at(model, "/".join(below[:length]))
             if found:
-                return found
-        return () if self.policy is None else (_of(self.policy),)
+                yield found
+        if self.policy is not None:
+            yield (_of(self.policy),)
 
     def _at(self, model: str, path: str) -> Collection[Request] | None:
         for noted in (self.obeyed, self.given):

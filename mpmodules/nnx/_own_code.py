@@ -123,12 +123,24 @@ def call(
 
 
 def _key(stateful: StatefulCall, name: str) -> Hashable:
-    graph = hashable(stateful.graph)
-    try:
-        hash(graph)
-    except TypeError:
-        return None
-    return "nnx", graph, name, stateful.structure
+    return "nnx", _GraphKey(stateful.graph), name, stateful.structure
+
+
+class _GraphKey:
+    """A graphdef as a key: hashed once, and made hashable only where it is not."""
+
+    def __init__(self, graph: Any):
+        self._graph = graph
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._graph)
+        except TypeError:
+            self._graph = hashable(self._graph)
+            return hash(self._graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _GraphKey) and self._graph == other._graph
 
 
 @contextlib.contextmanager

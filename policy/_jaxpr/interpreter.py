@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy._jaxpr.protocols import Equation, OpenJaxpr
-from policy._jaxpr.subprograms import bind, opened
+from policy._jaxpr.subprograms import bind, opened, programs_of
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -156,11 +156,10 @@ def run_at_once(jaxpr: Any) -> Callable[..., list[Any]]:
     """
     body, consts = opened(jaxpr)
     last = _last_reads(body)
-    calls = {
-        i: jax.jit(functools.partial(_bound, equation))
+    steps = [
+        (_bound(equation), equation.invars, equation.outvars, equation.ctx, last.get(i, ()))
         for i, equation in enumerate(body.eqns)
-        if equation.primitive.name.startswith("custom_")
-    }
+    ]
 
     def run(*arrays: Any) -> list[Any]:
         values: dict[Any, Any] = dict(
@@ -170,20 +169,26 @@ def run_at_once(jaxpr: Any) -> Callable[..., list[Any]]:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
 
-        for i, equation in enumerate(body.eqns):
-            operands = [read(atom) for atom in equation.invars]
-            with equation.ctx.manager:
-                results = calls[i](*operands) if i in calls else bind(equation, operands)
-            values.update(zip(equation.outvars, results, strict=True))
-            for variable in last.get(i, ()):
+        for call, invars, outvars, ctx, unread in steps:
+            with ctx.manager:
+                results = call(*map(read, invars))
+            values.update(zip(outvars, results, strict=True))
+            for variable in unread:
                 values.pop(variable, None)
         return [read(atom) for atom in body.outvars]
 
     return run
 
 
-def _bound(equation: Equation, *operands: Any) -> list[Any]:
-    return bind(equation, operands)
+def _bound(equation: Equation) -> Callable[..., Sequence[Any]]:
+    """Returns an equation as a function of its operands, for many calls."""
+    primitive = equation.primitive
+    if primitive.name.startswith("custom_"):
+        return jax.jit(lambda *operands: bind(equation, operands))
+    if any(True for _ in programs_of(equation)):  # its functions are made anew at each call
+        return lambda *operands: bind(equation, operands)
+    call = functools.partial(primitive.bind, **primitive.get_bind_params(equation.params))
+    return call if primitive.multiple_results else lambda *operands: (call(*operands),)
 
 
 def contexts_of(

@@ -14,8 +14,9 @@ from policy._jaxpr.primitives import MATMULS, category_of
 from policy._jaxpr.scope_names import ISLAND
 from policy.islands import in_island
 from policy.matmul_dtypes import ScaledMatmul
-from policy.matmul_precision import precision_within
+from policy.matmul_precision import computes_in_half, precision_within
 from policy.policy import Policy
+from policy.precision import HIGHEST
 from policy.requested_dtypes import note_obeyed
 from policy.rules import PolicyRules
 
@@ -131,6 +132,8 @@ class Places:
         precision = precision_within(obeyed, settings.policy)
         if marked is not None:
             compute, matmul, precision = marked
+            if precision is None and compute == F32 and computes_in_half(settings.policy):
+                precision = HIGHEST  # of derivative rules, which are traced after the module's call
         if ISLAND in path:
             compute, matmul = F32, None
             precision = precision_within(in_island(obeyed), settings.policy)

@@ -276,3 +276,50 @@ def test_a_precision_given_to_a_layer_wins_in_nnx():
     router = lambda rngs: linear(rngs=rngs, dtype_policy="float32", precision="high")  # noqa: E731
     found = nnx_gradients(NnxNet(router, nnx.Rngs(0), dtype_policy=MIXED))
     assert found == {HALF, ("float32", "high")}
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions with derivative rules of their own
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def with_vjp(x, w):
+    return x @ w
+
+
+with_vjp.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, ct: (ct @ saved[1].T, jnp.einsum("abi,abj->ij", saved[0], ct)),
+)
+
+
+@jax.custom_jvp
+def with_jvp(x, w):
+    return x @ w
+
+
+@with_jvp.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return x @ w, dx @ w + x @ dw
+
+
+@pytest.mark.parametrize("function", [with_vjp, with_jvp])
+def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(function):
+    class Router(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return function(x, self.param("w", linen.initializers.ones, (8, 8)))
+
+    assert linen_gradients(Net(Router), MIXED, {"router": "float32"}) == {HALF, HIGHEST}
+
+    class NnxRouter(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            return function(x, self.w[...])
+
+    model = nnx.apply_policy(NnxNet(NnxRouter, nnx.Rngs(0)), MIXED, {"router": "float32"})
+    assert nnx_gradients(model) == {HALF, HIGHEST}

@@ -134,13 +134,12 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
 
     A precision in the policy that was asked for is exempt.
     """
-    if not flow.asked.has_half_policy():
-        return
     for node in flow.matmuls:
         path = node.site.path
         if "default" not in float32_precision_of(node.site.equation).split(", "):
             continue
-        if not (node.site.in_island or flow.asked.is_wide(path)) or flow.asked.has_precision(path):
+        is_island = node.site.in_island and flow.asked.is_half(path)
+        if not (is_island or flow.asked.is_wide_in_half(path)) or flow.asked.has_precision(path):
             continue
         message = (
             f"{node.name} was asked for in float32, and runs at the default precision: a TPU "

@@ -99,6 +99,19 @@ def test_other_precisions_and_whole_float32_models_are_no_finding(precision, rul
     assert found(precision, rule, base) == []
 
 
+def test_a_float32_model_around_a_half_module_is_no_finding():
+    assert found(None, MIXED, "float32", backward=True) == []
+
+    class Beside(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Dense(8, dtype_policy=MIXED)(x)
+            return linen.Dense(8, dtype=jnp.float32)(x)
+
+    variables = Beside().init(jax.random.key(0), X)
+    assert [f.kind for f in audit(Beside().apply, variables, X).findings] == []
+
+
 def test_an_operation_shows_the_precision_of_its_float32_matmul():
     fn = lambda x, y: jnp.dot(x, y, precision="highest") + x @ y  # noqa: E731
     report = audit(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))

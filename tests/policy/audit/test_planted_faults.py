@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mpmodules
 from policy import audit
-from policy.audit.finding_kinds import FINDING_KINDS, MATMUL, RESIDUAL
+from policy.audit.finding_kinds import FINDING_KINDS, MATMUL, PRECISION, RESIDUAL
 from tests.policy.audit import eight_bit_faults, flax_faults, range_faults, sum_faults
 from tests.policy.audit.faults import FAULTS, PLACES, Fault, scoped
 from tests.policy.audit.state_faults import STATE_FAULTS
@@ -48,9 +48,11 @@ def test_found_by_kind_path_and_operation(fault, place):
     assert (fault.kind, "inner", fault.primitive) in found, str(report)
 
 
-def test_the_kinds_that_are_planted_here_are_all_but_two():
-    """The others depend on the rest of the program: test_matmuls.py and test_residuals.py."""
-    assert set(FINDING_KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, RESIDUAL}
+def test_the_kinds_that_are_planted_here_are_all_but_three():
+    """The others depend on the rest of the program, or on a policy: test_matmuls.py,
+    test_residuals.py and test_default_precision.py.
+    """
+    assert set(FINDING_KINDS) - {fault.kind for fault in FAULTS} == {MATMUL, PRECISION, RESIDUAL}
 
 
 @pytest.mark.parametrize("place", ("the top level", "jit", "scan", "remat", "custom_vjp"))
