@@ -339,8 +339,9 @@ def cases(small: bool) -> list[Case]:
 BOUNDS = {"flops": 1.0, "bytes": 1.0, "converts": 1.0, "saved": 1.0, "tracing": 1.10}
 COMPILED = {"c-flops": 1.0, "c-bytes": 1.0, "temp": 1.0, "kernels": 1.0, "compiling": None}
 # As written, before XLA fuses them: the exact sums of normalisations are elementwise FLOPs, and
-# attention's derivative has casts of its own. What they cost is in the tables of the accelerators.
-REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.1, "saved": 1.0, "tracing": 1.10}
+# attention's derivative has casts of its own, and a normalisation that saves its input alone widens
+# it again backward. What they cost is in the tables of the accelerators.
+REPAIRED = {"flops": 1.04, "bytes": None, "converts": 1.15, "saved": 1.0, "tracing": 1.10}
 REPAIRED_COMPILED = {
     "c-flops": 1.01,
     "c-bytes": 1.10,
