@@ -19,6 +19,7 @@ from mpmodules.linen._instances import key_of
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy
+from policy.matmul_precision import multiplying
 from policy.policy import Policy
 from policy.scope import current_scope, enter
 
@@ -88,7 +89,7 @@ def call(
     """
     scope = current_scope()
     # The module is cloned for the trace, without the modules around it.
-    with enter(dataclasses.replace(scope, policy=policy)):
+    with enter(dataclasses.replace(scope, policy=policy)), multiplying(policy, scope.policy):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
             with own_code.tracing(), made_as_stored([module.scope]):
                 args, kwargs = own_code.in_float32((args, kwargs))

@@ -47,7 +47,7 @@ def compiled_with_dump(
       jax.errors.JaxRuntimeError: it doesn't compile, for another reason or before it has memory
         assigned.
     """
-    with tempfile.TemporaryDirectory(prefix="xla-") as folder, _without_cache():
+    with tempfile.TemporaryDirectory(prefix="xla-") as folder, without_cache():
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
@@ -60,7 +60,7 @@ def compiled_with_dump(
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """Turns JAX's persistent cache off, whose setting JAX 0.12 reads once unless it is reset."""
     was = cast(Any, jax.config).jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

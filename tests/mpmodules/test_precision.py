@@ -323,3 +323,8 @@ def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(function
 
     model = nnx.apply_policy(NnxNet(NnxRouter, nnx.Rngs(0)), MIXED, {"router": "float32"})
     assert nnx_gradients(model) == {HALF, HIGHEST}
+
+
+def test_a_root_in_float32_by_a_rule_multiplies_at_the_highest_around_half_modules():
+    found = linen_gradients(Net(Inner), MIXED, {"Net:": "float32", "router": MIXED})
+    assert ("float32", "highest") in found and FLOAT32 not in found
