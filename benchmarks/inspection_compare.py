@@ -32,10 +32,10 @@ import numpy as np
 from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
-from policy.compare.compare import COMPILER_OPTIONS, paired
-from policy.compare.dual_interpreter import Log
-from policy.policy import get_policy
-from policy.traced.call import Call, program_of
+from policy.core.policy import get_policy
+from policy.inspect.compare.compare import COMPILER_OPTIONS, paired
+from policy.inspect.compare.dual_interpreter import Log
+from policy.inspect.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"
 FLOPS, GRADIENTS, TIME = 4.0, 1.5, 4.0

@@ -30,7 +30,7 @@ from benchmarks import linen_models
 from benchmarks.models import POLICY, REFERENCE, Case, Program, by_hand, cases, loss_of, tracing
 from benchmarks.table import Row, run
 from mpmodules.linen import apply_policy
-from policy.autocast.transform import autocast
+from policy.autocasting.transform import autocast
 
 _FLAX: Any = flax.linen
 PORTED, AUTOCAST = 1.95, 2.9  # of few layers; 12 equal ones take 0.94 of by hand's calls

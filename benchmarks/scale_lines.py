@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.table import Row
-from policy._jaxpr.equations import equations_within
+from policy.programs.equations import equations_within
 
 
 def equations(jaxpr: Any) -> int:

@@ -22,7 +22,7 @@ from benchmarks import linen_models
 from mpmodules import PolicyRules, use_policy
 from mpmodules import linen as our_linen
 from mpmodules import nnx as our_nnx
-from policy.autocast.transform import autocast
+from policy.autocasting.transform import autocast
 
 FLAX: Any = flax.linen  # a module, which hashes
 POLICY = "mixed_bfloat16"

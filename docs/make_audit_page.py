@@ -22,8 +22,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from policy.audit.audit import audit
-from policy.audit.report import Audit
+from policy.inspect.audit.audit import audit
+from policy.inspect.audit.report import Audit
 
 DOCS = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -37,23 +37,23 @@ class Room(NamedTuple):
 
 # From the ground up.
 ROOMS: dict[str, Room] = {
-    "policy/_jaxpr": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 16),
+    "policy/programs": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 16),
     GROUND: Room("the policy, rules and scope; casts; reductions and losses", 2, 15),
     "policy/grads": Room("loss scales, microbatches, float32 sums", 2, 14),
     "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 13),
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 13),
-    "policy/parameters.py": Room("which arguments are parameters", 2, 12),
-    "policy/autocast": Room("half precision for functions as they are", 2, 11),
-    "policy/render": Room("parts of HTML pages", 3, 10),
-    "policy/traced": Room("a user's call, traced for a report", 2, 10),
-    "policy/_hlo": Room("compiled programs: memory, cycles, traffic, exchanges", 3, 15),
-    "policy/estimate": Room("a policy's cost on devices that need not be there", 3, 7),
-    "policy/compare": Room("a function beside itself in float32", 2, 9),
-    "policy/suggest": Room("the cheapest rules within an error budget", 1, 6),
-    "policy/audit": Room("the dtypes of a program and its hazards", 2, 8),
+    "policy/autocasting/parameters.py": Room("which arguments are parameters", 2, 12),
+    "policy/autocasting": Room("half precision for functions as they are", 2, 11),
+    "policy/inspect/render": Room("parts of HTML pages", 3, 10),
+    "policy/inspect/traced": Room("a user's call, traced for a report", 2, 10),
+    "policy/inspect/hlo": Room("compiled programs: memory, cycles, traffic, exchanges", 3, 15),
+    "policy/inspect/estimate": Room("a policy's cost on devices that need not be there", 3, 7),
+    "policy/inspect/compare": Room("a function beside itself in float32", 2, 9),
+    "policy/inspect/suggest": Room("the cheapest rules within an error budget", 1, 6),
+    "policy/inspect/audit": Room("the dtypes of a program and its hazards", 2, 8),
     "policy/command_line": Room("`python -m policy audit`", 3, 5),
     "policy/__main__.py": Room("starts the command line", 3, 3),
-    "policy/testing.py": Room("assertions about programs, for test suites", 2, 5),
+    "policy/inspect/testing.py": Room("assertions about programs, for test suites", 2, 5),
     "policy/__init__.py": Room("the face: the names that `policy` exports", 0, 4),
     "mpmodules/*.py": Room("maths, and rules of calls, that both wings share", 0.5, 3),
     "mpmodules/linen": Room("Flax's linen layers under a policy", 0, 2),
@@ -63,10 +63,10 @@ ROOMS: dict[str, Room] = {
 }
 # Packages inside of others, which the picture has in their boxes.
 INNER: dict[str, str] = {
-    "policy/audit/checks": "a function for each hazard",
-    "policy/audit/render": "the report as text and as an HTML page",
-    "policy/estimate/render": "the table, the page and the plot",
-    "policy/compare/render": "the comparison as a table and a chart",
+    "policy/inspect/audit/checks": "a function for each hazard",
+    "policy/inspect/audit/render": "the report as text and as an HTML page",
+    "policy/inspect/estimate/render": "the table, the page and the plot",
+    "policy/inspect/compare/render": "the comparison as a table and a chart",
 }
 
 
@@ -138,7 +138,7 @@ def imports(root: pathlib.Path = ROOT) -> Graph:
     """Returns the imports of each package; the files of `GROUND` are one."""
     graph = imports_of_files(root)
     files = {part for part in graph if part.startswith("policy/") and part.endswith(".py")}
-    packages = graph.keys() - files - {"policy/_jaxpr"}
+    packages = graph.keys() - files - {"policy/programs"}
     ground = {file for file in files if not reached(graph, file) & packages}
     return merged(graph, dict.fromkeys(ground, GROUND))
 

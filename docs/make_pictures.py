@@ -21,7 +21,7 @@ from typing import Any
 
 from make_audit_page import photograph
 
-from policy.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"

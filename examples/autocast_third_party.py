@@ -52,7 +52,7 @@ import optax
 import mpmodules.linen
 import mpmodules.nnx
 import policy as mp
-from policy.audit.report import Audit
+from policy.inspect.audit.report import Audit
 
 try:
     import matplotlib

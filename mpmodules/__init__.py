@@ -2,7 +2,7 @@
 
 # ruff: noqa: E402  (our `policy` is looked for before it is imported)
 
-from mpmodules._shadowed import require_own_policy
+from mpmodules.shadowed import require_own_policy
 
 require_own_policy()  # before another file of the name `policy` is run in place of ours
 
@@ -18,7 +18,7 @@ from policy import use_policy as use_policy
 from policy._version import __version__ as __version__
 
 # isort: split
-from mpmodules._registration import register
+from mpmodules.registration import register
 
 register()
 del register, require_own_policy

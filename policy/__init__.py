@@ -7,15 +7,15 @@ Others are in `policy.optim`, `policy.grads`, `policy.sharding`, `policy.losses`
 
 from policy import grads, losses, optim, reductions, sharding, testing
 from policy._version import __version__ as __version__
-from policy.audit.audit import audit
-from policy.audit.report import Audit, Finding
-from policy.autocast.transform import autocast
-from policy.casting import cast_floating
-from policy.compare.compare import compare
-from policy.compare.comparison import Comparison
-from policy.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
-from policy.estimate.estimate import estimate
-from policy.estimate.report import Estimate, PolicyCost
+from policy.inspect.audit.audit import audit
+from policy.inspect.audit.report import Audit, Finding
+from policy.autocasting.transform import autocast
+from policy.core.casting import cast_floating
+from policy.inspect.compare.compare import compare
+from policy.inspect.compare.comparison import Comparison
+from policy.core.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
+from policy.inspect.estimate.estimate import estimate
+from policy.inspect.estimate.report import Estimate, PolicyCost
 from policy.grads.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -25,8 +25,8 @@ from policy.grads.loss_scale import (
     select_tree,
 )
 from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
-from policy.islands import full_precision
-from policy.matmul_dtypes import ScaledMatmul
+from policy.core.islands import full_precision
+from policy.core.matmul_dtypes import ScaledMatmul
 from policy.optim import (
     MixedPrecision,
     MixedPrecisionState,
@@ -35,12 +35,12 @@ from policy.optim import (
     master_params,
     mixed_precision,
 )
-from policy.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from policy.precedence import DtypePolicyWarning
-from policy.rules import PolicyRules
-from policy.scope import current_policy, set_policy, use_policy
-from policy.suggest.suggest import suggest
-from policy.suggest.suggestion import Suggestion
+from policy.core.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from policy.core.precedence import DtypePolicyWarning
+from policy.core.rules import PolicyRules
+from policy.core.scope import current_policy, set_policy, use_policy
+from policy.inspect.suggest.suggest import suggest
+from policy.inspect.suggest.suggestion import Suggestion
 
 __all__ = [
     "Audit",

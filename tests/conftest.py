@@ -99,7 +99,7 @@ def programs_are_dropped() -> Iterator[None]:
     """Frees the compiled programs of a file after its last test, and forgets the names of its
     models: the next file's are other ones.
     """
-    from policy._jaxpr import module_names
+    from policy.programs import module_names
 
     yield
     jax.clear_caches()

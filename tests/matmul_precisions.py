@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from policy._jaxpr.primitives import MATMULS
-from policy._jaxpr.subprograms import opened
-from policy._jaxpr.walk import walk
+from policy.programs.primitives import MATMULS
+from policy.programs.subprograms import opened
+from policy.programs.walk import walk
 
 
 def precisions(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str | None]]:

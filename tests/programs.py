@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from policy._jaxpr.operations import dtype_name_of
-from policy._jaxpr.walk import Site, walk
+from policy.programs.operations import dtype_name_of
+from policy.programs.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,10 +71,10 @@ def test_every_path_of_the_page_is_in_the_tree():
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        ("policy/_jaxpr/primitives.py", "_TABLE"),
-        ("policy/audit/finding_kinds.py", "FINDING_KINDS"),
-        ("policy/audit/findings.py", "_CHECKS"),
-        ("policy/audit/flow.py", "Flow"),
+        ("policy/programs/primitives.py", "_TABLE"),
+        ("policy/inspect/audit/finding_kinds.py", "FINDING_KINDS"),
+        ("policy/inspect/audit/findings.py", "_CHECKS"),
+        ("policy/inspect/audit/flow.py", "Flow"),
         ("policy/optim/storage_modes.py", "STORAGE_MODES StorageMode MasterWeights"),
         ("policy/optim/wrapper.py", "mixed_precision"),
         ("policy/optim/step.py", "Stepper _step"),
@@ -103,7 +103,7 @@ def test_the_files_of_the_small_layer_are_those_that_name_it():
         for file in files
         if file.suffix in (".py", ".pyi") and "PReLU" in file.read_text(encoding="utf-8")
     }
-    pages = {"docs/layers.md", "mpmodules/activations.py"}
+    pages = {"docs/layers.md", "mpmodules/functions/activations.py"}
     tested = {path for path in paths(section) if path.startswith("tests/")}
     assert paths(section) == naming | pages | tested
     assert all("PReLU" in (ROOT / path).read_text(encoding="utf-8") for path in tested)
@@ -144,7 +144,9 @@ def test_every_package_is_in_the_table_with_its_imports():
     packages = directories("policy", "mpmodules") - {"policy", "mpmodules"}
     assert set(table) - files == packages | {"examples", "benchmarks"}
     assert {f"{root}/*.py" for root in ("policy", "mpmodules")} <= files
-    assert "policy/optim" in table["policy/parameters.py"] and not table["policy/_jaxpr"]
+    assert (
+        "policy/optim" in table["policy/autocasting/parameters.py"] and not table["policy/programs"]
+    )
 
 
 def test_the_picture_has_every_package_and_only_arrows_that_are_imports():
@@ -181,10 +183,12 @@ def test_a_package_without_a_row_and_an_import_upwards_are_named():
     graph = {part: set(targets) for part, targets in made.imports().items()}
     with pytest.raises(LookupError, match=r"policy/attic: give each a row in docs/make_house.py"):
         made.require_rooms(graph | {"policy/attic": set()})
-    with pytest.raises(LookupError, match=r"policy/render: not in the tree"):
-        made.require_rooms({part: graph[part] for part in graph if part != "policy/render"})
-    wrong = graph | {"policy/render": {"policy/testing.py"}}
-    with pytest.raises(LookupError, match=r"policy/render imports policy/testing.py: draw it"):
+    with pytest.raises(LookupError, match=r"policy/inspect/render: not in the tree"):
+        made.require_rooms({part: graph[part] for part in graph if part != "policy/inspect/render"})
+    wrong = graph | {"policy/inspect/render": {"policy/inspect/testing.py"}}
+    with pytest.raises(
+        LookupError, match=r"policy/inspect/render imports policy/inspect/testing.py: draw it"
+    ):
         made.require_rooms(wrong)
 
 
@@ -224,7 +228,7 @@ class Task(NamedTuple):
 
 NEW_CHECK = '''"""Sines."""
 
-from policy.audit.finding_kinds import finding
+from policy.inspect.audit.finding_kinds import finding
 
 
 def sines(flow):
@@ -243,15 +247,15 @@ TASKS = (
     Task(
         "Make autocast keep `erf`",
         (
-            ("policy/_jaxpr/primitives.py", "            erf: bounded\n", ""),
+            ("policy/programs/primitives.py", "            erf: bounded\n", ""),
             (
-                "policy/_jaxpr/primitives.py",
+                "policy/programs/primitives.py",
                 "            erf_inv: gentle\n",
                 "            erf_inv: gentle\n            erf: gentle bounded\n",
             ),
         ),
         """
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 fn = policy.autocast(lambda w, x: jax.lax.erf(x @ w), "mixed_bfloat16")
 program = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
 [erf] = [site.equation for site in walk(program) if site.name == "erf"]
@@ -263,18 +267,22 @@ seen = str(erf.invars[0].aval.dtype)
     Task(
         "A new finding",
         (
-            ("policy/audit/checks/sines.py", "", NEW_CHECK),
+            ("policy/inspect/audit/checks/sines.py", "", NEW_CHECK),
             (
-                "policy/audit/finding_kinds.py",
+                "policy/inspect/audit/finding_kinds.py",
                 "FINDING_KINDS = {\n",
                 'FINDING_KINDS = {\n    "sine": "A sine.",\n',
             ),
             (
-                "policy/audit/findings.py",
-                "from policy.audit.checks.states",
-                "from policy.audit.checks.sines import sines\nfrom policy.audit.checks.states",
+                "policy/inspect/audit/findings.py",
+                "from policy.inspect.audit.checks.states",
+                "from policy.inspect.audit.checks.sines import sines\nfrom policy.inspect.audit.checks.states",
             ),
-            ("policy/audit/findings.py", "    sums_by_hand,\n", "    sums_by_hand,\n    sines,\n"),
+            (
+                "policy/inspect/audit/findings.py",
+                "    sums_by_hand,\n",
+                "    sums_by_hand,\n    sines,\n",
+            ),
         ),
         "seen = [found.kind for found in policy.audit(jnp.sin, jnp.ones(2)).findings]",
         [],
@@ -284,7 +292,7 @@ seen = str(erf.invars[0].aval.dtype)
         "A preset policy",
         (
             (
-                "policy/policy.py",
+                "policy/core/policy.py",
                 "_MIXED = {",
                 '_MIXED = {"mixed_float32": (jnp.float32, None), ',
             ),
@@ -300,7 +308,13 @@ except ValueError:
     ),
     Task(
         "A text on the audit page",
-        (("policy/audit/render/html.py", '"Shares by dtype"', '"Dtypes and their shares"'),),
+        (
+            (
+                "policy/inspect/audit/render/html.py",
+                '"Shares by dtype"',
+                '"Dtypes and their shares"',
+            ),
+        ),
         """
 page = policy.audit(jnp.sin, jnp.ones(2)).to_html()
 seen = [title for title in ("Shares by dtype", "Dtypes and their shares") if title in page]
@@ -311,9 +325,9 @@ seen = [title for title in ("Shares by dtype", "Dtypes and their shares") if tit
     Task(
         "Another column in compare",
         (
-            ("policy/compare/render/text.py", '"of limit")', '"of limit", "dtype")'),
+            ("policy/inspect/compare/render/text.py", '"of limit")', '"of limit", "dtype")'),
             (
-                "policy/compare/render/text.py",
+                "policy/inspect/compare/render/text.py",
                 "        _share(row.headroom),\n",
                 "        _share(row.headroom),\n        row.dtype,\n",
             ),
@@ -327,7 +341,7 @@ seen = table.splitlines()[-1].split()[-1]
     ),
     Task(
         "A loss",
-        (("policy/losses.py", "def squared_error(", NEW_LOSS),),
+        (("policy/functions/losses.py", "def squared_error(", NEW_LOSS),),
         """
 loss = getattr(policy.losses, "absolute_error", None)
 seen = "" if loss is None else str(loss(jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float16)).dtype)

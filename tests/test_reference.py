@@ -35,17 +35,17 @@ NAMESPACES = (
 )
 # Types that no face exports: of attributes of results, and of arguments.
 OF_RESULTS = {
-    "policy.audit.report.Operation",
-    "policy.autocast.report.Record",
-    "policy.autocast.report.Report",
-    "policy.compare.comparison.OperandCodes",
-    "policy.compare.comparison.Row",
-    "policy.estimate.report.Buffer",
-    "policy.estimate.report.Exchange",
-    "policy.estimate.targets.Target",
-    "policy.suggest.eight_bits.LayerEvidence",
-    "policy.suggest.front.FrontPoint",
-    "policy.suggest.suggestion.Evidence",
+    "policy.inspect.audit.report.Operation",
+    "policy.autocasting.report.Record",
+    "policy.autocasting.report.Report",
+    "policy.inspect.compare.comparison.OperandCodes",
+    "policy.inspect.compare.comparison.Row",
+    "policy.inspect.estimate.report.Buffer",
+    "policy.inspect.estimate.report.Exchange",
+    "policy.inspect.estimate.targets.Target",
+    "policy.inspect.suggest.eight_bits.LayerEvidence",
+    "policy.inspect.suggest.front.FrontPoint",
+    "policy.inspect.suggest.suggestion.Evidence",
 }
 MODULES = {"mpmodules.mypy_plugin"}  # named in a project's settings, imported by mypy alone
 WITHOUT_EXAMPLE = {"policy.LossScale"}  # a union, for annotations

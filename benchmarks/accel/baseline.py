@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Row
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 
 FILE = Path(__file__).with_name("baseline.json")
 QUANTITIES = ("cycles", "bytes", "temporary")

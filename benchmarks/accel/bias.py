@@ -29,9 +29,9 @@ from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
-from mpmodules.functional import trailing, with_bias_gradient
-from policy.accumulators import accumulating
-from policy.materialize import materialized
+from mpmodules.functions.functional import trailing, with_bias_gradient
+from policy.functions.accumulators import accumulating
+from policy.functions.materialize import materialized
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
 OTHERS = ("v5p:1x1x1", "tpu7x:1x1x1", "a100", "b200")

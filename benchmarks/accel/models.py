@@ -38,7 +38,7 @@ from benchmarks.accel.report import alike, amount, rows_of, unknown
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.models import POLICY, REFERENCE, Case, Program
 from benchmarks.table import Row, run
-from policy.autocast.transform import autocast
+from policy.autocasting.transform import autocast
 
 TARGETS = ("v5e:2x2", "v6e:2x2", "h100")
 OTHERS = ("v5p:2x2x1", "tpu7x:2x2x1", "a100", "b200")

@@ -36,8 +36,8 @@ from benchmarks.eight_bits.report import environment
 from mpmodules import linen as nn
 from mpmodules import use_policy
 from policy import audit
-from policy._hlo.dump import without_cache
-from policy._jaxpr.matmul_passes import emulated
+from policy.inspect.hlo.dump import without_cache
+from policy.programs.matmul_passes import emulated
 
 PAGE = Path(__file__).parents[2] / "docs" / "float32.md"
 MARKS = "<!-- precision -->", "<!-- end of precision -->"

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy._hlo.costs import Costs, costs_of
-from policy.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
-from policy.estimate.targets import Target
+from policy.inspect.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.estimate.targets import Target
+from policy.inspect.hlo.costs import Costs, costs_of
 
 OutOfMemory = jax.errors.JaxRuntimeError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.accel.program import Figures
 from benchmarks.table import Row
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 
 Bounds = Mapping[str, float | None]
 

@@ -59,7 +59,7 @@ from benchmarks.accel.scale_model import (
 )
 from benchmarks.table import Row, run
 from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x", "h100", "a100", "b200")
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy import scaled_matmul
-from policy.matmul_dtypes import INT8
-from policy.scaled_matmul import Quantised
+from policy.core.matmul_dtypes import INT8
+from policy.eight_bits import scaled_matmul
+from policy.eight_bits.scaled_matmul import Quantised
 
 
 def quantise(

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks.eight_bits.report import Table
-from policy.matmul_dtypes import scaled_matmul_of
-from policy.scaled_matmul import scaled_dot_general
+from policy.core.matmul_dtypes import scaled_matmul_of
+from policy.eight_bits.scaled_matmul import scaled_dot_general
 
 SIZE = 512
 SPREAD = 4.0  # rows are multiplied by exp(SPREAD n), n normal

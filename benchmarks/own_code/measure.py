@@ -19,9 +19,9 @@ from benchmarks.own_code.models import AUTOCAST, REFERENCE
 from benchmarks.own_code.snippet import Snippet
 from benchmarks.packages.measure import relative_error
 from policy import autocast
-from policy._jaxpr.operations import HALVES, dtype_name_of, kind_of
-from policy._jaxpr.primitives import CUMULATIVE, MATMULS, WINDOWED
-from policy._jaxpr.walk import walk
+from policy.programs.operations import HALVES, dtype_name_of, kind_of
+from policy.programs.primitives import CUMULATIVE, MATMULS, WINDOWED
+from policy.programs.walk import walk
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")
 SEEDS = range(16)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.autocast.transform import autocast
+from policy.autocasting.transform import autocast
 
 POLICY = "mixed_bfloat16"
 PORT, AUTOCAST, OWN = "port", "autocast", "own dtype"

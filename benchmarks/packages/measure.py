@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.packages.cases import Case, Way
-from policy._jaxpr.costs import flops_of
-from policy._jaxpr.operations import dtype_name_of, kind_of
-from policy._jaxpr.walk import walk
+from policy.programs.costs import flops_of
+from policy.programs.operations import dtype_name_of, kind_of
+from policy.programs.walk import walk
 
 SEEDS = range(64)
 _SPREAD = 0.05  # of what is added to parameters, so that none of them is zero

@@ -11,16 +11,16 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules._defined_in import is_upstream
-from mpmodules._instance_methods import InstanceMethod
-from mpmodules.functional import is_half
+from mpmodules.calls.defined_in import is_upstream
+from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.functions.functional import is_half
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
 from mpmodules.linen._foreign import foreign_module
 from mpmodules.linen._instances import stand_in
 from mpmodules.linen._registry import LAYER_OF, obeys_policies
-from policy.policy import Policy
-from policy.scope import current_scope
+from policy.core.policy import Policy
+from policy.core.scope import current_scope
 
 
 @functools.cache

@@ -11,22 +11,22 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules import _own_code as own_code
-from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
-from mpmodules._defined_in import is_upstream
-from mpmodules._own_code import run_inside, run_layer
-from mpmodules._scan_errors import scan_explained
+from mpmodules.calls import own_code
+from mpmodules.calls.boundary import Arguments, cast_outputs, signature_without_self
+from mpmodules.calls.defined_in import is_upstream
+from mpmodules.calls.own_code import run_inside, run_layer
+from mpmodules.calls.scan_errors import scan_explained
 from mpmodules.linen._calls import call_under_way, calls
 from mpmodules.linen._foreign import in_compute_dtype
 from mpmodules.linen._half_states import put_back_for_layer, states_made_in_float32
 from mpmodules.linen._own_code import NOT_BOUNDARIES, call, is_layer, policy_of_outermost
 from mpmodules.linen._registry import crossing_of
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields, where
-from policy import boundary
-from policy.matmul_precision import multiplying
-from policy.policy import Policy
-from policy.precedence import Effective
-from policy.scope import Scope, current_scope, enter
+from policy.core import boundary
+from policy.core.matmul_precision import multiplying
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.scope import Scope, current_scope, enter
 
 _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 

@@ -11,10 +11,10 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules._linen_names import model_name
-from policy.precedence import Effective
-from policy.requested_dtypes import note_obeyed
-from policy.scope import Scope
+from mpmodules.tracing.linen_names import model_name
+from policy.core.precedence import Effective
+from policy.core.requested_dtypes import note_obeyed
+from policy.core.scope import Scope
 
 
 class _Calls(threading.local):

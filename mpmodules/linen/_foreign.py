@@ -10,13 +10,13 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 
-from mpmodules._boundary import cast_outputs, is_pair
-from mpmodules._port_options import may_be_set, spelled_as
+from mpmodules.calls.boundary import cast_outputs, is_pair
+from mpmodules.calls.port_options import may_be_set, spelled_as
 from mpmodules.linen._instances import stand_in
 from mpmodules.linen._own_parameters import own_params
-from policy.casting import cast_floating
-from policy.policy import Policy
-from policy.scope import current_scope
+from policy.core.casting import cast_floating
+from policy.core.policy import Policy
+from policy.core.scope import current_scope
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import jax
 from flax.core import Scope
 
 from mpmodules.linen._calls import calls
-from policy._jaxpr import marks
-from policy.casting import cast_array, is_floating
+from policy.core.casting import cast_array, is_floating
+from policy.programs import marks
 
 
 @contextlib.contextmanager

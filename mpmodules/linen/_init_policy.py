@@ -16,10 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpmodules.linen._calls import calls
-from policy.policy import Policy
-from policy.precedence import warn_once
-from policy.provenance import source_in_force
-from policy.scope import current_scope
+from policy.core.policy import Policy
+from policy.core.precedence import warn_once
+from policy.core.provenance import source_in_force
+from policy.core.scope import current_scope
 
 # By identity: equal models are others, and some hash nothing.
 _initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules._boundary import returned_dtype
-from mpmodules._initializers import half_safe_inits
-from mpmodules.functional import complex_input
+from mpmodules.calls.boundary import returned_dtype
+from mpmodules.functions.functional import complex_input
+from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import dtype_fields, fields_set
-from policy.policy import Policy
-from policy.precedence import Effective
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
 
 
 class Layer(Module):

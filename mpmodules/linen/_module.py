@@ -13,11 +13,11 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
-from mpmodules._boundary import PLAIN, Crossing
-from mpmodules._constructors import require_dtypes, require_keep_inputs, with_explained_errors
-from mpmodules._defined_in import module_of, package_of
-from mpmodules._docstrings import extend_docstring
-from mpmodules._own_parameters import require_keep_params
+from mpmodules.calls.boundary import PLAIN, Crossing
+from mpmodules.calls.constructors import require_dtypes, require_keep_inputs, with_explained_errors
+from mpmodules.calls.defined_in import module_of, package_of
+from mpmodules.calls.own_parameters import require_keep_params
+from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._boundary import install_boundaries
 from mpmodules.linen._calls import calls
@@ -25,7 +25,7 @@ from mpmodules.linen._init_policy import missing_policy, noting_policy
 from mpmodules.linen._own_code import call, policy_of_outermost, wrapped_once
 from mpmodules.linen._registry import LAYER_OF
 from mpmodules.linen._summary import tabulate_method
-from policy.policy import Policy, get_policy
+from policy.core.policy import Policy, get_policy
 
 DtypePolicy = Policy | str | None
 T = TypeVar("T")

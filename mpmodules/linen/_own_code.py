@@ -11,17 +11,17 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 
-from mpmodules import _own_code as own_code
-from mpmodules._defined_in import is_upstream
+from mpmodules.calls import own_code
+from mpmodules.calls.defined_in import is_upstream
 from mpmodules.linen._calls import calls
 from mpmodules.linen._half_states import made_as_stored
 from mpmodules.linen._instances import key_of
 from mpmodules.linen._pure_calls import Method, lifted
 from mpmodules.linen._registry import crossing_of, obeys_policies
 from mpmodules.linen._resolution import effective_policy
-from policy.matmul_precision import multiplying
-from policy.policy import Policy
-from policy.scope import current_scope, enter
+from policy.core.matmul_precision import multiplying
+from policy.core.policy import Policy
+from policy.core.scope import current_scope, enter
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
 NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})

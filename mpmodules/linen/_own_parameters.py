@@ -10,13 +10,13 @@ import jax
 from flax.core import meta
 from jax.typing import DTypeLike
 
-from mpmodules._own_parameters import is_written_by_user, warn_of_unknown_names
+from mpmodules.calls.own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules.linen._calls import calls
 from mpmodules.linen._resolution import effective_policy, where
-from policy._jaxpr import marks
-from policy.casting import cast_floating, is_floating
-from policy.policy import Policy
-from policy.scope import current_scope
+from policy.core.casting import cast_floating, is_floating
+from policy.core.policy import Policy
+from policy.core.scope import current_scope
+from policy.programs import marks
 
 
 def is_users(cls: type) -> bool:

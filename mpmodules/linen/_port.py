@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules._port_options import OwnCode, not_a_model, port_options
+from mpmodules.calls.port_options import OwnCode, not_a_model, port_options
 from mpmodules.linen._instances import fields_of, state_of
 from mpmodules.linen._ported_classes import rebuild
-from policy.policy import Policy
-from policy.scope import RulesLike
+from policy.core.policy import Policy
+from policy.core.scope import RulesLike
 
 M = TypeVar("M", bound=flax_nn.Module)
 

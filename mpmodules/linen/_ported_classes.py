@@ -11,8 +11,8 @@ from typing import Any
 
 import flax.linen as flax_nn
 
-from mpmodules._instance_methods import InstanceMethod
-from mpmodules._port_options import PortOptions
+from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.port_options import PortOptions
 from mpmodules.linen._adoption import Adopter, adopting, adopting_class
 from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method
 from mpmodules.linen._calls import calls
@@ -21,9 +21,9 @@ from mpmodules.linen._own_code import call as call_own_code
 from mpmodules.linen._own_code import is_layers, policy_of_outermost, wrapped_once
 from mpmodules.linen._registry import is_ours, layer_class
 from mpmodules.linen._summary import tabulate_method
-from policy.islands import as_in_force
-from policy.provenance import Source
-from policy.scope import Scope, current_scope, enter
+from policy.core.islands import as_in_force
+from policy.core.provenance import Source
+from policy.core.scope import Scope, current_scope, enter
 
 # --------------------------------------------------------------------------------------------------
 # The instance

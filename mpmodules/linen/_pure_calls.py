@@ -14,7 +14,7 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from mpmodules._references import is_reference
+from mpmodules.calls.references import is_reference
 from mpmodules.linen._calls import roots_unchecked
 from mpmodules.linen._half_states import (
     as_stored,

@@ -13,12 +13,12 @@ import flax.linen as flax_nn
 import jax.numpy as jnp
 
 from mpmodules.linen._calls import calls, model_of, path_of
-from policy.islands import as_in_force
-from policy.policy import Policy, get_policy
-from policy.precedence import Effective, with_explicit_dtypes
-from policy.provenance import NO_SOURCE, Source, source_in_force
-from policy.rules import pattern_text
-from policy.scope import Scope
+from policy.core.islands import as_in_force
+from policy.core.policy import Policy, get_policy
+from policy.core.precedence import Effective, with_explicit_dtypes
+from policy.core.provenance import NO_SOURCE, Source, source_in_force
+from policy.core.rules import pattern_text
+from policy.core.scope import Scope
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:

@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules._summary import (
+from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
     as_multiplied,
@@ -22,8 +22,8 @@ from mpmodules._summary import (
 )
 from mpmodules.linen._calls import Recorded, RecordedCall, recording
 from mpmodules.linen._registry import layer_class
-from policy.precedence import DtypePolicyWarning, Effective
-from policy.scope import Scope, current_scope, enter
+from policy.core.precedence import DtypePolicyWarning, Effective
+from policy.core.scope import Scope, current_scope, enter
 
 
 @with_signature_of(flax_summary.tabulate)

@@ -10,17 +10,17 @@ import jax
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules._port_options import PortOptions
-from mpmodules.nnx._dot_product_attention import dot_product_attention
+from mpmodules.calls.port_options import PortOptions
 from mpmodules.nnx._foreign import set_dtype_fields
+from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._ported_classes import is_container, ported_class
 from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class
 from mpmodules.nnx._resolution import as_instance_of, is_complex, of_rule
-from policy.casting import cast_floating
-from policy.policy import Policy
-from policy.precedence import Effective, with_explicit_dtypes
-from policy.provenance import NO_SOURCE, Source
-from policy.scope import current_scope
+from policy.core.casting import cast_floating
+from policy.core.policy import Policy
+from policy.core.precedence import Effective, with_explicit_dtypes
+from policy.core.provenance import NO_SOURCE, Source
+from policy.core.scope import current_scope
 
 # Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
 _CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase

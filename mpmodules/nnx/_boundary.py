@@ -13,25 +13,25 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules import _own_code as own_code
-from mpmodules._boundary import Arguments, cast_outputs, signature_without_self
-from mpmodules._defined_in import is_flax, is_upstream, package_of
-from mpmodules._instance_methods import InstanceMethod
-from mpmodules._nnx_names import PATH, name_scope, note_island
-from mpmodules._own_code import run_inside, run_layer
-from mpmodules._scan_errors import scan_explained
+from mpmodules.calls import own_code
+from mpmodules.calls.boundary import Arguments, cast_outputs, signature_without_self
+from mpmodules.calls.defined_in import is_flax, is_upstream, package_of
+from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.own_code import run_inside, run_layer
+from mpmodules.calls.scan_errors import scan_explained
 from mpmodules.nnx._calls import call_under_way, calls
 from mpmodules.nnx._foreign import in_compute_dtype
 from mpmodules.nnx._own_code import call, is_kept_port, is_layer, keeps, policy_of_outermost
 from mpmodules.nnx._registry import LAYER_OF, crossing_of
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
-from policy import boundary
-from policy._jaxpr import marks
-from policy.islands import as_in_force
-from policy.matmul_precision import multiplying
-from policy.policy import Policy
-from policy.precedence import Effective
-from policy.scope import current_scope, enter
+from mpmodules.tracing.nnx_names import PATH, name_scope, note_island
+from policy.core import boundary
+from policy.core.islands import as_in_force
+from policy.core.matmul_precision import multiplying
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.scope import current_scope, enter
+from policy.programs import marks
 
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
 # own.

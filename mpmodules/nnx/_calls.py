@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from policy.precedence import Effective
-from policy.provenance import Source
+from policy.core.precedence import Effective
+from policy.core.provenance import Source
 
 
 @dataclasses.dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mpmodules._boundary import cast_outputs
-from mpmodules._port_options import may_be_set, spelled_as
-from policy.policy import Policy
+from mpmodules.calls.boundary import cast_outputs
+from mpmodules.calls.port_options import may_be_set, spelled_as
+from policy.core.policy import Policy
 
 
 def set_dtype_fields(module: Any, policy: Policy) -> None:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from mpmodules import functional
-from mpmodules._nnx_pure_calls import StatefulCall
-from policy._jaxpr.pure_calls import PureCall
+from mpmodules.functions import functional
+from mpmodules.tracing.nnx_pure_calls import StatefulCall
+from policy.core.policy import Policy
 from policy.grads.float32_sums import evaluated, is_half_leaf
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
-from policy.policy import Policy
+from policy.programs.pure_calls import PureCall
 
 ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from mpmodules.nnx._adoption import adopt_children
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import dtype_arguments
-from policy.policy import Policy
-from policy.precedence import Effective
-from policy.provenance import Source
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.provenance import Source
 
 
 class BuiltWithDtypes(Module):

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
-from mpmodules._boundary import PLAIN, Crossing
-from mpmodules._constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
-from mpmodules._defined_in import module_of, package_of
-from mpmodules._docstrings import extend_docstring
-from mpmodules._own_parameters import require_keep_params
+from mpmodules.calls.boundary import PLAIN, Crossing
+from mpmodules.calls.constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
+from mpmodules.calls.defined_in import module_of, package_of
+from mpmodules.calls.own_parameters import require_keep_params
+from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._calls import Construction, calls, construction_under_way
 from mpmodules.nnx._own_parameters import store_in_param_dtype
 from mpmodules.nnx._registry import LAYER_OF
 from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
-from policy.policy import Policy
-from policy.provenance import NO_SOURCE, Source, source_in_force
-from policy.scope import current_scope, enter
+from policy.core.policy import Policy
+from policy.core.provenance import NO_SOURCE, Source, source_in_force
+from policy.core.scope import current_scope, enter
 
 T = TypeVar("T")
 

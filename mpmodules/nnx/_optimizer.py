@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import optax
 from flax import nnx as flax_nnx
 
-from mpmodules._promotion import mixing_allowed
+from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.nnx._resolution import viewed
 from policy.grads.value_and_grad import ScaledGradients
 from policy.optim import MixedPrecision

@@ -10,18 +10,18 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules import _own_code as own_code
-from mpmodules._defined_in import is_upstream, package_of
-from mpmodules._nnx_lowering import hashable
-from mpmodules._nnx_pure_calls import StatefulCall
+from mpmodules.calls import own_code
+from mpmodules.calls.defined_in import is_upstream, package_of
 from mpmodules.nnx._calls import calls
 from mpmodules.nnx._own_parameters import own_params
 from mpmodules.nnx._registry import crossing_of, is_ours, layer_class
 from mpmodules.nnx._resolution import warn_of_scope
-from policy._jaxpr import marks
-from policy.islands import as_in_force
-from policy.policy import Policy
-from policy.scope import current_scope
+from mpmodules.tracing.nnx_lowering import hashable
+from mpmodules.tracing.nnx_pure_calls import StatefulCall
+from policy.core.islands import as_in_force
+from policy.core.policy import Policy
+from policy.core.scope import current_scope
+from policy.programs import marks
 
 
 def keeps(module: Any) -> bool:

@@ -6,15 +6,15 @@ from typing import Any, TypeVar, cast
 
 from flax import nnx as flax_nnx
 
-from mpmodules._nnx_rebuilding import Rebuilding
-from mpmodules._port_options import OwnCode, not_a_model, port_options
+from mpmodules.calls.port_options import OwnCode, not_a_model, port_options
 from mpmodules.nnx._adoption import adopt, children_of, class_in_port, effective_in_port
 from mpmodules.nnx._resolution import carried
-from policy.policy import Policy
-from policy.precedence import Effective
-from policy.provenance import Source
-from policy.rules import PolicyRules
-from policy.scope import RulesLike
+from mpmodules.tracing.nnx_rebuilding import Rebuilding
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.provenance import Source
+from policy.core.rules import PolicyRules
+from policy.core.scope import RulesLike
 
 M = TypeVar("M", bound=flax_nnx.Module)
 

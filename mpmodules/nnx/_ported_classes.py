@@ -12,10 +12,10 @@ from typing import Any
 
 from flax import nnx as flax_nnx
 
-from mpmodules._nnx_rebuilding import one_per_class, stand_in
 from mpmodules.nnx._boundary import install_boundaries
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class
+from mpmodules.tracing.nnx_rebuilding import one_per_class, stand_in
 
 
 @one_per_class

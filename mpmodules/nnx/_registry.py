@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mpmodules._boundary import PLAIN, Crossing
+from mpmodules.calls.boundary import PLAIN, Crossing
 
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules._constructors import policy_set_by_hand, require_dtypes
-from mpmodules._initializers import half_safe_inits
-from mpmodules._references import is_reference
-from mpmodules.functional import complex_input
+from mpmodules.calls.constructors import policy_set_by_hand, require_dtypes
+from mpmodules.calls.references import is_reference
+from mpmodules.functions.functional import complex_input
+from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.nnx._calls import is_under_construction
 from mpmodules.nnx._registry import is_ours
-from policy.islands import as_in_force
-from policy.policy import Policy, get_policy
-from policy.precedence import Effective, warn_once, with_explicit_dtypes
-from policy.provenance import NO_SOURCE, Source, source_in_force
-from policy.rules import Pattern, PolicyRules, pattern_text
-from policy.scope import Scope, require_usable
+from policy.core.islands import as_in_force
+from policy.core.policy import Policy, get_policy
+from policy.core.precedence import Effective, warn_once, with_explicit_dtypes
+from policy.core.provenance import NO_SOURCE, Source, source_in_force
+from policy.core.rules import Pattern, PolicyRules, pattern_text
+from policy.core.scope import Scope, require_usable
 
 T = TypeVar("T")
 

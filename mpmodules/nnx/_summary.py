@@ -11,9 +11,8 @@ import jax
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
-from mpmodules._instance_methods import InstanceMethod
-from mpmodules._nnx_rebuilding import Rebuilding, one_per_class, stand_in
-from mpmodules._summary import (
+from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
     as_multiplied,
@@ -24,6 +23,7 @@ from mpmodules._summary import (
 )
 from mpmodules.nnx._calls import calls
 from mpmodules.nnx._registry import is_ours, layer_class
+from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from policy.command_line.target import CommandError
-from policy.policy import Policy
-from policy.rules import PolicyRules
-from policy.traced.call import checked_policy
+from policy.core.policy import Policy
+from policy.core.rules import PolicyRules
+from policy.inspect.traced.call import checked_policy
 
 
 def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> None:

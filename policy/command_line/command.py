@@ -21,10 +21,6 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from policy.audit.audit import audit
-from policy.audit.finding_kinds import FINDING_KINDS
-from policy.audit.render.text import show
-from policy.audit.report import Audit, named
 from policy.command_line.arguments import add_call, params_of, parse_argument, policy_of
 from policy.command_line.estimation import add_estimate
 from policy.command_line.output import require_one_output, write_text
@@ -36,6 +32,10 @@ from policy.command_line.target import (
     running_users_code,
     target_of,
 )
+from policy.inspect.audit.audit import audit
+from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.render.text import show
+from policy.inspect.audit.report import Audit, named
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,10 +35,10 @@ from policy.command_line.target import (
     running_users_code,
     target_of,
 )
-from policy.estimate.estimate import estimate
-from policy.estimate.report import Estimate
-from policy.estimate.targets import Target
-from policy.rules import PolicyRules
+from policy.core.rules import PolicyRules
+from policy.inspect.estimate.estimate import estimate
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.targets import Target
 
 _POLICY = Path(__file__).resolve().parents[1]
 _FUNCTOOLS = Path(functools.__file__).resolve()

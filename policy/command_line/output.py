@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from policy.command_line.target import CommandError
-from policy.estimate.report import Estimate
+from policy.inspect.estimate.report import Estimate
 
 
 def write_text(name: str, contents: Callable[[], str]) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from policy.command_line.target import CommandError
-from policy.traced.call import checked_policy
+from policy.inspect.traced.call import checked_policy
 
 NamedRows = dict[str, tuple[str, dict[str, Any]]]  # a policy's text and options by name
 

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from policy.command_line.arguments import params_of, parse_argument, policy_of
 from policy.command_line.target import CommandError, call_of, running_users_code, target_of
-from policy.estimate.targets import Target
-from policy.suggest.eight_bits import SMALLEST
-from policy.suggest.suggest import POINTS, suggest
-from policy.suggest.suggestion import Suggestion
-from policy.suggest.target_costs import require_timed
+from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.eight_bits import SMALLEST
+from policy.inspect.suggest.suggest import POINTS, suggest
+from policy.inspect.suggest.suggestion import Suggestion
+from policy.inspect.suggest.target_costs import require_timed
 
 
 def add_suggest(commands: Any) -> argparse.ArgumentParser:

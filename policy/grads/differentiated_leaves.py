@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from policy.trees import is_overwritten
+from policy.core.trees import is_overwritten
 
 
 @dataclasses.dataclass(frozen=True)

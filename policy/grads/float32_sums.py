@@ -25,21 +25,21 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy._jaxpr import control_flow
-from policy._jaxpr.control_flow import Body, has_options
-from policy._jaxpr.dtypes import F32, float_dtype
-from policy._jaxpr.interpreter import Interpreter
-from policy._jaxpr.primitives import (
+from policy.grads.differentiated_leaves import DifferentiatedLeaves
+from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
+from policy.programs import control_flow
+from policy.programs.control_flow import Body, has_options
+from policy.programs.dtypes import F32, float_dtype
+from policy.programs.interpreter import Interpreter
+from policy.programs.primitives import (
     MATMULS,
     ONE_FOR_EACH,
     RUNS_PROGRAMS,
     SUMMING_COLLECTIVES,
 )
-from policy._jaxpr.protocols import Equation
-from policy._jaxpr.scope_names import EXCHANGE, innermost_scope
-from policy._jaxpr.subprograms import Subprogram, bind, opened, programs_of, subprogram
-from policy.grads.differentiated_leaves import DifferentiatedLeaves
-from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
+from policy.programs.protocols import Equation
+from policy.programs.scope_names import EXCHANGE, innermost_scope
+from policy.programs.subprograms import Subprogram, bind, opened, programs_of, subprogram
 
 
 def with_float32_sums(

@@ -23,8 +23,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from policy.core.trees import is_inexact, working_dtype
 from policy.grads.scaled_losses import note_scaled, note_unscaled
-from policy.trees import is_inexact, working_dtype
 
 T = TypeVar("T")
 

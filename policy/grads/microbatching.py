@@ -11,10 +11,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.callables import require_function, shown
-from policy.grads.value_and_grad import ScaledGradients
-from policy.mapped_axes import make_varying, varying_axes
-from policy.trees import (
+from policy.core.callables import require_function, shown
+from policy.core.mapped_axes import make_varying, varying_axes
+from policy.core.trees import (
     is_overwritten,
     map_gradients,
     nnx_files,
@@ -22,6 +21,7 @@ from policy.trees import (
     shortened,
     working_dtype,
 )
+from policy.grads.value_and_grad import ScaledGradients
 
 T = TypeVar("T")
 

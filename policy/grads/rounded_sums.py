@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from policy._jaxpr.dtypes import F32, float_dtype
-from policy._jaxpr.interpreter import equations_of
-from policy._jaxpr.primitives import (
+from policy.programs.dtypes import F32, float_dtype
+from policy.programs.interpreter import equations_of
+from policy.programs.primitives import (
     ANNOTATES,
     LINEAR_IN_ALL,
     MATMULS,
@@ -27,8 +27,8 @@ from policy._jaxpr.primitives import (
     RUNS_PROGRAMS,
     WIDENABLE_SUMS,
 )
-from policy._jaxpr.protocols import Equation, OpenJaxpr
-from policy._jaxpr.subprograms import opened, programs_of, subprograms
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.subprograms import opened, programs_of, subprograms
 
 HANDS_ON = MOVES_COTANGENTS | ANNOTATES
 """Hand on the numbers of their first operand, in its dtype."""

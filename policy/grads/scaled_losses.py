@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from policy.precedence import warn_once
+from policy.core.precedence import warn_once
 
 
 class _Pending(threading.local):

@@ -21,6 +21,17 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
+from policy.core.policy import Policy, get_policy
+from policy.core.scope import current_policy, use_policy
+from policy.core.trees import (
+    OVERWRITE_WITH_GRADIENT,
+    is_inexact,
+    is_overwritten,
+    map_gradients,
+    nnx_files,
+    path_name,
+    working_dtype,
+)
 from policy.grads.float32_sums import with_float32_sums
 from policy.grads.known_gradients import note_gradients
 from policy.grads.loss_scale import (
@@ -29,17 +40,6 @@ from policy.grads.loss_scale import (
     require_positive,
     scale_tree,
     unscale_tree,
-)
-from policy.policy import Policy, get_policy
-from policy.scope import current_policy, use_policy
-from policy.trees import (
-    OVERWRITE_WITH_GRADIENT,
-    is_inexact,
-    is_overwritten,
-    map_gradients,
-    nnx_files,
-    path_name,
-    working_dtype,
 )
 
 GradientKind = Literal["float32", "accumulator", "compute"]

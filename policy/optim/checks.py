@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.casting import is_floating
-from policy.policy import Policy
-from policy.precedence import warn_once
-from policy.trees import is_inexact, is_overwritten, path_name, shortened
+from policy.core.casting import is_floating
+from policy.core.policy import Policy
+from policy.core.precedence import warn_once
+from policy.core.trees import is_inexact, is_overwritten, path_name, shortened
 
 
 def check_params(params: Any) -> None:

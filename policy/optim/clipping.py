@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from policy.mapped_axes import is_typed, varying_axes
+from policy.core.mapped_axes import is_typed, varying_axes
 
 
 def mapped_axes(tree: optax.Updates, axis_name: Sequence[Hashable]) -> list[frozenset[Hashable]]:

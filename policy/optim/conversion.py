@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from policy.core.trees import leaf_names, shortened, unboxed
 from policy.optim.blockwise import FORMATS
 from policy.optim.checks import check_params
 from policy.optim.master_weights import init_masters, layout_of, without_overwritten
@@ -28,7 +29,6 @@ from policy.optim.storage_modes import (
 )
 from policy.optim.transform_names import optimizer_name
 from policy.optim.wrapper import MixedPrecision, require_mixed_precision
-from policy.trees import leaf_names, shortened, unboxed
 
 Params = TypeVar("Params")
 

@@ -11,10 +11,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from policy.core.trees import working_dtype
 from policy.grads.loss_scale import all_finite, all_squares_finite, unscale_by_reciprocal
 from policy.optim.clipping import mapped_axes
 from policy.optim.gradient_checks import differentiated
-from policy.trees import working_dtype
 
 
 def true_gradients(

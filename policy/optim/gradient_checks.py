@@ -10,11 +10,11 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
+from policy.core.mapped_axes import varying_axes
+from policy.core.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 from policy.grads.known_gradients import are_swapped
 from policy.grads.value_and_grad import ScaledGradients
-from policy.mapped_axes import varying_axes
 from policy.optim.state import MixedPrecisionState
-from policy.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 
 
 def check_gradients(gradients: Any, state: Any, params: Any) -> None:

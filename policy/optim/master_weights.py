@@ -10,13 +10,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from policy.optim.rounding import round_to
-from policy.optim.state import Layout, MixedPrecisionState, find_state, states_in
-from policy.optim.state_checks import check_tree, has_mode, require_storage
-from policy.optim.state_leaves import strong_copy
-from policy.optim.storage_code import HALF_DTYPES
-from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, Stored, storage_mode
-from policy.trees import (
+from policy.core.trees import (
     boxed_like,
     is_overwritten,
     leaf_names,
@@ -25,6 +19,12 @@ from policy.trees import (
     unboxed,
     working_dtype,
 )
+from policy.optim.rounding import round_to
+from policy.optim.state import Layout, MixedPrecisionState, find_state, states_in
+from policy.optim.state_checks import check_tree, has_mode, require_storage
+from policy.optim.state_leaves import strong_copy
+from policy.optim.storage_code import HALF_DTYPES
+from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, Stored, storage_mode
 
 Params = TypeVar("Params")
 

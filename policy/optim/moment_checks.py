@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from policy.core.trees import shortened
 from policy.optim.blockwise import FORMATS
 from policy.optim.moments import FIRST_MOMENTS, asked_dtypes, field_of
-from policy.trees import shortened
 
 LARGEST_RETENTION = 0.98
 """The largest decay rate at which a bfloat16 mean that is rounded to nearest converges.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.mapped_axes import varying_axes
+from policy.core.mapped_axes import varying_axes
+from policy.core.trees import working_dtype
 from policy.optim.blockwise import FORMATS, decode, encode
 from policy.optim.rounding import round_stochastically, round_to
-from policy.trees import working_dtype
 
 
 class StoredInner(NamedTuple):

@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
+from policy.core.policy import dtype_names, parse_dtype
 from policy.optim.blockwise import (
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,
@@ -20,7 +21,6 @@ from policy.optim.blockwise import (
     INT8_POSITIVE,
     INT8_SIGNED,
 )
-from policy.policy import dtype_names, parse_dtype
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
 """Fields of optax's states that hold a running mean of gradients.

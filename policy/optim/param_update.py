@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from policy.core.trees import working_dtype
 from policy.optim.storage_modes import (
     Encoded,
     MasterWeights,
@@ -16,7 +17,6 @@ from policy.optim.storage_modes import (
     Stored,
     storage_mode,
 )
-from policy.trees import working_dtype
 
 
 @dataclasses.dataclass(frozen=True)

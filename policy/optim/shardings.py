@@ -9,9 +9,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 
+from policy.core.trees import path_name, shortened
 from policy.optim.blockwise import BLOCK, scales_shape
 from policy.optim.checks import is_transform
-from policy.trees import path_name, shortened
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from policy.core.trees import unboxed
 from policy.grads.loss_scale import LossScale
 from policy.optim.storage_code import storage_code
 from policy.optim.storage_modes import MasterWeights
-from policy.trees import unboxed
 
 
 @jax.tree_util.register_static

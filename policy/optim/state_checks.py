@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
+from policy.core.trees import leaf_names, path_name, shortened, unboxed
 from policy.grads.loss_scale import LossScale
 from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
 from policy.optim.moment_storage import StoredInner, scales_of
@@ -21,7 +22,6 @@ from policy.optim.state import Layout, MixedPrecisionState
 from policy.optim.storage_code import storage_code, storage_text
 from policy.optim.storage_modes import MasterWeights, storage_mode
 from policy.optim.transform_names import optimizer_name
-from policy.trees import leaf_names, path_name, shortened, unboxed
 
 _CONVERT = "convert(state, params, to=tx) migrates it"
 

@@ -19,10 +19,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from policy.core.mapped_axes import varying_axes
+from policy.core.policy import Policy
+from policy.core.trees import is_overwritten, working_dtype
 from policy.grads.loss_scale import LossScale, fusion_barrier, require_positive
 from policy.grads.scaled_losses import warn_if_scaled
 from policy.grads.value_and_grad import ScaledGradients
-from policy.mapped_axes import varying_axes
 from policy.optim.checks import check_initial_params, warn_of_wide_params
 from policy.optim.clipping import clip_to_norm, gradient_norm
 from policy.optim.conditional_step import ConditionalStep, Operands, Results, selected
@@ -51,8 +53,6 @@ from policy.optim.state_checks import (
 from policy.optim.state_leaves import as_type_of, incremented, owned, strong_copy, strongly_typed
 from policy.optim.storage_modes import MasterWeights, Stored, storage_mode
 from policy.optim.transform_names import optimizer_name
-from policy.policy import Policy
-from policy.trees import is_overwritten, working_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -23,6 +23,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.core.trees import working_dtype
 from policy.optim.rounding import (
     halves,
     join_master,
@@ -32,7 +33,6 @@ from policy.optim.rounding import (
     round_to,
     split,
 )
-from policy.trees import working_dtype
 
 MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "kahan", "stochastic", "none"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from policy.core.trees import path_name, shortened
 from policy.optim.checks import is_transform
-from policy.trees import path_name, shortened
 
 
 def match_updates(

@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from policy.core.policy import Policy, get_policy
+from policy.core.precedence import warn_once
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.checks import check_number, is_transform
 from policy.optim.moments import get_moment_dtypes
 from policy.optim.state import MixedPrecisionState, states_in
 from policy.optim.step import Stepper
 from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, mode_names
-from policy.policy import Policy, get_policy
-from policy.precedence import warn_once
 
 
 def mixed_precision(

@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy._jaxpr.scope_names import EXCHANGE
-from policy.casting import require_available
+from policy.core.casting import require_available
+from policy.core.mapped_axes import is_typed, make_varying, varying_axes
+from policy.core.policy import parse_dtype
+from policy.core.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
 from policy.grads.value_and_grad import ScaledGradients
-from policy.mapped_axes import is_typed, make_varying, varying_axes
-from policy.policy import parse_dtype
-from policy.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
+from policy.programs.scope_names import EXCHANGE
 
 T = TypeVar("T")
 AxisName: TypeAlias = Hashable | Sequence[Hashable]

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from policy._jaxpr.module_names import make_jaxpr
-from policy._jaxpr.paths import Path, naming, path_of, spelled
-from policy._jaxpr.primitives import HLO_COLLECTIVES
-from policy._jaxpr.walk import Site, walk
-from policy.callables import require_function
-from policy.policy import parse_dtype
+from policy.core.callables import require_function
+from policy.core.policy import parse_dtype
+from policy.programs.module_names import make_jaxpr
+from policy.programs.paths import Path, naming, path_of, spelled
+from policy.programs.primitives import HLO_COLLECTIVES
+from policy.programs.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 
 REQUIRED = "MPMODULES_REQUIRE_ACCEL"
 

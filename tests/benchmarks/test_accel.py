@@ -14,10 +14,10 @@ from benchmarks.accel import __main__ as command
 from benchmarks.accel import baseline, claims, layers, models, report, targets
 from benchmarks.accel.program import Figures
 from benchmarks.table import Row
-from policy.estimate import gpu_configs
-from policy.estimate import targets as compilers
-from policy.estimate.chips import CHIPS
-from policy.estimate.targets import Target
+from policy.inspect.estimate import gpu_configs
+from policy.inspect.estimate import targets as compilers
+from policy.inspect.estimate.chips import CHIPS
+from policy.inspect.estimate.targets import Target
 from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")

@@ -13,10 +13,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from benchmarks.accel import layers, program
 from benchmarks.accel.program import measure, of_lowered, placed
 from benchmarks.layers import layer
-from policy._hlo import costs as hlo
-from policy._hlo.text import parse
-from policy._hlo.trip_counts import turns
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
+from policy.inspect.hlo import costs as hlo
+from policy.inspect.hlo.text import parse
+from policy.inspect.hlo.trip_counts import turns
 from tests.benchmarks.accelerators import target
 
 W, X = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.accel import eight_bits
 from benchmarks.accel.program import placed
 from mpmodules import linen
-from policy.estimate.targets import Target
+from policy.inspect.estimate.targets import Target
 from tests.benchmarks import accelerators
 
 WIDTH = 512

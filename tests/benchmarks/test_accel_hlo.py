@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from policy._hlo import costs as hlo
-from policy._hlo import traffic
-from policy._hlo.text import parse
-from policy._hlo.trip_counts import turns
-from policy.estimate.chips import CHIPS
-from policy.estimate.roofline import exchange_seconds
+from policy.inspect.estimate.chips import CHIPS
+from policy.inspect.estimate.roofline import exchange_seconds
+from policy.inspect.hlo import costs as hlo
+from policy.inspect.hlo import traffic
+from policy.inspect.hlo.text import parse
+from policy.inspect.hlo.trip_counts import turns
 
 FOLDER = Path(__file__).with_name("hlo")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from policy._hlo import costs as hlo
-from policy._hlo.text import parse
+from policy.inspect.hlo import costs as hlo
+from policy.inspect.hlo.text import parse
 
 # As the compiler prints it, the kernel's body and layouts left out: its metadata has line breaks.
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}

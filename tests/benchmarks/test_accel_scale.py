@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import benchmarks.accel.scale as scale
 from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
-from policy._hlo.costs import costs_of
+from policy.inspect.hlo.costs import costs_of
 from tests.benchmarks.accelerators import target
 
 TINY = Size(

@@ -15,8 +15,8 @@ import policy as mp
 from benchmarks.eight_bits import __main__ as command
 from benchmarks.eight_bits import characters, control, errors, images, report
 from benchmarks.eight_bits.report import Table
-from policy import scaled_matmul
-from policy.matmul_dtypes import scaled_matmul_of
+from policy.core.matmul_dtypes import scaled_matmul_of
+from policy.eight_bits import scaled_matmul
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 

@@ -23,9 +23,9 @@ from policy import use_policy
 from policy.command_line.layout import mesh_sizes
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import target_of
-from policy.estimate.candidates import rows_of
-from policy.estimate.report import Buffer, Estimate, Exchange, PolicyCost
-from policy.estimate.targets import Target
+from policy.inspect.estimate.candidates import rows_of
+from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.targets import Target
 
 CASES = [
     pytest.param(model, choice, id=f"{model.module}-{choice.name}")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import scale, scale_devices, scale_lines, scale_models, scale_params
 from benchmarks.scale_models import PROGRAMS, Program
-from policy._jaxpr.subprograms import programs_of
+from policy.programs.subprograms import programs_of
 
 
 @pytest.fixture(autouse=True)

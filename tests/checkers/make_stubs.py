@@ -49,7 +49,7 @@ import flax.nnx.nn.recurrent as _recurrent
 import flax.typing as _types
 import jax as _jax
 
-from policy.policy import Policy as _Policy
+from policy.core.policy import Policy as _Policy
 """
 
 # Overload resolution of a user's class skips `__init__`, which knows nothing of `dtype_policy`; a

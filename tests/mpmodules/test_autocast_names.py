@@ -15,8 +15,8 @@ from flax import nnx as flax_nnx
 from jax import lax
 
 import mpmodules.nnx  # noqa: F401  # names nnx modules
-from policy._jaxpr.walk import walk
-from policy.autocast.transform import autocast
+from policy.autocasting.transform import autocast
+from policy.programs.walk import walk
 
 Names = tuple[str, ...]
 # In one order, so that renaming doesn't move parameters about.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules import attention, linen, nnx, normalization
+from mpmodules import linen, nnx
+from mpmodules.functions import attention, normalization
 from policy import use_policy
 
 HALF = jnp.bfloat16

@@ -17,7 +17,7 @@ from jax import lax
 
 import policy
 from mpmodules import linen, nnx, use_policy
-from policy._jaxpr.equations import equations_within
+from policy.programs.equations import equations_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 

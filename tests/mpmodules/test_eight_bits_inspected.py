@@ -15,8 +15,8 @@ from jax import lax
 
 import policy
 from mpmodules import linen, nnx, use_policy
-from policy.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED
-from policy.audit.render.html import page
+from policy.inspect.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED
+from policy.inspect.audit.render.html import page
 from policy.testing import assert_dots_in, assert_matmuls_obey
 from tests.mpmodules.test_eight_bits import EIGHT, LINEN, NNX, Net, X, error, loss_of, rngs
 

@@ -13,17 +13,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from mpmodules import (
-    activations,
-    attention,
-    functional,
-    fused_attention,
-    linen,
-    moments,
-    nnx,
-    normalization,
-    pooling,
-)
+from mpmodules import linen, nnx
+from mpmodules.functions import activations, attention, functional, moments, normalization, pooling
+from mpmodules.functions.fused_attention import choose as fused_attention
 from policy import use_policy
 from policy.optim import mixed_precision
 

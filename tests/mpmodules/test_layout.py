@@ -13,8 +13,8 @@ ROOT = Path(mpmodules.__file__).parent
 ONLY_LINEN = {
     "_init_policy",  # a linen model is no state that could hold its policy
     "_half_states",  # nnx reads them through its variables
-    "_instances",  # nnx copies a model: `mpmodules._nnx_rebuilding`
-    "_pure_calls",  # nnx's are `mpmodules._nnx_pure_calls`, which lowers calls for `policy` too
+    "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
+    "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`, which lowers calls for `policy` too
     "_lstm_gates",  # nnx adds the four biases itself
 }
 ONLY_NNX = {"_ema", "_gradients", "_lora", "_optimizer", "_rotary"}  # linen has none of these
@@ -73,8 +73,8 @@ def test_wings_import_shared_files_alone_and_shared_files_no_wing(wing: str, oth
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_a_dense_layer_needs_no_file_about_carries(wing: str):
-    assert "mpmodules._carries" not in reachable(f"mpmodules.{wing}._linear")
-    assert "mpmodules._carries" in reachable(f"mpmodules.{wing}._recurrent")
+    assert "mpmodules.calls.carries" not in reachable(f"mpmodules.{wing}._linear")
+    assert "mpmodules.calls.carries" in reachable(f"mpmodules.{wing}._recurrent")
 
 
 def test_no_module_is_imported_for_its_side_effects():

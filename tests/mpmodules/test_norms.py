@@ -16,10 +16,10 @@ from flax import errors
 from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
-from mpmodules.moments import Region
-from mpmodules.normalization import normalize
+from mpmodules.functions.moments import Region
+from mpmodules.functions.normalization import normalize
 from policy import use_policy
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = ["bfloat16", "float16"]

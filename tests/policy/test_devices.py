@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from policy import ScaledGradients, apply_gradients, mixed_precision, value_and_grad
+from policy.core.trees import OVERWRITE_WITH_GRADIENT
 from policy.sharding import all_reduce, collectives_of, vary
-from policy.trees import OVERWRITE_WITH_GRADIENT
 
 DEVICES = 8
 EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec("i")

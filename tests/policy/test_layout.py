@@ -14,11 +14,11 @@ from jax import lax
 
 import mpmodules
 import policy
-from policy._jaxpr.equations import equations_within
-from policy._jaxpr.subprograms import opened, subprograms
+from policy.programs.equations import equations_within
+from policy.programs.subprograms import opened, subprograms
 
 PACKAGES = [pathlib.Path(package.__path__[0]) for package in (policy, mpmodules)]
-ROOM = "policy._jaxpr"
+ROOM = "policy.programs"
 
 
 @functools.cache

@@ -21,9 +21,9 @@ nn.Dense(4, dtype_policy=16)  # error: arg-type; reportArgumentType
 nn.Dense("a")  # error: arg-type; reportArgumentType
 nn.Dense()  # error: call-arg; reportCallIssue
 nn.Dens(4)  # error: attr-defined; reportAttributeAccessIssue
-reveal_type(nn.Dense(4))  # reveal: mpmodules.linen._linear.Dense; Dense
+reveal_type(nn.Dense(4))  # reveal: mpmodules.linen._layers.linear.Dense; Dense
 reveal_type(nn.Dense(4)(x))  # reveal: jax._src.basearray.Array | Any; Array | Any
-reveal_type(nn.LayerNorm(dtype_policy="f32"))  # reveal: mpmodules.linen._normalization.LayerNorm; LayerNorm
+reveal_type(nn.LayerNorm(dtype_policy="f32"))  # reveal: mpmodules.linen._layers.normalization.LayerNorm; LayerNorm
 reveal_type(nn.RNN(nn.LSTMCell(3), dtype_policy="f32").cell)  # reveal: flax.linen.recurrent.RNNCellBase; RNNCellBase
 reveal_type(nn.relu(x))  # reveal: jax._src.basearray.Array; Array
 reveal_type(nn.softmax(x))  # reveal: jax._src.basearray.Array; Array
@@ -61,7 +61,7 @@ class Net(nn.Module):
         return x
 
     def __call__(self, x: jax.Array, positions: Any = None) -> jax.Array:
-        reveal_type(self.head)  # reveal: mpmodules.linen._linear.Dense; Dense
+        reveal_type(self.head)  # reveal: mpmodules.linen._layers.linear.Dense; Dense
         return self.head(self.encode(x))
 
 

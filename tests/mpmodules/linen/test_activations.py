@@ -12,8 +12,8 @@ import pytest
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import get_policy, use_policy
+from policy.inspect.ulps import ulps
 from policy.testing import assert_close_in_ulps
-from policy.ulps import ulps
 
 HALVES = (jnp.bfloat16, jnp.float16)
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "log_sigmoid", "softplus", "standardize")

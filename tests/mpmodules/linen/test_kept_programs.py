@@ -14,7 +14,7 @@ from flax import errors
 
 from mpmodules import linen as nn
 from policy import use_policy
-from policy.autocast import own_code
+from policy.autocasting import own_code
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (4, 8))

@@ -14,7 +14,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mpmodules import linen as nn
 from mpmodules.linen import apply_policy
-from mpmodules.linen._lstm_gates import applied_gates
+from mpmodules.linen._layers.lstm_gates import applied_gates
 from policy import use_policy
 from tests.programs import operations
 

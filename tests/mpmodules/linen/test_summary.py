@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpmodules import _summary, set_policy, use_policy
 from mpmodules import linen as nn
+from mpmodules import set_policy, use_policy
+from mpmodules.calls import summary as _summary
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))

@@ -22,7 +22,7 @@ from flax import nnx as flax_nnx
 from mpmodules import PolicyRules, get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 MIXED, HALF, FULL = get_policy("mixed_bfloat16"), get_policy("bf16"), get_policy("f32")

@@ -18,7 +18,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import Policy, nnx, use_policy
 from policy import DtypePolicyWarning
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 from tests.programs import assert_same_operations, boundary_casts, named, operations
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)

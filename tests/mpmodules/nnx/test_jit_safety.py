@@ -13,7 +13,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, set_policy, use_policy
 from policy import compute_dtype
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 
 X = np.ones((2, 4), np.float32)
 MIXED = "mixed_bfloat16"

@@ -17,7 +17,7 @@ from flax import nnx as flax_nnx
 from mpmodules import nnx as our_nnx
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning, get_policy, use_policy
-from policy._jaxpr.walk import walk
+from policy.programs.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")

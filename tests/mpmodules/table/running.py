@@ -15,9 +15,9 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy._jaxpr.graph import Graph
-from policy.audit.findings import findings_of
-from policy.audit.report import Finding
+from policy.inspect.audit.findings import findings_of
+from policy.inspect.audit.report import Finding
+from policy.programs.graph import Graph
 from tests.mpmodules.table.cases import Case
 from tests.programs import Operation, operations_of
 

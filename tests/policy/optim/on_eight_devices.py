@@ -22,7 +22,7 @@ from policy import (
 )
 from policy.grads import accumulate_gradients, split_batch
 from policy.optim import state_shardings
-from tests.policy.across_devices import (
+from tests.policy.sharding.across_devices import (
     BATCH,
     DEVICES,
     EVERYWHERE,

@@ -10,11 +10,11 @@ import optax
 import pytest
 
 from policy.grads.loss_scale import NoOpLossScale
+from policy.inspect.ulps import spacing
 from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join_master, pack, packed, round_stochastically, round_to, split
 from policy.optim.storage_modes import FULL, KAHAN, REMAINDER
 from policy.testing import assert_close_in_ulps
-from policy.ulps import spacing
 
 RNG = np.random.default_rng(0)
 HALF = [jnp.bfloat16, jnp.float16]

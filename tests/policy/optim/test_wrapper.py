@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
+from policy.core.policy import get_policy
 from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from policy.grads.value_and_grad import ScaledGradients, value_and_grad
 from policy.optim import (
@@ -20,7 +21,6 @@ from policy.optim import (
     master_params,
     mixed_precision,
 )
-from policy.policy import get_policy
 
 HALF = [jnp.bfloat16, jnp.float16]
 ANY = [jnp.float32, *HALF]

@@ -1,0 +1,1 @@
+"""Calls of modules under a policy, for both wings."""

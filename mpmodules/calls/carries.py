@@ -1,0 +1,112 @@
+"""Recurrent carries: boundaries leave them uncast, and a cell returns its carry in the dtype of the
+one given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mpmodules.calls.boundary import Arguments, Crossing, is_pair
+from mpmodules.functions.functional import is_wider
+from policy.core.casting import cast_array, cast_floating, is_floating
+
+
+class StepCrossing(Crossing):
+    """The casts of a cell's step, from carry and input to carry and output: the carry is left
+    uncast.
+    """
+
+    leading: ClassVar[int] = 1
+    keeps: ClassVar[tuple[str, ...]] = ("carry",)
+
+    def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
+        return True
+
+    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return given_carry(args, kwargs)
+
+    def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_given_dtypes(outputs, given_carry(args, kwargs))
+
+
+class LoopCrossing(Crossing):
+    """The casts of a loop over a cell: its `initial_carry` is left uncast, and the carry that it
+    may return.
+    """
+
+    keeps: ClassVar[tuple[str, ...]] = ("initial_carry",)
+
+    def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
+        asked = kwargs.get("return_carry")
+        return bool(module.return_carry if asked is None else asked)
+
+    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return given_carry(args, kwargs)
+
+
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
+
+
+def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Returns a cell's arguments with another carry in place of the one given."""
+    return ((carry, *args[1:]), kwargs) if args else (args, kwargs | {"carry": carry})
+
+
+def with_given_dtypes(outputs: Any, given: Any) -> Any:
+    """Casts the carry in a cell's outputs to the dtypes of the one given, wherever these are wider.
+
+    Thus a float32 carry keeps its type through a loop of half-precision steps. A carry is never
+    rounded to a narrower dtype of the first one.
+    """
+    if not is_pair(outputs) or jax.tree.structure(outputs[0]) != jax.tree.structure(given):
+        return outputs
+    return jax.tree.map(_as_wide, outputs[0], given), outputs[1]
+
+
+def _as_wide(new: Any, given: Any) -> Any:
+    if not (is_floating(new) and is_floating(given) and is_wider(given.dtype, new.dtype)):
+        return new
+    return cast_array(new, given.dtype)
+
+
+def step_in(
+    dtype: DTypeLike | None,
+    step: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Runs one step of a Flax cell with carry and output in `dtype`.
+
+    Args:
+      dtype: the cell's computation dtype. None (infer it), or one that is not floating, leaves the
+        step as it is.
+      step: the cell's ``__call__``, from carry and input to carry and output.
+      args, kwargs: its arguments.
+
+    Returns:
+      The new carry, in `dtype` or in the wider dtype that the given one had, and the output in
+      `dtype`.
+    """
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return step(*args, **kwargs)
+    given = given_carry(args, kwargs)
+    args, kwargs = with_carry(cast_floating(given, dtype), args, kwargs)
+    return with_given_dtypes(cast_floating(step(*args, **kwargs), dtype), given)
+
+
+def indexing_lengths(seq_lengths: jax.Array | None) -> jax.Array | None:
+    """Casts a loop's lengths to JAX's default integer dtype, that of the indices which Flax adds
+    them to.
+
+    In x64 mode strict promotion refuses int64 indices with int32 lengths.
+    """
+    if seq_lengths is None or not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
+        return seq_lengths
+    return jnp.asarray(seq_lengths, jax.dtypes.canonicalize_dtype(int))

@@ -1,0 +1,186 @@
+"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the
+way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from policy.core.policy import Policy, get_policy
+
+# Names under which others take a policy, or that a port may have had.
+_NAMES_OF_A_POLICY = (
+    "policy",
+    "dtype",
+    "param_dtype",
+    "compute_dtype",
+    "output_dtype",
+    "mixed_precision",
+)
+_CLASS_ATTRIBUTES = ("keep_inputs", "keep_params")
+
+_checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
+
+
+def with_explained_errors(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns a constructor whose errors on unknown arguments say how a policy is given."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, type(self), args, kwargs)
+            raise
+
+    return __init__
+
+
+def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Adds to a constructor's error how a policy is given, where one was given in another way."""
+    said = str(error)
+    if "A policy is given as dtype_policy" in said or "is a class attribute" in said:
+        return  # the constructor of a part has said it
+    unknown = next(
+        (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
+    )
+    if unknown in _CLASS_ATTRIBUTES:
+        error.args = (
+            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
+            "class.",
+        )
+    elif unknown in _NAMES_OF_A_POLICY or (
+        unknown and difflib.get_close_matches(unknown, ["dtype_policy"])
+    ):
+        error.args = (f"{said}. {_way_out(cls, kwargs[unknown])}",)
+    elif "positional argument" in said and (given := [arg for arg in args if _is_policy(arg)]):
+        error.args = (f"{said}. {_way_out(cls, given[0])}",)
+
+
+def _way_out(cls: type, value: Any) -> str:
+    policy = str(value) if _is_policy(value) else "mixed_bfloat16"
+    return f"A policy is given as dtype_policy: {cls.__name__}(..., dtype_policy={policy!r})."
+
+
+def _is_policy(value: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        get_policy(value)
+        return True
+    return False
+
+
+def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
+    """Refuses dtype arguments of a layer that are no dtypes.
+
+    Args:
+      layer: the name of the layer's class, for messages.
+      given: the layer's arguments, by name.
+
+    Raises:
+      TypeError: `dtype` or `param_dtype` is neither None nor a dtype.
+    """
+    for name in ("dtype", "param_dtype"):
+        value = given.get(name)
+        if value is None:
+            continue
+        try:
+            jnp.dtype(value)
+        except TypeError:
+            shown = f"{str(value)!r}" if isinstance(value, Policy) else repr(value)
+            example = (
+                f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            )
+            raise TypeError(
+                f"{layer}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or "
+                f"'bfloat16'. A policy is given as dtype_policy{example}."
+            ) from None
+
+
+def require_names(cls: type, attribute: str, names: Any, *, example: str) -> None:
+    """Refuses a class attribute that is no collection of names.
+
+    Args:
+      cls: the class.
+      attribute: the attribute's name.
+      names: its value.
+      example: a name to show.
+
+    Raises:
+      TypeError: `names` is one text, or holds something that is no text.
+    """
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Collection)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        shown = (names,) if isinstance(names, str) else (example,)
+        raise TypeError(
+            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write "
+            f"{attribute} = {shown!r}."
+        )
+
+
+def require_keep_inputs(cls: Any) -> None:
+    """Refuses a class whose `keep_inputs` names no argument of its public methods.
+
+    Raises:
+      TypeError: it is one text, or holds something that is no text.
+      ValueError: no public method takes an argument of a name in it.
+    """
+    keep = cls.keep_inputs
+    if not keep or cls in _checked:
+        return
+    require_names(cls, "keep_inputs", keep, example="positions")
+    known = _arguments_of(cls)
+    unknown = [] if known is None else [name for name in keep if name not in known]
+    if unknown and known is not None:
+        raise ValueError(
+            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
+            f"methods take {', '.join(sorted(known)) or 'no arguments'}."
+        )
+    _checked.add(cls)
+
+
+def _arguments_of(cls: type) -> set[str] | None:
+    """Returns the names of arguments of a class's boundaries; None where one takes any name."""
+    names: set[str] = set()
+    for attribute in {name for base in cls.__mro__ for name in vars(base)}:
+        method = inspect.getattr_static(cls, attribute)
+        if not hasattr(method, "_policy_boundary"):
+            continue
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        names |= {p.name for p in parameters}
+    return names
+
+
+def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
+    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built
+    under.
+
+    Raises:
+      ValueError: the policy came too late for the parts of the module.
+    """
+    stored = vars(module).get("dtype_policy")
+    if stored is None or (_is_policy(stored) and get_policy(stored) == captured):
+        return
+    raise policy_set_by_hand(module, stored)
+
+
+def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
+    """Returns the error of a policy that was set as an attribute of a module."""
+    name = type(module).__name__
+    return ValueError(
+        f"{name}.dtype_policy was set to {stored!r} by hand, but no layer inside obeys that, "
+        "because a policy is captured while a module is built. Build it with "
+        f"{name}(..., dtype_policy={stored!r}), or call mpmodules.nnx.apply_policy(model, policy)."
+    )

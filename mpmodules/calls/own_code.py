@@ -1,0 +1,272 @@
+"""A user's own code, in modules of ours and in ports, alike in both wings.
+
+The outermost call is traced with the code in float32 and the layers in their policies' dtypes, each
+returning float32; autocast's rules then decide the dtypes of the code between the layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import os
+import traceback
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from flax.errors import TraceContextError, TransformedMethodReturnValueError
+
+import policy as policy_package
+from mpmodules.calls.boundary import Crossing, cast_outputs, is_pair
+from mpmodules.calls.references import is_reference
+from mpmodules.functions.promotion import mixing_allowed
+from policy.autocasting import own_code
+from policy.core import boundary
+from policy.core.casting import cast_array, is_floating
+from policy.core.matmul_precision import computes_in_half, multiplying
+from policy.core.policy import Policy
+from policy.core.precedence import warn_once
+from policy.core.provenance import Source
+from policy.core.rules import PolicyRules
+from policy.core.scope import Scope, current_scope, enter
+from policy.programs import marks
+
+CANNOT_BE_TRACED = (
+    *own_code.CANNOT_BE_TRACED,
+    TransformedMethodReturnValueError,
+    TraceContextError,
+)
+"""Errors of code that needs the values of arrays, or hands out what a trace can't."""
+
+
+def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> bool:
+    """Returns whether a call is one whose own code is to be traced: the outermost in half
+    precision.
+    """
+    if policy is None or scope.traces_own_code or scope.keeps_own_code:
+        return False
+    return any(
+        each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
+    )
+
+
+def run(
+    owner: type,
+    call: own_code.ModuleCall,
+    trees: Sequence[Any],
+    policy: Policy,
+    *,
+    key: Hashable = None,
+) -> Any:
+    """Runs an outermost call of a class as a pure function; see `policy.autocasting.own_code.run`.
+
+    An error of the user's code ends on the user's line: the frames of the trace are left out.
+    """
+    if getattr(owner, "keep_inputs", ()):
+        policy = policy.replace(cast_inputs=False)
+    try:
+        return own_code.run(call, trees, policy, key=key)
+    except Exception as error:
+        raise error.with_traceback(_of_others(error.__traceback__)) from error.__cause__
+
+
+def run_kept(owner: type, error: BaseException, plainly: Callable[[], Any]) -> Any:
+    """Runs a call that can't be traced in the dtypes that it meets, and tells once.
+
+    Args:
+      owner: the class of the module that is called.
+      error: the error of the trace.
+      plainly: calls the module.
+    """
+    with keeping(), mixing_allowed():  # the code is written for float32
+        outputs = plainly()
+    warn_once(
+        f"{owner.__name__} can't be traced{_place_of(error)}, because its code {_reason(error)}. "
+        "It runs in the dtypes that it meets instead, as with own_code='keep'. Use jnp.where or "
+        "jax.lax.cond in place of a branch on a value, and jnp in place of numpy; or set "
+        "own_code = 'keep' in the class to accept this."
+    )
+    return outputs
+
+
+def in_float32(tree: Any) -> Any:
+    """Returns arguments as own code sees them: half-precision arrays in float32."""
+    return jax.tree.map(
+        lambda x: marks.returned_if_half(x) if is_floating(x) and not is_reference(x) else x,
+        tree,
+        is_leaf=is_reference,
+    )
+
+
+def keeping() -> Any:
+    """Puts a scope in force in which own code runs in the dtypes that it meets."""
+    return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
+
+
+def tracing() -> Any:
+    """Puts a scope in force in which own code is in float32, and layers return float32 to it."""
+    return enter(dataclasses.replace(current_scope(), traces_own_code=True))
+
+
+def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
+    """Calls a module's own code inside of a trace: it is no boundary.
+
+    Args:
+      call: calls it.
+      scope: the one in force.
+      policy: the one that the module obeys.
+      source: where the modules inside get it from, for summaries.
+    """
+    if policy is None:
+        return call()
+    inner = dataclasses.replace(scope, policy=policy, boundary_open=True)
+    # In half precision the trace, which is in float32, can't hold the precision: the mark does.
+    half = computes_in_half(policy)
+    precise = contextlib.nullcontext() if half else multiplying(policy, scope.policy)
+    mark = marks.computes_in(
+        policy.compute_dtype, policy.matmul, policy.precision if half else None
+    )
+    with enter(inner, source), mark, precise:
+        outputs = call()
+    if not scope.boundary_open or policy == scope.policy:
+        return outputs
+    return _marked(outputs)  # another policy's: the code around it reads it in its own dtype
+
+
+def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
+    """Calls a layer inside of a trace of own code: its dtypes are its policy's.
+
+    Args:
+      call: calls it, its inputs cast.
+      scope: the one in force.
+      given_carry: the carry that it is called with, or None.
+    """
+    with enter(dataclasses.replace(scope, traces_own_code=False)), marks.layer():
+        outputs = call()
+    return _marked(outputs, given_carry)
+
+
+def come_wide(layer: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether a layer that widens its input is given a float32 result of another: its
+    statistics are then those of unrounded numbers.
+    """
+    widens = getattr(type(layer), "_takes_inputs_as_they_come", False)
+    return widens and bool(args) and marks.is_wide_result(args[0])
+
+
+def _marked(outputs: Any, carry: Any = None) -> Any:
+    """Returns outputs in float32, marked for the code around; a carry has the dtypes of the one
+    given.
+    """
+    if carry is not None and is_pair(outputs):
+        return _marked_carry(outputs[0], carry), _marked(outputs[1])
+    return jax.tree.map(
+        lambda x: x if is_reference(x) else marks.returned(x), outputs, is_leaf=is_reference
+    )
+
+
+def _marked_carry(new: Any, given: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return _marked(new)
+    return jax.tree.map(
+        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.returned(x),
+        new,
+        given,
+    )
+
+
+def outputs_of(
+    scope: Scope,
+    policy: Policy,
+    outputs: Any,
+    *,
+    crossing: Crossing,
+    has_carry: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the outputs of an outermost call in the dtypes that its caller is to get.
+
+    These are output_dtype, and inside of a module's call compute_dtype of the caller.
+
+    Args:
+      scope: the one that it was called in.
+      policy: the one that it obeyed.
+      outputs: in the dtypes that they were computed in.
+      crossing: the casts of the call.
+      has_carry: whether the first of a pair of outputs is a carry.
+      args, kwargs: those of the call.
+    """
+    if has_carry and is_pair(outputs):
+        outputs = _as_given(outputs[0], crossing.given_carry(args, kwargs)), outputs[1]
+    returned = boundary.returns(scope, policy)
+    if scope.boundary_open and scope.policy is not None:
+        returned = policy.replace(output_dtype=scope.policy.compute_dtype)
+    return cast_outputs(returned, outputs, has_carry=has_carry)
+
+
+def _as_given(new: Any, given: Any) -> Any:
+    if given is None or jax.tree.structure(new) != jax.tree.structure(given):
+        return new
+    return jax.tree.map(
+        lambda x, old: cast_array(x, old.dtype) if is_floating(x) and is_floating(old) else x,
+        new,
+        given,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+_OURS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, policy_package.__file__)
+)
+
+
+def _of_others(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback without the frames of this library, except for its first one."""
+    kept: list[types.TracebackType] = []
+    while frames is not None:
+        if not kept or not frames.tb_frame.f_code.co_filename.startswith(_OURS):
+            kept.append(frames)
+        frames = frames.tb_next
+    result = None
+    for each in reversed(kept):
+        result = types.TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the line of the user's code that raised an error, for a message."""
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_library(frame.f_code.co_filename)
+    ]
+    if not places:
+        return ""
+    file, line = places[-1]
+    source = linecache.getline(file, line).strip()
+    return f" at {os.path.basename(file)}:{line} (`{source}`)" if source else ""
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(module.__file__) + os.sep for module in (jax,) if module.__file__
+)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((*_OURS, *_LIBRARIES)) or f"{os.sep}flax{os.sep}" in file
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, own_code.UnreturnableError):
+        return f"returns a {error.name}, which may hold arrays and is no pytree"
+    if isinstance(error, TransformedMethodReturnValueError):
+        return "returns a module or a variable"
+    if isinstance(error, TraceContextError):
+        return "changes an nnx object that is not part of the module"
+    return "needs the values of arrays"

@@ -1,0 +1,1 @@
+"""The maths of layers, as functions of arrays."""

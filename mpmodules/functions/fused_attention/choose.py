@@ -1,0 +1,212 @@
+"""Chooses a fused attention kernel where one applies: cuDNN's on NVIDIA GPUs, splash attention on
+TPUs.
+
+Both keep logits and softmax in float32 and never write them to memory. They have no attention
+weights to return, and take no dropout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from mpmodules.functions.fused_attention.cudnn import cudnn_attention, fits_cudnn
+from mpmodules.functions.fused_attention.splash import Splash, splash_attention
+from mpmodules.functions.fused_attention.splash_kernel import LANES, StaticMask
+from policy.functions.checkpointing import cached_inline_jit
+
+Array = jax.Array
+Attention = Callable[[Array, Array, Array], Array]
+
+IMPLEMENTATIONS = (None, "xla", "cudnn", "splash")
+_WIDEST_HEAD = 256  # the widest that splash attention is compiled for in the tests
+
+
+def fused_kernel(
+    implementation: str | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None,
+    mask: Any,
+    is_causal: bool,
+    reduction_dtype: DTypeLike,
+    obstacles: dict[str, bool],
+) -> Attention | None:
+    """Chooses the kernel to compute attention with.
+
+    With `implementation=None` there is one where nothing in `obstacles` is asked for, the kernel
+    takes these shapes and dtypes, and arrays are whole: on one device, or within `shard_map`. (XLA
+    can't partition splash attention, and cuDNN's refuses arrays that are sharded over heads or
+    positions, which can't be seen while tracing.)
+
+    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
+    - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other
+      than causality must be known while tracing (a `numpy.ndarray`), be the same for the whole
+      batch and leave each query a key. The platform is the one that the program is lowered for,
+      not that of this process's devices.
+
+    Args:
+      implementation: None chooses, "xla", "cudnn" and "splash" insist.
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
+      bias, mask: broadcastable to (B..., N, T, S), or None.
+      is_causal: masks out the keys after each query.
+      reduction_dtype: the dtype of logits and softmax.
+      obstacles: features that no kernel has, by name, and whether each is asked for.
+
+    Returns:
+      `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere
+      XLA's program. None where it is XLA's on every platform.
+
+    Raises:
+      ValueError: an unknown `implementation`, or one that lacks a feature that is asked for.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8))  # float32, which no kernel takes
+      >>> fused_attention.fused_kernel(
+      ...     None, x, x, x, bias=None, mask=None, is_causal=False,
+      ...     reduction_dtype=jnp.float32, obstacles={},
+      ... ) is None
+      True
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            "implementation should be None, 'xla', 'cudnn' or 'splash', but got "
+            f"{implementation!r}."
+        )
+    if implementation == "xla":
+        return None
+    obstacles = {
+        f"reduction_dtype={jnp.dtype(reduction_dtype).name}": jnp.dtype(reduction_dtype)
+        != jnp.float32,
+        **obstacles,
+    }
+    is_half = query.dtype in (jnp.float16, jnp.bfloat16)
+    if implementation == "cudnn":
+        _refuse("cudnn", {f"{query.dtype.name} queries": not is_half, **obstacles})
+        return _cudnn(bias, mask, is_causal)
+    if implementation == "splash":
+        obstacles |= _splash_obstacles(query, key, value, bias)
+        static = None if mask is None else _static_mask(query, key, mask)
+        obstacles["a mask that is traced, or differs within the batch"] = (
+            mask is not None and static is None
+        )
+        obstacles["a mask that hides all keys from a query"] = _has_empty_row(static, is_causal)
+        _refuse("splash", obstacles)
+        return _splash(static, is_causal, insists=True)
+    if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
+        return None
+    if fits_cudnn(query, key, value, bias, mask):
+        return _cudnn(bias, mask, is_causal)
+    if any(_splash_obstacles(query, key, value, bias).values()):
+        return None
+    static = None if mask is None else _static_mask(query, key, mask)
+    if (mask is not None and static is None) or _has_empty_row(static, is_causal):
+        return None
+    return _splash(static, is_causal, insists=False)
+
+
+def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
+    refused = [name for name, asked_for in obstacles.items() if asked_for]
+    if refused:
+        raise ValueError(
+            f"implementation={implementation!r} does not support {', '.join(refused)}. "
+            "Leave it out, or give implementation='xla'."
+        )
+
+
+def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Attention:
+    return functools.partial(cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
+
+
+def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Attention:
+    how = Splash(None if mask is None else StaticMask.of(mask), is_causal, insists)
+    return functools.partial(splash_attention, how) if insists else cached_inline_jit(_on_tpu, how)
+
+
+def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
+    """Runs the kernel in a program that is lowered for TPUs, XLA's formula in others."""
+    kernel = functools.partial(splash_attention, how)
+    return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
+
+
+def _splash_obstacles(
+    query: Array, key: Array, value: Array, bias: Array | None
+) -> dict[str, bool]:
+    """Returns the features that splash attention lacks, by name, and whether each is asked for.
+
+    Masks apart.
+    """
+    width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
+    return {
+        f"{query.dtype.name} queries": query.dtype != jnp.bfloat16,  # Mosaic loads no float16
+        "a bias": bias is not None,
+        f"{lengths[0]} queries and {lengths[1]} keys (both should be multiples of {LANES})": any(
+            length % LANES or not length for length in lengths
+        ),
+        f"heads of width {width} (at most {_WIDEST_HEAD})": not 0 < width <= _WIDEST_HEAD,
+        "values that differ in shape from the keys": key.shape != value.shape,
+        "operands that vary over different axes of shard_map": len(
+            {_varies_over(x) for x in (query, key, value)}
+        )
+        > 1,
+    }
+
+
+def _varies_over(x: Array) -> Any:
+    aval = jax.typeof(x)
+    return getattr(aval, "mat", getattr(aval, "vma", None))
+
+
+def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
+    """Returns a mask as (1 or N, T, S) where it is known while tracing and the same for the whole
+    batch; else None.
+    """
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
+        return None
+    mask = np.asarray(mask).astype(bool)
+    mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
+    if any(size != 1 for size in mask.shape[:-3]):
+        return None
+    return np.broadcast_to(
+        mask.reshape(mask.shape[-3:]), (mask.shape[-3], query.shape[-3], key.shape[-3])
+    )
+
+
+def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
+    """Returns whether a query has no key left: its weights are uniform in our definition, not in
+    the kernel's.
+    """
+    if mask is None:
+        return False
+    return (
+        not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask)
+        .any(-1)
+        .all()
+    )
+
+
+def _one_shard(*arrays: Array) -> bool:
+    """Returns whether arrays are whole while tracing: on one device, or with every axis of the mesh
+    in `shard_map`.
+
+    The mesh of the arrays decides where they have one: a program compiled for a topology has other
+    devices than this process.
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
+    meshes = [mesh for mesh in meshes if not mesh.empty]
+    manual = [
+        all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) for mesh in meshes
+    ]
+    if any(mesh.size > 1 and not whole for mesh, whole in zip(meshes, manual, strict=True)):
+        return False
+    return bool(meshes) or jax.device_count() == 1

@@ -1,0 +1,150 @@
+"""Pooling for both wings: windows are summed in reduction_dtype, forward and backward.
+
+Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32
+and wider each function is Flax's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen.pooling as flax_pooling
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+
+from mpmodules.functions.promotion import mixing_allowed
+from policy.functions.reductions import in_reduction_dtype, reduction_dtype_of
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+def pool(
+    inputs: ArrayLike,
+    init: Any,
+    reduce_fn: Callable[[Any, Any], Any],
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    padding: Padding,
+) -> jax.Array:
+    """Reduces each window of `inputs` to one value; `flax.linen.pool` in reduction_dtype.
+
+    A maximum or minimum is exact in any dtype, but its gradient is a sum over the windows that an
+    input is in. Where at most four windows overlap (3x3 with strides of 2), both stay in the
+    input's dtype: a sum of four terms rounds three times, by 1.5 ulp of its largest partial sum at
+    most. Where more than four windows overlap, both are in reduction_dtype.
+
+    Args:
+      inputs: (batch..., window dims..., features), or without any batch axis. Half in, half out.
+      init: the initial value of the reduction, a scalar.
+      reduce_fn: two scalars to one, such as `jax.lax.add`.
+      window_shape: the size of the window along each window dim.
+      strides: the step between windows along each window dim; None is one.
+      padding: 'SAME', 'VALID', or a (low, high) pair for each window dim.
+
+    Returns:
+      (batch..., windows..., features) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2), jnp.bfloat16)
+      >>> linen.pool(x, 0.0, jax.lax.add, (2,), (2,), "VALID").shape
+      (1, 2, 2)
+    """
+    inputs = jnp.asarray(inputs)
+
+    def run(x: jax.Array, init: Any) -> jax.Array:
+        return flax_pooling.pool(x, init, reduce_fn, window_shape, strides, padding)
+
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        return run(inputs, init)
+    if reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4:
+        return run(inputs, init)
+    start = _start(init, reduction_dtype_of(inputs))
+    return in_reduction_dtype(lambda x: run(x, start), inputs)
+
+
+def _most_windows(window_shape: Sequence[int], strides: Sequence[int] | None) -> int:
+    """Returns the largest number of windows that an input can be in."""
+    steps = strides or (1,) * len(window_shape)
+    return math.prod(-(-width // step) for step, width in zip(steps, window_shape, strict=False))
+
+
+def _start(init: Any, dtype: DTypeLike) -> Any:
+    """Returns the initial value in the reduction's dtype.
+
+    A concrete one stays concrete, since JAX reads its value.
+    """
+    if not hasattr(init, "dtype"):
+        return init
+    return init.astype(dtype) if isinstance(init, Tracer) else np.asarray(init).astype(dtype)
+
+
+def avg_pool(
+    inputs: ArrayLike,
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    padding: Padding = "VALID",
+    count_include_pad: bool = True,
+) -> jax.Array:
+    """Averages each window; `flax.linen.avg_pool` in reduction_dtype. Other arguments as in `pool`.
+
+    Args:
+      count_include_pad: whether padding counts as zeros in the mean.
+
+    Returns:
+      (batch..., windows..., features) in the inputs' dtype; integers give reduction_dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> linen.avg_pool(x, (2,), (2,))[0, :, 0]
+      Array([0.5, 2.5], dtype=bfloat16)
+    """
+
+    def run(x: jax.Array) -> jax.Array:
+        with mixing_allowed():  # Flax divides by a count of another dtype
+            return flax_pooling.avg_pool(x, window_shape, strides, padding, count_include_pad)  # type: ignore[arg-type]
+
+    return in_reduction_dtype(run, jnp.asarray(inputs))
+
+
+def max_pool(
+    inputs: ArrayLike,
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    padding: Padding = "VALID",
+) -> jax.Array:
+    """Returns the maximum of each window, which is exact; arguments as in `pool`.
+
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> linen.max_pool(x, (2,), (2,))[0, :, 0]
+      Array([1, 3], dtype=bfloat16)
+    """
+    return pool(inputs, -jnp.inf, lax.max, window_shape, strides, padding)
+
+
+def min_pool(
+    inputs: ArrayLike,
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    padding: Padding = "VALID",
+) -> jax.Array:
+    """Returns the minimum of each window, which is exact; arguments as in `pool`.
+
+    Where more than four windows overlap, their gradients are summed in reduction_dtype; else in the
+    input's dtype.
+
+    Example:
+      >>> x = jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 4, 1)
+      >>> nnx.min_pool(x, (2,), (2,))[0, :, 0]
+      Array([0, 2], dtype=bfloat16)
+    """
+    return pool(inputs, jnp.inf, lax.min, window_shape, strides, padding)

@@ -1,0 +1,1 @@
+"""Parts that the layers of both wings share."""

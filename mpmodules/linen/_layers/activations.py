@@ -1,0 +1,62 @@
+"""PReLU: the slope and its gradient in reduction_dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mpmodules.functions import activations, functional
+from mpmodules.linen._layer import Layer
+from mpmodules.linen._resolution import fields_set
+from policy.core.casting import cast_array
+from policy.core.precedence import Effective
+
+
+class PReLU(Layer, flax_nn.PReLU):
+    """`flax.linen.PReLU` that obeys policies: the slope is kept in param_dtype, its gradient is
+    summed wide.
+
+    Under a policy a floating input is cast to compute_dtype, and so is the result. Half inputs are
+    multiplied in reduction_dtype and rounded once.
+
+    Example:
+      >>> layer = linen.PReLU(dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.asarray([-200.0, 3.0]))
+      >>> y
+      Array([-2, 3], dtype=bfloat16)
+    """
+
+    param_dtype: DTypeLike | None = None
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        policy = effective.policy
+        inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
+        if policy is not None:
+            inputs = cast_array(inputs, policy.compute_dtype)
+        fields = self._policy_fields(policy, None, method.__name__)
+        if not functional.is_half(inputs.dtype):
+            with fields_set(self, fields):
+                return method(self, inputs)
+        slopes: list[jax.Array] = []
+
+        def read(name: str, *args: Any, **kwargs: Any) -> jax.Array:
+            slopes.append(flax_nn.PReLU.param(self, name, *args, **kwargs))
+            return slopes[-1]
+
+        # Flax's own method makes or reads the slope; what it would compute with it in half is left
+        # to one number.
+        with fields_set(self, fields | {"param": read}):
+            method(self, jnp.zeros((), jnp.float32))
+        return activations.prelu(inputs, slopes[-1])

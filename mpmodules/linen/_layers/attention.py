@@ -1,0 +1,106 @@
+"""Attention layers: projections and weighted sums in compute_dtype, logits and softmax in
+reduction_dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+from jax.typing import DTypeLike
+
+from mpmodules.calls.boundary import Crossing
+from mpmodules.functions import attention
+from mpmodules.layers.attention_calls import AttentionCrossing
+from mpmodules.linen._adoption import layers_inside
+from mpmodules.linen._layer import declared_field
+from mpmodules.linen._layers.dot_product_attention import dot_product_attention
+from mpmodules.linen._module import Module
+from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.eight_bits.scaled_matmul import shared_operands
+
+
+class Attention(Module):
+    """Base class of attention layers, which count as modules and pass their dtypes to the layers
+    that they create.
+    """
+
+    _crossing: ClassVar[Crossing] = AttentionCrossing()
+    _dtype_fields: ClassVar[bool] = True
+
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
+    ) -> dict[str, Any]:
+        fields = dtype_fields(self, policy)
+        if declared_field(self, "attention_fn") is flax_nn.dot_product_attention:
+            fields["attention_fn"] = dot_product_attention
+        return fields
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        fields = self._policy_fields(effective.policy, None, method.__name__)
+        if effective.dtype is not None:
+            fields["dtype"] = effective.dtype
+        declared = declared_dtypes(self)
+        decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
+        inside = layers_inside(effective.policy, declared)
+        with fields_set(self, fields), inside, decoding, shared_operands():
+            return method(self, *args, **kwargs)
+
+
+class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` that obeys policies.
+
+    Projections and the weighted sum of values run in compute_dtype, logits and softmax in
+    reduction_dtype, with dropout, sown weights, masks and decoding alike. An `attention_fn` of the
+    user's own is obeyed.
+
+    Example:
+      >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype, variables["params"]["query"]["kernel"].dtype
+      ((1, 5, 8), dtype(bfloat16), dtype('float32'))
+    """
+
+    param_dtype: DTypeLike | None = None
+    attention_fn: Callable[..., Any] = dot_product_attention
+
+
+class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
+    """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`.
+
+    Example:
+      >>> layer = linen.MultiHeadAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype
+      ((1, 5, 8), dtype(bfloat16))
+    """
+
+    param_dtype: DTypeLike | None = None
+    attention_fn: Callable[..., Any] = dot_product_attention
+
+
+class SelfAttention(Attention, flax_nn.SelfAttention):
+    """`flax.linen.SelfAttention` that obeys policies; see `MultiHeadDotProductAttention`.
+
+    Example:
+      >>> import warnings
+      >>> layer = linen.SelfAttention(num_heads=2, dtype_policy="p=f32,c=bf16")
+      >>> with warnings.catch_warnings():  # Flax deprecates this class
+      ...     warnings.simplefilter("ignore")
+      ...     y, variables = layer.init_with_output(key, jnp.ones((1, 5, 8)))
+      >>> y.shape, y.dtype
+      ((1, 5, 8), dtype(bfloat16))
+    """
+
+    param_dtype: DTypeLike | None = None
+    attention_fn: Callable[..., Any] = dot_product_attention

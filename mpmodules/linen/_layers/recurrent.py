@@ -1,0 +1,318 @@
+"""Recurrent cells and the loops over them: carries and computation in compute_dtype."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
+from mpmodules.calls.defined_in import is_upstream
+from mpmodules.functions.functional import is_half, widen
+from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.linen._adoption import layers_inside
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
+from mpmodules.linen._layers.lstm_gates import GateBiases, gates_of
+from mpmodules.linen._module import Module
+from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
+from policy.core.casting import cast_floating
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.scope import current_scope
+
+
+class RNNCellBase(Module, flax_nn.RNNCellBase):
+    """`flax.linen.RNNCellBase` that obeys policies: the base class of a recurrent cell of your own.
+
+    Where a cell's call is a boundary, inputs are cast to compute_dtype and outputs to output_dtype;
+    the carry is never cast. Under a policy the new carry has the dtypes of the one given where
+    these are wider, so that its type is kept through a scan. `initialize_carry` is no boundary: its
+    result is not cast.
+
+    Example:
+      >>> class Sum(linen.RNNCellBase):
+      ...     def __call__(self, carry, x):
+      ...         return carry + x.astype(carry.dtype), x
+      ...     def initialize_carry(self, key, shape):
+      ...         return jnp.zeros(shape)
+      ...     num_feature_axes = 1
+      >>> carry, y = Sum(dtype_policy="p=f32,c=bf16").apply({}, jnp.zeros(3), jnp.ones(3))
+      >>> carry.dtype, y.dtype
+      (dtype('float32'), dtype(bfloat16))
+    """
+
+    _crossing: ClassVar[Crossing] = StepCrossing()
+
+
+class Cell(Layer):
+    """Base class of Flax's cells: gates, carry and output in compute_dtype, parameters in
+    param_dtype.
+
+    A carry given in a wider dtype is cast to compute_dtype for the step and returned in its own
+    dtype, so that its type is kept through a loop. With no policy, carry and output are in an
+    explicit `dtype`.
+    """
+
+    def _policy_fields(
+        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
+    ) -> dict[str, Any]:
+        fields = super()._policy_fields(policy, output_dtype, method_name)
+        return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        fields = self._policy_fields(effective.policy, None, method.__name__)
+        if effective.dtype is not None:
+            fields["dtype"] = effective.dtype
+        step = functools.partial(method, self)
+        declared = declared_dtypes(self)
+        mixing = mixing_allowed(
+            bool(current_scope().rules)
+        )  # may give layers inside another output_dtype
+        with fields_set(self, fields), layers_inside(effective.policy, declared), mixing:
+            if method.__name__ != "__call__":
+                return step(*args, **kwargs)
+            return step_in(fields["dtype"], step, args, kwargs)
+
+    @flax_nn.nowrap
+    def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
+        """Runs Flax's `initialize_carry`, and returns the carry in the cell's computation dtype.
+
+        That is compute_dtype under a policy, else an explicit `dtype`, else param_dtype.
+
+        Args:
+          rng: the key that `carry_init` draws with.
+          input_shape: the shape of the input of one step.
+
+        Returns:
+          The carry: an array, or a tuple of arrays.
+        """
+        fields = plain_fields(self, effective_policy(self, current_scope()))
+        if (
+            _is_floating(fields["dtype"])
+            and declared_field(self, "carry_init") is jax.nn.initializers.zeros
+        ):
+            fields |= {"param_dtype": fields["dtype"]}  # zeros need no rounding
+        else:
+            fields |= half_safe_fields(self, fields["param_dtype"], defaults=True)
+        with fields_set(self, fields):
+            upstream: Any = super()
+            return self._cast_carry(upstream.initialize_carry(rng, input_shape))
+
+    @flax_nn.nowrap
+    def _cast_carry(self, carry: Any) -> Any:
+        """Casts a carry to the cell's computation dtype.
+
+        A cell that infers its dtype leaves it as it is.
+        """
+        dtype = plain_fields(self, effective_policy(self, current_scope()))["dtype"]
+        return cast_floating(carry, dtype) if _is_floating(dtype) else carry
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+class SimpleCell(Cell, flax_nn.SimpleCell):
+    """`flax.linen.SimpleCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.SimpleCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
+
+    param_dtype: DTypeLike | None = None
+
+
+class LSTMCell(Cell, flax_nn.LSTMCell):
+    """`flax.linen.LSTMCell` that obeys policies.
+
+    Kernels and biases are created in param_dtype and cast where they are used, at every step: in an
+    `RNN` the gradient of each is summed over the steps in reduction_dtype, and rounded once.
+    Matmuls, gates, carry and output are in compute_dtype. A cell with a policy of its own returns
+    its output in output_dtype, and its carry in compute_dtype. Initialisers that JAX can't run in
+    half precision run in float32.
+
+    Example:
+      >>> layer = linen.LSTMCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
+
+    param_dtype: DTypeLike | None = None
+
+
+class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
+    """`flax.linen.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Its matmuls are of all four gates at once: no rule can reach one of them, and a path rule that
+    matches nothing but its parts is refused.
+
+    Example:
+      >>> layer = linen.OptimizedLSTMCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
+
+    param_dtype: DTypeLike | None = None
+    _is_whole: ClassVar[bool] = True
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+
+        @functools.wraps(method)
+        def run(cell: Any, *args: Any, **kwargs: Any) -> Any:
+            gates = gates_of(cell) if cell.dtype is not None and is_half(cell.dtype) else None
+            if gates is None:
+                return method(cell, *args, **kwargs)
+            biases = GateBiases(cell, gates, wide)
+            with fields_set(cell, biases.hooks()), flax_nn.intercept_methods(biases.intercept):
+                return method(cell, *args, **kwargs)
+
+        return super()._call_layer(effective, crosses, run, args, kwargs)
+
+
+class GRUCell(Cell, flax_nn.GRUCell):
+    """`flax.linen.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.GRUCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
+
+    param_dtype: DTypeLike | None = None
+
+
+class MGUCell(Cell, flax_nn.MGUCell):
+    """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.MGUCell(3, dtype_policy="p=f32,c=bf16")
+      >>> carry = layer.initialize_carry(key, (2, 4))
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, jnp.ones((2, 4)))
+      >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
+      ((2, 3), dtype(bfloat16), {'bfloat16'})
+    """
+
+    param_dtype: DTypeLike | None = None
+
+
+class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
+    """`flax.linen.ConvLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
+
+    Example:
+      >>> layer = linen.ConvLSTMCell(3, (3,), dtype_policy="p=f32,c=bf16")
+      >>> x = jnp.ones((2, 6, 4))
+      >>> carry = layer.initialize_carry(key, x.shape)
+      >>> ((carry, y), variables) = layer.init_with_output(key, carry, x)
+      >>> y.shape, y.dtype
+      ((2, 6, 3), dtype(bfloat16))
+    """
+
+    param_dtype: DTypeLike | None = None
+
+
+class RNN(Module, flax_nn.RNN):
+    """`flax.linen.RNN` that carries a policy: its call is a boundary, as any module's is, but never
+    for the carry.
+
+    The carry is in the cell's computation dtype, from `initial_carry` (cast, where the cell is one
+    of Flax's) to the carry returned, so that one call can go on where another ended.
+
+    Example:
+      >>> layer = linen.RNN(linen.LSTMCell(3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 3), dtype(bfloat16))
+    """
+
+    _dtype_fields: ClassVar[bool] = True
+    _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
+    _crossing: ClassVar[Crossing] = LoopCrossing()
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        carry = kwargs.get("initial_carry")
+        if carry is not None and isinstance(self.cell, Cell):
+            kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
+        if effective.policy is None:
+            return method(self, *args, **kwargs)
+        if "seq_lengths" in kwargs:
+            kwargs = kwargs | {"seq_lengths": indexing_lengths(kwargs["seq_lengths"])}
+        if not self._may_widen():
+            return method(self, *args, **kwargs)
+        wide = effective.policy.reduction_dtype
+
+        def widened(variables: Any) -> Any:
+            return jax.tree.map(lambda x: widen(x, wide), variables)
+
+        def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(rnn, *args, **kwargs)
+
+        return flax_nn.map_variables(run, "params", widened)(self, *args, **kwargs)
+
+    @flax_nn.nowrap
+    def _may_widen(self) -> bool:
+        """Returns whether the loop may pass its half parameters to the cell in float32.
+
+        Flax's cells cast each parameter where it is used, to the cell's computation dtype. So the
+        values are the same, and the gradient of each is summed over the steps in float32: JAX sums
+        that of a loop's constant in the constant's own dtype.
+        """
+        is_upstreams = isinstance(self.cell, Cell) and is_upstream(
+            inspect.unwrap(type(self.cell).__call__)
+        )
+        if not is_upstreams or self.is_initializing() or self.is_mutable_collection("params"):
+            return False
+        return any(is_half(x.dtype) for x in jax.tree.leaves(self.cell.variables.get("params", {})))
+
+
+class Bidirectional(Module, flax_nn.Bidirectional):
+    """`flax.linen.Bidirectional` that carries a policy: a boundary as any module's call is, but
+    never for the carry.
+
+    Example:
+      >>> forward, backward = linen.RNN(linen.GRUCell(3)), linen.RNN(linen.GRUCell(3))
+      >>> layer = linen.Bidirectional(forward, backward, dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((2, 5, 4)))
+      >>> y.shape, y.dtype
+      ((2, 5, 6), dtype(bfloat16))
+    """
+
+    _crossing: ClassVar[Crossing] = LoopCrossing()

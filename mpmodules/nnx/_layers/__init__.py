@@ -1,0 +1,1 @@
+"""The layers of nnx under a policy."""

@@ -1,0 +1,164 @@
+"""`flax.nnx`'s attention functions, with logits and softmax in reduction_dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
+from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
+from flax.typing import PrecisionLike
+from jax.typing import DTypeLike
+
+from mpmodules.functions import attention
+from mpmodules.functions.functional import is_wider
+from mpmodules.layers.attention_calls import (
+    Dropout,
+    kernel_of_call,
+    reduction_dtype,
+    weights_of_call,
+    without_weights,
+)
+from policy.core.scope import current_policy
+
+
+def dot_product_attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    module: flax_nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = _flax_promote_dtype,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype.
+
+    Arguments and masks are Flax's. Float32 inputs take Flax's own function.
+
+    Args:
+      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width).
+
+    Returns:
+      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`).
+
+    Raises:
+      ValueError: shapes that do not fit, or a dropout rate without a key.
+    """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dtype = attention.operand_dtype(dtype, query, key)
+    query, key = promote_dtype((query, key), dtype=dtype)
+    if not _is_ours(query):
+        return _flax_attention_weights(
+            query, key, *positional, dtype, precision, module, promote_dtype, is_causal
+        )
+    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    sow = (
+        functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
+        if module
+        else None
+    )
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "precision": precision,
+        "is_causal": is_causal,
+    }
+    return weights_of_call(query, key, dropout, sow, dtype=query.dtype, **options)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    module: flax_nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = _flax_promote_dtype,
+    is_causal: bool = False,
+    *,
+    implementation: Literal["xla", "cudnn", "splash"] | None = None,
+) -> jax.Array:
+    """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
+
+    Arguments and masks are Flax's; `precision` is obeyed with and without dropout. Float32 inputs
+    take Flax's own function, and where no policy is in force float64 ones too; that computes in
+    float32.
+
+    Args:
+      query: (batch..., queries, heads, width).
+      key, value: (batch..., keys, key heads, width).
+      implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
+        neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
+
+    Returns:
+      (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
+
+    Raises:
+      ValueError: shapes that do not fit, a dropout rate without a key, or an `implementation` that
+        lacks a feature that is asked for.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> y = nnx.dot_product_attention(x, x, x)
+      >>> y.shape, y.dtype
+      ((2, 5, 4, 8), dtype(bfloat16))
+    """
+    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dtype = attention.operand_dtype(dtype, query, key, value)
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    kernel = kernel_of_call(
+        implementation,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        dropout=dropout,
+        is_sown=module is not None,
+        precision=precision,
+        others={},
+    )
+    if not _is_ours(query):
+        return flax_nnx.dot_product_attention(
+            query, key, value, *positional, dtype, precision, module, promote_dtype, is_causal
+        )
+    needs_weights = dropout.is_on or module is not None
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "precision": precision,
+        "is_causal": is_causal,
+    }
+    attended = without_weights(kernel, needs_weights, query, key, value, **options)
+    if attended is not None:
+        return attended
+    weights = dot_product_attention_weights(
+        query, key, *positional, None, precision, module, is_causal=is_causal
+    )
+    return attention.weighted_values(weights, value, precision=precision)
+
+
+def _is_ours(query: jax.Array) -> bool:
+    """Returns whether attention over such queries is ours: Flax's computes logits in float32 for
+    float64 too.
+    """
+    in_float64 = current_policy() is not None and query.dtype == jnp.float64
+    return in_float64 or is_wider(reduction_dtype(), query.dtype)

@@ -1,0 +1,115 @@
+# pyright: reportAttributeAccessIssue=false
+"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in
+its input's dtype.
+
+Imported only where Flax has these (0.12.12 and later).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from mpmodules.calls.boundary import returned_dtype
+from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.nnx._layer import Layer
+from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
+from mpmodules.nnx._resolution import viewed
+from policy.core.casting import cast_array
+from policy.core.precedence import Effective
+from policy.functions.reductions import reduction_dtype_of
+
+
+class RoPE(Layer, flax_nnx.RoPE):
+    """`flax.nnx.RoPE` that obeys policies.
+
+    Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines
+    and cosines are in reduction_dtype; so is the rotation, which is rounded once to the input's
+    dtype, or under a policy to compute_dtype.
+
+    Example:
+      >>> layer = nnx.RoPE(dtype_policy="p=f32,c=bf16")
+      >>> layer(jnp.ones((2, 5, 8))).dtype
+      dtype(bfloat16)
+    """
+
+    _takes_inputs_as_they_come: ClassVar[bool] = True
+
+    def _call_layer(
+        self,
+        effective: Effective,
+        crosses: bool,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict,
+    ) -> Any:
+        arguments = dict(zip(("x", "input_positions"), args, strict=False)) | kwargs
+        x = arguments["x"]
+        policy = effective.policy
+        if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return method(self, *args, **kwargs)
+        wide = reduction_dtype_of(x) if policy is None else policy.reduction_dtype
+        positions = arguments.get("input_positions")
+        if positions is not None:
+            arguments["input_positions"] = jnp.asarray(positions, wide)
+        tables = {name: getattr(self, name) for name in ("cached_sin", "cached_cos")}
+        view = viewed(
+            self,
+            **{
+                name: None
+                if table is None
+                else types.SimpleNamespace(value=table[...].astype(wide))
+                for name, table in tables.items()
+            },
+        )
+        arguments["x"] = jnp.asarray(x, wide)
+        with mixing_allowed():  # with x64 enabled, Flax's angles are float64
+            rotated = method(view, **arguments)
+        return cast_array(
+            rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses)
+        )
+
+
+def dot_product_attention_with_rope(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    rope: flax_nnx.Module,
+    input_positions: jax.Array | None = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """`flax.nnx.dot_product_attention_with_rope`: queries and keys rotated by `rope`, then
+    `dot_product_attention`.
+
+    Args:
+      query: (batch..., queries, heads, width).
+      key, value: (batch..., keys, key heads, width).
+      rope: a `RoPE`, ours or Flax's.
+      input_positions: (length,), or (batch..., length) with a position for each token of the batch,
+        which Flax's own function does not take.
+      **kwargs: as in `dot_product_attention`.
+
+    Returns:
+      (batch..., queries, heads, width) in the inputs' dtype.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 4, 8), jnp.bfloat16)
+      >>> nnx.dot_product_attention_with_rope(x, x, x, rope=nnx.RoPE()).shape
+      (2, 5, 4, 8)
+    """
+    query, key = _rotated(query, rope, input_positions), _rotated(key, rope, input_positions)
+    return dot_product_attention(query, key, value, **kwargs)
+
+
+def _rotated(x: jax.Array, rope: Any, positions: jax.Array | None) -> jax.Array:
+    """Rotates each head of `x` (batch..., length, heads, width); returns x's dtype."""
+    if positions is not None and positions.ndim > 1:
+        return jax.vmap(lambda x, positions: _rotated(x, rope, positions))(x, positions)
+    rotated = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)(x)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,1 @@
+"""Flax's modules as tracers read them: names, pure calls and copies."""

@@ -1,0 +1,66 @@
+"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a
+call is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import flax.linen as flax_nn
+
+from policy.core.requested_dtypes import note_given
+from policy.programs.module_names import note, note_repeated, note_root
+
+
+class _Root(threading.local):
+    """The model whose call is the outermost under way in this thread; "" where none is."""
+
+    name = ""
+    model = ""  # the same, where it is a whole model and no module of one
+
+
+_root = _Root()
+
+
+def model_name(module: flax_nn.Module) -> str:
+    """Returns the name of a model on JAX's name stack."""
+    return module.name or type(module).__name__
+
+
+@functools.cache
+def _is_layer_of_flax(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's that takes dtypes."""
+    return any(
+        base.__module__.startswith("flax.linen.")
+        and {"dtype", "param_dtype"} <= vars(base).get("__annotations__", {}).keys()
+        for base in cls.__mro__
+    )
+
+
+def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    module, outer = context.module, _root.name
+    if module.name is not None:
+        note(module.name)
+        if module.scope is not None and (outer, *module.path)[-2:].count(module.name) == 2:
+            note_repeated(module.name)
+    if module.scope is not None and _is_layer_of_flax(type(module)):
+        model = model_name(module) if not module.path else _root.model
+        note_given(model, "/".join(module.path), getattr(module, "dtype", None))
+    if outer or module.scope is None:
+        return next_fun(*args, **kwargs)
+    _root.name = model_name(module)
+    _root.model = "" if module.path else _root.name
+    if not module.path:
+        note_root(_root.name)
+    try:
+        return next_fun(*args, **kwargs)
+    finally:
+        _root.name = outer
+
+
+def noting_modules() -> AbstractContextManager[None]:
+    """Notes the names of the linen modules that are called in a block."""
+    return flax_nn.intercept_methods(_note_module)

@@ -1,0 +1,112 @@
+"""Paths of nnx modules on JAX's name stack, where Flax puts none, noted for `policy` where a call
+is traced.
+
+A trace calls copies of modules, which carry their paths. Copies of our modules enter a name scope
+at their boundary; those of others are of a subclass whose `__call__` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx as flax_nnx
+
+from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
+from policy.core.policy import Policy
+from policy.core.requested_dtypes import note_given, note_obeyed
+from policy.programs.module_names import note, note_repeated, note_root
+
+# The attribute that holds the path of a copy. Flax takes names that begin so for no items of a
+# Dict, and for no variables.
+PATH = "_pytree__policy_path"
+
+
+class _Here(threading.local):
+    """The path of the named module whose call is the innermost under way in this thread."""
+
+    path: tuple[str, ...] = ()
+
+
+_here = _Here()
+
+
+def named(node: Any) -> Any:
+    """Returns a copy of a tree of nnx objects, with the same variables, whose modules put their
+    paths on JAX's name stack, below the root's class, when they are called.
+
+    Copies that nnx's transformations make of it do so too.
+    """
+    copy = Rebuilding(_class_of_named, keeps_variables=True)(node)
+    for root in _roots(copy):
+        for path, module in _below(root):
+            if callable(module):
+                vars(module)[PATH] = "/".join(path)
+    return copy
+
+
+def _class_of_named(node: Any) -> type:
+    enters_scope = hasattr(type(node), "_policy_source")  # ours does, at its boundary
+    is_named = isinstance(node, flax_nnx.Module) and callable(node) and not enters_scope
+    return _named_class(type(node)) if is_named else type(node)
+
+
+@one_per_class
+def _named_class(cls: Any) -> Any:
+    method = inspect.getattr_static(cls, "__call__")
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with name_scope(self):
+            return method.__get__(self, cls)(*args, **kwargs)
+
+    return stand_in(cls, {"__call__": InstanceMethod(cls.__call__, call)})
+
+
+@contextlib.contextmanager
+def name_scope(module: Any) -> Iterator[None]:
+    """Enters the scope of the path that a module carries, unless it is the innermost one."""
+    outer, path = _here.path, tuple(vars(module).get(PATH, "").split("/"))
+    if path in (("",), outer):
+        yield
+        return
+    relative = path[len(outer) :] if path[: len(outer)] == outer else path
+    _here.path = path
+    try:
+        with jax.named_scope("/".join(relative)):
+            yield
+    finally:
+        _here.path = outer
+
+
+def note_island(module: Any, policy: Policy | None) -> None:
+    """Notes for reports that a module obeys the policy of an island in a call."""
+    name, _, below = vars(module).get(PATH, "").partition("/")
+    if name:
+        note_obeyed(name, below, policy)
+
+
+def _roots(node: Any) -> list[Any]:
+    is_module = lambda leaf: isinstance(leaf, flax_nnx.Module)  # noqa: E731
+    leaves = jax.tree.leaves(node, is_leaf=is_module)
+    return list({id(leaf): leaf for leaf in leaves if is_module(leaf)}.values())
+
+
+def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns a root's modules, and the path of each below the root's class name."""
+    name = type(root).__name__
+    below = [((name, *map(str, path)), module) for path, module in flax_nnx.iter_modules(root)]
+    for key in {key for path, _ in below for key in path}:
+        note(key)
+    note_root(name)
+    for path, module in below:
+        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
+        if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
+            note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
+        if path[-2:-1] == path[-1:]:
+            note_repeated(path[-1])
+    return below

@@ -1,0 +1,391 @@
+"""Calls of nnx methods, and of functions of modules, as calls of pure functions: state goes in and
+out, and is put in place afterwards.
+
+What such a call did to the objects, apart from arrays, is in the structure of its result, so that a
+program that was traced once says it at every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.core
+from flax import nnx as flax_nnx
+
+from mpmodules.calls.references import is_reference
+from policy.core.casting import cast_array, is_floating
+from policy.programs.pure_calls import UnreturnableError, require_returnable
+
+_OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
+_NOTHING = object()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """An object in the results of a call, by its number."""
+
+    index: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Outside:
+    """An object in the results of a call that was there before it."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edit:
+    """An attribute that a call set or deleted.
+
+    Attributes:
+      index: of the object that has it.
+      name: the attribute's.
+      is_data: whether Flax has it for data.
+      value: the new value; `_NOTHING` where it was deleted.
+      is_dynamic: whether the value holds arrays or objects, and is a result of the pure function.
+    """
+
+    index: int
+    name: str
+    is_data: bool = False
+    value: Any = _NOTHING
+    is_dynamic: bool = False
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Edits:
+    """The attributes that a call set or deleted, without values that hold arrays or objects."""
+
+    edits: tuple[_Edit, ...]
+
+
+class _Results:
+    """The results of a call of copies, in which objects are told by their numbers: first the
+    copies, then new ones.
+
+    Args:
+      copies: the copies.
+      has_states: whether a state, or a graphdef, is a result as it is: a tree of arrays.
+
+    Attributes:
+      made: the new ones.
+    """
+
+    def __init__(self, copies: Sequence[Any], has_states: bool):
+        self.made: list[Any] = []
+        self._has_states = has_states
+        self._numbers = {id(copy): i for i, copy in enumerate(copies)}
+        self._inside: dict[int, Any] = {}  # of new ones
+
+    def carried(self, tree: Any) -> Any:
+        """Returns a tree with its objects told by their numbers.
+
+        Raises:
+          UnreturnableError: a new object holds a copy, or is a part of two.
+        """
+        return jax.tree.map(self._carried, tree, is_leaf=is_reference)
+
+    def _carried(self, leaf: Any) -> Any:
+        if id(leaf) in self._numbers:
+            return _Known(self._numbers[id(leaf)])
+        if not is_reference(leaf):
+            require_returnable(leaf)
+            return leaf
+        if self._has_states and isinstance(leaf, flax_nnx.State | flax_nnx.GraphDef):
+            return leaf
+        if isinstance(leaf, flax_nnx.GraphDef):
+            raise UnreturnableError(leaf)
+        parts = {id(node): node for _, node in flax_nnx.iter_graph(leaf) if _is_object(node)}
+        if parts.keys() & (self._numbers.keys() | self._inside.keys()):
+            raise UnreturnableError(leaf)
+        if not _is_object(leaf):
+            return leaf
+        if not any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
+            return _Outside(leaf)
+        self._inside |= parts
+        self._numbers[id(leaf)] = len(self._numbers)
+        self.made.append(leaf)
+        return _Known(self._numbers[id(leaf)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pure:
+    """A function of modules as one of their parameters, other state, and other arguments.
+
+    It calls the function with copies. It returns the result, and the state after the call.
+
+    Attributes:
+      function: the function.
+      graph: the structure of the nodes among its arguments.
+      treedef: the structure of its arguments.
+      is_node: for each of their leaves, whether it is a node.
+      is_plain: whether the first argument alone is a node, and the others are as they were given.
+      prepared: returns the copies as they are to be called.
+      around: a context for the call, made of the copies.
+      has_states: whether states among the results are trees of arrays.
+    """
+
+    function: Callable[..., Any]
+    graph: Any
+    treedef: Any
+    is_node: tuple[bool, ...]
+    is_plain: bool
+    prepared: Callable[[Any], Any]
+    around: Callable[[Any], AbstractContextManager[Any]]
+    has_states: bool
+
+    def __call__(self, params: Any, rest: Any, inputs: Any) -> Any:
+        nodes = self.prepared(flax_nnx.merge(self.graph, params, rest, copy=True))
+        known, variables = _objects(nodes), _variables(nodes)
+        with self.around(nodes):
+            before = [_attributes(node) for node in known]
+            out = self._called(nodes, inputs)
+        results = _Results(known, self.has_states)
+        returned = results.carried(out)
+        edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
+        values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
+        told = _Edits(
+            tuple(
+                dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
+            )
+        )
+        return returned, flax_nnx.from_flat_state(variables), (told, values, results.made)
+
+    def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
+        if self.is_plain:
+            args, kwargs = inputs
+            return self.function(nodes[0], *args, **kwargs)
+        merged, given = iter(nodes), iter(inputs)
+        filled = [next(merged) if is_one else next(given) for is_one in self.is_node]
+        args, kwargs = jax.tree.unflatten(self.treedef, filled)
+        return self.function(*args, **kwargs)
+
+
+class StatefulCall:
+    """A call of a function of modules as one of a pure function.
+
+    Args:
+      function: the function.
+      args, kwargs: its arguments.
+
+    Attributes:
+      nodes: the modules and variables among the arguments.
+      trees: the pure function's arguments: parameters, other state and inputs.
+      graph: the structure of the nodes.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
+        self._is_node = tuple(map(_is_object, leaves))
+        self.nodes = tuple(leaf for leaf, one in zip(leaves, self._is_node, strict=True) if one)
+        self._others = [leaf for leaf, one in zip(leaves, self._is_node, strict=True) if not one]
+        # Lists and dicts among the other arguments of a module's method are the caller's.
+        self._is_plain = sum(self._is_node) == 1 and bool(args) and _is_object(args[0])
+        inputs: Any = (args[1:], kwargs) if self._is_plain else self._others
+        self.graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
+        self._function = function
+        self.trees = params, rest, inputs
+
+    @property
+    def structure(self) -> Hashable:
+        """The structure of the arguments, in which the nodes have their places."""
+        return self._treedef, self._is_node
+
+    def inside(
+        self,
+        around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
+        *,
+        prepared: Callable[[Any], Any] = lambda nodes: nodes,
+        has_states: bool = False,
+    ) -> Callable[..., Any]:
+        """Returns the pure function, which calls the function with copies of the nodes.
+
+        Args:
+          around: makes a context of the copies, for the call.
+          prepared: returns the copies as they are to be called, with the same variables.
+          has_states: whether states among the results are trees of arrays.
+
+        Raises (the pure function):
+          UnreturnableError: an object that the function returned, or set, can't be told apart from
+            the copies that it ran on.
+        """
+        return _Pure(
+            self._function,
+            self.graph,
+            self._treedef,
+            self._is_node,
+            self._is_plain,
+            prepared,
+            around,
+            has_states,
+        )
+
+    def origins(self) -> tuple[int | None, ...]:
+        """Returns the position of the argument that each leaf of `trees` came from.
+
+        It is None for keyword arguments.
+        """
+        count = self._treedef.num_leaves
+        keys = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self._treedef, range(count)))
+        # (args, kwargs): the second key of one of args is its position.
+        of_leaf = [path[1].idx if path[0].idx == 0 else None for path, _ in keys]
+        of_nodes = [i for i, one in zip(of_leaf, self._is_node, strict=True) if one]
+        of_others = [i for i, one in zip(of_leaf, self._is_node, strict=True) if not one]
+        params, rest, _ = self.trees
+        states = [
+            of_nodes[path[0].key]
+            for state in (params, rest)
+            for path, _ in jax.tree_util.tree_leaves_with_path(state)
+        ]
+        pairs = zip(of_others, self._others, strict=True)
+        return (*states, *(i for i, other in pairs for _ in jax.tree.leaves(other)))
+
+    def finish(self, returned: tuple[Any, Any, Any]) -> Any:
+        """Puts the state that the pure function returned in place where it changed, and returns the
+        call's result.
+        """
+        out, state, (told, values, made) = returned
+        self._update(state)
+        known, results = _KnownObjects(self.nodes, made), iter(values)
+        for edit in told.edits:
+            _put_in_place(
+                known[edit.index],
+                edit,
+                _given_back(next(results), known) if edit.is_dynamic else edit.value,
+            )
+        return _given_back(out, known)
+
+    def _update(self, state: Any) -> None:
+        """Puts new values in the variables of the nodes. Most calls change none."""
+        params, rest, _ = self.trees
+        given = dict((*flax_nnx.to_flat_state(params), *flax_nnx.to_flat_state(rest)))
+        after = flax_nnx.to_flat_state(state)
+        changed = {path: new for path, new in after if not _is_same(new, given[path])}
+        for path, old in _variables(self.nodes) if changed else ():
+            if path in changed:
+                old.update_from_state(_as_stored(changed[path], old))
+
+
+class _KnownObjects:
+    """The objects of nodes by their numbers, and new ones after them; listed when one is needed."""
+
+    def __init__(self, nodes: tuple[Any, ...], made: Sequence[Any]):
+        self._nodes, self._made = nodes, made
+
+    @functools.cached_property
+    def _all(self) -> list[Any]:
+        return [*_objects(self._nodes), *self._made]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._all[index]
+
+
+def _is_object(leaf: Any) -> bool:
+    return isinstance(leaf, (flax_nnx.Module, flax_nnx.Pytree, flax_nnx.Variable))
+
+
+def _objects(nodes: tuple[Any, ...]) -> list[Any]:
+    """Returns the modules, containers and variables of nodes: in the same order for nodes and for
+    their copies.
+    """
+    return [node for _, node in flax_nnx.iter_graph(nodes) if _is_object(node)]
+
+
+def _variables(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """Returns the variables of nodes, each with the path to it, as in the nodes' state."""
+    graph = flax_nnx.iter_graph(nodes)
+    return [(path, node) for path, node in graph if isinstance(node, flax_nnx.Variable)]
+
+
+def _attributes(node: Any) -> dict[str, tuple[Any, list[Any]]]:
+    """Returns the structure and the leaves of each attribute of a module or container.
+
+    A variable has none.
+    """
+    found: dict[str, tuple[Any, list[Any]]] = {}
+    own: dict[str, Any] = {} if isinstance(node, flax_nnx.Variable) else vars(node)
+    for name, value in own.items():
+        if not name.startswith(_OF_FLAX):
+            leaves, treedef = jax.tree.flatten(value, is_leaf=is_reference)
+            found[name] = treedef, leaves
+    return found
+
+
+def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
+    """Returns the attributes of an object that differ from those before."""
+    after, found = _attributes(node), []
+    for name, (treedef, leaves) in after.items():
+        if (
+            name in before
+            and before[name][0] == treedef
+            and all(map(_is_identical, leaves, before[name][1]))
+        ):
+            continue
+        for leaf in leaves:
+            if not is_reference(leaf):
+                require_returnable(leaf)
+        is_dynamic = any(is_reference(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
+        found.append(
+            _Edit(index, name, bool(node._pytree__nodes.get(name)), vars(node)[name], is_dynamic)
+        )
+    return found + [_Edit(index, name) for name in before if name not in after]
+
+
+def _is_identical(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
+    if value is _NOTHING:
+        delattr(node, edit.name)
+    else:
+        setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
+
+
+def _given_back(tree: Any, known: _KnownObjects) -> Any:
+    """Returns a tree with the objects given in the places of their copies."""
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, _Known):
+            return known[leaf.index]
+        return leaf.value if isinstance(leaf, _Outside) else leaf
+
+    return jax.tree.map(
+        given, tree, is_leaf=lambda x: is_reference(x) or isinstance(x, _Known | _Outside)
+    )
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """Returns whether a variable holds the very arrays that it held before."""
+    if new.get_raw_value() is old.get_raw_value():
+        return True
+    (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
+    return treedef == structure and all(map(_is_identical, leaves, before))
+
+
+def _as_stored(new: Any, old: Any) -> Any:
+    """Returns a variable's new value in the floating dtype of the old one, where that is half or a
+    parameter's: it is float32 to the code that writes it.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+    is_param = isinstance(new, flax_nnx.Param)
+    return jax.tree.map(
+        lambda array, before: (
+            cast_array(array, before.dtype)
+            if is_floating(before) and (is_param or before.dtype.itemsize == 2)
+            else array
+        ),
+        new,
+        old,
+    )

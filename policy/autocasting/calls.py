@@ -1,0 +1,147 @@
+"""Handlers of equations that hold programs: autocast's operands, and the shared control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from policy.autocasting.broadcast_operands import is_half_value
+from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
+from policy.autocasting.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
+from policy.autocasting.memoization import once_for_all_alike
+from policy.autocasting.values import CastValue, widened_param
+from policy.functions.checkpointing import keeping_inputs
+from policy.programs import control_flow
+from policy.programs.control_flow import Body
+from policy.programs.dtypes import F32, is_floating_dtype
+from policy.programs.equations import equations_within, runs_any
+from policy.programs.primitives import (
+    BOUNDED,
+    CALLS,
+    COMPARISONS,
+    ELEMENTWISE,
+    FORWARDS,
+    INLINED,
+    MATMULS,
+    REMATS,
+    TRANSCENDENTALS,
+)
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.subprograms import bind, subprogram, subprograms, with_subprograms
+
+
+def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    """Inlines a jit, unless it has shardings, donated operands or compiler options."""
+    if not control_flow.has_options(equation):
+        handler = _checkpointed if _is_activation(evaluator, equation, values) else _inlined
+        return handler(evaluator, equation, values)
+    arrays = as_traced(equation.invars, values)
+    like = [
+        CastValue(array, value.yields, value.constant, is_table=value.is_table)
+        for array, value in zip(arrays, values, strict=True)
+    ]
+    return control_flow.jit(evaluator, equation, like)
+
+
+_inlined = once_for_all_alike(control_flow.call, saves=False)
+
+
+def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> bool:
+    """Returns whether a jit is an elementwise function of half-precision activations, in float32.
+
+    Softplus is one, as its exponential and logarithm are. Its residuals would be float32.
+    """
+    if not equation.outvars:
+        return False
+    floats = [value for value in values if is_floating_dtype(value.dtype)]
+    shape = equation.outvars[0].aval.shape
+    is_half = [v.narrows or is_half_value(v) for v in floats if v.array.shape == shape]
+    if not is_half or not all(is_half) or evaluator.place_of(equation).compute == F32:
+        return False
+    names = {each.primitive.name for each in equations_within(subprogram(equation, "call").body)}
+    is_wide = any(evaluator.settings.category(name) == "fp32" for name in names & _ELEMENTWISE)
+    return is_wide and names <= _ELEMENTWISE and evaluator.settings.narrows
+
+
+_ELEMENTWISE = ELEMENTWISE | TRANSCENDENTALS | INLINED | COMPARISONS | FORWARDS | BOUNDED | {"jit"}
+
+
+@once_for_all_alike
+def _checkpointed(
+    evaluator: Evaluator, equation: Equation, values: list[CastValue]
+) -> list[CastValue]:
+    """Inlines a jit of which backward keeps the operands alone."""
+    body = Body.of(evaluator.inside(equation), subprogram(equation, "call"), values)
+    results = keeping_inputs(body.arrays)(*evaluator.flat(values))
+    return evaluator.refilled(body.outputs, results)
+
+
+def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    program = subprogram(equation, "loop")
+    carry = program.carry
+    values = _carrying_as_traced(equation, values, carry)
+    for i in range(len(values))[program.fixed]:
+        if values[i].yields and is_half_value(values[i]):
+            values[i] = widened_param(values[i])  # read in every step
+    before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
+    values = [*before[: carry.start], *values[carry], *before[carry.start :]]
+    return control_flow.scan(evaluator, equation, values)
+
+
+def _while(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    carry = slice(len(values) - len(equation.outvars), len(values))
+    return control_flow.while_loop(
+        evaluator, equation, _carrying_as_traced(equation, values, carry)
+    )
+
+
+def _carrying_as_traced(
+    equation: Equation, values: Sequence[CastValue], carry: slice
+) -> list[CastValue]:
+    """Returns the operands of a loop, the carry in the dtypes that it was traced with."""
+    init = map(CastValue, as_traced(equation.invars[carry], values[carry]))
+    return [*values[: carry.start], *init, *values[carry.stop :]]
+
+
+def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    if control_flow.is_for_platforms(
+        equation
+    ):  # the branches of all platforms must return the same dtypes
+        return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
+    return control_flow.cond(evaluator, equation, values)
+
+
+def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
+    """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
+    operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
+    if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
+        return [CastValue(output) for output in bind(equation, arrays)]
+    inputs = list(map(CastValue, operands))
+    branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
+    rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
+    return [
+        CastValue(output)
+        for output in bind(equation, arrays, with_subprograms(equation, rewritten))
+    ]
+
+
+def _may_narrow(evaluator: Evaluator, program: OpenJaxpr) -> bool:
+    """Returns whether a program has to be rewritten or reported if its operands are as traced."""
+    settings = evaluator.settings
+    names = MATMULS | settings.allow
+    return settings.strict or evaluator.report is not None or runs_any(program, names)
+
+
+HANDLERS: Mapping[str, AutocastHandler] = {
+    "jit": _jit,
+    **dict.fromkeys(CALLS, control_flow.call),
+    **dict.fromkeys(REMATS, once_for_all_alike(control_flow.remat)),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": control_flow.shard_map,
+    "custom_jvp_call": once_for_all_alike(custom_jvp),
+    "custom_vjp_call": custom_vjp,
+}

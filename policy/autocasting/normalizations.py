@@ -1,0 +1,334 @@
+"""Finds the normalisations of a program by their arithmetic, not by names of modules or scopes.
+
+A normalisation divides x, or x minus its mean, by a root of the second moment of x over some axes,
+or of a stored variance, and may scale and shift the quotient by parameters:
+
+    (x - mean(x)) * rsqrt(var(x) + epsilon) * scale + bias
+
+The second moment is a mean of squares, in one pass or two, with a mask or over devices, at any
+depth of nested programs. A sum of squares in place of the mean, or a mean over all axes, counts
+only if a parameter scales or shifts the quotient: without one it is a norm, or standardises a batch
+of data. Quotients of the program's arguments that are neither scaled nor read by a matmul are
+standardised data too, such as the targets of a loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from policy.autocasting.normalization_backward import backward_of
+from policy.autocasting.second_moments import (
+    SUMS,
+    DefinitionChain,
+    Moment,
+    chain_of,
+    is_stored,
+    meeting,
+    repeats,
+    statistics_of,
+)
+from policy.programs.frames import MOVES, Data, Frame, FrameGraph, FrameOperation, holds
+from policy.programs.primitives import (
+    FORWARD_ADDITIONS,
+    JOINS_ROOTS,
+    MATMULS,
+    PRODUCTS,
+    SQUARE_ROOTS,
+)
+from policy.programs.protocols import Equation, OpenJaxpr
+
+_ROOTS = SQUARE_ROOTS | {"pow"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """The equations of one program that belong to normalisations.
+
+    Equal and hashed by content, so that programs with the same normalisations can share their
+    rewriting.
+
+    Attributes:
+      measures: the identities of equations of statistics, which run in float32.
+      applies: the identities of equations whose results are as large as x. They run in float32
+        and return half precision.
+      programs: the regions of nested programs, by the identities of the equation and the program.
+      is_whole: whether every equation of the program belongs to a normalisation.
+    """
+
+    measures: frozenset[int] = frozenset()
+    applies: frozenset[int] = frozenset()
+    programs: Mapping[tuple[int, int], Regions] = dataclasses.field(default_factory=dict)
+    is_whole: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.measures, self.applies, self.is_whole, frozenset(self.programs.items())))
+
+    def within(self, equation: Equation) -> dict[int, Regions]:
+        """Returns the regions of the programs of an equation, by identity."""
+        identity = id(equation)
+        return {
+            program: found
+            for (holder, program), found in self.programs.items()
+            if holder == identity
+        }
+
+
+NOWHERE = Regions()
+
+
+def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
+    """Returns the normalisations of a program.
+
+    Args:
+      jaxpr: an open jaxpr.
+      is_param: whether each of its arguments is a parameter. Values computed from parameters alone
+        are never normalised.
+    """
+    if not holds(jaxpr, _ROOTS):
+        return NOWHERE
+    graph = FrameGraph(jaxpr, is_param)
+    found = _Found()
+    for operation in graph.operations:
+        if operation.name in _ROOTS and operation.equation is not None:
+            _look_at(operation, found)
+    if not found.applies:
+        return NOWHERE
+    backward_of(graph.operations, found.measures, found.applies)
+    return _regions(graph.top, found)
+
+
+@dataclasses.dataclass
+class _Found:
+    measures: set[FrameOperation] = dataclasses.field(default_factory=set)
+    applies: set[FrameOperation] = dataclasses.field(default_factory=set)
+
+
+def _regions(frame: Frame, found: _Found) -> Regions:
+    programs = {key: _regions(inner, found) for key, inner in frame.programs.items()}
+    kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
+    own = [op for op in frame.operations if op.equation is not None]
+    measures = frozenset(id(op.equation) for op in own if op in found.measures)
+    applies = frozenset(id(op.equation) for op in own if op in found.applies)
+    floats = [op for op in own if True in [data.is_float for data in op.outputs]]
+    is_whole = all(op in found.measures or op in found.applies for op in floats)
+    is_whole = (
+        is_whole and all(regions.is_whole for regions in programs.values()) and bool(floats or kept)
+    )
+    return Regions(measures, applies, kept, is_whole)
+
+
+def _look_at(root: FrameOperation, found: _Found) -> None:
+    """Adds the normalisations that divide by a root, if any."""
+    is_inverse = _is_inverse(root)
+    if is_inverse is None:
+        return
+    statistics = statistics_of(root.inputs[0])
+    moments = [moment for moment in statistics.moments if not moment.of.yields]
+    is_running = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
+    if not moments and not (is_running and root.inputs[0].shape):
+        return
+    quotients = _quotients(root, is_inverse)
+    for quotient in quotients.operations:
+        numerator = chain_of(quotient.numerator)
+        chosen = next((m for m in moments if meeting(numerator, chain_of(m.of)) is not None), None)
+        affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, quotients.made)
+        if chosen is None and not (is_running and _is_centred(numerator, affine, quotients.made)):
+            continue
+        is_plain = not (affine or quotient.is_scaled)
+        if is_plain and chosen is not None and not chosen.is_mean:
+            continue
+        if (
+            is_plain
+            and numerator.data[-1].given
+            and not _feeds_a_matmul(quotient.operation.outputs[0])
+        ):
+            continue
+        found.measures.update((root, *quotients.made, *statistics.operations))
+        found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
+        for moment in moments:
+            found.measures.update(moment.operations)
+            squared = chain_of(moment.of)
+            found.measures.update(
+                squared.operations[: squared.data.index(meeting(squared, numerator) or moment.of)]
+            )
+    found.measures -= found.applies
+
+
+def _is_inverse(root: FrameOperation) -> bool | None:
+    """Returns True for an inverse square root and False for a square root.
+
+    Returns None for other operations.
+    """
+    if root.name != "pow":
+        return root.name == "rsqrt"
+    exponent = root.inputs[1]
+    while (
+        exponent.number is None and exponent.made_by is not None and exponent.made_by.name in MOVES
+    ):
+        exponent = exponent.made_by.inputs[0]
+    number = None if exponent.number is None else float(exponent.number)
+    return {0.5: False, -0.5: True}.get(number) if number is not None else None
+
+
+def _is_centred(
+    numerator: DefinitionChain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
+) -> bool:
+    """Returns whether a stored mean is subtracted.
+
+    It is subtracted before the division, or afterwards, divided by the root itself.
+    """
+    if numerator.data[0].yields:
+        return False
+    before = (
+        op
+        for op in numerator.operations
+        if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape)
+    )
+    after = (
+        op
+        for op in affine
+        if op.name in FORWARD_ADDITIONS and any(data.made_by in of_root for data in op.inputs)
+    )
+    return any(True for _ in before) or any(True for _ in after)
+
+
+def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[FrameOperation]:
+    """Returns the operations of a numerator up to the last subtraction of a mean."""
+    squares = {data for moment in moments for data in chain_of(moment.of).data}
+    shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
+    last = shared
+    for i, operation in enumerate(numerator.operations):
+        if operation.name == "sub" and _is_mean(operation, squares):
+            last = max(last, i + 1)
+    return numerator.operations[:last]
+
+
+def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
+    """Returns whether the subtrahend is a stored mean, or computed from sums of the minuend."""
+    mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
+    if mean.given and mean.number is None and repeats(mean, shape):
+        return True
+    sums = [operation for operation in statistics_of(mean).operations if operation.name in SUMS]
+    return any(not of.isdisjoint(chain_of(operation.inputs[0]).data) for operation in sums)
+
+
+# --------------------------------------------------------------------------------------------------
+# The quotient, its scale and its bias
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Quotient:
+    operation: FrameOperation
+    numerator: Data
+    is_scaled: bool
+
+
+@dataclasses.dataclass
+class _Quotients:
+    """The quotients by a root.
+
+    Attributes:
+      operations: divisions by the root, or products with its reciprocal.
+      made: operations on the root before: broadcasts, the addition of an epsilon, scaling.
+    """
+
+    operations: list[_Quotient] = dataclasses.field(default_factory=list)
+    made: set[FrameOperation] = dataclasses.field(default_factory=set)
+
+
+def _quotients(root: FrameOperation, is_inverse: bool) -> _Quotients:
+    found, left = _Quotients(), [(root.outputs[0], is_inverse, False)]
+    while left:
+        data, is_inverse, is_scaled = left.pop()
+        for operation in data.readers:
+            if operation in found.made or operation.is_backward:
+                continue
+            quotient, after = _read(operation, data, is_inverse, is_scaled)
+            if quotient is not None:
+                found.operations.append(quotient)
+            elif after is not None:
+                found.made.add(operation)
+                left += [(output, *after) for output in operation.outputs]
+    return found
+
+
+def _read(
+    operation: FrameOperation, data: Data, is_inverse: bool, is_scaled: bool
+) -> tuple[_Quotient | None, tuple[bool, bool] | None]:
+    """Reads an operation on a root: a quotient, or a step before one.
+
+    Returns:
+      The quotient, or None; and (is_inverse, is_scaled) of the result of a step before the
+      quotient, or None.
+    """
+    name, others = operation.name, [other for other in operation.inputs if other is not data]
+    if name in MOVES:
+        return None, (is_inverse, is_scaled)
+    if name == "reciprocal" or (name == "integer_pow" and operation.equation.params["y"] == -1):
+        return None, (not is_inverse, is_scaled)
+    if name in JOINS_ROOTS:
+        stored = all(
+            is_stored(other, operation.outputs[0].shape) for other in others if other.is_float
+        )
+        return None, (is_inverse, is_scaled) if stored else None
+    if name not in PRODUCTS or len(others) != 1:
+        return None, None
+    other, divides = others[0], name == "div" and operation.inputs[1] is data
+    shape = operation.outputs[0].shape
+    if is_stored(other, shape) or (
+        other.given and data.shape == shape and not repeats(data, shape)
+    ):
+        return None, (is_inverse != divides, is_scaled or other.number is None)
+    if is_inverse if name == "mul" else divides and not is_inverse:
+        return _Quotient(operation, other, is_scaled), None
+    return None, None
+
+
+def _affine(
+    data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]
+) -> list[FrameOperation]:
+    """Returns the operations that scale a quotient by stored values and then shift it.
+
+    Operations between them are included.
+    """
+    found: list[FrameOperation] = []
+    readers = [operation for operation in data.readers if not operation.is_backward]
+    for operation in readers:
+        others = [other for other in operation.inputs if other is not data]
+        is_number = len(others) == 1 and others[0].number is not None
+        after: tuple[bool, bool] | None = None
+        if operation.name in MOVES or (
+            operation.name in PRODUCTS and is_number and len(readers) == 1
+        ):
+            rest = _affine(operation.outputs[0], is_scaled, is_shifted, of_root)
+            found += [operation, *rest] if rest else []
+        elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
+            if operation.name in PRODUCTS and not (is_scaled or is_shifted):
+                after = (True, False)
+            elif operation.name in FORWARD_ADDITIONS and not is_shifted:
+                after = (True, True)
+        if after is not None:
+            found += [operation, *_affine(operation.outputs[0], *after, of_root)]
+    return found
+
+
+def _feeds_a_matmul(data: Data) -> bool:
+    return any(
+        reader.name in MATMULS
+        or (reader.name in MOVES and any(map(_feeds_a_matmul, reader.outputs)))
+        for reader in data.readers
+    )
+
+
+def _affects(
+    operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]
+) -> bool:
+    """Returns whether an operation scales or shifts `data` by a stored value.
+
+    A value computed from the root and stored values counts too.
+    """
+    if operation.name == "div" and operation.inputs[0] is not data:
+        return False
+    return is_stored(other, operation.outputs[0].shape) or other.made_by in of_root

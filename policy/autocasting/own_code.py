@@ -1,0 +1,251 @@
+"""A user's own code under a policy: traced in float32 and evaluated, around layers that obey
+policies themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+
+from policy.autocasting.calls import HANDLERS
+from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.settings import Places, Settings
+from policy.autocasting.values import CastValue, cast
+from policy.core.policy import Policy
+from policy.core.scope import current_scope, enter
+from policy.programs import marks
+from policy.programs.dtypes import F32, float_dtype
+from policy.programs.equations import is_unwritten, repeated_programs
+from policy.programs.interpreter import run_at_once
+from policy.programs.outlining import outlined
+from policy.programs.pure_calls import PureCall, UnreturnableError
+from policy.programs.subprograms import opened
+from policy.programs.trace import Arguments, is_array, is_eager
+
+CANNOT_BE_TRACED = (
+    UnreturnableError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors of code that needs the values of arrays, or returns an object that may hold some."""
+
+_MOST_PROGRAMS = 256
+
+ModuleCall = Callable[[Any, Any, Any], Any]
+"""A pure function of parameters, other state and inputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnCode:
+    """A call of a user's code, traced in float32 except for layers, which obey their policies.
+
+    Attributes:
+      call: the program, and its operands in the dtypes that they are stored in.
+      policy: the policy of the outermost module.
+      kinds: for each operand, 0 of a parameter, 1 of other state, 2 of an input.
+    """
+
+    call: PureCall
+    policy: Policy
+    kinds: Sequence[int]
+
+    @classmethod
+    def traced(cls, call: ModuleCall, trees: Sequence[Any], policy: Policy) -> OwnCode:
+        """Traces ``call(params, others, inputs)``; parameters and inputs are float32 to it.
+
+        Raises:
+          the errors in `CANNOT_BE_TRACED`.
+        """
+        kinds = [
+            kind
+            for kind, tree in enumerate(trees)
+            for leaf in jax.tree.leaves(tree)
+            if is_array(leaf)
+        ]
+
+        given = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
+        is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in given]
+
+        def in_float32(arrays: Sequence[Any]) -> list[Any]:
+            return [
+                array if kind == 1 or not _is_float(array) else cast(array, F32)
+                for array, kind in zip(arrays, kinds, strict=True)
+            ]
+
+        def inside(*trees: Any) -> Any:
+            scope = dataclasses.replace(current_scope(), traces_own_code=True)
+            inputs = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
+            wide = [x for x, is_one in zip(inputs, is_wide, strict=True) if is_one]
+            with enter(scope), marks.noting_wide_results(wide):
+                return call(*trees)
+
+        traced = PureCall.of(inside, *trees, traced_as=in_float32)
+        return cls(dataclasses.replace(traced, jaxpr=outlined(traced.jaxpr)), policy, kinds)
+
+    def run(self) -> Any:
+        """Evaluates the call."""
+        return self.call.returned(self.evaluated(*self.call.arrays))
+
+    def evaluated(self, *arrays: Any) -> list[Any]:
+        """Returns the results of the program on operands as they are stored.
+
+        The outputs of ``call``, the first of its results, have the dtypes that they were
+        computed in; state has the dtypes of the trace.
+        """
+        body, consts = opened(self.call.jaxpr)
+        settings = Settings(self.policy, narrows_scans=True)
+        places = Places(settings, repeated_programs(body))
+        given = dict(zip(body.invars, arrays, strict=True))
+        outputs = sum(self.call.is_dynamic[: self.call.treedef.children()[0].num_leaves])
+        values = [
+            CastValue(
+                _narrow(array, variable),
+                kind == 0,
+                weak=kind == 2 and self.policy.cast_inputs,
+                is_table=kind == 1 and is_fixed,
+            )
+            for array, variable, kind, is_fixed in zip(
+                arrays, body.invars, self.kinds, is_unwritten(body, outputs), strict=True
+            )
+        ]
+        evaluator = Evaluator(settings, places, HANDLERS)
+        evaluated = evaluator.run(body, list(map(evaluator.constant, consts)), values)
+        results: list[Any] = []
+        for i, (atom, value) in enumerate(zip(body.outvars, evaluated, strict=True)):
+            dtype = float_dtype(atom.aval)
+            if not isinstance(atom, jex_core.Literal) and atom in given:
+                results.append(given[atom])
+            else:
+                results.append(
+                    value.array if i < outputs or dtype is None else cast(value.array, dtype)
+                )
+        return results
+
+
+def _is_float(array: Any) -> bool:
+    """Returns whether an array is floating, of at least 16 bits."""
+    dtype = float_dtype(array)
+    return dtype is not None and dtype.itemsize >= 2
+
+
+def _narrow(array: Any, variable: Any) -> Any:
+    """Returns a float64 operand as the float32 that it was traced as, others unchanged."""
+    dtype = float_dtype(array)
+    is_wide = (
+        dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
+    )
+    return cast(array, F32) if is_wide else array
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls that are repeated without jit
+# --------------------------------------------------------------------------------------------------
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A call that was traced.
+
+    Attributes:
+      program: the evaluated program.
+      call: the call, without its operands.
+    """
+
+    program: Callable[..., list[Any]]
+    call: PureCall
+
+
+_kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def run(
+    call: ModuleCall,
+    trees: Sequence[Any],
+    policy: Policy,
+    *,
+    key: Hashable,
+) -> Any:
+    """Runs ``call(params, others, inputs)``, a user's own code, under a policy.
+
+    Outside of `jax.jit`, the program is kept for calls with the same key, structure and shapes.
+
+    Args:
+      call: returns its outputs, and then its state.
+      trees: its arguments.
+      policy: the policy of the outermost module.
+      key: equal for calls that run the same code; None keeps nothing.
+
+    Returns:
+      The results of the call.
+
+    Raises:
+      the errors in `CANNOT_BE_TRACED`.
+    """
+    arguments = Arguments.of(tuple(trees), {})
+    key = _key(key, arguments, policy)
+    if key is None:
+        return OwnCode.traced(call, trees, policy).run()
+    with _lock:
+        kept = _kept.pop(key, None)
+        known = kept is not None
+        if known:
+            _kept[key] = kept
+    if kept is None:
+        own = OwnCode.traced(call, trees, policy)
+        _, consts = opened(own.call.jaxpr)
+        if own.call.mutations.changed or any(isinstance(c, jax.core.Tracer) for c in consts):
+            return own.run()
+        own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
+        program = jax.make_jaxpr(own.evaluated)(*arguments.arrays)
+        kept = _Kept(run_at_once(program), own.call)
+        with _lock:
+            _kept[key] = kept
+            if len(_kept) > _MOST_PROGRAMS:
+                _kept.popitem(last=False)
+    return kept.call.returned(kept.program(*arguments.arrays))
+
+
+def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
+    """Returns a key for a call's program, or None for one that is not kept."""
+    if key is None or not all(isinstance(leaf, _SIMPLE) for leaf in arguments.static):
+        return None
+    if not all(map(is_eager, arguments.arrays)):
+        return None
+    avals = tuple(map(jax.typeof, arguments.arrays))
+    config: Any = jax.config
+    settings = (
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_numpy_dtype_promotion,
+        config.jax_numpy_rank_promotion,
+        jax.sharding.get_abstract_mesh(),
+    )
+    full = key, arguments.key, avals, policy, current_scope(), settings
+    try:
+        return _Key(full, hash(full))
+    except TypeError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A key whose hash is computed once."""
+
+    value: Hashable
+    hash: int
+
+    def __hash__(self) -> int:
+        return self.hash

@@ -1,0 +1,138 @@
+"""Finds the parameters among a function's arguments, and warns about optimizer states."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from policy.core.precedence import warn_once
+from policy.core.trees import nnx_files
+from policy.optim import MixedPrecisionState
+
+ParamsArgument = int | str | Sequence[int | str] | Callable[[Any], bool] | None
+
+
+def require_params(params: Any) -> None:
+    named = [params] if isinstance(params, (int, str)) else params
+    is_collection = isinstance(named, Collection) and not isinstance(named, (bytes, Mapping))
+    if params is None or callable(params):
+        return
+    if not is_collection or any(
+        isinstance(name, bool) or not isinstance(name, (int, str)) for name in named
+    ):
+        raise TypeError(
+            "params should be positions or names of arguments, or a predicate on leaves, but got "
+            f"{params!r}."
+        )
+
+
+def parameters(
+    fn: Any, params: ParamsArgument, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[bool]:
+    """Returns, for each leaf of ``(args, kwargs)``, whether it is a parameter."""
+    everything = (args, kwargs)
+    if callable(params):
+        return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]
+    if params is None:
+        return _inferred(args, kwargs)
+    named = [params] if isinstance(params, (int, str)) else list(params)
+    positions = {
+        _position(fn, name, args)
+        for name in named
+        if not (isinstance(name, str) and name in kwargs)
+    }
+    return [
+        *(i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)),
+        *(name in named for name, arg in sorted(kwargs.items()) for _ in jax.tree.leaves(arg)),
+    ]
+
+
+def other_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any], positions: Collection[int] = ()
+) -> list[bool]:
+    """Returns, for each leaf of ``(args, kwargs)``, whether it is state of a module beside its
+    parameters: in another collection of a mapping with `params`, or in an argument at `positions`.
+    """
+
+    def marks(arg: Any, is_state: bool) -> list[bool]:
+        if not (isinstance(arg, Mapping) and "params" in arg):
+            return [is_state] * len(jax.tree.leaves(arg))
+        paths = jax.tree_util.tree_flatten_with_path(arg)[0]
+        return [getattr(path[0], "key", None) != "params" for path, _ in paths]
+
+    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i in positions)]
+    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+
+
+def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
+    position: Any = name
+    if isinstance(name, str):
+        names = list(inspect.signature(fn).parameters)
+        if name not in names:
+            raise ValueError(
+                f"params names the argument {name!r}, but the function takes {', '.join(names)}."
+            )
+        position = names.index(name)
+    if not -len(args) <= position < len(args):
+        raise ValueError(
+            f"params names argument {name!r}, but the function was called with {len(args)} "
+            "positional arguments."
+        )
+    return position % len(args)
+
+
+def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    has_collection = any(
+        isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values())
+    )
+
+    def marks(arg: Any, is_first: bool) -> list[bool]:
+        if has_collection and isinstance(arg, Mapping) and "params" in arg:
+            paths = jax.tree_util.tree_flatten_with_path(arg)[0]
+            return [getattr(path[0], "key", None) == "params" for path, _ in paths]
+        leaves = jax.tree.leaves(arg)
+        is_container = (
+            is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
+        )
+        return [is_container] * len(leaves)
+
+    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]
+    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+
+
+def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warns about optimizer states among the arguments: updates would run in half precision."""
+    found: list[str] = []
+
+    def is_state(node: Any) -> bool:
+        cls = type(node)
+        of_optax = cls.__module__.split(".")[0] == "optax" and cls.__name__.endswith("State")
+        if is_one := of_optax or isinstance(node, MixedPrecisionState):
+            found.append(cls.__name__)
+        return is_one
+
+    jax.tree.leaves((args, kwargs), is_leaf=is_state)
+    _warn_of(found)
+
+
+def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warns about an `nnx.Optimizer` argument, whose state is only variables when traced."""
+    _warn_of(
+        [
+            type(arg).__name__
+            for arg in (*args, *kwargs.values())
+            if hasattr(arg, "opt_state") and nnx_files(arg)
+        ]
+    )
+
+
+def _warn_of(found: list[str]) -> None:
+    if found:
+        warn_once(
+            "autocast is applied to a function that takes an optimizer state "
+            f"({', '.join(dict.fromkeys(found))}), so the update inside runs in half precision. "
+            "Apply autocast to the loss function only, and keep the update outside."
+        )

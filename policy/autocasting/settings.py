@@ -1,0 +1,189 @@
+"""The arguments of an autocast, and the resulting dtypes at each module path of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from policy.core.islands import in_island
+from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.matmul_precision import computes_in_half, precision_within
+from policy.core.policy import Policy
+from policy.core.precision import HIGHEST
+from policy.core.requested_dtypes import note_obeyed
+from policy.core.rules import PolicyRules
+from policy.programs import marks
+from policy.programs.dtypes import F32
+from policy.programs.paths import Path, divided, once
+from policy.programs.primitives import MATMULS, category_of
+from policy.programs.scope_names import ISLAND
+
+
+class UnknownPrimitiveError(NotImplementedError):
+    """Raised with ``on_unknown="raise"`` for a primitive without a category."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of an autocast.
+
+    Attributes:
+      policy: matmuls run in its compute_dtype.
+      rules: policies by module path, or None.
+      narrows: whether params yield to half-precision activations, and normalisations return half
+        ("memory").
+      allow, deny, opaque: primitives to run in compute_dtype, in float32, and as they were traced.
+      strict: whether a primitive without a category is an error.
+      normalises: the paths of modules treated as normalisations, as rules whose policies are
+        ignored; or None.
+      narrows_scans: whether scanned layers with stacked parameters return half precision.
+    """
+
+    policy: Policy
+    rules: PolicyRules | None = None
+    narrows: bool = True
+    allow: frozenset[str] = frozenset()
+    deny: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
+    strict: bool = False
+    normalises: PolicyRules | None = None
+    narrows_scans: bool = False
+
+    def category(self, name: str) -> str:
+        """Returns the category of a primitive.
+
+        Raises:
+          UnknownPrimitiveError: it has no category, and `strict` is set.
+        """
+        if name in self.opaque:
+            return "opaque"
+        if name in self.allow:
+            return "compute" if name in MATMULS else "promote"
+        if name in self.deny:
+            return "fp32"
+        category = category_of(name)
+        if category is None and self.strict:
+            raise UnknownPrimitiveError(
+                f"autocast knows no category for the primitive {name!r}. List it in opaque=, "
+                "allow= or deny=, or leave out on_unknown='raise'."
+            )
+        return category or "opaque"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The dtypes of the equations of one module path.
+
+    Attributes:
+      compute: the dtype of matmuls there; float32 keeps everything there in float32.
+      matmul: the 8-bit dtypes of matmuls of one parameter there, or None.
+      region: "applies" where a normalisation computes values as large as its input, in float32, and
+        returns half precision; "measures" where it computes statistics, which are float32 for every
+        reader.
+      is_ruled: whether a rule names the path: then nothing there is a normalisation.
+      is_layer: whether it is inside a layer that obeys a policy itself: its dtypes stay as they
+        were traced.
+      precision: the precision of matmuls there that were given none, or None for JAX's default.
+    """
+
+    compute: np.dtype
+    matmul: ScaledMatmul | None = None
+    region: Literal["applies", "measures"] | None = None
+    is_ruled: bool = False
+    is_layer: bool = False
+    precision: str | None = None
+
+    def within(self, region: Literal["applies", "measures"] | None) -> Place:
+        """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
+        if region is None or self.region is not None or self.is_ruled or self.compute == F32:
+            return self
+        return dataclasses.replace(self, region=region)
+
+
+class Places:
+    """The places of a program by module path; remembers the paths for the check of the rules.
+
+    Attributes:
+      repeated: the identities of programs that are rewritten once for all equations that hold them.
+      shared: the rewritten programs; see `policy.autocasting.memoization`.
+    """
+
+    def __init__(self, settings: Settings, repeated: frozenset[int] = frozenset()):
+        self.settings, self.repeated = settings, repeated
+        self.shared: dict[Any, Any] = {}
+        self._known: dict[Path, Place] = {}
+
+    def __getitem__(self, path: Path) -> Place:
+        place = self._known.get(path)
+        if place is None:
+            place = self._known[path] = self._find(path)
+        return place
+
+    def _find(self, path: Path) -> Place:
+        settings = self.settings
+        marked = marks.innermost(path)
+        if isinstance(marked, str):
+            return Place(F32, is_layer=True)
+        policy = _rule_policy(settings.rules, without_marks(path))
+        obeyed = policy or settings.policy
+        compute, matmul = obeyed.compute_dtype, obeyed.matmul
+        precision = precision_within(obeyed, settings.policy)
+        if marked is not None:
+            compute, matmul, precision = marked
+            if precision is None and compute == F32 and computes_in_half(settings.policy):
+                precision = HIGHEST  # of derivative rules, which are traced after the module's call
+        if ISLAND in path:
+            compute, matmul = F32, None
+            precision = precision_within(in_island(obeyed), settings.policy)
+        may_be_named = settings.narrows and policy is None and compute != F32
+        named = may_be_named and _rule_policy(settings.normalises, without_marks(path)) is not None
+        name, model = _names(without_marks(path))[-1]
+        note_obeyed(model, name, obeyed)
+        region = "applies" if named else None
+        return Place(compute, matmul, region, policy is not None, precision=precision)
+
+    def output_of(self, path: Path) -> np.dtype | None:
+        """Returns the half-precision output dtype that a rule gives to this very path, or None."""
+        self[path]  # known, for the check of the rules
+        rules = self.settings.rules
+        for name, model in _names(without_marks(path)) if path else ():
+            policy = rules.match(name, model=model) if rules is not None else None
+            if policy is not None:
+                return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
+        return None
+
+    def check(self, rules: PolicyRules | None) -> None:
+        """Raises if a rule matched no path."""
+        if rules:
+            paths = map(without_marks, self._known)
+            prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
+            rules.check_places(sorted({name for path in prefixes for name in _names(path)}))
+
+
+def without_marks(path: Path) -> Path:
+    """Returns the path without this library's own scopes, which rules don't match."""
+    return tuple(name for name in path if name != ISLAND and not marks.is_mark(name))
+
+
+def _names(path: Path) -> list[tuple[str, str]]:
+    """Returns (name below the model, model's name) for a path, as rules match it.
+
+    The model's name is "" outside of any model.
+
+    A name that occurs twice in a row may be one module whose call runs its base class's, and it
+    matches either way.
+    """
+    model, below = divided(path) or ("", path)
+    return [("/".join(names), model) for names in dict.fromkeys((below, once(below)))]
+
+
+def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
+    """Returns the policy of the rule that matches the path, or the nearest path above it."""
+    for length in range(len(path), 0, -1) if rules else ():
+        for name, model in _names(path[:length]):
+            policy = rules.match(name, model=model) if rules is not None else None
+            if policy is not None:
+                return policy
+    return None

@@ -1,0 +1,390 @@
+"""autocast: mixed precision for code that can't be edited, as a function transformation."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
+
+from policy.autocasting.calls import HANDLERS
+from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.parameters import (
+    ParamsArgument,
+    other_state,
+    parameters,
+    require_params,
+    warn_of_nnx_optimizer,
+    warn_of_optimizer,
+)
+from policy.autocasting.report import Report
+from policy.autocasting.settings import Places, Settings
+from policy.autocasting.values import CastValue, cast
+from policy.core.callables import require_function
+from policy.core.policy import Policy, get_policy
+from policy.core.precedence import warn_once
+from policy.core.rules import PolicyRules, pattern_text
+from policy.core.scope import RulesLike, current_scope, require_usable
+from policy.programs.dtypes import F32, is_floating_dtype
+from policy.programs.equations import is_unwritten, repeated_programs
+from policy.programs.module_names import make_jaxpr
+from policy.programs.outlining import outlined
+from policy.programs.primitives import known_primitives
+from policy.programs.scope_names import ISLAND
+from policy.programs.subprograms import opened
+from policy.programs.trace import Arguments, Lowered, is_staged, lowered
+
+_MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of an autocast.
+
+    Attributes:
+      policy: the policy, or None for the one in force.
+      params: the parameters among the arguments, as in `autocast`.
+      settings: everything else.
+      states: the positions of arguments that are state of modules other than parameters.
+    """
+
+    policy: Policy | None
+    params: Any
+    settings: Settings
+    states: tuple[int, ...] = ()
+
+    def resolved(self) -> Settings | None:
+        """Returns the settings in force, or None if there is no policy."""
+        if self.policy is not None:
+            return dataclasses.replace(self.settings, policy=require_usable(self.policy))
+        scope = current_scope()
+        if scope.policy is None:
+            return None
+        rules = scope.rules if self.settings.rules is None else self.settings.rules
+        return dataclasses.replace(self.settings, policy=require_usable(scope.policy), rules=rules)
+
+
+def autocast(
+    fn: Any = None,
+    policy: Policy | str | None = None,
+    *,
+    params: ParamsArgument = None,
+    rules: RulesLike | None = None,
+    preset: Literal["memory", "conservative"] = "memory",
+    allow: Collection[str] = (),
+    deny: Collection[str] = (),
+    opaque: Collection[str] = (),
+    normalises: Collection[str] = (),
+    on_unknown: Literal["opaque", "raise"] = "opaque",
+    enabled: bool = True,
+) -> Any:
+    """Runs matmuls and convolutions of `fn` in compute_dtype, sensitive operations in float32.
+
+    The function is traced in float32, half-precision arguments included, and that program is
+    evaluated with casts inserted. So its code needn't know about dtypes, and every JAX
+    transformation applies to the result: jit, grad, vmap, scan, checkpoint, shard_map, in either
+    order. It is compiled, and retraced for other shapes or another policy only; the requirements of
+    `jax.jit` on functions apply. An nnx module among the arguments is updated; an `nnx.State` never
+    is, as under `jax.jit` and unlike in an eager call that merges it. Put it around the loss, not
+    around the train step: an optimizer update inside would run in half precision.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = policy.autocast(lambda w, x: jnp.dot(x, w), "mixed_bfloat16", params=0)
+    >>> w, x = jnp.eye(4), jnp.ones((2, 4))
+    >>> fn(w, x).dtype
+    dtype('float32')
+    >>> print(fn.explain(w, x))
+    parameters: args[0]
+      dot_general     1  bfloat16 -> bfloat16
+
+    Args:
+      fn: any function of arrays. If left out (or with the policy in its place), a decorator is
+        returned.
+      policy: a Policy or its text form; matmuls run in its compute_dtype. None is the one in force
+        at the call, with its rules; without any, `fn` runs unchanged, with a `DtypePolicyWarning`.
+      params: the arguments that are parameters, whose float32 yields to half-precision activations:
+        positions, names of arguments, or a predicate on leaves. None: the `params` collection of a
+        mapping that has one, otherwise the first positional argument if it is a container.
+        Constants, positions and state that the call does not write meet activations in float32, and
+        the result is half precision for what follows. Other arguments keep it in float32.
+      rules: policies by module path, as everywhere: ``{"decoder/layer_3/.*": "f32"}``. A rule with
+        a half-precision output_dtype for layers that are scanned over narrows the carry between
+        them: ``{"layers": "bf16"}``. Other loops, and scanned layers without a rule, keep the
+        dtypes of their carries.
+      preset: "memory" keeps activations in half precision between matmuls; "conservative" is
+        PyTorch's promotion, where params and normalisations make them float32 again.
+      allow, deny, opaque: names of primitives to run in compute_dtype, in float32, or as they were
+        traced.
+      normalises: module paths, as patterns of rules, of normalisations that are not recognised:
+        under "memory" they run in float32 and return half precision. Quotients of x, or of x minus
+        its mean, and a root of its second moment are recognised under any name.
+      on_unknown: whether an unknown primitive runs as it was traced, or raises.
+      enabled: False leaves `fn` as it is, in float32 also inside another autocast.
+
+    Returns:
+      A function of the same signature. Its outputs have the dtypes of `fn`'s.
+
+    Raises:
+      TypeError: `fn` is not a function, or `rules`, `allow`, ... are not of the kinds above.
+      ValueError: a policy without a floating compute_dtype, an unknown primitive or preset, a
+        primitive given twice; at the call, a rule or a path in `normalises` that matches nothing.
+    """
+    if isinstance(fn, (str, Policy)) and policy is None:
+        fn, policy = None, fn
+    options = _checked(policy, params, rules, preset, allow, deny, opaque, normalises, on_unknown)
+    if fn is None:
+        return functools.partial(_transformed, options=options, enabled=enabled)
+    return _transformed(fn, options=options, enabled=enabled)
+
+
+def _checked(
+    policy: Any,
+    params: Any,
+    rules: Any,
+    preset: Any,
+    allow: Any,
+    deny: Any,
+    opaque: Any,
+    normalises: Any,
+    on_unknown: Any,
+) -> _Options:
+    if preset not in ("memory", "conservative"):
+        raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
+    if on_unknown not in ("opaque", "raise"):
+        raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
+    require_params(params)
+    policy = None if policy is None else get_policy(policy)
+    rules = (
+        None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    )
+    classes = [pattern_text(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
+    if classes:
+        raise TypeError(
+            "autocast's rules select module paths, not classes, but got "
+            f"{', '.join(classes)}: give a path pattern, as in {{'.*/norm': 'f32'}}."
+        )
+    settings = Settings(
+        policy or get_policy("float32"),
+        rules,
+        preset == "memory",
+        known_primitives(allow, "allow"),
+        known_primitives(deny, "deny"),
+        known_primitives(opaque, "opaque"),
+        on_unknown == "raise",
+        _checked_paths(normalises),
+    )
+    twice = (settings.allow & settings.deny) | (settings.opaque & (settings.allow | settings.deny))
+    if twice:
+        raise ValueError(
+            f"{', '.join(map(repr, sorted(twice)))} is in more than one of allow, deny and opaque: "
+            "keep it in one of them."
+        )
+    return _Options(policy, params, settings)
+
+
+def _checked_paths(normalises: Any) -> PolicyRules | None:
+    is_collection = isinstance(normalises, Collection) and not isinstance(normalises, (str, bytes))
+    if not is_collection or not all(isinstance(pattern, str) for pattern in normalises):
+        raise TypeError(
+            "normalises should be a collection of module paths, such as "
+            f"('blocks/.*/scale_shift',), but got {normalises!r}."
+        )
+    return PolicyRules(dict.fromkeys(normalises, "float32")) if normalises else None
+
+
+def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
+    require_function(fn, "autocast")
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled should be True or False, but got {enabled!r}.")
+    if not enabled:
+        return _as_traced(fn)
+    return _Autocast(fn, options).wrapper()
+
+
+def _as_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` in an island, which a surrounding autocast leaves in float32."""
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(ISLAND):
+            return fn(*args, **kwargs)
+
+    return island
+
+
+class _Autocast:
+    """A transformed function, and the programs compiled for its static arguments."""
+
+    def __init__(self, fn: Any, options: _Options):
+        self.fn, self.options = fn, options
+        self.programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.pure: collections.OrderedDict[Any, _Autocast] = collections.OrderedDict()
+
+    def wrapper(self) -> Callable[..., Any]:
+        names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)]
+
+        @functools.wraps(self.fn, assigned=names, updated=())
+        def transformed(*args: Any, **kwargs: Any) -> Any:
+            settings = self.options.resolved()
+            if settings is None:
+                warn_once(
+                    f"autocast({_name_of(self.fn)}) has no policy of its own, and none is in force "
+                    "here, so the function runs unchanged. Give it one, as in autocast(fn, "
+                    "'mixed_bfloat16'), or call it in a use_policy block."
+                )
+                return self.fn(*args, **kwargs)
+            warn_of_nnx_optimizer(args, kwargs)
+            target, arguments, finish = self.lowered(args, kwargs)
+            in_place = any(map(is_staged, arguments.arrays))
+            program = target._rewritten if in_place else target._program
+            return finish(program(arguments, settings)(*arguments.arrays))
+
+        transformed.explain = self.explain  # type: ignore[attr-defined]
+        return transformed
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Reports the casts of a call without running it; the arguments may be shapes."""
+        settings, report = self.options.resolved(), Report()
+        if settings is not None:
+            target, arguments, _ = self.lowered(args, kwargs)
+            jax.eval_shape(target._rewritten(arguments, settings, report), *arguments.arrays)
+            report.complete()
+        return report
+
+    def lowered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Autocast, Arguments, Callable[[Any], Any]]:
+        """Returns a pure function for the call, its arguments, and a function for its result."""
+        call = lowered(self.fn, args, kwargs)
+        if call is None:
+            return self, Arguments.of(args, kwargs), lambda out: out
+        return self._of_pure(call), Arguments.of(call.args, call.kwargs), call.finish
+
+    def _of_pure(self, call: Lowered) -> _Autocast:
+        """Returns the autocast of a pure function whose first argument is the parameters.
+
+        It is not cached if its key has no hash.
+        """
+        options = dataclasses.replace(self.options, params=0, states=call.states)
+        key, fresh = call.key, _Autocast(call.pure, options)
+        try:
+            target = self.pure.pop(key, fresh)
+        except TypeError:
+            return fresh
+        self.pure[key] = target
+        if len(self.pure) > _MOST_PROGRAMS:
+            self.pure.popitem(last=False)
+        return target
+
+    def _program(self, arguments: Arguments, settings: Settings) -> Any:
+        key = (arguments.key, settings)
+        try:
+            program = self.programs.pop(key, None)
+        except TypeError:  # a static argument that has no hash
+            return self._rewritten(arguments, settings)
+        if program is None:
+            # the program outlives the arrays of its first call
+            fixed = dataclasses.replace(arguments, arrays=[])
+            program = jax.jit(self._rewritten(fixed, settings))
+        self.programs[key] = program
+        if len(self.programs) > _MOST_PROGRAMS:
+            self.programs.popitem(last=False)
+        return program
+
+    def _rewritten(
+        self, arguments: Arguments, settings: Settings, report: Report | None = None
+    ) -> Callable[..., Any]:
+        """Returns the function of the arrays alone that traces `fn` and evaluates its program."""
+
+        def flat(*arrays: Any) -> Any:
+            args, kwargs = arguments.filled(arrays)
+            return self.fn(*args, **kwargs)
+
+        def rewritten(*arrays: Any) -> Any:
+            jaxpr, shape = _traced_in_float32(flat, arrays)
+            args, kwargs = arguments.filled(arrays)
+            marks = parameters(self.fn, self.options.params, args, kwargs)
+            params = [
+                mark
+                for mark, is_dynamic in zip(marks, arguments.is_array, strict=True)
+                if is_dynamic
+            ]
+            warn_of_optimizer(args, kwargs)
+            if report is not None:
+                report.note_parameters(arguments.names(), params)
+            # A report records each equation at its path, and rules may distinguish the paths inside
+            # it.
+            shares = report is None and settings.rules is None and settings.normalises is None
+            body, consts = opened(outlined(jaxpr) if shares else jaxpr)
+            places = Places(settings, repeated_programs(body) if shares else frozenset())
+            evaluator = Evaluator(settings, places, HANDLERS, report)
+            states = other_state(args, kwargs, self.options.states)
+            is_state = [s for s, is_one in zip(states, arguments.is_array, strict=True) if is_one]
+            values = [
+                CastValue(
+                    array if _is_key(array) else jnp.asarray(array),
+                    is_param and settings.narrows,
+                    is_table=is_buffer and is_fixed and settings.narrows,
+                )
+                for array, is_param, is_buffer, is_fixed in zip(
+                    arrays, params, is_state, is_unwritten(body), strict=True
+                )
+            ]
+            outputs = evaluator.run(body, list(map(evaluator.constant, consts)), values)
+            if self.options.settings.rules is not None:
+                places.check(settings.rules)  # those of a scope may be meant for other code
+            places.check(settings.normalises)
+            leaves, structure = jax.tree.flatten(shape)
+            results = [
+                _like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)
+            ]
+            return jax.tree.unflatten(structure, results)
+
+        rewritten.__name__ = _name_of(self.fn)
+        return rewritten
+
+
+def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the program of a function, half-precision arguments as float32, and its results.
+
+    The results have the dtypes that the function gives them for its arguments as they are. A
+    function that refuses half precision, such as an FFT, returns what it returns for float32.
+    """
+    wide = [
+        jax.eval_shape(lambda a: a.astype(F32), array) if _is_half(array) else array
+        for array in arrays
+    ]
+    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*wide)
+    if any(map(_is_half, arrays)):
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            shape = jax.eval_shape(flat, *arrays)
+    return jaxpr, shape
+
+
+def _is_half(array: Any) -> bool:
+    dtype = getattr(array, "dtype", np.bool_)
+    return is_floating_dtype(dtype) and dtype.itemsize == 2
+
+
+def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    """Casts an output to the dtype and weak type that it was traced with."""
+    array = cast(array, shape.dtype) if is_floating_dtype(shape.dtype) else array
+    if not shape.weak_type or jax.typeof(array).weak_type:
+        return array
+    return convert_element_type_p.bind(array, new_dtype=shape.dtype, weak_type=True, sharding=None)
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)

@@ -1,0 +1,1 @@
+"""Which policy is in force, and the casts that it asks for."""

@@ -1,0 +1,119 @@
+"""Full-precision islands: blocks and functions that compute in reduction_dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import jax
+from jax.typing import DTypeLike
+
+from policy.core.callables import require_function
+from policy.core.casting import cast_floating
+from policy.core.matmul_precision import multiplying
+from policy.core.policy import Policy
+from policy.core.references import is_reference
+from policy.core.scope import Scope, current_scope, enter
+from policy.programs.marks import returned
+from policy.programs.scope_names import BOUNDARY, ISLAND
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def full_precision(fn: F) -> F: ...
+@overload
+def full_precision(fn: None = None) -> _Block: ...
+def full_precision(fn: F | None = None) -> F | _Block:
+    """Opens an island in which compute_dtype is reduction_dtype (float32 in mixed precision).
+
+    ``with full_precision():`` is a block and ``@full_precision`` decorates a function. Inside,
+    modules and their layers compute and return reduction_dtype whatever their own policies are,
+    parameters of users' modules are read in it, `policy.compute_dtype` returns it, and autocast
+    runs operations in float32. An explicit `dtype` argument of a layer still holds.
+
+    A block casts no arrays: operations on half-precision arrays alone stay in half precision unless
+    the code casts to `policy.compute_dtype`. A function is also a boundary: in a module's call
+    under a policy, its floating arguments are cast to reduction_dtype and its floating outputs to
+    the compute_dtype of the surrounding code.
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     with policy.full_precision():
+    ...         policy.compute_dtype()
+    dtype('float32')
+
+    Args:
+      fn: the function. None returns a block, which can also be used as a decorator without casts.
+
+    Raises:
+      TypeError: `fn` is not a function.
+    """
+    if fn is None:
+        return _Block()
+    require_function(fn, "full_precision")
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope.policy is None or not scope.boundary_open:
+            with _Block():
+                return fn(*args, **kwargs)
+        with jax.named_scope(BOUNDARY):
+            args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
+        with _Block():
+            outputs = fn(*args, **kwargs)
+        if scope.traces_own_code:
+            return jax.tree.map(returned, outputs)
+        with jax.named_scope(BOUNDARY):
+            return _cast(outputs, scope.policy.compute_dtype)
+
+    return island  # type: ignore[return-value]
+
+
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
+    return cast_floating(tree, dtype, is_leaf=is_reference)
+
+
+class _Block(contextlib.ContextDecorator):
+    """An island as a block; it may be re-entered, also by several threads."""
+
+    def __init__(self) -> None:
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.named_scope(ISLAND))
+        scope = current_scope()
+        island = _island(scope)
+        stack.enter_context(enter(island))
+        stack.enter_context(multiplying(island.policy, scope.policy))
+        self._entered.__dict__.setdefault("stack", []).append(stack)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.stack.pop().__exit__(*exception)
+
+
+def _island(scope: Scope) -> Scope:
+    return dataclasses.replace(scope, policy=in_island(scope.policy), in_full_precision=True)
+
+
+def in_island(policy: Policy | None) -> Policy | None:
+    """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
+    if policy is None:
+        return None
+    return policy.replace(
+        compute_dtype=policy.reduction_dtype,
+        output_dtype=policy.reduction_dtype,
+        reduction_dtype=policy.reduction_dtype,
+        matmul=None,
+    )
+
+
+def as_in_force(policy: Policy | None, scope: Scope) -> Policy | None:
+    """Returns a module's policy as it holds in `scope`: in an island, the island's version."""
+    return in_island(policy) if scope.in_full_precision else policy

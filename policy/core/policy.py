@@ -1,0 +1,447 @@
+"""Policies: three storage and compute dtypes, one reduction dtype, and their text form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from policy.core.casting import cast_floating
+from policy.core.matmul_dtypes import ScaledMatmul, backend, scaled_matmul_of
+from policy.core.precision import is_algorithm, precision_named
+
+T = TypeVar("T")
+
+# Every name in the text form, by dtype; `str(policy)` prints the first one.
+dtype_to_names: dict[Any, tuple[str, ...]] = {
+    jnp.bfloat16: ("bfloat16", "bf16"),
+    jnp.float16: ("float16", "f16"),
+    jnp.float32: ("float32", "f32", "full"),
+    jnp.float64: ("float64", "f64"),
+}
+_name_to_dtype = {
+    name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
+}
+
+_MIXED = {
+    "mixed_bfloat16": (jnp.bfloat16, None),
+    "mixed_float16": (jnp.float16, None),
+    "mixed_float8": (jnp.bfloat16, "f8"),
+    "mixed_int8": (jnp.bfloat16, "i8"),
+}
+_INSIDE = ("f32_inside", "float32_inside")
+_EIGHT_BITS = re.compile(r"(u?int8|float8|fp8|f8|i8)")
+# the output dtype of a policy that hands on the compute_dtype of the code around it
+CALLER = "caller"
+_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+    "r": "reduction_dtype",
+    "reduction": "reduction_dtype",
+    "m": "matmul",
+    "matmul": "matmul",
+    "x": "precision",
+    "precision": "precision",
+    "inputs": "cast_inputs",
+}
+_SHORT = {"precision": "x", "inputs": "inputs"}  # of other keys, the first letter
+
+
+def half_dtype() -> np.dtype:
+    """Returns the backend's 16-bit float, as in jmp: bfloat16 on TPU, float16 elsewhere.
+
+    >>> import policy
+    >>> policy.half_dtype().itemsize
+    2
+    """
+    return jnp.dtype(jnp.bfloat16 if backend()[0] == "tpu" else jnp.float16)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating arrays of a tree to float32.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_full({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
+    dtype('float32')
+    """
+    return cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating arrays of a tree to `half_dtype()`.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_half(jnp.ones(2)).dtype == policy.half_dtype()
+    True
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def dtype_names() -> tuple[str, ...]:
+    """Returns every name of a dtype that a policy takes."""
+    return ("half", *_name_to_dtype)
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """Returns the dtype of a name such as ``bf16``, ``float32``, ``full`` or ``half``.
+
+    Raises:
+      ValueError: no dtype that a policy takes has this name.
+    """
+    if name == "half":
+        return half_dtype()
+    try:
+        return _name_to_dtype[name]
+    except KeyError:
+        known = ", ".join(dtype_names())
+        hint = " Matmuls in 8 bits are m=f8 and m=i8." if _EIGHT_BITS.match(name) else ""
+        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.{hint}") from None
+
+
+def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
+    """Returns `value` as a dtype for a policy field.
+
+    Raises ValueError, naming the field, if it is unsuitable.
+    """
+    if isinstance(value, str) and value in dtype_names():
+        return parse_dtype(value)
+    if value is None:  # jnp.dtype(None) is float64, never intended
+        raise ValueError(
+            f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'."
+        )
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(
+            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 "
+            "or 'bf16'."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Policy({field}={dtype.name}): a policy takes only floating dtypes; integers, "
+            "booleans and complex numbers pass through every policy unchanged."
+        )
+    if dtype.itemsize < 2:
+        raise ValueError(
+            f"Policy({field}={dtype.name}): floats of 8 bits or fewer are for matmul operands "
+            "only. Use float16 or bfloat16 here, and matmul='f8' (m=f8 in a text) for matmuls in "
+            "8 bits."
+        )
+    return dtype
+
+
+P = ParamSpec("P")
+
+
+def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
+    """Makes errors on missing and unknown arguments of Policy mention `get_policy`."""
+
+    @functools.wraps(init)
+    def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except TypeError as error:
+            if "argument" in str(error):
+                example = next((arg for arg in args if isinstance(arg, str)), "mixed_bfloat16")
+                dtypes = "Policy takes three dtypes, as in Policy('f32', 'bf16', 'f32')"
+                error.args = (f"{error}. {dtypes}; get_policy({example!r}) takes a text.",)
+            raise
+
+    return __init__
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Policy:
+    """The dtypes that numbers are stored, multiplied, summed and returned in.
+
+    Policies are values: frozen and hashable, with equality and hash independent of the dtype-likes
+    they were made from.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> mixed = policy.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+    >>> mixed
+    Policy('params=float32,compute=bfloat16,output=float32')
+    >>> mixed.cast_to_compute(jnp.ones(2)).dtype
+    dtype(bfloat16)
+    >>> mixed.replace(output_dtype="bf16").short
+    'p=f32,c=bf16,o=bf16'
+
+    Attributes:
+      param_dtype: the dtype that parameters are created and stored in.
+      compute_dtype: the dtype of matmuls, convolutions and activations.
+      output_dtype: the dtype that a module returns to callers outside the policy. "caller" stands
+        for the compute_dtype of the calling code. It is stored as `compute_dtype`, which is used at
+        a model's output, where there is no such code.
+      follows_caller: True if `output_dtype` was given as "caller".
+      reduction_dtype: the dtype of statistics, softmax, losses and accumulations. None stands for
+        the wider of float32 and `compute_dtype`, and is stored as that dtype.
+      cast_inputs: True if a boundary casts floating inputs to `compute_dtype`. False leaves them
+        uncast (positions, rotary tables, diffusion times).
+      matmul: the 8-bit dtypes of matmuls with weights, and how they are scaled; None for matmuls in
+        compute_dtype. A text such as ``f8`` is parsed by `policy.matmul_dtypes.scaled_matmul_of`.
+      precision: the precision of matmuls and convolutions: "default", "high", "highest", or the
+        name of a `jax.lax.DotAlgorithmPreset` that multiplies `compute_dtype`. None is JAX's
+        default, but "highest" for a module in float32 inside a half-precision model: see the page
+        "float32 on a TPU and GPU".
+
+    Raises:
+      ValueError: a field is not a floating dtype of at least 16 bits, `matmul` is unknown, or
+        `precision` is unknown or does not fit `compute_dtype`.
+      TypeError: `cast_inputs` is not a bool, `matmul` neither a ScaledMatmul nor a text, or
+        `precision` neither a text nor JAX's.
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    reduction_dtype: np.dtype
+    cast_inputs: bool
+    matmul: ScaledMatmul | None
+    precision: str | None
+    follows_caller: bool = dataclasses.field(init=False)
+
+    @_naming_get_policy
+    def __init__(
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+        *,
+        reduction_dtype: DTypeLike | None = None,
+        cast_inputs: bool = True,
+        matmul: ScaledMatmul | str | None = None,
+        precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
+    ):
+        if not isinstance(cast_inputs, bool):
+            raise TypeError(f"Policy(cast_inputs={cast_inputs!r}): it should be True or False.")
+        if isinstance(matmul, str):
+            matmul = scaled_matmul_of(matmul)
+        if not isinstance(matmul, (ScaledMatmul, type(None))):
+            raise TypeError(
+                f"Policy(matmul={matmul!r}): it should be a ScaledMatmul, its text such as 'f8', "
+                "or None."
+            )
+        compute = _floating_dtype("compute_dtype", compute_dtype)
+        if matmul is not None and compute.itemsize > 4:
+            raise ValueError(
+                f"Policy(compute_dtype={compute}, matmul={matmul.text!r}): matmuls in 8 bits need "
+                "a compute_dtype of 16 or 32 bits."
+            )
+        if reduction_dtype is None:
+            reduction = _default_reduction_dtype(compute)
+        else:
+            reduction = _floating_dtype("reduction_dtype", reduction_dtype)
+        object.__setattr__(self, "param_dtype", _floating_dtype("param_dtype", param_dtype))
+        object.__setattr__(self, "compute_dtype", compute)
+        follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
+        output = compute if follows_caller else _floating_dtype("output_dtype", output_dtype)
+        object.__setattr__(self, "output_dtype", output)
+        object.__setattr__(self, "follows_caller", follows_caller)
+        object.__setattr__(self, "reduction_dtype", reduction)
+        object.__setattr__(self, "cast_inputs", cast_inputs)
+        object.__setattr__(self, "matmul", matmul)
+        object.__setattr__(self, "precision", precision_named(precision, compute))
+
+    def replace(self, **changes: Any) -> Policy:
+        """Returns a copy with some fields changed.
+
+        A default `reduction_dtype` follows a changed `compute_dtype`, and an algorithm in
+        `precision`, which is one for the old dtype, is dropped.
+
+        Raises:
+          TypeError: a name is not a field.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if fields.pop("follows_caller"):
+            fields["output_dtype"] = CALLER
+        if self.reduction_dtype == _default_reduction_dtype(self.compute_dtype):
+            fields["reduction_dtype"] = None
+        unknown = sorted(set(changes) - set(fields))
+        if unknown:
+            raise TypeError(
+                f"Policy.replace: no field {', '.join(unknown)}; the fields are "
+                f"{', '.join(fields)}."
+            )
+        compute = _floating_dtype("compute_dtype", changes.get("compute_dtype", self.compute_dtype))
+        if compute != self.compute_dtype and is_algorithm(self.precision):
+            fields["precision"] = None
+        return Policy(**(fields | changes))
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
+        """Returns a copy with another `output_dtype`."""
+        return self.replace(output_dtype=output_dtype)
+
+    def returned_to(self, caller: Policy | None) -> Policy:
+        """Returns the policy for the outputs of a call from code under `caller`, or under none."""
+        if not self.follows_caller:
+            return self
+        return self.replace(
+            output_dtype=self.compute_dtype if caller is None else caller.compute_dtype
+        )
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `param_dtype`.
+
+        Other leaves are returned unchanged.
+        """
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `compute_dtype`.
+
+        Other leaves are returned unchanged.
+        """
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to `output_dtype`.
+
+        Other leaves are returned unchanged.
+        """
+        return cast_floating(tree, self.output_dtype)
+
+    def __str__(self) -> str:
+        parts = [
+            f"params={self.param_dtype.name}",
+            f"compute={self.compute_dtype.name}",
+            f"output={CALLER if self.follows_caller else self.output_dtype.name}",
+        ]
+        if self.reduction_dtype != _default_reduction_dtype(self.compute_dtype):
+            parts.append(f"reduction={self.reduction_dtype.name}")
+        if not self.cast_inputs:
+            parts.append("inputs=keep")
+        if self.matmul is not None:
+            parts.append(f"matmul={self.matmul.text}")
+        if self.precision is not None:
+            parts.append(f"precision={self.precision}")
+        return ",".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Policy('{self}')"
+
+    @property
+    def short(self) -> str:
+        """The short text form, ``p=f32,c=bf16,o=f32``, as shown in tables.
+
+        `get_policy` parses it.
+        """
+        names = {long: short for long, short, *_ in dtype_to_names.values()}
+        parts = (part.split("=") for part in str(self).split(","))
+        return ",".join(
+            f"{_SHORT.get(key, key[0])}={names.get(value, value)}" for key, value in parts
+        )
+
+    def __reduce__(self):
+        return get_policy, (str(self),)
+
+
+def _default_reduction_dtype(compute_dtype: np.dtype) -> np.dtype:
+    return jnp.dtype(jnp.float32) if compute_dtype.itemsize < 4 else compute_dtype
+
+
+def get_policy(policy: Policy | str) -> Policy:
+    """Returns the policy for a text; a `Policy` is returned unchanged.
+
+    The text is one of
+
+    - a preset: ``float32``, ``bfloat16``, ``float16``, ``float64`` (all three fields),
+      ``mixed_bfloat16`` = (float32, bfloat16, float32), ``mixed_float16`` = (float32, float16,
+      float32), ``mixed_float8`` and ``mixed_int8`` = mixed_bfloat16 with matmuls of weights in 8
+      bits, or ``f32_inside`` = (float32, float32, caller) for a layer inside a model that
+      computes in float32 and returns the compute_dtype of the surrounding code;
+    - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (the
+      backend's preferred one);
+    - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
+      ``reduction=DTYPE``, ``inputs=keep``, ``matmul=f8`` and ``precision=highest`` (short ``x=``)
+      if they are not the default. Spaces are allowed. Missing parts follow jmp's grammar: params
+      default to float32, compute to params, output to compute. ``output=caller`` is the
+      compute_dtype of the code around the module.
+
+    `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
+
+    >>> import policy
+    >>> policy.get_policy("mixed_bfloat16")
+    Policy('params=float32,compute=bfloat16,output=float32')
+    >>> policy.get_policy("p=f32,c=bf16").output_dtype
+    dtype(bfloat16)
+
+    Args:
+      policy: a Policy or a text.
+
+    Raises:
+      ValueError: the text has an unknown key or dtype, or gives a key twice.
+      TypeError: `policy` is neither a Policy nor a text.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "
+            "'p=f32,c=bf16,o=f32', "
+            f"but got {policy!r} of type {type(policy).__name__}."
+        )
+    text = policy.replace(" ", "")
+    if text in _MIXED:
+        compute, matmul = _MIXED[text]
+        return Policy(jnp.float32, compute, jnp.float32, matmul=matmul)
+    if text in _INSIDE:
+        return Policy(jnp.float32, jnp.float32, CALLER)
+    if "=" not in text:
+        try:
+            dtype = parse_dtype(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} A policy's text is one of these dtypes, a preset "
+                f"({', '.join((*_MIXED, _INSIDE[0]))}), or "
+                "'params=DTYPE,compute=DTYPE,output=DTYPE'."
+            ) from None
+        return Policy(dtype, dtype, dtype)
+    return Policy(**_parse_fields(text))
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    """Returns Policy's keyword arguments for a ``key=value,...`` text."""
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in _KEYS:
+            raise ValueError(
+                f"Unknown key '{key}' in '{text}': it should be params, compute, output, "
+                "reduction, matmul, precision or inputs (short p, c, o, r, m, x)."
+            )
+        field = _KEYS[key]
+        if field in fields:
+            raise ValueError(f"Key '{key}' in '{text}' sets {field} a second time.")
+        if field == "cast_inputs":
+            if value not in ("keep", "cast"):
+                raise ValueError(
+                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or "
+                    "'cast'."
+                )
+            fields[field] = value == "cast"
+        elif field == "matmul":
+            fields[field] = scaled_matmul_of(value)
+        elif field == "precision":
+            fields[field] = value
+        elif field == "output_dtype" and value == CALLER:
+            fields[field] = CALLER
+        else:
+            fields[field] = parse_dtype(value)
+    fields.setdefault("param_dtype", jnp.dtype(jnp.float32))
+    fields.setdefault("compute_dtype", fields["param_dtype"])
+    fields.setdefault("output_dtype", fields["compute_dtype"])
+    return fields

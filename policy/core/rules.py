@@ -1,0 +1,337 @@
+"""Ordered rules: pairs of a path pattern or layer class and the policy for matching modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from policy.core.policy import Policy, get_policy
+from policy.programs.paths import folded
+
+# A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
+_OF_MODEL = re.compile(r"((?:[^\\:?()\[\]]|\\.)+):(.*)", re.DOTALL)
+_MOST_LISTED = 32  # paths that an error lists one by one
+
+Pattern = str | type
+
+
+def layer_class(cls: type) -> type:
+    """Returns the class that a class pattern matches; the framework's class for one of our layers.
+
+    A layer declares it in its own attribute `_upstream_class`, which subclasses do not inherit.
+    """
+    return cls.__dict__.get("_upstream_class", cls)
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """Returns the text of a rule's pattern, for messages and summaries."""
+    return f"'{pattern}'" if isinstance(pattern, str) else pattern.__name__
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+class PolicyRules:
+    """Ordered rules from path patterns and layer classes to policies.
+
+    A path pattern is a regular expression that must match a module's full path, its names joined by
+    ``/`` (the root's path is empty). A pattern that begins with a model's class and a colon applies
+    to that model only, and ``Net:`` is the model itself; inspection tools name models so, and their
+    modules if a program has several. A path printed by a tool matches its module even if it
+    contains special characters. A class pattern matches its instances and the framework's own layer
+    of that name. The first matching rule wins at a module, and applies to everything below until a
+    rule matches there.
+
+    Rules are values: immutable, hashable and compared by their contents.
+
+    >>> import policy
+    >>> rules = policy.PolicyRules({"encoder/layer_3/.*": "f32", "encoder/.*": "mixed_bfloat16"})
+    >>> rules.match("encoder/layer_3/mlp").compute_dtype
+    dtype('float32')
+    >>> rules.match("head") is None
+    True
+
+    Args:
+      rules: pairs, or a mapping, of pattern and policy (or a policy's text form).
+      strict: raise if a rule matches no module.
+
+    Raises:
+      ValueError: a pattern is not a regular expression, or occurs twice.
+      TypeError: a pattern is neither a text nor a class, or a policy is neither a Policy nor a
+        text.
+    """
+
+    __slots__ = ("_hash", "rules", "strict")
+    rules: tuple[tuple[Pattern, Policy], ...]
+    strict: bool
+
+    def __init__(self, rules: RulesLike = (), *, strict: bool = True):
+        if isinstance(rules, PolicyRules):
+            pairs: list[Any] = list(rules.rules)
+        elif isinstance(rules, Mapping):
+            pairs = list(rules.items())
+        elif isinstance(rules, str) or not isinstance(rules, Iterable):
+            raise TypeError(
+                "Policy rules should be a dict or a list of (pattern, policy) pairs, but got "
+                f"{rules!r}."
+            )
+        else:
+            pairs = list(rules)
+        checked = tuple(_checked_rule(pair) for pair in pairs)
+        seen: set[Pattern] = set()
+        for pattern, _ in checked:
+            if pattern in seen:
+                raise ValueError(
+                    f"Rule {pattern_text(pattern)} is given twice, but only the first can match. "
+                    "Delete one of them."
+                )
+            seen.add(pattern)
+        object.__setattr__(self, "rules", checked)
+        object.__setattr__(self, "strict", bool(strict))
+        object.__setattr__(self, "_hash", hash((checked, bool(strict))))
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str], *, strict: bool = True) -> PolicyRules:
+        """Parses rules from ``PATH=TEXT`` pairs: ``["head=f32", "block_.*=p=f32,c=bf16"]``.
+
+        A text is split at the first ``=`` that is followed by a valid policy, since both sides may
+        contain others.
+
+        Raises:
+          ValueError: a text has no ``=``, or the constructor refuses the rules.
+          TypeError: `texts` is a single text.
+        """
+        if isinstance(texts, str):
+            raise TypeError(
+                "Texts of policy rules should be a list of PATH=TEXT, but got the string "
+                f"{texts!r}."
+            )
+        return cls([_divided(text) for text in texts], strict=strict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"PolicyRules are immutable; make new ones instead of setting {name}.")
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __iter__(self) -> Iterator[tuple[Pattern, Policy]]:
+        return iter(self.rules)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (
+            other.rules,
+            other.strict,
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(
+            f"({pattern_text(pattern)}, '{policy}')" for pattern, policy in self.rules
+        )
+        return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
+
+    def __reduce__(self):
+        return _rebuild, (self.rules, self.strict)
+
+    @property
+    def has_paths(self) -> bool:
+        """Returns whether any pattern is a path pattern."""
+        return any(isinstance(pattern, str) for pattern, _ in self.rules)
+
+    def match(self, path: str | None, cls: type | None = None, *, model: str = "") -> Policy | None:
+        """Returns the policy of the first rule that matches a module's path or class, or None.
+
+        Args:
+          path: the module's path, its names joined by ``/``; None if it is unknown, which no path
+            pattern matches.
+          cls: the module's class, if it has one.
+          model: the name of the model that the path starts from: its class or the name it was
+            given.
+        """
+        rule = self.rule_for(path, cls, model=model)
+        return None if rule is None else rule[1]
+
+    def rule_for(
+        self, path: str | None, cls: type | None = None, *, model: str = ""
+    ) -> tuple[Pattern, Policy] | None:
+        """Returns the first matching rule as (pattern, policy) or None; arguments as in `match`."""
+        return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
+
+    def of_model(self, model: str) -> PolicyRules:
+        """Returns these rules without those that name another model."""
+        kept = [
+            rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)
+        ]
+        return self if len(kept) == len(self.rules) else PolicyRules(kept, strict=self.strict)
+
+    def check(
+        self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = ""
+    ) -> None:
+        """Raises if a rule matches none of the given modules.
+
+        Args:
+          paths: the modules' paths, or a mapping from path to the module's class (or classes).
+            Without classes, class rules are not checked.
+          model: the name of the model that the paths start from.
+
+        Raises:
+          ValueError: names every rule without a match and lists the paths. Long lists are folded:
+            paths that differ in one number are shown as one, ``layers/0..29/norm``. Never raised if
+            `strict` is False.
+        """
+        if not self.strict:
+            return
+        seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
+        classes = (
+            {cls for group in seen.values() for cls in group}
+            if isinstance(paths, Mapping)
+            else None
+        )
+        self.check_places([(path, model) for path in seen], classes)
+
+    def check_places(
+        self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None
+    ) -> None:
+        """Raises if a rule matches none of the given modules, as `check` does.
+
+        Args:
+          places: pairs of a module's path and its model's name, "" outside of any model.
+          classes: the modules' classes; if None, class rules are not checked.
+        """
+        if not self.strict:
+            return
+        places, classes = list(dict.fromkeys(places)), None if classes is None else list(classes)
+        unmatched = [
+            pattern
+            for pattern, _ in self.rules
+            if not (
+                any(matches(pattern, path, model=model) for path, model in places)
+                if isinstance(pattern, str)
+                else classes is None or any(matches(pattern, None, cls) for cls in classes)
+            )
+        ]
+        if unmatched:
+            modules = sorted({path for path, _ in places if path})
+            listed = ", ".join(folded(modules) if len(modules) > _MOST_LISTED else modules)
+            listed = listed or "only the root, whose path is empty"
+            plural = "s" if len(unmatched) > 1 else ""
+            names = ", ".join(map(pattern_text, unmatched))
+            hint = _without_class(unmatched, places)
+            raise ValueError(
+                f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}"
+            )
+
+
+# Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its
+# type is Any, since mappings are invariant in their keys, and a dict of texts and classes is a
+# ``dict[object, str]`` to mypy.
+RulesLike = PolicyRules | Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]]
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """Returns the pattern and the policy of ``PATH=TEXT``."""
+    places = [place for place, character in enumerate(text) if character == "="]
+    if not places:
+        raise ValueError(f"Rule {text!r} should be PATH=TEXT, such as head=f32.")
+    for place in places:
+        with contextlib.suppress(TypeError, ValueError):
+            get_policy(text[place + 1 :])
+            return text[:place], text[place + 1 :]
+    return text[: places[0]], text[places[0] + 1 :]
+
+
+def _rebuild(rules: tuple[tuple[Pattern, Policy], ...], strict: bool) -> PolicyRules:
+    return PolicyRules(rules, strict=strict)
+
+
+def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
+    if classes is None:
+        return ()
+    return (classes,) if isinstance(classes, type) else tuple(classes)
+
+
+def matches(pattern: Pattern, path: str | None, cls: type | None = None, model: str = "") -> bool:
+    """Returns whether a rule's pattern matches a module; arguments as in `PolicyRules.match`."""
+    if isinstance(pattern, str):
+        if path is None:
+            return False
+        of, below = _model_and_path(pattern)
+        if of is not None and pattern != path:
+            return _is_of(pattern, model) and _is_path(below, path)
+        return _is_path(pattern, path)
+    return cls is not None and issubclass(cls, layer_class(pattern))
+
+
+def _is_path(pattern: str, path: str) -> bool:
+    return pattern == path or _compiled(pattern).fullmatch(path) is not None
+
+
+def _is_of(pattern: str, model: str) -> bool:
+    """Returns whether a pattern names no model or this one."""
+    of, _ = _model_and_path(pattern)
+    return of is None or of == model or _compiled(of).fullmatch(model) is not None
+
+
+@functools.cache
+def _model_and_path(pattern: str) -> tuple[str | None, str]:
+    """Splits a pattern into the model's name before the colon, or None, and the rest."""
+    found = _OF_MODEL.fullmatch(pattern)
+    return (None, pattern) if found is None else (found[1], found[2])
+
+
+def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str]]) -> str:
+    """Returns a hint if a pattern would match without the class that it begins with."""
+    for pattern in unmatched:
+        first, _, below = pattern.partition("/") if isinstance(pattern, str) else ("", "", "")
+        if below and any(
+            model and re.fullmatch(first, model) and _is_path(below, path) for path, model in places
+        ):
+            return f" Paths leave out the model's class: write {below!r}."
+    return ""
+
+
+def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
+    try:
+        pattern, policy = pair
+    except (TypeError, ValueError):
+        is_text = isinstance(pair, str) and "=" in pair
+        hint = (
+            "PolicyRules.from_texts takes a list of PATH=TEXT"
+            if is_text
+            else "Rules are written {'head': 'f32'}"
+        )
+        raise TypeError(
+            f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
+        ) from None
+    if isinstance(pattern, str):
+        try:
+            _compiled(pattern)
+        except re.error as error:
+            hint = (
+                f" Write '.*' for any name, not '*': '{pattern.replace('*', '.*')}'."
+                if pattern[:1] == "*"
+                else ""
+            )
+            raise ValueError(
+                f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
+            ) from None
+    elif not isinstance(pattern, type):
+        is_module = hasattr(pattern, "dtype_policy")
+        got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
+        raise TypeError(
+            f"A rule's pattern should be a path pattern or a layer class, but got {got}."
+        )
+    try:
+        return pattern, get_policy(policy)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Rule {pattern_text(pattern)}: {error}") from None

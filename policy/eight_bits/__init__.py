@@ -1,0 +1,1 @@
+"""Matmuls and convolutions whose operands are quantised to 8 bits."""

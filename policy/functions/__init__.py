@@ -1,0 +1,1 @@
+"""Reductions, losses and sums in reduction_dtype."""

@@ -1,0 +1,1 @@
+"""Reports on programs: their dtypes, hazards, errors and costs."""

@@ -1,0 +1,158 @@
+"""Casts that undo each other, round twice or are repeated."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from policy.inspect.audit.finding_kinds import REPEATED, ROUND_TRIP, finding, shape_of
+from policy.inspect.audit.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
+from policy.inspect.audit.report import Finding
+from policy.programs.graph import BranchesTaken, Node, Value
+from policy.programs.operations import HALVES
+from policy.programs.origins import author_of, authors_of, is_by_layers, is_ours, is_written
+from policy.programs.primitives import ANNOTATES, REARRANGES
+
+_SHAPES = REARRANGES | ANNOTATES
+
+
+def round_trips(flow: Flow) -> Iterator[Finding]:
+    """Yields casts that are read only by the cast back, in one module and one function.
+
+    A value that one module narrows and the next one widens is not a round trip: it is stored in
+    half precision in between, as intended.
+    """
+    functions = _Functions(flow)
+    for node in flow.graph.nodes:
+        if not is_cast(node) or is_cotangent(node) or node.site.is_placed or is_returned(node.out):
+            continue
+        first, middle = node.inputs[0].dtype, node.out.dtype
+        back = list(users(node.out))
+        if (
+            not back
+            or not all(is_cast(b) and b.out.dtype == first for b in back)
+            or first == middle
+        ):
+            continue
+        if is_ours(node.site.equation) or any(
+            b.site.is_placed or not functions.belong_together(node, b) for b in back
+        ):
+            continue
+        # JAX's own sums cast to float32 and back: two in a row are not written as casts.
+        if not any(is_written(n.site.equation) for n in (node, *back)):
+            continue
+        loses = _is_lossy(first, middle)
+        cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
+        message = (
+            f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both "
+            "casts out."
+        )
+        yield finding(ROUND_TRIP, node, message, (first, middle, first))
+
+
+def roundings_twice(flow: Flow) -> Iterator[Finding]:
+    """Yields wide values that are cast to one half dtype and then to the other one.
+
+    Both casts are in one module and one function.
+    """
+    functions = _Functions(flow)
+    for node in flow.graph.nodes:
+        if (
+            not narrows(node)
+            or node.out.dtype not in HALVES
+            or is_cotangent(node)
+            or node.site.is_placed
+        ):
+            continue
+        on = list(users(node.out))
+        if not on or is_returned(node.out) or not all(is_cast(o) and _is_other_half(o) for o in on):
+            continue
+        if any(o.site.is_placed or not functions.belong_together(node, o) for o in on):
+            continue
+        first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
+        message = (
+            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is "
+            f"rounded twice, and loses values that either dtype can't hold. Cast it to {last} "
+            "directly."
+        )
+        yield finding(ROUND_TRIP, node, message, (first, middle, last))
+
+
+def _is_other_half(cast: Node) -> bool:
+    return cast.out.dtype in HALVES and cast.out.dtype != cast.inputs[0].dtype
+
+
+def _is_lossy(dtype: str, through: str) -> bool:
+    """Returns whether a cast to another dtype loses digits or range."""
+    return bits(through) < bits(dtype) or (bits(through) == bits(dtype) and through != dtype)
+
+
+class _Functions:
+    """Finds the user's function that a cast is written in, skipping helpers that only cast."""
+
+    def __init__(self, flow: Flow):
+        self.flow = flow
+
+    @functools.cached_property
+    def working(self) -> frozenset[tuple[str, str]]:
+        """Files and names of the functions that contain more than casts."""
+        return frozenset(
+            author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node)
+        )
+
+    def belong_together(self, one: Node, other: Node) -> bool:
+        return one.site.path == other.site.path and self._of(one) == self._of(other)
+
+    def _of(self, node: Node) -> tuple[str, str]:
+        authors = list(authors_of(node.site.equation))
+        return next(
+            (author for author in authors if author in self.working),
+            authors[0] if authors else ("", ""),
+        )
+
+
+def repeated_casts(flow: Flow) -> Iterator[Finding]:
+    """Yields arguments and constants that user code narrows to the same dtype more than once.
+
+    Layers narrow a weight at each use on purpose, as autocast does: XLA merges the casts, and the
+    gradients of the uses are summed in float32.
+    """
+    casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
+    for node in flow.graph.nodes:
+        if (
+            not narrows(node)
+            or node.site.is_backward
+            or node.site.is_placed
+            or is_by_layers(node.site.equation)
+        ):
+            continue
+        array = _stored(node.inputs[0])
+        if array is not None:
+            casts[id(array), node.out.dtype].append(node)
+    for nodes in casts.values():
+        again = next((n for n in nodes[1:] if _may_both_run(nodes[0].branch, n.branch)), None)
+        if again is not None:
+            message = (
+                f"{shape_of(again.inputs[0])} is cast to {again.out.dtype} {len(nodes)} times. "
+                "Cast it once, if its gradient may be summed in half precision, or leave the casts "
+                "to the layers."
+            )
+            yield finding(REPEATED, again, message)
+
+
+def _stored(value: Value) -> Value | None:
+    """Returns the argument, constant or scanned row that a value is a rearrangement of, or None."""
+    while value.maker is not None and value.maker.name in _SHAPES:
+        value = value.maker.inputs[0]
+    is_row = value.maker is not None and value.maker.name == "row"
+    return value if value.shape and (value.maker is None or is_row) else None
+
+
+def _may_both_run(one: BranchesTaken, other: BranchesTaken) -> bool:
+    """Returns whether two nodes may run in one call.
+
+    Nodes in different branches of one conditional do not.
+    """
+    chosen = dict(one)
+    return all(chosen.get(conditional, branch) == branch for conditional, branch in other)

@@ -1,0 +1,169 @@
+"""Casts to 8 bits without a scale, matmuls of dequantised codes, and accumulators of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from policy.inspect.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED, finding, shape_of
+from policy.inspect.audit.flow import Flow, bits, is_eight_bits, is_matmul, is_narrow, reached
+from policy.inspect.audit.ranges import interval_of, moved_from
+from policy.inspect.audit.report import Finding
+from policy.inspect.audit.scales import is_constant, is_rescaled, is_scaled_by_itself
+from policy.programs.costs import size
+from policy.programs.graph import Node, Value, is_joint
+from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
+
+_FAR = 64  # values that are searched behind a matmul's operand
+
+
+def unscaled_casts(flow: Flow) -> Iterator[Finding]:
+    """Yields casts of floats to float8 or int8 whose operand may be beyond the dtype's range.
+
+    An operand is within it by a scale that is computed from it, or by limits that the program sets:
+    a clip, a bounded function, a small dtype. Casts to int8 count where the codes are multiplied or
+    returned.
+    """
+    for node in flow.graph.nodes:
+        if node.name != "convert_element_type" or not bits(node.inputs[0].dtype):
+            continue
+        operand, dtype = node.inputs[0], node.out.dtype
+        if not is_eight_bits(dtype) or is_eight_bits(operand.dtype) or is_constant(operand):
+            continue
+        if dtype == "int8" and not _are_codes(node.out):
+            continue
+        low, high = _limits(dtype)
+        if interval_of(operand).within(low, high) or is_scaled_by_itself(operand):
+            continue
+        yield finding(UNSCALED, node, _told(operand, dtype, high), (operand.dtype, dtype))
+
+
+def _limits(dtype: str) -> tuple[float, float]:
+    info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)
+    return float(info.min), float(info.max)
+
+
+def _told(operand: Value, dtype: str, largest: float) -> str:
+    how = (
+        "with a scale that was not computed from it, and without clipping"
+        if is_rescaled(operand)
+        else "without a scale"
+    )
+    if dtype == "int8":
+        lost = "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
+    else:
+        lost = f"become {_beyond(dtype)}, and small ones become zero"
+    return (
+        f"{shape_of(operand)} is cast to {dtype} {how}: numbers beyond {largest:g} {lost}. Divide "
+        f"by a scale computed from it (its largest magnitude / {largest:g}), clip, and multiply "
+        "the product by the scale; m= in a policy does all of this."
+    )
+
+
+def _beyond(dtype: str) -> str:
+    with_infinity = bool(jnp.isinf(jnp.asarray(jnp.inf, dtype)))
+    return "infinite" if with_infinity else "NaN"
+
+
+def _are_codes(value: Value) -> bool:
+    """Returns whether integers are multiplied, as they are or widened, or returned."""
+    passes = lambda node: (  # noqa: E731
+        node.name in MOVES_DATA or node.name in CASTS or node.name == "mul" or is_joint(node)
+    )
+    return any(
+        each.is_output or any(map(is_matmul, each.readers)) for each in reached([value], passes)
+    )
+
+
+def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
+    """Yields floating matmuls of which both operands are widened 8-bit codes.
+
+    One such operand is no finding: weights that are stored in 8 bits, and multiplied with
+    activations in half precision, save memory as intended.
+    """
+    for node in flow.matmuls:
+        dtypes = [value.dtype for value in node.inputs[:2]]
+        if len(dtypes) < 2 or any(is_eight_bits(dtype) or not bits(dtype) for dtype in dtypes):
+            continue
+        codes = [_codes_of(value) for value in node.inputs[:2]]
+        if codes[0] and codes[1]:
+            kinds = tuple(dict.fromkeys(codes))
+            message = (
+                f"{node.name} multiplies {' and '.join(kinds)} codes that were just widened: it "
+                f"runs in {dtypes[0]}, unless a compiler recognises the pattern. Multiply the "
+                f"codes themselves with preferred_element_type={_wide(codes[0])}, and the product "
+                "by the scales; m= in a policy does this."
+            )
+            yield finding(DEQUANTISED, node, message, tuple(dict.fromkeys((*kinds, *dtypes))))
+
+
+def _wide(codes: str) -> str:
+    return "int32" if codes == "int8" else "float32"
+
+
+def _codes_of(value: Value) -> str:
+    """Returns the dtype of the 8-bit codes that a value is, times a scale; "" if it is none."""
+    waiting, seen = [value], {id(value)}
+    while waiting and len(seen) < _FAR:
+        value = waiting.pop()
+        maker = value.maker
+        if maker is None:
+            continue
+        if maker.name in CASTS and is_eight_bits(maker.inputs[0].dtype):
+            return maker.inputs[0].dtype
+        fresh = [one for one in _before(maker, value) if id(one) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+    return ""
+
+
+def _before(node: Node, value: Value) -> list[Value]:
+    """Returns the operands of which a value may be a multiple, shifted by a zero point."""
+    if node.name in MOVES_DATA:
+        return [moved_from(node, value)]
+    if node.name in CASTS or node.name in ("row", "rows"):
+        return node.inputs[:1]
+    if node.name in PRODUCTS | ADDITIONS:
+        one, other = node.inputs
+        if _is_scale(other, value):
+            return [one]
+        if _is_scale(one, value) and node.name != "div":
+            return [other]
+    return []
+
+
+def _is_scale(value: Value, of: Value) -> bool:
+    """Returns whether a value is a constant, or has fewer numbers than an array until repeated."""
+    if is_constant(value):
+        return True
+    least = size(value.shape)
+    while value.maker is not None and value.maker.name in MOVES_DATA:
+        value = moved_from(value.maker, value)
+        least = min(least, size(value.shape))
+    return least < max(size(of.shape), 2)
+
+
+def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
+    """Yields matmuls of 8-bit operands whose result has less than the range of their sums.
+
+    bfloat16 has that of float32: a result in it is rounded once more at most.
+    """
+    for node in flow.matmuls:
+        dtypes = [value.dtype for value in node.inputs[:2]]
+        if len(dtypes) < 2 or not all(map(is_eight_bits, dtypes)):
+            continue
+        result = node.out.dtype
+        if "int8" in dtypes:
+            if result not in ("int8", "int16"):
+                continue
+            why = f"sums of int8 products overflow {result} after a few terms"
+        elif is_narrow(result) and result != "bfloat16":
+            why = f"the sum, in units of the scales, may be beyond the range of {result}"
+        else:
+            continue
+        message = (
+            f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
+            f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
+        )
+        yield finding(ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))

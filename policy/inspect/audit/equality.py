@@ -1,0 +1,39 @@
+"""Equality of values, as far as the program shows it."""
+
+from __future__ import annotations
+
+from policy.programs.graph import Value, is_joint
+from policy.programs.primitives import REARRANGES
+
+
+def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
+    """Returns whether the program shows that two values hold the same numbers.
+
+    They do if they are rearrangements of one value, or results of the same operations on equal
+    operands.
+
+    Args:
+      depth: the longest chain of operations that is compared.
+    """
+    one, other = _in_any_shape(one), _in_any_shape(other)
+    if one is other:
+        return True
+    first, second = one.maker, other.maker
+    if first is None or second is None or not depth or is_joint(first) or is_joint(second):
+        return one.is_literal and other.is_literal and bool(one.array == other.array)
+    if first.name != second.name or len(first.inputs) != len(second.inputs) or not first.inputs:
+        return False
+    if str(first.params) != str(second.params) or _index(one) != _index(other):
+        return False
+    return all(are_equal(a, b, depth - 1) for a, b in zip(first.inputs, second.inputs, strict=True))
+
+
+def _in_any_shape(value: Value) -> Value:
+    while value.maker is not None and value.maker.name in REARRANGES:
+        value = value.maker.inputs[0]
+    return value
+
+
+def _index(value: Value) -> int:
+    """Returns the position of a value among the results of its operation."""
+    return 0 if value.maker is None else [out is value for out in value.maker.outputs].index(True)

@@ -1,0 +1,126 @@
+"""The kinds of findings, the gravest first, with their meanings."""
+
+from __future__ import annotations
+
+from policy.inspect.audit.report import Finding
+from policy.programs.graph import Node, Value
+from policy.programs.operations import is_inexact_name
+from policy.programs.paths import spelled
+
+REDUCTION = "low-precision-reduction"
+FUNCTION = "low-precision-function"
+CONSTANT = "constant-out-of-range"
+UNSCALED = "unscaled-cast"
+ACCUMULATOR = "narrow-accumulator"
+CARRY = "narrowed-carry"
+MIXED = "mixed-matmul"
+DEQUANTISED = "dequantised-matmul"
+PROMOTION = "silent-promotion"
+LEAK = "float32-leak"
+MATMUL = "float32-matmul"
+PRECISION = "default-precision"
+ROUND_TRIP = "cast-round-trip"
+REPEATED = "repeated-cast"
+RESIDUAL = "float32-residual"
+
+FINDING_KINDS = {
+    REDUCTION: (
+        "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than "
+        "float32."
+    ),
+    FUNCTION: (
+        "An exponential, logarithm, inverse root or square in half precision where its error or "
+        "range matters."
+    ),
+    CONSTANT: (
+        "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to."
+    ),
+    UNSCALED: (
+        "A float array is cast to float8 or int8 with neither a scale computed from it nor "
+        "clipping."
+    ),
+    ACCUMULATOR: (
+        "A matmul of 8-bit operands whose result is narrower than its accumulator, int32 or "
+        "float32."
+    ),
+    CARRY: (
+        "A loop, or one call after another, carries a sum in half precision: it stops growing "
+        "once terms are below its last digit."
+    ),
+    MIXED: (
+        "A matmul of a half-precision operand and a float32 one: no matrix unit runs it, so it is "
+        "as slow as float32."
+    ),
+    DEQUANTISED: (
+        "A matmul whose operands are both 8-bit codes that were just widened: it runs in half "
+        "precision or float32."
+    ),
+    PROMOTION: (
+        "A half-precision value is combined with float32 or complex numbers without an explicit "
+        "cast, and the result stays wide."
+    ),
+    LEAK: (
+        "A half-precision value is widened, for example by a normalisation, and then enters a "
+        "matmul in float32."
+    ),
+    MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
+    PRECISION: (
+        "A matmul runs in float32 where that was asked for in a half-precision model, at the "
+        "default precision: a TPU multiplies it in bfloat16, a GPU in TF32."
+    ),
+    ROUND_TRIP: (
+        "A value is cast to another dtype and back, or on to a third, with nothing in between: "
+        "digits are lost, or work is wasted."
+    ),
+    REPEATED: "The same array is cast to the same dtype more than once.",
+    RESIDUAL: (
+        "A float32 array is saved for the backward pass where the half-precision value that it "
+        "came from would be enough."
+    ),
+}
+
+
+def finding(
+    kind: str,
+    node: Node,
+    message: str,
+    dtypes: tuple[str, ...] = (),
+    *,
+    of: Node | None = None,
+    primitive: str = "",
+) -> Finding:
+    """Returns a finding about a node, reported at the place of the node `of` if one is given."""
+    site = (of or node).site
+    return Finding(
+        kind,
+        spelled(site.path),
+        primitive or site.name,
+        dtypes or node_dtypes(node),
+        message,
+        site.source,
+        site.is_backward,
+        site.count,
+    )
+
+
+def node_dtypes(node: Node) -> tuple[str, ...]:
+    """Returns the dtypes of a node's floating operands, each once, and of its result."""
+    return tuple(
+        dict.fromkeys(
+            value.dtype
+            for value in (*node.inputs, *node.outputs[:1])
+            if is_inexact_name(value.dtype)
+        )
+    )
+
+
+def at(node: Node) -> str:
+    """Returns the position of a node for a message: its module's path and its line."""
+    place = spelled(node.site.path)
+    line = node.site.source
+    return f"{place} ({line})" if place and line else place or line or "the top level"
+
+
+def shape_of(value: Value) -> str:
+    """Returns a value's type as JAX writes it: ``bfloat16[8,128]``."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -1,0 +1,163 @@
+"""Repeated indices in a scatter, as far as the program shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from policy.programs.graph import Node, Value
+from policy.programs.primitives import INJECTIVE, KEEPS_AXES, RESHAPES, SELECTS_LITERALS
+
+Axes = frozenset[int]
+_NONE: Axes = frozenset()
+
+
+def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
+    """Returns whether two rows of `indices` (..., k) may be equal.
+
+    Rows are taken to differ along an axis that an `iota` counts along, even if it was moved,
+    permuted or wrapped around: reversals, permutations and `arange` have this form. Small arrays
+    that are computed from constants are compared by value, if there are no batching axes.
+
+    Args:
+      indices: an integer array whose last axis holds the coordinates of one element.
+      batching: batching axes; rows along them address different elements.
+    """
+    known = _known(indices)
+    if known is not None and not batching:
+        rows = known.reshape(-1, known.shape[-1])
+        return len(np.unique(rows, axis=0)) < len(rows)
+    rows_along = {a for a, dim in enumerate(indices.shape[:-1]) if dim != 1 and a not in batching}
+    return not rows_along <= _counting(indices, {})
+
+
+def _known(value: Value) -> np.ndarray | None:
+    """Returns the numbers of a small integer array computed from constants alone, or None."""
+    if value.array is not None:
+        is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
+        return (
+            np.asarray(value.array)
+            if is_small and value.dtype.startswith(("int", "uint", "bool"))
+            else None
+        )
+    maker = value.maker
+    if maker is None or maker.name not in _COMPUTED or math.prod(value.shape) > _LARGEST:
+        return None
+    operands = [_known(operand) for operand in maker.inputs]
+    if any(operand is None for operand in operands):
+        return None
+    return np.asarray(_COMPUTED[maker.name](value, maker.params, *operands))
+
+
+_LARGEST = 4096
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "iota": lambda out, params: np.broadcast_to(
+        np.expand_dims(
+            np.arange(out.shape[params["dimension"]]),
+            [axis for axis in range(len(out.shape)) if axis != params["dimension"]],
+        ),
+        out.shape,
+    ),
+    "add": lambda out, _, x, y: x + y,
+    "sub": lambda out, _, x, y: x - y,
+    "mul": lambda out, _, x, y: x * y,
+    "rem": lambda out, _, x, y: np.fmod(x, np.where(y == 0, 1, y)),
+    "neg": lambda out, _, x: -x,
+    "lt": lambda out, _, x, y: x < y,
+    "ne": lambda out, _, x, y: x != y,
+    "and": lambda out, _, x, y: np.logical_and(x, y),
+    "select_n": lambda out, _, which, *cases: np.choose(which.astype(int), cases),
+    "reshape": lambda out, _, x: x.reshape(out.shape),
+    "convert_element_type": lambda out, _, x: x,
+    "squeeze": lambda out, _, x: x.reshape(out.shape),
+    "rev": lambda out, params, x: np.flip(x, params["dimensions"]),
+    "concatenate": lambda out, params, *parts: np.concatenate(parts, params["dimension"]),
+    "broadcast_in_dim": lambda out, params, x: np.broadcast_to(
+        x.reshape(
+            [
+                x.shape[params["broadcast_dimensions"].index(axis)]
+                if axis in params["broadcast_dimensions"]
+                else 1
+                for axis in range(len(out.shape))
+            ]
+        ),
+        out.shape,
+    ),
+}
+
+
+def _counting(value: Value, known: dict[int, Axes]) -> Axes:
+    """Returns the axes along which the numbers of a value differ."""
+    if id(value) not in known:
+        known[id(value)] = _NONE  # a value that depends on itself has no known axes
+        known[id(value)] = _NONE if value.maker is None else _of_node(value, value.maker, known)
+    return known[id(value)]
+
+
+def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
+    name, params = node.name, node.params
+    if name == "iota":
+        return frozenset((params["dimension"],))
+    if name == "select_n":  # a negative index, and the same one counted from the end
+        return frozenset.intersection(*(_counting(v, known) for v in node.inputs[1:]))
+    if name == "sort":  # permutes numbers, as argsort does
+        return _counting(node.inputs[[out is value for out in node.outputs].index(True)], known)
+    if name == "concatenate":
+        return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
+    if name in INJECTIVE or (name == "mul" and any(v.is_literal for v in node.inputs)):
+        return frozenset.union(
+            *(_counting(v, known) for v in node.inputs if not v.is_literal), _NONE
+        )
+    if not node.inputs:
+        return _NONE
+    axes = _counting(node.inputs[0], known)
+    if name == "rem":  # at most as many consecutive numbers as the divisor stay distinct
+        largest = max(_literals(node.inputs[1]), default=0)
+        return frozenset(a for a in axes if largest >= value.shape[a])
+    if name == "broadcast_in_dim":
+        places = params["broadcast_dimensions"]
+        return frozenset(places[a] for a in axes)
+    if name == "transpose":
+        return frozenset(params["permutation"].index(a) for a in axes)
+    if name in RESHAPES:
+        return _reshaped(axes, node.inputs[0].shape, value.shape)
+    return axes if name in KEEPS_AXES else _NONE
+
+
+def _literals(value: Value) -> list[float]:
+    """Returns the literals that a scalar is selected from; [] if it is not."""
+    if value.is_literal:
+        return [float(value.array)]
+    maker = value.maker
+    if maker is None or maker.name not in SELECTS_LITERALS:
+        return []
+    return [
+        number
+        for operand in maker.inputs[maker.name == "select_n" :]
+        for number in _literals(operand)
+    ]
+
+
+def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:
+    """Returns the positions of axes after a reshape that drops, inserts or joins axes.
+
+    Axes that are split, and those behind them, are left out.
+    """
+    old = [a for a, dim in enumerate(before) if dim != 1]
+    found = set()
+    for new, dim in enumerate(after):
+        if dim == 1:
+            continue
+        joined, size = [], 1
+        while old and size < dim:
+            joined.append(old.pop(0))
+            size *= before[joined[-1]]
+        if size != dim:
+            return frozenset(found)
+        if axes.issuperset(joined):
+            found.add(new)
+    return frozenset(found)

@@ -1,0 +1,157 @@
+"""Ranges of values, by interval arithmetic from the limits that a program itself sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from policy.inspect.audit.flow import bits
+from policy.programs.graph import Node, Value, is_joint
+from policy.programs.primitives import (
+    ANNOTATES,
+    BOUNDED,
+    CASTS,
+    EXTREMES,
+    MOVES_DATA,
+    ORDERS,
+    PERIODIC,
+    PLACES,
+    ROUNDINGS,
+)
+
+_LARGEST = 4096  # the size of the largest captured array that is read
+_DEEP = 40  # the longest chain of operations that is followed
+
+
+class Interval(NamedTuple):
+    """The numbers from `low` to `high`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def within(self, low: float, high: float) -> bool:
+        return low <= self.low and self.high <= high
+
+
+_ANY = Interval()
+_UNIT = BOUNDED | PERIODIC | {"sign"}
+_KEPT = EXTREMES | ORDERS | CASTS
+
+
+def interval_of(value: Value, depth: int = _DEEP) -> Interval:
+    """Returns an interval that holds all numbers of a value, NaN aside."""
+    if value.array is not None:
+        return _of_array(value.array)
+    held = _of_dtype(value.dtype)
+    maker = value.maker
+    if maker is None or not depth or not maker.inputs:
+        return held
+    found = _made(maker, value, lambda one: interval_of(one, depth - 1))
+    return Interval(max(held.low, found.low), min(held.high, found.high))
+
+
+def _of_array(array: np.ndarray) -> Interval:
+    is_read = isinstance(array, np.ndarray) and 0 < array.size <= _LARGEST
+    if not is_read or not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
+        return _ANY
+    if np.iscomplexobj(array):
+        return _ANY
+    numbers = array.astype(np.float64)
+    numbers = numbers[~np.isnan(numbers)]
+    return Interval(float(numbers.min()), float(numbers.max())) if numbers.size else _ANY
+
+
+def _of_dtype(dtype: str) -> Interval:
+    """Returns the numbers that an array has by its dtype alone: floats of 16 bits or more have any,
+    as they may be infinite.
+    """
+    if dtype == "bool":
+        return Interval(0, 1)
+    try:
+        info = jnp.iinfo(dtype) if "int" in dtype else jnp.finfo(dtype)
+    except (TypeError, ValueError):
+        return _ANY
+    if info.bits > 8 and isinstance(info, jnp.finfo):
+        return _ANY
+    return Interval(float(info.min), float(info.max))
+
+
+def moved_from(node: Node, value: Value) -> Value:
+    """Returns the operand that a data movement makes a result of."""
+    if len(node.outputs) == len(node.inputs):
+        return next(v for v, out in zip(node.inputs, node.outputs, strict=True) if out is value)
+    return node.inputs[0]
+
+
+def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval:
+    name, inputs = node.name, node.inputs
+    if name in _UNIT:
+        return Interval(-1, 1)
+    if name == "carry":
+        return _ANY
+    if name in ("select_n", "branch"):
+        return _union(list(map(of, inputs[1:])))
+    if name in PLACES:
+        return _union(list(map(of, inputs)))
+    if name in MOVES_DATA or name in ANNOTATES or is_joint(node):
+        return of(moved_from(node, value))
+    if name in _KEPT:  # not the places of the largest, which are integers
+        return of(moved_from(node, value)) if bits(value.dtype) or name in CASTS else _ANY
+    if name in ROUNDINGS:
+        low, high = of(inputs[0])
+        return Interval(_floor(low), -_floor(-high))
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name](*map(of, inputs))
+    return _ANY
+
+
+def _floor(number: float) -> float:
+    return math.floor(number) if math.isfinite(number) else number
+
+
+def _union(each: list[Interval]) -> Interval:
+    return Interval(min(one.low for one in each), max(one.high for one in each))
+
+
+def _corners(function: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
+    found = [function(x, y) for x in a for y in b]
+    return _ANY if any(map(math.isnan, found)) else Interval(min(found), max(found))
+
+
+def _product(x: float, y: float) -> float:
+    return 0.0 if 0 in (x, y) else x * y  # zero times a limit that is infinite
+
+
+def _quotient(a: Interval, b: Interval) -> Interval:
+    if b.low <= 0 <= b.high:
+        return _ANY
+    return _corners(_product, a, Interval(1 / b.high, 1 / b.low))
+
+
+def _absolute(a: Interval) -> Interval:
+    low = 0.0 if a.low <= 0 <= a.high else min(abs(a.low), abs(a.high))
+    return Interval(low, max(abs(a.low), abs(a.high)))
+
+
+def _exponential(a: Interval) -> Interval:
+    return Interval(0, math.exp(a.high) if a.high < 100 else math.inf)
+
+
+_ARITHMETIC: dict[str, Callable[..., Interval]] = {
+    "neg": lambda a: Interval(-a.high, -a.low),
+    "abs": _absolute,
+    "exp": _exponential,
+    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
+    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
+    "mul": lambda a, b: _corners(_product, a, b),
+    "div": _quotient,
+    "max": lambda a, b: Interval(max(a.low, b.low), max(a.high, b.high)),
+    "min": lambda a, b: Interval(min(a.low, b.low), min(a.high, b.high)),
+    "clamp": lambda low, a, high: Interval(
+        min(max(a.low, low.low), high.high), max(min(a.high, high.high), low.low)
+    ),
+}

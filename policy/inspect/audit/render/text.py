@@ -1,0 +1,249 @@
+"""An audit as text for a terminal: findings first, then the modules as a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+from policy.inspect.audit.render.tree import ModuleNode, tree_of
+from policy.inspect.audit.report import (
+    Audit,
+    Finding,
+    Operation,
+    is_matmul_operation,
+    operation_name,
+)
+from policy.inspect.render.terminal import Paint, short, shows_colour
+from policy.inspect.render.units import amount
+
+_LISTED = (
+    "dot",
+    "convolution",
+    "reduction",
+    "scatter-add",
+    "transcendental",
+    "collective",
+    "opaque",
+)
+_WIDTH = 118
+_FEW = 10  # numbers that a pattern lists one by one
+
+
+def show(audit: Audit, file: TextIO | None = None) -> None:
+    """Prints an audit, in colour where `file` is a terminal."""
+    print(text(audit, colour=shows_colour(file or sys.stdout)), file=file)
+
+
+def text(audit: Audit, *, colour: bool = False) -> str:
+    """Returns an audit as text: a summary, its findings, and a tree of the modules.
+
+    Modules whose names differ in a number and whose contents are equal are shown as one pattern, as
+    rules take it: ``block_[0-3]``. Operations that neither multiply nor sum, and casts, are counted
+    in the figures and not listed.
+    """
+    paint = Paint(colour)
+    parts = [_summary(audit, paint), _findings(audit, paint), _tree(audit.operations, paint)]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Summary and findings
+# --------------------------------------------------------------------------------------------------
+
+
+def _summary(audit: Audit, paint: Paint) -> Iterator[str]:
+    count = len(audit.findings)
+    clean = "no findings" if audit.policy else "no findings, and no policy was in force"
+    verdict = (
+        paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
+    )
+    yield f"{paint('bold', f'audit of {audit.name}' if audit.name else 'audit')}: {verdict}"
+    for what, unit, shares in (
+        ("FLOPs", "FLOP", audit.flops_by_dtype),
+        ("bytes", "B", audit.bytes_by_dtype),
+    ):
+        total = sum(shares.values())
+        each = ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in shares.items())
+        yield f"  {what:<6} {amount(total, unit):>10}" + (f"  {each}" if each else "")
+    if audit.eight_bit_matmul_share:
+        each = ", ".join(
+            f"{short(dtype)} {part / sum(audit.matmul_flops_by_dtype.values()):.1%}"
+            for dtype, part in audit.matmul_flops_by_dtype.items()
+        )
+        share = f"{audit.eight_bit_matmul_share:.1%}"
+        yield f"  matmuls in 8 bits: {share} of their FLOPs ({each})"
+    if any(map(is_matmul_operation, audit.operations)):
+        yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
+
+
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A path split at its numbers: ``("block_", "/Dense_", "")`` and (3, 0)."""
+
+    between: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str) -> _Place:
+        return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
+
+
+def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
+    r"""Returns paths that differ in numbers only as one pattern for rules, or as several if one
+    would match other paths.
+
+    >>> folded_pattern(["block_0/Dense_0", "block_1/Dense_0"])
+    'block_[0-1]/Dense_0'
+
+    Args:
+      among: all existing paths; if the given ones are all of their form, ``\\d+`` stands for more
+        than ten numbers.
+    """
+    groups, known = _by_form(paths), _by_form(among)
+    patterns = (
+        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
+        for between, rows in groups.items()
+    )
+    return ", ".join(itertools.chain.from_iterable(patterns))
+
+
+def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for place in dict.fromkeys(map(_Place.of, paths)):
+        groups.setdefault(place.between, []).append(place.numbers)
+    return groups
+
+
+def _patterns(
+    between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False
+) -> list[str]:
+    """Returns patterns for paths of one form with the numbers `rows`.
+
+    There are several if a combination of numbers is missing.
+    """
+    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if is_all and any(len(column) > _FEW for column in columns):
+        spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
+        return [
+            "".join(
+                map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue=""))
+            )
+        ]
+    if math.prod(map(len, columns)) != len(rows):
+        differing = next(i for i, column in enumerate(columns) if len(column) > 1)
+        apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
+        return [pattern for alike in apart for pattern in _patterns(between, alike)]
+    escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path is no pattern
+    return [
+        "".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))
+    ]
+
+
+def _span(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers[-1] < 10 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"(?:{'|'.join(map(str, numbers))})"
+
+
+def _findings(audit: Audit, paint: Paint) -> Iterator[str]:
+    groups: dict[Any, list[Finding]] = {}
+    for f in audit.findings:
+        key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
+        groups.setdefault(key, []).append(f)
+    if groups:
+        yield paint("bold", "findings")
+    for found in groups.values():
+        first, times = found[0], sum(finding.count for finding in found)
+        where = folded_pattern((finding.path for finding in found), audit.paths) or "(top level)"
+        dtypes = ", ".join(map(short, first.dtypes))
+        marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
+        yield (
+            f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} "
+            f"{dtypes}{paint('dim', marks)}"
+        )
+        line = f"{first.source}: {first.message}" if first.source else first.message
+        yield from textwrap.wrap(line, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+# --------------------------------------------------------------------------------------------------
+# The tree
+# --------------------------------------------------------------------------------------------------
+
+
+def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
+    root = tree_of(operations)
+    lines = list(_lines(root, 0, sum(root.flops.values()), paint))
+    if lines:
+        header = (
+            f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}"
+            f"{'FLOPs':>9}{'bytes':>9}"
+        )
+        yield paint("bold", header.rstrip())
+        yield from lines
+
+
+def _rows(module: ModuleNode) -> dict[tuple[Any, ...], tuple[int, int, int]]:
+    """Returns runs, FLOPs and bytes by kind and dtypes of the operations in a module itself."""
+    totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    for op in module.operations:
+        if op.kind in _LISTED:
+            key = (
+                _LISTED.index(op.kind),
+                op.is_backward,
+                operation_name(op),
+                op.operands,
+                op.accumulation,
+                op.result,
+            )
+            count, flops, moved = totals.get(key, (0, 0, 0))
+            totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
+    return dict(sorted(totals.items()))
+
+
+def _contents(module: ModuleNode) -> Any:
+    """Returns a key that is equal for modules with the same lines."""
+    rows = tuple(_rows(module).items())
+    return rows, tuple((name, _contents(child)) for name, child in module.children.items())
+
+
+def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator[str]:
+    for (_, backward, primitive, operands, accumulation, result), (
+        count,
+        flops,
+        moved,
+    ) in _rows(module).items():
+        name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
+        dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
+        style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
+        columns = (
+            f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}"
+            f"{amount(moved):>9}"
+        )
+        yield f"{name:<48}{paint(style, columns)}"
+    for names, child in _alike(module):
+        flops = sum(child.flops.values()) * len(names)
+        share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
+        share += f"; matmuls: {child.matmul_shares}" if child.matmul_shares else ""
+        shown = paint("bold", folded_pattern(names, module.children))
+        yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
+        yield from _lines(child, depth + 1, total, paint)
+
+
+def _alike(module: ModuleNode) -> Iterator[tuple[list[str], ModuleNode]]:
+    """Yields the modules below one, grouped by equal content and names that differ in a number."""
+    groups: dict[Any, tuple[list[str], ModuleNode]] = {}
+    for name, child in module.children.items():
+        key = (_Place.of(name).between, _contents(child))
+        groups.setdefault(key, ([], child))[0].append(name)
+    yield from groups.values()

@@ -1,0 +1,240 @@
+"""The memory, traffic and time of a step under policies, on devices that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import use_abstract_mesh
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.policy import Policy
+from policy.core.rules import PolicyRules
+from policy.core.scope import RulesLike, traced_for
+from policy.inspect.estimate.candidates import Candidate, RowLike, rows_of
+from policy.inspect.estimate.compilation import compiled_step, compiler_of
+from policy.inspect.estimate.costing import cost_of
+from policy.inspect.estimate.lowering import lowered_step
+from policy.inspect.estimate.placement import (
+    Placement,
+    mesh_of,
+    on_targets_mesh,
+    placed_arrays,
+    placement_of,
+    specs_of,
+)
+from policy.inspect.estimate.report import Estimate, PolicyCost
+from policy.inspect.estimate.steps import made_call, name_of, traced_step
+from policy.inspect.estimate.targets import Target
+
+_SCRATCH = (
+    "Temporaries include the largest copy that the processor's library kernels may make of their "
+    "inputs, which XLA does not plan."
+)
+DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
+Progress = Callable[[str, int, int], None]
+
+
+def estimate(
+    fn: Any,
+    *args: Any,
+    policies: Sequence[RowLike] | Mapping[str, RowLike] | str = DEFAULT,
+    on: str | Target = "here",
+    mesh: Mapping[str, int] | None = None,
+    shardings: Any = None,
+    rules: RulesLike | None = None,
+    donate: int | Sequence[int] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Estimates what a step costs under policies, on devices that need not be there.
+
+    The step is traced and compiled by the target's own compiler for each policy, from shapes alone:
+    nothing runs, and no array is allocated. Where a device's memory does not suffice, that is a
+    result.
+
+    >>> import jax, jax.numpy as jnp, policy
+    >>> def step(w, x):
+    ...     return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8)))
+    >>> found = policy.estimate(step, w, x, policies=["float32"], on="cpu", donate=0)
+    >>> found["float32"].arguments
+    384
+
+    There are two ways to say what the step is.
+
+    - A function and its arguments, for which shapes will do. An argument that depends on the policy
+      is given as a function without arguments that builds it: an nnx model, which captures the
+      policy where it is built, or params in param_dtype:
+      ``estimate(train_step, lambda: Net(rngs=nnx.Rngs(0)), images, labels)``. Nothing of it is
+      allocated either.
+    - An example: a function without required arguments that returns ``(function, args)`` or
+      ``(function, args, kwargs)``. It is called under each policy, with the row's options as
+      keyword arguments, and with the mesh where it has a parameter ``mesh``. So may an optimizer's
+      storage be a row: ``policies=["bfloat16", ("bfloat16", {"master_weights": "remainder"})]``.
+
+    Args:
+      fn: any function of arrays, an nnx module or a method of one, a function of nnx modules, or an
+        example; jitted or not.
+      *args, **kwargs: the arguments of the call; `jax.ShapeDtypeStruct`s in place of arrays.
+      policies: the rows: policies, or pairs of a policy and a dict of the example's options, in a
+        sequence or in a mapping from names. Each policy is applied as in `policy.audit`, by
+        `use_policy`, or by `autocast` where no layer obeys it. None estimates the code as it is
+        written. In texts, ``half`` and ``m=8bit`` are those of the target.
+      on: the target: a TPU topology such as "v5e:4x4", one or several GPUs of one machine, "h100"
+        and "h100:8", a JSON file of a GPU's figures, "cpu", or "here" for JAX's default devices.
+        See `policy.inspect.estimate.targets.Target`.
+      mesh: the axes of the mesh and their sizes, as in ``{"data": 4, "fsdp": 4}``. None: those of
+        the arguments' own shardings, or one axis "data" of all devices.
+      shardings: an entry for each positional argument, or a dict of entries by position: a
+        PartitionSpec for all of its arrays, a tree of them, a function of an array's path and
+        shape that returns one, or None. None: the arrays' own shardings, whatever devices they are
+        of; arrays without are on each device. A step without any shardings runs on one device.
+      rules: policies by module path or layer class, beside each policy.
+      donate: positions of the arguments that may be overwritten; None for those that a jitted `fn`
+        donates.
+      backward: whether to estimate the gradients of the floating outputs as well, as
+        `policy.audit` does.
+      params: the arguments to differentiate by; see `policy.audit`.
+      progress: is called before each row is compiled, with its name, the number of rows that are
+        done, and that of all.
+
+    Returns:
+      An `Estimate`: prints as a table, ``to_json()``, ``to_html()``, ``plot()``, ``save(path)``.
+
+    Raises:
+      TypeError: `fn` can't be called, or an argument is of another kind; any exception of `fn`
+        while it is traced.
+      ValueError: there is no such target or topology; a policy is malformed; the mesh has another
+        number of devices than the target; an array doesn't divide by its sharding; the step can't
+        be lowered or compiled for the target (a kernel of another platform, a callback).
+      RuntimeError: the target's compiler is not installed; the message has the command.
+    """
+    target = on if isinstance(on, Target) else Target(on)
+    question = Question(target, mesh, shardings, donate, backward, params)
+    with traced_for(target.devices[0]):
+        found = _answers(question, fn, args, kwargs, policies, rules, progress)
+    placement = found[0].placement
+    return Estimate(
+        name=name_of(fn),
+        target=target.name,
+        devices=placement.devices,
+        mesh=dict(placement.mesh.shape) if placement.is_spread else {},
+        capacity=placement.capacity,
+        clock=target.chip.clock,
+        timing=target.timing,
+        source=target.chip.source,
+        compiler=compiler_of(target),
+        rows=tuple(one.cost for one in found),
+        notes=tuple(dict.fromkeys([*(note for one in found for note in one.notes), *_same(found)])),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """The arguments of `estimate` that all rows share."""
+
+    target: Target
+    mesh: Mapping[str, int] | None
+    shardings: Any
+    donate: int | Sequence[int] | None
+    backward: bool
+    params: ParamsArgument
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A row's costs, the devices of its step, its policy if its arguments don't depend on it, and
+    remarks.
+    """
+
+    cost: PolicyCost
+    placement: Placement
+    unheeded: Policy | None
+    notes: list[str]
+
+
+def _answers(
+    question: Question,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policies: Any,
+    rules: RulesLike | None,
+    progress: Progress | None,
+) -> list[Answer]:
+    """Returns the answer of each row. An exception of the user's code has a note with its row."""
+    rows = rows_of(policies)
+    checked = (
+        PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
+    )
+    found = []
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress(row.name, done, len(rows))
+        try:
+            found.append(_estimated(question, fn, args, kwargs, row, checked))
+        except Exception as error:
+            error.add_note(
+                f"This is the row {row.name!r} of an estimate on {question.target.name}."
+            )
+            raise
+    return found
+
+
+def _same(found: Sequence[Answer]) -> list[str]:
+    """Returns a remark where policies differ in param_dtype, but not the arguments."""
+    dtypes = {one.unheeded.param_dtype for one in found if one.unheeded is not None}
+    if len(dtypes) < 2:
+        return []
+    return [
+        "The arguments are the same under every policy, whatever its param_dtype. To have params "
+        "in param_dtype, give functions that build the arguments, or an example."
+    ]
+
+
+def _estimated(
+    question: Question,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    row: Candidate,
+    rules: PolicyRules | None,
+) -> Answer:
+    mesh = mesh_of(question.target, question.mesh, (args, kwargs))
+    # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
+    abstract = use_abstract_mesh(mesh.abstract_mesh)
+    with contextlib.nullcontext() if question.mesh is None else abstract:
+        call = made_call(fn, args, kwargs, row, rules, mesh)
+    placement = placement_of(
+        question.target, question.mesh, question.shardings, (call.args, call.kwargs)
+    )
+    placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
+    call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
+    with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
+        step = traced_step(call, row, rules, question.donate, question.backward, question.params)
+        arrays = step.traced.arguments.arrays
+        specs = specs_of(question.shardings, call.args, arrays, step.names, step.origins)
+        placed = placed_arrays(placement, arrays, specs, step.names)
+        lowered, notes = lowered_step(step, placed, question.target, name_of(call.fn))
+    program = compiled_step(lowered, question.target, step.names)
+    shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
+    program = dataclasses.replace(program, arguments=program.arguments - shared)
+    return Answer(
+        cost_of(row, step, program, placement),
+        placement,
+        None if call.is_made else row.policy,
+        [*placement.notes, *notes, *([_SCRATCH] if program.scratch else [])],
+    )
+
+
+def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:
+    sharding = array.sharding
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize

@@ -1,0 +1,302 @@
+"""The placement of a call's arrays on a target's devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from policy.inspect.estimate.targets import Target
+from policy.programs.trace import is_array
+
+_GPUS_OF_A_MACHINE = 8
+SpecOf = Callable[[str, Any], PartitionSpec | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices that a step runs on.
+
+    Attributes:
+      target: the target.
+      mesh: of all of its devices.
+      is_spread: whether the step runs on all of them; else it runs on the first.
+    """
+
+    target: Target
+    mesh: jax.sharding.Mesh
+    is_spread: bool
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run the step."""
+        return self.mesh.size if self.is_spread else 1
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory of a device; processors at hand share theirs."""
+        memory = self.target.chip.memory
+        return int(memory / self.devices if self.target.platform == "cpu" else memory)
+
+    @property
+    def notes(self) -> list[str]:
+        if self.target.platform == "cuda" and self.devices > _GPUS_OF_A_MACHINE:
+            return [
+                f"{self.target.name} is estimated as one machine: exchanges have the bandwidth of "
+                "the links inside it, and those between machines are slower."
+            ]
+        if self.is_spread or self.target.devices.size == 1:
+            return []
+        return [
+            f"Nothing is sharded: one of the {self.target.devices.size} devices of "
+            f"{self.target.name} runs the whole step. Give shardings= to spread it."
+        ]
+
+    def sharding(self, spec: PartitionSpec | None, array: Any, name: str) -> Any:
+        """Returns the sharding of an array.
+
+        Raises:
+          ValueError: the mesh has no such axis, or the array doesn't divide; the message has its
+            name.
+        """
+        if not self.is_spread:
+            return SingleDeviceSharding(self.target.devices[0])
+        spec = PartitionSpec() if spec is None else spec
+        sizes = dict(self.mesh.shape)
+        shape = tuple(array.shape)
+        before: set[str] = set()
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"{name} has the shape {_shape(shape)}, but its {spec} has {len(spec)} axes."
+            )
+        for axis, names in enumerate(spec):
+            names = names if isinstance(names, tuple) else (names,)
+            used = [n for n in names if n is not None and n is not PartitionSpec.UNCONSTRAINED]
+            again = next((one for one in used if one in before or used.count(one) > 1), None)
+            if again is not None:
+                raise ValueError(f"{name} has the axis {again!r} twice in its {spec}.")
+            before.update(used)
+            for one in used:
+                if one not in sizes:
+                    raise ValueError(
+                        f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has "
+                        f"the axes {_axes(sizes)}. Give mesh= too, as in mesh={{{one!r}: "
+                        f"{self.mesh.size}}}."
+                    )
+            parts = math.prod(sizes[one] for one in used)
+            if shape[axis] % parts:
+                raise ValueError(
+                    f"{name} of the shape {_shape(shape)} can't be sharded by {spec} over "
+                    f"{_axes(sizes)}: {shape[axis]} is not a multiple of {parts}."
+                )
+        return NamedSharding(self.mesh, spec)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+def _axes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def placement_of(
+    target: Target, mesh: Mapping[str, int] | None, shardings: Any, arguments: Any
+) -> Placement:
+    """Returns the placement of a call: on all devices if a mesh or any sharding asks for them."""
+    found = mesh_of(target, mesh, arguments)
+    owned = any(
+        (own := _own(leaf)) is not None and own.mesh.size > 1 for leaf in jax.tree.leaves(arguments)
+    )
+    is_spread = mesh is not None or shardings is not None or owned
+    return Placement(target, found, is_spread and target.devices.size > 1)
+
+
+def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> jax.sharding.Mesh:
+    """Returns a mesh of a target's devices.
+
+    Args:
+      target: the devices.
+      given: sizes of axes; None for those of the first sharded array, or else one axis, "data".
+      arguments: the arguments of the call.
+
+    Raises:
+      TypeError: `given` is no mapping from names to sizes.
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    if given is not None:
+        _require_sizes(given)
+        return target.mesh(dict(given))
+    found = next((s.mesh for s in map(_own, jax.tree.leaves(arguments)) if s is not None), None)
+    if found is None or (found.size == 1 and target.devices.size > 1):
+        return target.mesh()
+    if found.size != target.devices.size:
+        raise ValueError(
+            f"The arguments are sharded over {_axes(dict(found.shape))}, {found.size} devices, but "
+            f"{target.name} has {target.devices.size}: give a mesh of that size."
+        )
+    return jax.sharding.Mesh(
+        target.devices.reshape(tuple(found.shape.values())),
+        found.axis_names,
+        axis_types=found.axis_types,
+    )
+
+
+def _require_sizes(given: Any) -> None:
+    is_one = isinstance(given, Mapping) and all(
+        isinstance(name, str) and type(size) is int and size > 0 for name, size in given.items()
+    )
+    if not is_one or not given:
+        raise TypeError(
+            "mesh should be a dict of axes and their sizes, such as {'data': 16}, but got "
+            f"{given!r}."
+        )
+
+
+def _own(array: Any) -> NamedSharding | None:
+    """Returns an array's own sharding, if it is one over a mesh."""
+    sharding = getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def on_targets_mesh(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns a call's arguments, with shapes on the target's mesh for arrays of Explicit axes.
+
+    The mesh of such an array is part of its type: a step can't be traced with arrays of one mesh on
+    another.
+
+    Raises:
+      ValueError: the target's mesh lacks an axis, or an array doesn't divide.
+    """
+
+    def moved(path: Any, leaf: Any) -> Any:
+        own = _own(leaf)
+        if own is None or AxisType.Explicit not in own.mesh.axis_types:
+            return leaf
+        name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
+        sharding = placement.sharding(own.spec, leaf, name) if placement.is_spread else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(moved, (args, kwargs))
+
+
+def specs_of(
+    shardings: Any,
+    args: tuple[Any, ...],
+    arrays: Sequence[Any],
+    names: Sequence[str],
+    origins: Sequence[int | None],
+) -> list[PartitionSpec | None]:
+    """Returns the spec of each array of a call: the given one, or that of its own sharding.
+
+    Args:
+      shardings: an entry for each of `args`; see `policy.estimate`.
+      args: the positional arguments.
+      arrays: all arrays of the call.
+      names: their paths.
+      origins: the positional argument that each is of.
+
+    Raises:
+      TypeError: `shardings` has another form.
+      ValueError: it has more or fewer entries, or an entry is a tree of another form.
+    """
+    entries = _entries(shardings, args)
+    trees = {i: _broadcast(entry, args[i], i) for i, entry in enumerate(entries)}
+    found: list[PartitionSpec | None] = []
+    for array, name, origin in zip(arrays, names, origins, strict=True):
+        entry = None if origin is None else trees.get(origin)
+        if isinstance(entry, list):
+            entry = entry.pop(0)
+        found.append(_spec(entry, array, name))
+    return found
+
+
+def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if shardings is None:
+        return (None,) * len(args)
+    if isinstance(shardings, Mapping):
+        beyond = [i for i in shardings if not (isinstance(i, int) and 0 <= i < len(args))]
+        if beyond:
+            raise ValueError(
+                f"shardings has an entry for the argument {beyond[0]!r}, but the function is "
+                f"called with {len(args)} positional arguments, counted from 0."
+            )
+        return tuple(shardings.get(i) for i in range(len(args)))
+    if isinstance(shardings, PartitionSpec) or not isinstance(shardings, (tuple, list)):
+        raise TypeError(
+            "shardings should be a tuple with an entry for each positional argument, such as "
+            "(None, PartitionSpec('data')), or a dict of entries by position, but got "
+            f"{shardings!r}."
+        )
+    if len(shardings) != len(args):
+        raise ValueError(
+            f"shardings has {len(shardings)} entries, but the function is called with {len(args)} "
+            "positional arguments: give one for each, None for those that every device holds."
+        )
+    return tuple(shardings)
+
+
+def _is_entry(entry: Any) -> bool:
+    return entry is None or isinstance(entry, (PartitionSpec, NamedSharding)) or callable(entry)
+
+
+def _broadcast(entry: Any, arg: Any, position: int) -> Any:
+    """Returns an entry as it is, or a tree of entries as a list with one for each array."""
+    if _is_entry(entry):
+        return entry
+    entries = jax.tree.leaves(entry, is_leaf=_is_entry)
+    wrong = next((one for one in entries if not _is_entry(one)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"shardings[{position}] should be a PartitionSpec, a function, None, or a tree of "
+            f"these, but contains {wrong!r}."
+        )
+    spread: list[Any] = []
+
+    def take(one: Any, part: Any) -> None:
+        spread.extend([one] * sum(map(is_array, jax.tree.leaves(part))))
+
+    try:
+        jax.tree.map(take, entry, arg, is_leaf=_is_entry)
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"shardings[{position}] is not a prefix of the argument's tree: {reason}"
+        ) from None
+    return spread
+
+
+def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:
+    if isinstance(entry, PartitionSpec):
+        return entry if entry else None
+    if isinstance(entry, NamedSharding):
+        return entry.spec
+    if entry is not None:
+        spec = entry(name, array)
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"The function in shardings should return a PartitionSpec or None, but returned "
+                f"{spec!r} for {name}."
+            )
+        return spec
+    own = _own(array)
+    return None if own is None else own.spec
+
+
+def placed_arrays(
+    placement: Placement,
+    arrays: Sequence[Any],
+    specs: Sequence[PartitionSpec | None],
+    names: Sequence[str],
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of arrays with their shardings. Keys stay keys."""
+    return [
+        jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=placement.sharding(spec, array, name)
+        )
+        for array, spec, name in zip(arrays, specs, names, strict=True)
+    ]

@@ -1,0 +1,262 @@
+"""An estimate as tables for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from policy.inspect.estimate.render.figures import (
+    UNKNOWN,
+    array_text,
+    count_that_fit,
+    exchanged_bytes,
+    facts_of,
+    has_exchanges,
+    memory_parts,
+    ratio,
+    seconds_text,
+    shares_text,
+    uncounted_in,
+    verdict,
+)
+from policy.inspect.estimate.report import Buffer, Estimate, PolicyCost
+from policy.inspect.render.terminal import Paint, short, shows_colour
+from policy.inspect.render.units import amount, bytes_text, duration
+
+_WIDTH = 100
+_LONGEST = 32  # characters of a name that stands in its row; longer ones stand above theirs
+_BUFFERS = 8
+_STYLES = {True: "good", False: "bad", None: "dim"}
+
+
+def show_estimate(estimate: Estimate, file: TextIO | None = None) -> None:
+    """Prints an estimate, in colour where `file` is a terminal."""
+    print(estimate_text(estimate, colour=shows_colour(file or sys.stdout)), file=file)
+
+
+def estimate_text(estimate: Estimate, *, colour: bool = False) -> str:
+    """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
+    memory.
+
+    A figure beside "x" is a ratio of the first row's.
+    """
+    paint = Paint(colour)
+    parts = [
+        _head(estimate, paint),
+        *_packed([_visible(row.name) for row in estimate.rows], list(_columns(estimate)), paint),
+        _exchanges(estimate, paint),
+        *(_buffers(row, paint) for row in estimate.rows if row.fits is False and row.buffers),
+        _remarks(estimate, paint),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def _visible(text: str) -> str:
+    """Returns a text with its control characters escaped: a name can't move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _wrapped(text: str, first: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        _visible(text), _WIDTH, initial_indent=first, subsequent_indent=" " * indent
+    )
+
+
+def _head(estimate: Estimate, paint: Paint) -> Iterator[str]:
+    fit = count_that_fit(estimate)
+    title = f"estimate of {estimate.name or 'a function'}"
+    lines = _wrapped(f"{title}: {fit}" if fit else title, "", 2)
+    yield from (paint("bold", line) for line in lines)
+    for word, said in facts_of(estimate):
+        yield from _wrapped(said, f"  {word:<10}", 12)
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of figures.
+
+    Attributes:
+      head: its heading.
+      cells: a text for each row.
+      ratios: of each row, drawn behind the cells; empty where there are none.
+      styles: of each row's cell.
+      is_text: whether it is aligned at the left.
+    """
+
+    head: str
+    cells: Sequence[str]
+    ratios: Sequence[str] = ()
+    styles: Sequence[str] = ()
+    is_text: bool = False
+
+    @property
+    def figures(self) -> int:
+        """The width of the cells."""
+        behind = self.behind if self.is_text else 0
+        return max(len(self.head) - behind, *map(len, self.cells))
+
+    @property
+    def behind(self) -> int:
+        """The width of the ratios, with the space before them."""
+        longest = max(map(len, self.ratios), default=0)
+        return longest + 1 if longest else 0
+
+    @property
+    def width(self) -> int:
+        return self.figures + self.behind
+
+    def header(self) -> str:
+        side = "<" if self.is_text else ">"
+        return f"{self.head:{side}{self.figures}}" + " " * self.behind
+
+    def line(self, i: int, paint: Paint) -> str:
+        side = "<" if self.is_text else ">"
+        cell = f"{self.cells[i]:{side}{self.figures}}"
+        style = self.styles[i] if self.styles else ""
+        shown = paint(style, cell) if style else cell
+        if not self.behind:
+            return shown
+        return shown + " " + paint("dim", f"{self.ratios[i]:<{self.behind - 1}}")
+
+
+def _columns(estimate: Estimate) -> Iterator[_Column]:
+    rows = estimate.rows
+    if any(row.fits is not None for row in rows):
+        styles = [_STYLES[row.fits] for row in rows]
+        yield _Column("fits", [verdict(row) for row in rows], styles=styles, is_text=True)
+    yield _compared("memory", rows, memory_parts, bytes_text)
+    parts = ["arguments", "temporaries", "outputs"]
+    if any(row.code * 100 >= row.memory > 0 for row in rows):  # not worth a column else
+        parts.append("code")
+    for part in parts:
+        yield _Column(part, [_known(memory_parts(row, part), bytes_text) for row in rows])
+    flops = [_flops(row.matmul_flops) for row in rows]
+    yield _Column("matmul FLOPs", flops, is_text=True)
+    yield from _work(rows)
+    if has_exchanges(estimate):
+        yield _compared("exchanges", rows, exchanged_bytes, bytes_text)
+
+
+def _flops(flops: Mapping[str, float]) -> str:
+    """Returns FLOPs with the dtypes that they are in: "4 T in bf16 97.5%, f32 2.5%"."""
+    total = sum(flops.values())
+    return f"{amount(total)} in {shares_text(flops)}" if total else "none"
+
+
+def _work(rows: Sequence[PolicyCost]) -> Iterator[_Column]:
+    if any(row.bytes is not None for row in rows):
+        yield _compared("bytes", rows, lambda row: row.bytes, bytes_text)
+    if any(row.cycles is not None for row in rows):
+        yield _Column("cycles", [_known(row.cycles, amount) for row in rows])
+    if any(row.seconds is not None for row in rows):
+        ratios = [ratio(row.seconds, rows[0].seconds) for row in rows[1:]]
+        yield _Column("seconds", [seconds_text(row) for row in rows], ["", *ratios])
+
+
+def _compared(
+    head: str,
+    rows: Sequence[PolicyCost],
+    of: Callable[[PolicyCost], float | None],
+    form: Callable[[float], str],
+) -> _Column:
+    """Returns a column whose rows beside the first are ratios as well."""
+    values = [of(row) for row in rows]
+    ratios = [ratio(value, values[0]) for value in values[1:]]
+    if set(ratios) <= {"x1.00"}:  # nothing to compare
+        ratios = [""] * len(ratios)
+    return _Column(head, [_known(value, form) for value in values], ["", *ratios])
+
+
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else form(value)
+
+
+def _packed(
+    names: Sequence[str], columns: Sequence[_Column], paint: Paint
+) -> Iterator[Iterable[str]]:
+    """Yields tables of the columns, as many side by side as there is room for."""
+    if not names:
+        return
+    width = min(max(map(len, (*names, "policy"))), _LONGEST)
+    group: list[_Column] = []
+    for column in columns:
+        if group and 2 + width + sum(2 + c.width for c in (*group, column)) > _WIDTH:
+            yield _table(names, width, group, paint)
+            group = []
+        group.append(column)
+    yield _table(names, width, group, paint)
+
+
+def _table(
+    names: Sequence[str], width: int, columns: Sequence[_Column], paint: Paint
+) -> Iterator[str]:
+    header = "  ".join([f"{'policy':<{width}}", *(column.header() for column in columns)])
+    yield paint("bold", f"  {header}".rstrip())
+    for i, name in enumerate(names):
+        if len(name) > width:
+            yield from textwrap.wrap(name, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+            name = ""
+        line = "  ".join([f"{name:<{width}}", *(column.line(i, paint) for column in columns)])
+        yield f"  {line}".rstrip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Exchanges, buffers and remarks
+# --------------------------------------------------------------------------------------------------
+
+
+def _exchanges(estimate: Estimate, paint: Paint) -> Iterator[str]:
+    if not has_exchanges(estimate):
+        return
+    yield paint("bold", "exchanges of a step")
+    for row in estimate.rows:
+        if row.collectives:
+            yield from _wrapped(row.name, "  ", 4)
+        for one in row.collectives:
+            taken = UNKNOWN if one.seconds is None else f"≥ {duration(one.seconds)}"
+            what = f"    {one.operation:<20}{short(one.dtype):<10}"
+            yield f"{what}{bytes_text(one.bytes):>10}{taken:>14}"
+
+
+def _buffers(row: PolicyCost, paint: Paint) -> Iterator[str]:
+    lines = _wrapped(f"largest buffers of {row.name}, which {verdict(row)}", "", 2)
+    yield from (paint("bold", line) for line in lines)
+    for buffer in row.buffers[:_BUFFERS]:
+        yield from _buffer(buffer)
+    more = len(row.buffers) - _BUFFERS
+    if more > 0:
+        yield paint("dim", f"  {more} more in to_html() and to_json()")
+
+
+def _buffer(buffer: Buffer) -> Iterator[str]:
+    made = f" of {buffer.operation}" if buffer.operation else ""
+    what = f"{array_text(buffer)}  {buffer.kind}{made}"
+    where = "  ".join(filter(None, (buffer.path, buffer.source)))
+    size = f"{bytes_text(buffer.bytes):>10}  "
+    line = f"{size}{what}" + (f"  {where}" if where else "")
+    if len(line) <= _WIDTH:
+        yield _visible(line)
+        return
+    yield from _wrapped(what, size, 14)
+    for part in filter(None, (buffer.path, buffer.source)):
+        yield from _wrapped(part, " " * 14, 16)
+
+
+def _remarks(estimate: Estimate, paint: Paint) -> Iterator[str]:
+    uncounted = uncounted_in(estimate)
+    if uncounted:
+        yield paint("bold", "not counted")
+    for what, names in uncounted:
+        yield from _wrapped(f"{what} ({names})" if names else what, "  ", 4)
+    if estimate.notes:
+        yield paint("bold", "notes")
+    for note in estimate.notes:
+        yield from _wrapped(note, "  ", 4)

@@ -1,0 +1,245 @@
+"""The step of a row: a user's call, made and traced under a policy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.callables import require_function
+from policy.core.rules import PolicyRules
+from policy.core.scope import use_policy
+from policy.inspect.estimate.candidates import Candidate
+from policy.inspect.traced.call import Route, input_paths
+from policy.inspect.traced.under_policy import traced_under
+from policy.programs.donation import donated_inputs
+from policy.programs.trace import Traced, is_array, lowered, origins_of
+
+# Functions that return the shapes of what a function builds; the last one is asked. Libraries with
+# stateful modules add theirs.
+EVAL_SHAPES: list[Callable[[Callable[[], Any]], Any]] = [jax.eval_shape]
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeCall:
+    """A function and its arguments under one policy.
+
+    Attributes:
+      fn: the function.
+      args, kwargs: its arguments; arrays may be shapes.
+      is_made: whether any of it was made under the policy.
+    """
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_made: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call as a program of its arrays.
+
+    Attributes:
+      traced: the program.
+      names: the path of each array.
+      origins: the positional argument that each array is of; None for arrays of keyword arguments
+        and of a module that is called.
+      donated: the arrays that may be overwritten.
+      repeated: the arrays that are the same as an earlier one, with the earlier one's position.
+      route: how the policy is applied: "scope", "autocast" or "as written".
+    """
+
+    traced: Traced
+    names: tuple[str, ...]
+    origins: tuple[int | None, ...]
+    donated: tuple[int, ...]
+    repeated: tuple[tuple[int, int], ...]
+    route: str
+
+
+def made_call(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    row: Candidate,
+    rules: PolicyRules | None,
+    mesh: jax.sharding.Mesh,
+) -> MadeCall:
+    """Makes the call of a row: runs an example, and the functions that build arguments.
+
+    Raises:
+      TypeError: `fn` is no function; an example returns something else, or takes other options.
+      ValueError: there are options for a function that is no example.
+    """
+    require_function(fn, "estimate", takes="a function or a module")
+    scope = contextlib.nullcontext() if row.policy is None else use_policy(row.policy, rules)
+    with scope:
+        made = None if args or kwargs else _run_example(fn, row, mesh)
+        if made is not None:
+            fn, args, kwargs = made
+        elif row.options:
+            raise ValueError(
+                f"The row {row.name!r} has options, which go to an example as keyword arguments: "
+                "give estimate a function that returns (function, args), in place of the function "
+                "and its arguments."
+            )
+        built = tuple(EVAL_SHAPES[-1](arg) if _is_builder(arg) else arg for arg in args)
+    return MadeCall(fn, built, dict(kwargs), made is not None or any(map(_is_builder, args)))
+
+
+def _run_example(
+    fn: Callable[..., Any], row: Candidate, mesh: jax.sharding.Mesh
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the function and arguments that an example returns; None if `fn` is no example."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return None
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in _OPTIONAL and name != "mesh"
+    ]
+    if missing:
+        raise TypeError(
+            f"estimate was given no arguments for {name_of(fn)}, which takes {', '.join(missing)}."
+        )
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for option in row.options:
+        if option not in parameters and not takes_any:
+            raise TypeError(
+                f"The row {row.name!r} has the option {option!r}, but {name_of(fn)} takes "
+                f"{', '.join(parameters) or 'none'}."
+            )
+    made = fn(**row.options, **({"mesh": mesh} if "mesh" in parameters else {}))
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
+        function, args, kwargs = made if len(made) == 3 else (*made, {})
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
+            return function, tuple(args), dict(kwargs)
+    leaves = jax.tree.leaves(made)
+    if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves) and not row.options:
+        return None
+    raise TypeError(
+        f"{name_of(fn)}, called without arguments, should return (function, args) or (function, "
+        f"args, kwargs), args a tuple and kwargs a dict, but returned {_told(made)}."
+    )
+
+
+_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _told(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
+    return f"a {type(made).__name__}"
+
+
+def name_of(fn: Any) -> str:
+    """Returns the name of a function or module."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _is_builder(arg: Any) -> bool:
+    """Returns whether an argument is a function that builds one: no module, no tree of arrays."""
+    if not callable(arg) or isinstance(arg, type) or any(map(is_array, jax.tree.leaves(arg))):
+        return False
+    try:
+        parameters = inspect.signature(arg).parameters.values()
+    except (TypeError, ValueError):  # it has no signature
+        return False
+    return all(p.default is not p.empty or p.kind in _OPTIONAL for p in parameters)
+
+
+def traced_step(
+    call: MadeCall,
+    row: Candidate,
+    rules: PolicyRules | None,
+    donate: int | Sequence[int] | None,
+    backward: bool,
+    params: ParamsArgument,
+    route: Route | None = None,
+) -> Step:
+    """Traces the call of a row.
+
+    Args:
+      donate: positions of arguments that may be overwritten; None for those that a jitted function
+        donates.
+      route: how the policy is applied, where that is known.
+
+    Raises:
+      TypeError, ValueError: as `policy.audit` does, and where `donate` names no arguments.
+    """
+    positions = _positions(donate, len(call.args))
+    traced, route = traced_under(
+        call.fn,
+        call.args,
+        call.kwargs,
+        backward,
+        params,
+        row.policy,
+        rules if row.policy is not None else None,
+        route,
+    )
+    pure = lowered(call.fn, call.args, call.kwargs)
+    every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()
+    origins = tuple(
+        origin for origin, is_one in zip(every, traced.arguments.is_array, strict=True) if is_one
+    )
+    donated = (
+        donated_inputs(traced.jaxpr, is_wrapped=route == "autocast")
+        if positions is None
+        else tuple(i for i, origin in enumerate(origins) if origin in positions)
+    )
+    names = tuple(
+        traced.arguments.names() if pure is None else input_paths(traced.arguments, is_lowered=True)
+    )
+    return Step(traced, names, origins, donated, _repeated(traced, names, donated), route)
+
+
+def _repeated(
+    traced: Traced, names: Sequence[str], donated: Collection[int]
+) -> tuple[tuple[int, int], ...]:
+    """Returns the arrays that were given before, each with the position of the first time.
+
+    Raises:
+      ValueError: one of them is donated, which leaves the other without a buffer.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for i, array in enumerate(traced.arguments.arrays):
+        before = first.setdefault(id(array), i)
+        if before == i or not isinstance(array, jax.Array):
+            continue
+        if i in donated or before in donated:
+            raise ValueError(
+                f"{names[before]} and {names[i]} are the same array, and it is donated: JAX can't "
+                "overwrite an array that is still an argument. Give a copy, or leave it out of "
+                "donate."
+            )
+        found.append((i, before))
+    return tuple(found)
+
+
+def _positions(donate: int | Sequence[int] | None, count: int) -> tuple[int, ...] | None:
+    if donate is None:
+        return None
+    given = (donate,) if isinstance(donate, int) else tuple(donate)
+    for position in given:
+        if (
+            not isinstance(position, int)
+            or isinstance(position, bool)
+            or not (-count <= position < count)
+        ):
+            raise ValueError(
+                f"donate should be positions of the {count} arguments, such as (0, 1), but got "
+                f"{donate!r}."
+            )
+    return tuple(position % count for position in given)

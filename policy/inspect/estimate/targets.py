@@ -1,0 +1,277 @@
+"""Devices to compile for: TPU topologies and GPUs that need not be there, and those at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from policy.inspect.estimate.chips import CHIPS, Chip
+from policy.inspect.estimate.gpu_configs import GPUS
+from policy.inspect.estimate.own_chips import own_gpu
+
+INSTALL = (
+    "The compilers for TPUs and GPUs run on x86 Linux without an accelerator: "
+    "pip install 'mpmodules[accel]'."
+)
+# Axes of a topology, and the chips of the largest, by Google Cloud's pages of each generation.
+_TORUS = {
+    "v2": (2, 256),
+    "v3": (2, 1024),
+    "v4": (3, 4096),
+    "v5e": (2, 256),
+    "v5p": (3, 8960),
+    "v6e": (2, 256),
+    "tpu7x": (3, 9216),
+}
+# What the compilers read when they are loaded: there is no accelerator to look for.
+_ABSENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices to compile for, by name.
+
+    >>> from policy.inspect.estimate.targets import Target
+    >>> Target("v5e:4x4").kind, Target("h100:8").chip.platform
+    ('v5e', 'cuda')
+
+    Attributes:
+      name: a TPU topology, ``v5e:2x2`` or ``v5p:4x4x4``, whose chip alone is one of them; a GPU,
+        ``h100``, or several in one machine, ``h100:8``; a JSON file of a GPU's figures,
+        ``my.json:8`` (see `policy.inspect.estimate.own_chips`); ``cpu`` for the processor at hand, or
+        ``here`` for the devices of JAX's default backend.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"A target is a text, such as 'v5e:4x4', but got {self.name!r}.")
+        kind, shape = _split(self.name)
+        if kind in _TORUS:
+            _require_torus(self.name, kind, shape)
+        elif kind in ("cpu", "here"):
+            if shape:
+                raise ValueError(
+                    f"The target {self.name!r} should be {kind!r} alone: its devices are those "
+                    "that JAX has. XLA_FLAGS=--xla_force_host_platform_device_count=8 divides a "
+                    "processor into 8 devices."
+                )
+        elif kind in GPUS or kind.endswith(".json"):
+            if shape and not re.fullmatch(r"[1-9]\d*", shape):
+                raise ValueError(
+                    f"The target {self.name!r} should end in a number of devices, as in {kind}:8."
+                )
+        else:
+            near = difflib.get_close_matches(kind.lower(), [*CHIPS, "cpu", "here"], 1)
+            raise ValueError(
+                f"There is no target {self.name!r}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+                + f" Chips: {', '.join(CHIPS)}, as in v5e:4x4 and h100:8; a .json file of a GPU's "
+                "figures; 'cpu'; and 'here'."
+            )
+
+    @property
+    def kind(self) -> str:
+        """The chip's name, "cpu", "here", or the file of a GPU's figures."""
+        return _split(self.name)[0]
+
+    @functools.cached_property
+    def chip(self) -> Chip:
+        """The published figures of a device.
+
+        Raises:
+          ValueError: the file of a GPU's figures can't be read.
+        """
+        if self.kind.endswith(".json"):
+            return own_gpu(self.kind)[0]
+        return CHIPS[self.kind] if self.kind in CHIPS else _chip_of(self.devices[0])
+
+    @property
+    def platform(self) -> str:
+        """The platform to lower for: "tpu", "cuda", "rocm" or "cpu"."""
+        return self.chip.platform
+
+    @property
+    def timing(self) -> str:
+        """The source of seconds: "the compiler's cycles", "a roofline of published peaks", or "" if
+        there is none.
+        """
+        if self.chip.clock:
+            return "the compiler's cycles"
+        return "a roofline of published peaks" if self.chip.peaks else ""
+
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """The devices of the topology, flat.
+
+        Raises:
+          RuntimeError: the compiler is not installed, or JAX finds no devices here.
+          ValueError: the compiler has no such topology.
+        """
+        if self.kind in ("cpu", "here"):
+            try:
+                return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
+            except RuntimeError as error:  # of JAX_PLATFORMS
+                raise RuntimeError(f"There are no devices for {self.name!r}: {error}") from None
+        return np.array(_topology(self.name).devices).reshape(-1)
+
+    def mesh(
+        self,
+        shape: tuple[int, ...] | Mapping[str, int] | None = None,
+        names: tuple[str, ...] = ("data",),
+    ) -> jax.sharding.Mesh:
+        """Makes a mesh of all devices with axes of type Auto: XLA partitions over them.
+
+        Args:
+          shape: sizes of the axes, or a mapping from names to sizes; None for one axis.
+          names: of the axes, if `shape` has none.
+
+        Raises:
+          ValueError: the sizes do not multiply to the number of devices.
+        """
+        if isinstance(shape, Mapping):
+            names, shape = tuple(shape), tuple(shape.values())
+        sizes = (self.devices.size,) if shape is None else shape
+        if int(np.prod(sizes)) != self.devices.size:
+            axes = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+            raise ValueError(
+                f"A mesh of {axes} has {int(np.prod(sizes))} devices, but {self.name} has "
+                f"{self.devices.size}."
+            )
+        return jax.sharding.Mesh(
+            self.devices.reshape(sizes),
+            names,
+            axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+        )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Returns the chip and the shape of a target's name; a file's name may hold colons."""
+    kind, _, shape = name.rpartition(":") if ":" in name else (name, "", "")
+    return (name, "") if name.endswith(".json") else (kind, shape)
+
+
+def _require_torus(name: str, kind: str, shape: str) -> None:
+    axes, most = _TORUS[kind]
+    if not shape and ":" not in name:
+        return
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != axes:
+        raise ValueError(
+            f"The target {name!r} should have {axes} axes of chips, as in {_example(kind)}; {kind} "
+            "alone is one chip."
+        )
+    chips = int(np.prod([int(size) for size in shape.split("x")]))
+    if chips > most:
+        raise ValueError(
+            f"The target {name!r} has {chips} chips, but the largest topology of {kind} has {most}."
+        )
+
+
+def _example(kind: str) -> str:
+    return f"{kind}:{'x'.join(['4'] * _TORUS[kind][0])}"
+
+
+@functools.cache
+def _topology(name: str) -> Any:
+    kind, shape = _split(name)
+    gpu = own_gpu(kind)[1] if kind.endswith(".json") else GPUS.get(kind)
+    try:
+        with _without_accelerators():
+            if gpu is None:
+                return _tpu_topology(kind, shape)
+            return topologies.get_topology_desc(
+                platform="cuda",
+                topology_name="",
+                target_config=gpu.text(),
+                topology=f"1x1x{shape or 1}",
+            )
+    except Exception as error:  # what a missing plugin raises differs by release
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "INVALID_ARGUMENT" in reason:
+            raise ValueError(f"There is no topology {name!r}: {reason}.{_even(kind)}") from None
+        raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
+
+
+def _even(kind: str) -> str:
+    if kind not in _TORUS:
+        return ""
+    return (
+        f" A host has 2 x 2 chips: give sides that are even, as in {_example(kind)}. {kind} alone "
+        "is one chip."
+    )
+
+
+def _tpu_topology(kind: str, shape: str) -> Any:
+    one = "x".join("1" * _TORUS[kind][0])
+    # Hosts of two by two chips are the default, of which one chip is no multiple.
+    host = {"chips_per_host_bounds": (1, 1, 1)} if shape in ("", one) else {}
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{kind}:{shape or one}", **host
+    )
+
+
+@contextlib.contextmanager
+def _without_accelerators() -> Iterator[None]:
+    """Sets what the compilers read where they are loaded, unless it is set."""
+    added = {name: value for name, value in _ABSENT.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+def _chip_of(device: Any) -> Chip:
+    """Returns the figures of a device at hand: published ones where they are known, and the memory
+    that it reports.
+    """
+    kind = device.device_kind
+    named = _KINDS.get(kind) or next((k for k in GPUS if k.upper() in kind.upper()), None)
+    chip = CHIPS.get(named or "") or Chip(_platform(device), 0.0, 0.0, {}, 0.0, 0.0, kind)
+    if chip.platform == "cpu":
+        return dataclasses.replace(chip, memory=float(_physical_memory()))
+    reported = (device.memory_stats() or {}).get("bytes_limit")
+    return dataclasses.replace(chip, memory=float(reported)) if reported else chip
+
+
+def _platform(device: Any) -> Any:
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no such figure on this system
+        return 0

@@ -1,0 +1,1 @@
+"""Compiled programs: memory, cycles, traffic and exchanges."""

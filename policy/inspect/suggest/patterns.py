@@ -1,0 +1,103 @@
+"""Rules for a set of module paths: as few as possible, matching no other candidates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from policy.programs.paths import Path, spelled
+
+S = TypeVar("S", bound=Hashable)
+PathPattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
+
+
+def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[PathPattern]:
+    """Returns the rules that leave exactly `wide` of the candidates in float32.
+
+    A rule applies to everything below the path that it matches, until another rule matches there.
+
+    Args:
+      wide: the paths to run in float32.
+      candidates: all paths whose dtype matters, including `wide`.
+
+    Returns:
+      Pairs of a pattern and whether its paths run in float32.
+    """
+    return patterns_of_states({path: path in wide for path in candidates}, False)
+
+
+def patterns_of_states(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
+    """Returns the rules that give each path its state; see `patterns_of`.
+
+    Args:
+      states: of all paths that matter.
+      default: the state that paths have without a rule.
+    """
+    prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
+    said = _said(states, prefixes, default)
+    return list(
+        _folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes)))
+    )
+
+
+def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Path, S]:
+    """Returns the path and state of each rule, outermost first."""
+    said: dict[Path, S] = {}
+    for path in sorted(prefixes, key=lambda path: (len(path), path)):
+        inherited = next(
+            (said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), default
+        )
+        below = [state for other, state in states.items() if other[: len(path)] == path]
+        if path in states:
+            state = states[path]
+        elif len(below) > 1 and below[0] != default and all(one == below[0] for one in below):
+            state = below[0]
+        else:
+            continue
+        if state != inherited:
+            said[path] = state
+    return said
+
+
+def _folded(said: Mapping[str, S], known: set[str]) -> Iterable[tuple[str, S]]:
+    """Joins paths that differ only in numbers into one pattern, if it matches no other path."""
+    groups: dict[tuple[str, S], list[str]] = {}
+    for name, state in said.items():
+        groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
+    for (template, state), names in groups.items():
+        pattern = "".join(
+            r"\d+" if part == "#" else re.escape(part) for part in re.split("(#)", template)
+        )
+        matched = {name for name in known if re.fullmatch(pattern, name)}
+        if len(names) > 1 and matched == set(names):
+            yield pattern, state
+        else:
+            yield from _alternatives(names, state)
+
+
+def _alternatives(names: list[str], state: S) -> Iterable[tuple[str, S]]:
+    """Yields a pattern for three or more paths that differ in one number.
+
+    An example is ``layer_(?:3|7|9)/Dense_0``. Other paths each have their own pattern.
+    """
+    parts = [re.split(r"(\d+)", name) for name in names]
+    differing = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
+    if len(names) < 3 or len(differing) != 1:
+        yield from ((re.escape(name), state) for name in names)
+        return
+    (i,) = differing
+    before, after = ("".join(map(re.escape, part)) for part in (parts[0][:i], parts[0][i + 1 :]))
+    yield f"{before}(?:{'|'.join(part[i] for part in parts)}){after}", state
+
+
+def code_of(pairs: Iterable[tuple[str, Any]]) -> str:
+    """Returns the rules as Python code."""
+    lines = [f"    ({_quoted(pattern)}, {_quoted(str(policy))})," for pattern, policy in pairs]
+    return "PolicyRules([\n" + "\n".join(lines) + "\n])" if lines else "PolicyRules([])"
+
+
+def _quoted(text: str) -> str:
+    if '"' in text or not text.isprintable():
+        return repr(text)
+    return f'r"{text}"' if "\\" in text else f'"{text}"'

@@ -1,0 +1,195 @@
+"""suggest: finds by measurement the cheapest rules under which a policy meets an error budget."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.policy import Policy
+from policy.core.scope import traced_for
+from policy.inspect.estimate.steps import MadeCall
+from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.confirmed import confirmed
+from policy.inspect.suggest.confirmed_in_8_bits import confirmed_in_8_bits, scaled_of
+from policy.inspect.suggest.eight_bits import SMALLEST, EightBitSearch, split_policy
+from policy.inspect.suggest.on_target import FrontSearch
+from policy.inspect.suggest.search import Search
+from policy.inspect.suggest.suggestion import Suggestion
+from policy.inspect.suggest.target_costs import TargetCompiler, require_timed
+from policy.inspect.suggest.trial import Trial
+from policy.inspect.traced.call import Call, checked_policy, program_of
+from policy.programs.paths import naming, spelled
+
+POINTS = 5
+
+
+def suggest(
+    fn: Any,
+    *args: Any,
+    error: float | None = None,
+    policy: Policy | str | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    matmul: ScaledMatmul | str | None = None,
+    smallest: int = SMALLEST,
+    on: str | Target | None = None,
+    mesh: Mapping[str, int] | None = None,
+    shardings: Any = None,
+    points: int = POINTS,
+    **kwargs: Any,
+) -> Suggestion:
+    """Finds the cheapest rules that keep a call under `policy` within `error` of float32.
+
+    One program, compiled once, computes the function in float32 and rounds each value as the policy
+    would, except at the paths selected by its flags. It measures each path alone in half precision,
+    then sets of paths: for up to eight paths, all sets that cost less than one that suffices;
+    otherwise two runs for each path, and one more for each kept path, to drop superfluous ones.
+    Then the rules are applied in a second program, whose outputs are measured. If it misses the
+    budget, another set is confirmed, with one more compilation each time.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> def fn(w, x):
+    ...     with jax.named_scope("body"):
+    ...         x = jnp.dot(x, w)  # 48000
+    ...     with jax.named_scope("head"):
+    ...         return jnp.dot(x, w)  # 7680000, beyond float16
+    >>> w, x = jnp.full((16, 16), 10.0), jnp.full((1, 16), 300.0)
+    >>> suggestion = policy.suggest(fn, w, x, error=0.1, policy="mixed_float16")
+    >>> suggestion.paths
+    ('head',)
+
+    ``print(suggestion)`` shows code to paste and the evidence; `suggestion.rules` goes with the
+    policy, as in ``use_policy("mixed_float16", suggestion.rules)``.
+
+    With a target, ``on="v5e:4x4"``, cost is what its compiler says, and the result has the front of
+    error against cost. Two programs are compiled for it, without rules and with every path in
+    float32; the difference of a module's time between them ranks it. At most `points` sets of
+    paths, far from each other on the front, are then compiled for their real costs; those two
+    programs are points too. No device of the target is needed.
+
+    The suggested rules multiply at the highest precision where they keep float32, as the errors
+    are measured, and so do the compiled programs.
+
+    Args:
+      fn, *args, **kwargs: as for `compare`.
+      error: the allowed error relative to float32: norm of the difference / norm, of the worst
+        output; or of all gradients together. It may be left out with `on`: the suggested rules are
+        then those of the cheapest point.
+      policy: the policy to run under; with `on`, the dtype ``half`` is the target's. None: as it is
+        written, with its own half dtypes.
+      backward: whether the budget is for the gradients of the loss that the function returns, not
+        for its outputs.
+      params: the arguments that are parameters, for gradients and for `autocast`; see
+        `policy.audit`.
+      matmul: the 8-bit dtypes of matmuls of parameters, as in a policy's ``m=``: "f8", "i8". The
+        suggested policy then has ``m=``, and rules keep those layers out whose error would exceed
+        the budget, beside the paths that stay in float32. A policy with ``m=`` says the same. None:
+        no matmuls in 8 bits.
+      smallest: the least contraction and number of outputs of a layer that gains by 8 bits; smaller
+        ones are kept out. The default is where the compilers of accelerators count fewer cycles, by
+        the table in docs/eight_bits.md.
+      on: the target whose compiler tells the cost, as for `policy.estimate`; one with cycles or
+        published peaks. None: cost is a count of FLOPs and bytes.
+      mesh, shardings: as for `policy.estimate`.
+      points: the most points to compile for the target, at least 3.
+
+    Returns:
+      The rules and the measurements; see `Suggestion`. The rules are empty if the policy by itself
+      meets the budget.
+
+    Raises:
+      TypeError: as `compare` does.
+      RuntimeError: the target's compiler is not installed.
+      ValueError: there is neither a budget nor a target, or `on` is given with `matmul`, without a
+        policy or for a target of which no time is known; no rules within the budget fit into its
+        memory; `error` is not positive; nothing runs in half precision, or nothing has a path
+        that a rule could name; float32 itself is not finite; no rules meet the budget. Of
+        `matmul`: there is no policy of 16 bits, or no layer that it is about.
+    """
+    budget, smallest = _checked(error, on), _checked_size(smallest)
+    on = Target(on) if isinstance(on, str) else on
+    with contextlib.nullcontext() if on is None else traced_for(on.devices[0]):
+        policy, by = split_policy(checked_policy(policy), matmul)
+    target = _target(on, policy, by, mesh, shardings, points)
+    call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
+    modules: set[str] = set()
+    program = program_of(call, policy, modules)
+    named = modules if program.route == "scope" else None
+    scaled = None if by is None or policy is None else scaled_of(call, policy, by, program, named)
+    trial = Trial(program, named, scaled)
+    if target is not None and policy is not None:
+        made = MadeCall(fn, args, kwargs, False)
+        compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
+        with naming(trial.paths):
+            return FrontSearch(call, policy, program, trial, compiler, points, budget).suggestion()
+    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
+    if not trial.outside:
+        search.known[search.every] = 0.0
+    with naming(trial.paths):
+        found = confirmed(call, policy, program, trial, search, budget)
+        if scaled is None or policy is None:
+            return found
+        wide = frozenset(i for i, path in enumerate(trial.paths) if spelled(path) in found.paths)
+        layers = EightBitSearch(trial, wide, budget, smallest)
+        return confirmed_in_8_bits(call, policy.replace(matmul=by), program, layers, found)
+
+
+def _checked(error: Any, on: Any) -> float:
+    if error is None and on is None:
+        raise ValueError(
+            "suggest needs an error budget, such as error=0.02, or a target for the front of error "
+            "against cost, such as on='v5e:1x1'."
+        )
+    if error is None:
+        return math.inf
+    if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
+        raise ValueError(
+            f"error should be a positive number, the relative error allowed, but got {error!r}."
+        )
+    return float(error)
+
+
+def _target(
+    on: Target | None,
+    policy: Policy | None,
+    by: ScaledMatmul | None,
+    mesh: Any,
+    shardings: Any,
+    points: Any,
+) -> Target | None:
+    """Returns the target, checked together with the arguments that are about it."""
+    if on is None:
+        if mesh is not None or shardings is not None or points != POINTS:
+            raise ValueError(
+                "mesh=, shardings= and points= apply to a target, but on= is missing: pass it "
+                "too, such as on='v5e:4x4'."
+            )
+        return None
+    if by is not None:
+        raise ValueError(
+            f"suggest can't search with m={by.text} and on= together. Call it without m= first, "
+            "and then with matmul= and without on=."
+        )
+    if policy is None:
+        raise ValueError(
+            "on= compiles the program under a policy and its rules, but policy= is missing: pass "
+            "it too, such as policy='mixed_bfloat16'."
+        )
+    if type(points) is not int or points < 3:
+        raise ValueError(
+            f"points should be a number of programs to compile, at least 3, but got {points!r}."
+        )
+    require_timed(on)
+    return on
+
+
+def _checked_size(smallest: Any) -> int:
+    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
+        raise ValueError(f"smallest should be a positive size, such as 2048, but got {smallest!r}.")
+    return smallest

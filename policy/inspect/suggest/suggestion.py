@@ -1,0 +1,179 @@
+"""The result of `suggest`: rules, and what was measured of each path."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from policy.core.rules import PolicyRules
+from policy.inspect.suggest.eight_bits import SMALLEST, LayerEvidence, lines_of
+from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
+from policy.inspect.suggest.front_plot import plotted
+from policy.inspect.suggest.patterns import code_of
+from policy.inspect.traced.call import short_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """Measurements of one path.
+
+    >>> from policy.inspect.suggest.suggestion import Evidence
+    >>> Evidence("head", alone=0.2, cost=0.1, keeps=True).path
+    'head'
+
+    Attributes:
+      path: the module path, its names joined by "/".
+      alone: the error with this path alone in half precision, and everything else in float32; NaN
+        if it was not measured, as where no rules are needed.
+      cost: its share of the program's half-precision FLOPs plus its share of the bytes; at most 2.
+        With a target, the time that it takes longer in float32, as a share of the program's without
+        rules.
+      keeps: whether it is kept in float32.
+    """
+
+    path: str
+    alone: float
+    cost: float
+    keeps: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """Rules that keep sensitive modules in float32; ``print(suggestion)`` shows code.
+
+    >>> from policy import PolicyRules
+    >>> from policy.inspect.suggest.suggestion import Suggestion
+    >>> rules = PolicyRules({"head": "float32"})
+    >>> print(Suggestion(rules, "mixed_float16", 0.1, 0.01, 0.01, 1.0, ()).code())
+    rules = PolicyRules([
+        ("head", "float32"),
+    ])
+
+    Attributes:
+      rules: to use with the policy; empty if the policy by itself meets the budget.
+      policy: its text form, the short one if it has one; "" if the function is half precision as
+        written.
+      budget: the requested error; infinite if none was given.
+      error: the measured error with the rules applied.
+      emulated: the predicted error with the rules.
+      without: the predicted error without rules.
+      evidence: for each path, the most sensitive first.
+      of: "outputs" or "gradients".
+      route: the way the rules are applied: "scope" by layers that obey it, "autocast", or "as
+        written".
+      runs, compilations: the numbers of runs and compilations used.
+      matmul: the 8-bit matmuls that were asked for, as in ``m=``; "" for none. `policy` has ``m=``
+        if any layer may run in them.
+      smallest: the least contraction and number of outputs of a layer to run in 8 bits.
+      layers: for each layer that ``m=`` is about, the largest cost first.
+      target: the devices that `points` are about; "" if `suggest` was given none.
+      timing: the source of their seconds: "the compiler's cycles" or "a roofline of published
+        peaks".
+      points: the sets of rules that were compiled for the target, with their errors and costs.
+      chosen: the one of them that has `rules`, the cheapest that fits and meets the budget; None if
+        none fits.
+      programs: the number of programs compiled for the target.
+    """
+
+    rules: PolicyRules
+    policy: str
+    budget: float
+    error: float
+    emulated: float
+    without: float
+    evidence: tuple[Evidence, ...]
+    of: str = "outputs"
+    route: str = "autocast"
+    runs: int = 0
+    compilations: int = 0
+    matmul: str = ""
+    smallest: int = SMALLEST
+    layers: tuple[LayerEvidence, ...] = ()
+    target: str = ""
+    timing: str = ""
+    points: tuple[FrontPoint, ...] = ()
+    chosen: FrontPoint | None = None
+    programs: int = 0
+
+    @property
+    def front(self) -> tuple[FrontPoint, ...]:
+        """The points that fit and that no other one beats in both error and cost, the cheapest
+        first.
+        """
+        return unbeaten(self.points)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that are kept in float32, in the order of `evidence`."""
+        return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
+
+    @property
+    def _besides(self) -> str:
+        scales = any(layer.runs_in_8_bits for layer in self.layers)
+        return f" them and m={self.matmul}" if scales else ""
+
+    def code(self) -> str:
+        """Returns the rules as Python code to paste."""
+        return (
+            "rules = "
+            f"{code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
+        )
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws the front of error against cost, as a matplotlib Figure.
+
+        Args:
+          path: a file to write it to, by its ending a PNG or another format of matplotlib's.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          ValueError: there is no front, as `suggest` was given no target.
+        """
+        if not self.target:
+            raise ValueError(
+                "There is no front to plot: give suggest a target, as in on='v5e:1x1'."
+            )
+        title = f"{self.policy} on {self.target}, by {self.timing}"
+        return plotted(self.points, self.chosen, self.budget, title, path)
+
+    def __str__(self) -> str:
+        how = {
+            "scope": f'with use_policy("{self.policy}", rules): ...',
+            "autocast": f'autocast(fn, "{self.policy}", rules=rules)',
+            "as written": "apply_policy(model, ..., rules), or the layers' own dtype arguments",
+        }[self.route]
+        lines = [
+            self._headline(),
+            "from policy import PolicyRules",
+            "",
+            self.code(),
+            f"# {how}",
+            "",
+        ]
+        if self.target:
+            count = len(self.evidence)
+            front = front_lines(self.points, self.chosen, self.target, self.timing, count)
+            lines += [*front, ""]
+        lines.append(f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}")
+        whole = 1 if self.target else 2
+        lines += [
+            f"# {e.path:<50} {'-' if math.isnan(e.alone) else format(e.alone, '.3g'):>20} "
+            f"{e.cost / whole:>8.2%}{'  kept in float32' if e.keeps else ''}"
+            for e in self.evidence
+        ]
+        return "\n".join([*lines, *lines_of(self.layers, self.matmul, self.smallest)])
+
+    def _headline(self) -> str:
+        if math.isfinite(self.budget):
+            return (
+                f"# {self.of} within {self.budget:.3g} of float32: {self.error:.3g} with these "
+                f"rules, {self.without:.3g} without{self._besides}"
+            )
+        if self.chosen is None:
+            return f"# no program fits on {self.target}"
+        return (
+            f"# error of {self.of}: {self.error:.3g} with these rules, those of the cheapest "
+            "point; error= chooses another"
+        )

@@ -1,0 +1,218 @@
+"""A compiled program with flags that select float32 by path, measured by `suggest`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy.inspect.compare.compare import COMPILER_OPTIONS
+from policy.inspect.compare.float32_values import first_array, lane_of
+from policy.inspect.suggest.candidates import reached_path
+from policy.inspect.suggest.rounding_emulator import Emulated, Scaled
+from policy.inspect.suggest.scaled_dots import ScaledDots
+from policy.inspect.suggest.search import WideModules
+from policy.inspect.traced.call import Program
+from policy.programs.costs import bytes_of, flops_of
+from policy.programs.paths import Path
+from policy.programs.placed_interpreter import PlacedValue, lost_prefixes, module_path
+from policy.programs.protocols import Equation
+from policy.programs.subprograms import opened, subprograms
+from policy.programs.upcast import dtype_of, is_half, widen
+from policy.programs.walk import walk
+
+
+class Trial:
+    """A program with flags, compiled once, that measures the error of sets of candidates.
+
+    Attributes:
+      paths: the candidates.
+      costs: the cost of each candidate in float32.
+      outside: whether any half-precision operation is out of the reach of rules.
+      runs: the number of runs so far.
+      scaled: the matmuls that may run in 8 bits, or None.
+    """
+
+    def __init__(
+        self, program: Program, modules: set[str] | None, scaled: ScaledDots | None = None
+    ):
+        self.program, self.runs, self.scaled = program, 0, scaled
+        shares, lost = _shares(program, modules)
+        self.outside = () in shares
+        self.paths = [path for path in shares if path]
+        if not self.paths:
+            raise ValueError(_no_paths(program, self.outside))
+        self.costs = [shares[path] for path in self.paths]
+        self.candidates = {path: i + 1 for i, path in enumerate(self.paths)}
+        self.candidates |= {
+            end: self.candidates[path] for end, path in lost.items() if path in self.candidates
+        }
+        self.layers = [] if scaled is None else list(scaled.layers)
+        self._none = np.zeros(len(self.layers) + 1, bool)
+        self.compiled = compiled(program, self._run, self._flags(frozenset()), self._none)
+        self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
+        _require_finite(program, self.reference)
+
+    def _run(self, flags: Any, in_8_bits: Any, *arrays: Any) -> list[Any]:
+        body, consts = opened(self.program.jaxpr)
+        emulated = Emulated(flags, self.candidates)
+        if self.scaled is not None:
+            emulated.scaled = Scaled(
+                self.scaled, {path: i + 1 for i, path in enumerate(self.layers)}, in_8_bits
+            )
+        emulated.lane = lane_of(self.program.reference, first_array)
+        given = [PlacedValue([widen(array)]) for array in arrays]
+        outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
+        return floats_of(self.program, emulated.ended(outputs))
+
+    def _outputs(self, flags: np.ndarray, in_8_bits: np.ndarray | None = None) -> list[np.ndarray]:
+        self.runs += 1
+        chosen = self._none if in_8_bits is None else in_8_bits
+        return jax.device_get(self.compiled(flags, chosen, *self.program.arguments.arrays))
+
+    def _flags(self, wide: WideModules, promotes: bool = True) -> np.ndarray:
+        flags = np.zeros(len(self.paths) + 2, bool)
+        flags[[i + 1 for i in wide]] = True
+        flags[-1] = promotes
+        return flags
+
+    def measure(self, wide: WideModules) -> float:
+        """Returns the error with these candidates in float32."""
+        return self.error(self._outputs(self._flags(wide)))
+
+    def measure_alone(self, i: int) -> float:
+        """Returns the error with one candidate in half precision, without promotion."""
+        return self.error(
+            self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
+        )
+
+    def measure_in_8_bits(self, wide: WideModules, layers: Collection[int]) -> float:
+        """Returns the error with some candidates in float32, and some layers' matmuls in 8 bits."""
+        return self.error(self._outputs(self._flags(wide), self._chosen(layers)))
+
+    def measure_8_bits_alone(self, layer: int) -> float:
+        """Returns the error with one layer's matmuls in 8 bits, and all else in float32."""
+        return self.error(self._outputs(np.ones(len(self.paths) + 2, bool), self._chosen((layer,))))
+
+    def _chosen(self, layers: Collection[int]) -> np.ndarray:
+        chosen = self._none.copy()
+        chosen[[i + 1 for i in layers]] = True
+        return chosen
+
+    def error(self, outputs: Sequence[Any]) -> float:
+        """Returns the error of the worst output, or of all gradients together.
+
+        Single gradients may be zero except for rounding.
+        """
+        sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
+        pairs = list(zip(*sides, strict=True))
+        if self.program.gradients:
+            return _relative(
+                *(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True))
+            )
+        return max(_relative(value, reference) for value, reference in pairs)
+
+
+def _exact(array: Any) -> np.ndarray:
+    return np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _relative(value: np.ndarray, reference: np.ndarray) -> float:
+    if not np.isfinite(value).all():
+        return math.inf
+    difference, norm = float(np.linalg.norm(value - reference)), float(np.linalg.norm(reference))
+    return 0.0 if difference == 0 else difference / norm if norm else math.inf
+
+
+def compiled(program: Program, run: Any, *before: Any) -> Any:
+    """Compiles `run` with excess precision disabled.
+
+    Args:
+      program: gives the arrays that `run` takes.
+      run: a function of `before` and of these arrays.
+      *before: the first arguments of `run`.
+    """
+    return (
+        jax.jit(run)
+        .lower(*before, *program.arguments.arrays)
+        .compile(compiler_options=COMPILER_OPTIONS)
+    )
+
+
+def floats_of(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
+    """Returns the measured arrays in float32: gradients, or else the inexact outputs."""
+    kept = outputs[len(program.outputs) :] if program.gradients else outputs
+    arrays = [output.arrays[0] for output in kept]
+    return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
+
+
+def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
+    if not reference:
+        raise ValueError(
+            "suggest measures the error of floating outputs, but the function returns none."
+        )
+    if all(np.isfinite(output).all() for output in reference):
+        return
+    inputs = zip(program.arguments.names(), program.arguments.arrays, strict=True)
+    bad = [
+        n
+        for n, a in inputs
+        if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()
+    ]
+    why = f"The inputs contain NaN: {', '.join(bad)}" if bad else "The inputs contain no NaN"
+    raise ValueError(
+        "The function returns infinities or NaN in float32 for these inputs, so there is no "
+        f"reference to measure errors against. {why}. Give inputs for which the function is "
+        "finite; policy.compare shows where it stops being finite."
+    )
+
+
+def _no_paths(program: Program, outside: bool) -> str:
+    if not outside:
+        return (
+            "No part of this call runs in half precision, so there is nothing to keep in float32: "
+            "give a policy, such as policy='mixed_bfloat16'."
+        )
+    if program.route == "scope":
+        return (
+            "No module of this call obeys the policy given: what runs in half precision has dtypes "
+            "of its own, as an nnx model has that was built under a policy. Leave out policy= to "
+            "measure it as it is, or give a model that was built without a policy."
+        )
+    return (
+        "Rules select module paths, and no operation in half precision of this call has one: name "
+        "parts of the function with jax.named_scope, or call a module."
+    )
+
+
+def _shares(
+    program: Program, modules: set[str] | None
+) -> tuple[dict[Path, float], dict[Path, Path]]:
+    """Returns the cost of each candidate, in program order, and other names of candidates.
+
+    A cost is the share of the half-precision FLOPs plus the share of the half-precision bytes.
+    """
+    sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
+    lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
+    flops: dict[Path, float] = {}
+    moved: dict[Path, float] = {}
+    for path, site in sites:
+        if not _is_in_half(site.equation):
+            continue
+        path = reached_path(lost.get(path, path), modules)
+        flops[path] = flops.get(path, 0) + flops_of(site.equation) * site.count
+        moved[path] = moved.get(path, 0) + bytes_of(site.equation) * site.count
+    totals = [max(sum(amounts.values()), 1) for amounts in (flops, moved)]
+    return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}, lost
+
+
+def _is_in_half(equation: Equation) -> bool:
+    """Returns whether an equation without programs reads or returns half precision."""
+    dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
+    return not any(one.is_run for one in subprograms(equation)) and any(
+        is_half(d) for d in dtypes if d is not None
+    )

@@ -1,0 +1,528 @@
+"""Assertions about dtypes and programs, for test suites.
+
+All but `assert_close_in_ulps` only trace and run nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.policy import Policy, dtype_to_names, get_policy, parse_dtype
+from policy.core.rules import PolicyRules, matches
+from policy.core.scope import RulesLike
+from policy.inspect.audit.checks.sums import terms_of
+from policy.inspect.audit.finding_kinds import MIXED, PROMOTION
+from policy.inspect.audit.findings import findings_of
+from policy.inspect.audit.report import Finding
+from policy.inspect.audit.weights import multiplied_dtypes, names_of, path_rules, policy_at
+from policy.inspect.traced.gradients import parameter_places, traced_call
+from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
+from policy.inspect.ulps import ulp_error_message
+from policy.programs.graph import Graph, Node, is_joint
+from policy.programs.operations import (
+    HALVES,
+    accumulation_of,
+    is_inexact_name,
+    kind_of,
+    operands_of,
+    result_of,
+    sums,
+)
+from policy.programs.paths import spelled
+from policy.programs.same_program import first_difference
+from policy.programs.trace import trace
+from policy.programs.walk import Site
+from policy.programs.weight_matmuls import are_codes, weight_matmuls
+
+__all__ = [
+    "assert_close_in_ulps",
+    "assert_dots_in",
+    "assert_matmuls_obey",
+    "assert_no_silent_promotion",
+    "assert_params_keep_dtype",
+    "assert_reductions_in",
+    "assert_same_program",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+DTypes = DTypeLike | Collection[DTypeLike]
+# As in a policy's text: NumPy's f8 and i8 are float64 and int64.
+_EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
+_KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
+
+
+def assert_reductions_in(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every sum of floating numbers runs in `dtype`.
+
+    Sums are reductions by addition or multiplication, cumulative and windowed ones, scatter-adds
+    (the gradient of an embedding), and collectives that sum. Operations that round nothing are
+    skipped, as in an audit: sums of one number, scatters to distinct indices, and maxima.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> from policy.inspect.testing import assert_reductions_in
+    >>> assert_reductions_in(reductions.softmax, (jnp.ones((2, 8), jnp.bfloat16),), "f32")
+
+    Args:
+      fn: any function of arrays, an nnx module or a method of one, or a function of nnx modules.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several.
+      backward: whether to check the gradients as well; defined as in `policy.audit`.
+      params: the arguments that gradients are taken by; see `policy.audit`.
+      allow: path patterns to leave out: regular expressions that must match a module's full path,
+        as in rules, and that include everything below it.
+
+    Raises:
+      AssertionError: names the path, operation, dtypes and source line of every sum in another
+        dtype; or the program has no sum, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path.
+    """
+    accepted = _names(dtype)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
+    sites = [node.site for node in nodes if _rounds(node)]
+    _require_any(sites, "sum of floating numbers", allow)
+    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
+    _require_none(wrong, f"should be summed in {_listed(accepted)}")
+
+
+def assert_dots_in(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes,
+    *,
+    accumulation: DTypes | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every floating matmul and convolution multiplies numbers of `dtype`.
+
+    Those of 8-bit codes of floating numbers count: "f8" accepts float8_e4m3fn and float8_e5m2,
+    and "i8" int8. `assert_matmuls_obey` looks at matmuls of parameters alone.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.inspect.testing import assert_dots_in
+    >>> x = jnp.ones((2, 2), jnp.bfloat16)
+    >>> assert_dots_in(jnp.matmul, (x, x), "bf16")
+
+    Args:
+      dtype: the accepted dtype, or several: both operands have one of them.
+      accumulation: the accepted accumulation dtypes, as declared by `preferred_element_type` or the
+        dot algorithm; "backend" is a half-precision matmul's that declares none. None: not
+        asserted.
+      fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError, ValueError: as `assert_reductions_in`.
+    """
+    accepted = _names(dtype)
+    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
+    sites = [node.site for node in nodes if _multiplies(node)]
+    _require_any(sites, "matmul or convolution of floating numbers", allow)
+    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
+    _require_none(wrong, f"should multiply {_listed(accepted)}")
+    if accumulation is not None:
+        declared = _names(accumulation)
+        wrong = [site for site in sites if accumulation_of(site.equation) not in declared]
+        _require_none(wrong, f"should accumulate in {_listed(declared)}", accumulation_of)
+
+
+def assert_matmuls_obey(
+    fn: Any,
+    args: Sequence[Any],
+    policy: Policy | str,
+    *,
+    rules: RulesLike | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that every matmul of a parameter multiplies the dtypes that a policy says.
+
+    These are the 8-bit dtypes of its ``m=``, those of cotangents in the backward pass included, or
+    compute_dtype without one. Matmuls of activations, such as attention's, and convolutions are
+    not looked at. The function is traced as it is: the policy is not applied.
+
+    >>> import warnings
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> from policy.inspect.testing import assert_matmuls_obey
+    >>> warnings.simplefilter("ignore", policy.DtypePolicyWarning)  # a CPU emulates 8 bits
+    >>> fn = policy.autocast(lambda w, x: x @ w["up"] @ w["head"], "mixed_int8", params=0)
+    >>> w = {"up": jnp.ones((8, 8)), "head": jnp.ones((8, 2))}
+    >>> assert_matmuls_obey(fn, (w, jnp.ones((4, 8))), "mixed_int8")
+
+    Args:
+      policy: the policy, or its text form.
+      rules: the policies of some paths, as the program has them: by patterns, not by classes.
+      params: the arguments that are parameters; see `policy.audit`. Without `backward` too.
+      fn, args, kwargs, backward, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError: names the path, operation, dtypes and source line of every matmul in other
+        dtypes; or no matmul has a parameter, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path; a rule is about a class.
+    """
+    obeyed, ruled = get_policy(policy), path_rules(rules)
+    jaxpr = _jaxpr(fn, args, kwargs, backward, params if backward else None)
+    places = parameter_places(fn, tuple(args), dict(kwargs or {}), params)
+    graph = Graph(jaxpr)
+    allowed = {id(node) for node in _allowed(graph.nodes, allow)}
+    matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in allowed]
+    _require_any([one.node.site for one in matmuls], "matmul of a parameter", allow)
+    told = []
+    for one in matmuls:
+        expected = multiplied_dtypes(policy_at(obeyed, ruled, one.node.site.path), one)
+        found = operands_of(one.node.site.equation)
+        if not set(found) <= expected:
+            told.append(f"{_told(one.node.site, None)}\n    should be {_listed(expected)}")
+    if told:
+        raise AssertionError(
+            f"{len(told)} of {len(matmuls)} matmuls of parameters do not obey '{obeyed}':\n"
+            + "\n".join(dict.fromkeys(told))
+        )
+
+
+def assert_no_silent_promotion(
+    fn: Any,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    params: ParamsArgument = None,
+    allow: Collection[str] = (),
+) -> None:
+    """Asserts that no bfloat16 or float16 meets float32 without an explicit cast.
+
+    These are the findings "silent-promotion" and "mixed-matmul" of `policy.audit`. A result that is
+    narrowed again before it is used elsewhere, as within a normalisation, is accepted.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.inspect.testing import assert_no_silent_promotion
+    >>> assert_no_silent_promotion(lambda x: 2 * x, (jnp.ones(2, jnp.bfloat16),))
+
+    Args:
+      fn, args, kwargs, backward, params, allow: see `assert_reductions_in`.
+
+    Raises:
+      AssertionError: names the path, operation, dtypes and source line of every promotion; or
+        nothing runs in half precision, so that nothing would be asserted.
+      ValueError: a pattern in `allow` matches no path.
+    """
+    jaxpr = _jaxpr(fn, args, kwargs, backward, params)
+    sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
+    _require_any(
+        [s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}],
+        "half-precision value",
+        allow,
+    )
+    paths = {spelled(site.path) for site in sites}
+    findings = [
+        f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths
+    ]
+    if findings:
+        raise AssertionError(
+            "bfloat16 or float16 is combined with float32 without an explicit cast:\n"
+            + "\n".join(map(_told_of_finding, findings))
+        )
+
+
+def assert_params_keep_dtype(
+    fn: Any,
+    args: Sequence[Any],
+    dtype: DTypes | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    params: int = 0,
+    returned: int = 0,
+) -> None:
+    """Asserts that a step keeps its parameters' dtypes, or that an init returns `dtype`.
+
+    `assert_params_keep_dtype(step, (params, state, batch))`: each floating leaf of the argument
+    `params` comes back, at its place in the tree, in its own dtype. `assert_params_keep_dtype(init,
+    (key, x), "f32")`: each floating leaf of the result has `dtype`. A function with nnx modules
+    among its arguments changes them in place: afterwards each of their floating `nnx.Param`s has
+    its own dtype, or `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.inspect.testing import assert_params_keep_dtype
+    >>> step = lambda params: {"w": params["w"] * 2}
+    >>> assert_params_keep_dtype(step, ({"w": jnp.ones(2, jnp.bfloat16)},))
+
+    Args:
+      fn: the step, or the init; see `assert_reductions_in`.
+      args, kwargs: the arguments of the call; any array may be a `jax.ShapeDtypeStruct`.
+      dtype: the accepted dtype, or several; None: the dtype of the parameter that went in.
+      params: the position in `args` of the parameters.
+      returned: the position of the parameters in a returned tuple. Any other result is taken whole.
+
+    Raises:
+      AssertionError: names each changed parameter, both dtypes, and the operation and source line
+        that made it; or a parameter is not returned; or there is no floating one, so that nothing
+        would be asserted.
+    """
+    accepted = None if dtype is None else _names(dtype)
+    before, after, jaxpr = parameters_of(
+        fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
+    )
+    if not any(is_inexact_name(str(dtype)) for dtype in before.values()):
+        raise AssertionError(
+            "assert_params_keep_dtype found no floating parameter: nothing would be asserted."
+        )
+    told = []
+    for name, was in before.items():
+        if name not in after:
+            told.append(f"  {name}: {was} is not returned")
+            continue
+        place, now = after[name]
+        if is_inexact_name(was) and now not in (accepted or {was}):
+            should = _listed(accepted) if accepted else was
+            told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
+    if told:
+        raise AssertionError(
+            f"{len(told)} of {len(before)} parameters of {_name(fn)} do not come back in the right "
+            "dtype:\n" + "\n".join(told)
+        )
+
+
+def assert_same_program(
+    f: Any,
+    g: Any,
+    args: Sequence[Any],
+    *,
+    g_args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Asserts that two functions are traced to one program.
+
+    The programs have the same operations, with the same parameters and dtypes, on the same values
+    in the same order. Names of variables and jitted functions and source lines are ignored;
+    closed-over constants are compared by value. Of a custom derivative the primal program is
+    compared, not the rule: pass `jax.grad` of both functions for that.
+
+    >>> import jax.numpy as jnp
+    >>> from policy.inspect.testing import assert_same_program
+    >>> assert_same_program(lambda x: x + 1, lambda y: y + 1, (jnp.ones(2),))
+
+    Args:
+      f, g: the functions; see `assert_reductions_in`.
+      args, kwargs: the arguments of both calls.
+      g_args: the arguments of `g`, if they differ.
+
+    Raises:
+      AssertionError: shows the first difference: its path, operations, dtypes and source lines.
+    """
+    kwargs = dict(kwargs or {})
+    jaxprs = (
+        trace(fn, *given, **kwargs).jaxpr
+        for fn, given in ((f, args), (g, args if g_args is None else g_args))
+    )
+    difference = first_difference(*jaxprs)
+    if difference is not None:
+        raise AssertionError(f"{_name(f)} and {_name(g)} are not the same program. {difference}")
+
+
+def assert_close_in_ulps(
+    actual: Any, desired: Any, ulps: float, dtype: DTypeLike | None = None, *, floor: float = 0.0
+) -> None:
+    """Asserts that numbers are correct to a number of units in the last place.
+
+    An ulp is the spacing of floats at the magnitude of the true value, in the dtype of `actual`;
+    below the smallest normal number it is the spacing of the subnormal ones. An infinity counts as
+    the number after the largest. A NaN is right where the truth is NaN, or can't be represented
+    otherwise in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> from policy.inspect.testing import assert_close_in_ulps
+    >>> assert_close_in_ulps(jnp.bfloat16(1 / 3), np.float64(1 / 3), 0.5)
+
+    Args:
+      actual: an array, or a tree of arrays. Integers and booleans must be equal; complex numbers
+        are compared by parts.
+      desired: a tree of the same structure and shapes with the true values, preferably in float64.
+      ulps: the allowed error in ulps.
+      dtype: the dtype whose ulps are counted; by default each array's own.
+      floor: the magnitude below which an ulp gets no smaller.
+
+    Raises:
+      AssertionError: names the array's path, the number and index of the worst error, and the count
+        of wrong numbers.
+      ValueError: there is nothing to compare, or the trees or shapes differ.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
+    truths, other = jax.tree.flatten(desired)
+    if treedef != other:
+        raise ValueError(f"The trees should have one structure, but have {treedef} and {other}.")
+    if not leaves:
+        raise ValueError("assert_close_in_ulps was given no array: nothing would be asserted.")
+    told = [
+        message
+        for (path, leaf), truth in zip(leaves, truths, strict=True)
+        if (
+            message := ulp_error_message(
+                jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor
+            )
+        )
+    ]
+    if told:
+        raise AssertionError("\n".join(told))
+
+
+# --------------------------------------------------------------------------------------------------
+# Selection of equations, and messages about them
+# --------------------------------------------------------------------------------------------------
+
+
+def _jaxpr(
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backward: bool,
+    params: ParamsArgument,
+) -> Any:
+    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
+        args, Sequence
+    ):
+        raise TypeError(
+            f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
+        )
+    return traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr
+
+
+def _nodes(jaxpr: Any) -> list[Node]:
+    """Returns the live nodes of a program: those that a result depends on."""
+    return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
+
+
+def _rounds(node: Node) -> bool:
+    """Returns whether a node sums more than one floating number, as an audit checks."""
+    equation = node.site.equation
+    return (
+        sums(equation) and any(map(is_inexact_name, operands_of(equation))) and bool(terms_of(node))
+    )
+
+
+def _multiplies(node: Node) -> bool:
+    """Returns whether a node multiplies matrices of floating numbers, or int8 codes of them."""
+    is_floating = any(map(is_inexact_name, operands_of(node.site.equation)))
+    return kind_of(node.name) in ("dot", "convolution") and (is_floating or are_codes(node))
+
+
+def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
+    """Returns the nodes that no pattern leaves out."""
+    if isinstance(allow, str):
+        raise TypeError(
+            f"allow should be a collection of path patterns, such as ({allow!r},), but got the "
+            "string itself."
+        )
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
+    known = {
+        path: list(names_of(path))
+        for path in ({node.site.path for node in nodes} if patterns else ())
+    }
+    matched = {
+        path: {
+            pattern
+            for pattern, _ in patterns
+            for name, model in names
+            if matches(pattern, name, model=model)
+        }
+        for path, names in known.items()
+    }
+    unmatched = sorted(set(allow).difference(*matched.values()))
+    if unmatched:
+        listed = ", ".join(sorted({spelled(path) for path in known if path})) or "none"
+        raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
+    return [node for node in nodes if not matched.get(node.site.path)]
+
+
+def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
+    if not sites:
+        but = f" apart from those that allow={tuple(allow)!r} excludes" if allow else ""
+        raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
+
+
+def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | None = None) -> None:
+    if wrong:
+        told = dict.fromkeys(_told(site, of) for site in wrong)
+        raise AssertionError(
+            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n"
+            + "\n".join(told)
+        )
+
+
+def _told(site: Site, of: Callable[[Any], str] | None) -> str:
+    path = f"at '{spelled(site.path)}'" if site.path else "outside of any module"
+    dtypes = of(site.equation) if of else ", ".join(operands_of(site.equation))
+    backward = ", backward" if site.is_backward else ""
+    return f"  {site.name} {path} in {dtypes}{backward}: {site.source or 'source line unknown'}"
+
+
+def _told_of_finding(finding: Finding) -> str:
+    path = f"at '{finding.path}'" if finding.path else "outside of any module"
+    backward = ", backward" if finding.is_backward else ""
+    dtypes = ", ".join(finding.dtypes)
+    source = finding.source or "source line unknown"
+    return f"  {finding.primitive} {path} in {dtypes}{backward}: {source}"
+
+
+def _names(dtype: DTypes) -> frozenset[str]:
+    """Returns the names of the accepted dtypes."""
+    given = (
+        [dtype]
+        if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection)
+        else list(dtype)
+    )
+    if not given:
+        raise ValueError("No accepted dtype was given: pass one or several, such as 'bf16'.")
+    names = [_EIGHT_BITS.get(one, ()) if isinstance(one, str) else () for one in given]
+    return frozenset(
+        name
+        for one, known in zip(given, names, strict=True)
+        for name in (known or (_dtype_name(one),))
+    )
+
+
+def _dtype_name(dtype: DTypeLike) -> str:
+    if isinstance(dtype, str) and (dtype in _KNOWN or dtype == "backend"):
+        return dtype if dtype == "backend" else parse_dtype(dtype).name
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        raise TypeError(
+            "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "
+            f"{dtype!r}."
+        ) from None
+
+
+def _listed(dtypes: frozenset[str]) -> str:
+    return " or ".join(sorted(dtypes))
+
+
+def _name(fn: Any) -> str:
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)

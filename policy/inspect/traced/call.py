@@ -1,0 +1,335 @@
+"""Traces a call under a policy into a program, for `compare` and `suggest`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.autocasting.transform import autocast
+from policy.core.callables import require_function
+from policy.core.matmul_dtypes import INT8
+from policy.core.policy import Policy, get_policy
+from policy.core.precedence import DtypePolicyWarning
+from policy.core.rules import PolicyRules
+from policy.core.scope import RulesLike, require_usable, use_policy
+from policy.inspect.traced.float32 import in_float32, wide_arguments
+from policy.inspect.traced.gradients import explicit_or_lowered, places_of_parameters
+from policy.inspect.traced.pairing import Reference, reference_of
+from policy.programs.codes import NO_CODES, Codes, codes_of
+from policy.programs.module_names import make_jaxpr
+from policy.programs.primitives import MATMULS
+from policy.programs.subprograms import opened
+from policy.programs.trace import Arguments, lowered
+from policy.programs.upcast import dtype_of, dtypes_of, is_half
+from policy.programs.walk import walk
+
+Route = Literal["as written", "scope", "autocast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A call as a program of its arrays.
+
+    Attributes:
+      jaxpr: the closed jaxpr.
+      arguments: the arguments of the call.
+      outputs: the name of each output.
+      gradients: the name of each gradient, which come after the outputs.
+      route: the origin of its half precision: as it is written, by the scope of a policy, or by
+        autocast.
+      reference: the function's float32 trace, paired with the jaxpr; None if there is no such
+        trace.
+      refused: the reason for the missing reference.
+      codes: its casts to 8 bits.
+    """
+
+    jaxpr: Any
+    arguments: Arguments
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    route: Route
+    reference: Reference | None = None
+    refused: str = ""
+    codes: Codes = NO_CODES
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call to analyse.
+
+    Attributes:
+      fn: a function of arrays alone, or of trees of arrays.
+      arguments: the arguments of the call.
+      params: the arguments that are parameters, in autocast's form.
+      is_lowered: True if the first arguments are the state of modules, or arrays that the function
+        held.
+      loss_scale: the factor of the loss before differentiation; None for no gradients.
+    """
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    params: ParamsArgument
+    is_lowered: bool
+    loss_scale: float | None
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        params: ParamsArgument,
+        loss_scale: float | None,
+    ) -> Call:
+        """Returns the call of any function or module.
+
+        Raises:
+          TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
+            `params` doesn't select arguments.
+          ValueError: `params` names arguments of a call of modules.
+        """
+        require_function(fn, what)
+        call = lowered(fn, args, kwargs)
+        params = explicit_or_lowered(params, call)
+        if call is not None:
+            fn, args, kwargs = _returning(call.pure, call.result), call.args, call.kwargs
+        arguments = Arguments.of(args, kwargs)
+        if not arguments.arrays:
+            raise TypeError(
+                f"{what} measures a call on arrays, but its arguments contain no array."
+            )
+        for name, array in zip(arguments.names(), arguments.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{what} runs the function, but {name} is a shape, "
+                    f"{array.dtype.name}{list(array.shape)}: give an array. policy.audit takes "
+                    "shapes."
+                )
+        return cls(fn, arguments, params, call is not None, loss_scale)
+
+    def differentiated(self) -> list[int]:
+        """Returns the positions of the arrays to differentiate by."""
+        args, kwargs = self.arguments.filled(self.arguments.arrays)
+        return places_of_parameters(self.fn, self.params, args, kwargs, self.arguments)
+
+    def traced(self, policy: Policy | None, rules: PolicyRules | None, route: Route) -> Program:
+        """Returns the program of the call."""
+        fn: Any = self.fn
+        if route == "autocast":
+            fn = autocast(fn, policy, params=self.params, rules=rules)
+        flat = self._flat(fn) if self.loss_scale is None else self._with_gradients(fn)
+        if route == "scope":
+            with use_policy(policy, rules):
+                jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+        else:
+            jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
+        taken = self.differentiated() if shape[1] else []
+        inputs = input_paths(self.arguments, self.is_lowered)
+        gradients = [inputs[i] for i in taken]
+        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
+
+    def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def flat(*arrays: Any) -> Any:
+            args, kwargs = self.arguments.filled(arrays)
+            return fn(*args, **kwargs), []
+
+        return flat
+
+    def _with_gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        taken, scale = self.differentiated(), self.loss_scale
+        if not taken:
+            raise TypeError("There is no floating array among the arguments to take gradients of.")
+
+        def flat(*arrays: Any) -> Any:
+            def loss(taken_arrays: list[Any]) -> tuple[Any, Any]:
+                every = list(arrays)
+                for i, array in zip(taken, taken_arrays, strict=True):
+                    every[i] = array
+                args, kwargs = self.arguments.filled(every)
+                out = fn(*args, **kwargs)
+                return _loss(out).astype(jnp.float32) * scale, out
+
+            gradients, out = jax.grad(loss, has_aux=True)([arrays[i] for i in taken])
+            return out, gradients
+
+        return flat
+
+
+def _loss(out: Any) -> Any:
+    """Returns the loss from a function's result: all of it, or the first of a tuple.
+
+    Raises:
+      TypeError: it is not a floating scalar.
+    """
+    loss = out
+    while isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        found = type(loss).__name__ if dtype is None else f"{dtype.name}{list(shape or ())}"
+        raise TypeError(
+            "backward=True differentiates a loss: the function should return a floating scalar, or "
+            f"(loss, aux), but returned {found}. Return the loss, or leave out backward=True."
+        )
+    return loss
+
+
+def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns the function without the new state, which is no output to measure."""
+    return lambda *args, **kwargs: result(pure(*args, **kwargs))
+
+
+# flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers
+# are their `value`.
+_OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
+
+
+def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
+    """Returns each array's path: ``params/Dense_0/kernel``, or ``args[1]`` for a bare array.
+
+    Args:
+      arguments: of a call.
+      is_lowered: whether their first are the state of modules.
+    """
+    tree = jax.tree.unflatten(arguments.treedef, list(arguments.is_array))
+    keys = [path for path, dynamic in jax.tree_util.tree_leaves_with_path(tree) if dynamic]
+    paths = [
+        leaf_path(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)
+    ]
+    matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
+    short = [
+        path if match is None else match[1] for path, match in zip(paths, matches, strict=True)
+    ]
+    return short if len(set(short)) == len(set(paths)) else paths
+
+
+def leaf_path(path: Any) -> str:
+    """Returns the path of a leaf, its keys joined by ``/``; "" for the tree itself."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def checked_policy(policy: Policy | str | None) -> Policy | None:
+    """Returns the policy, parsed from its text form if needed.
+
+    Raises:
+      TypeError, ValueError: it is not a policy, or can't be honoured here.
+    """
+    return None if policy is None else require_usable(get_policy(policy))
+
+
+def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> PolicyRules | None:
+    """Returns the rules as `PolicyRules`.
+
+    Raises:
+      TypeError, ValueError: they are malformed, or given without a policy.
+    """
+    if rules is None:
+        return None
+    if policy is None:
+        raise ValueError(
+            "rules= makes exceptions to a policy, but policy= is missing: pass it too, such as "
+            "policy='mixed_bfloat16'."
+        )
+    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+
+
+class _Listening(PolicyRules):
+    """Rules without effect that record the paths of the modules that look up their rules."""
+
+    __slots__ = ("heard",)
+    heard: set[str]
+
+    def __init__(self, heard: set[str]):
+        super().__init__([("(?!)", "float32")], strict=False)
+        object.__setattr__(self, "heard", heard)
+
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
+        if path is not None:
+            self.heard.add(path)
+
+
+def program_of(
+    call: Call,
+    policy: Policy | None,
+    modules: set[str] | None = None,
+    rules: PolicyRules | None = None,
+) -> Program:
+    """Returns the program under a policy, paired with the function in float32.
+
+    It is the program of the layers that obey the policy's scope, or else autocast's.
+
+    Args:
+      call: the call to trace.
+      policy: None for the program as it is written.
+      modules: a set to collect the paths of modules that look up rules, or None.
+      rules: the rules beside the policy, if `modules` is None.
+    """
+    return _with_reference(call, _in_half(call, policy, modules, rules))
+
+
+def _in_half(
+    call: Call, policy: Policy | None, modules: set[str] | None, rules: PolicyRules | None
+) -> Program:
+    if policy is None:
+        return call.traced(None, None, "as written")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DtypePolicyWarning)
+        program = call.traced(policy, rules if modules is None else _Listening(modules), "scope")
+    if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
+        return call.traced(policy, rules, "autocast")
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=5)
+    return program
+
+
+def _with_reference(call: Call, program: Program) -> Program:
+    """Returns the program with the same call's float32 trace as its reference.
+
+    Code that names a half dtype explicitly may have no such trace; any exception then becomes
+    `refused`.
+    """
+    codes = codes_of(program.jaxpr, call.differentiated())
+    program = dataclasses.replace(program, codes=codes)
+    if not codes.roundings and not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
+        return program  # already float32
+    arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
+    try:
+        with in_float32(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wide = dataclasses.replace(call, arguments=arguments).traced(None, None, "as written")
+    except Exception as error:
+        return dataclasses.replace(
+            program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+    if wide.outputs != program.outputs or wide.gradients != program.gradients:
+        return dataclasses.replace(program, refused="its outputs are not those in half precision")
+    return dataclasses.replace(
+        program, reference=reference_of(program.jaxpr, wide.jaxpr, codes.inner)
+    )
+
+
+def multiplies_in_half(jaxpr: Any) -> bool:
+    """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
+    return any(
+        site.name in MATMULS
+        and any(
+            is_half(d) or d == INT8 for d in map(dtype_of, site.equation.invars) if d is not None
+        )
+        for site in walk(jaxpr)
+    )
+
+
+def short_text(policy: Policy) -> str:
+    """Returns the policy's preset name, or its text form if it has none."""
+    presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+    presets = (*presets, "mixed_float8", "mixed_int8")
+    return next((name for name in presets if get_policy(name) == policy), str(policy))

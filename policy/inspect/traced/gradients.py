@@ -1,0 +1,191 @@
+"""The program of a call and of its gradients, shared by all inspection tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from policy.autocasting.parameters import ParamsArgument, parameters, require_params
+from policy.programs.module_names import make_jaxpr
+from policy.programs.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
+
+# Predicates of libraries for tree nodes whose array is no parameter, such as nnx's BatchStat.
+NO_PARAMETERS: list[Callable[[Any], bool]] = []
+
+
+def require_differentiable_by(params: ParamsArgument) -> None:
+    """Checks the argument `params` of an inspection tool.
+
+    Raises:
+      TypeError: it is neither positions or names of arguments nor a predicate.
+    """
+    try:
+        require_params(params)
+    except TypeError:
+        raise TypeError(
+            "params should select the arguments that are parameters, by positions, names or a "
+            f"predicate on leaves, but got a {type(params).__name__}. If the function has an "
+            "argument of that name, pass it by position, or call the function in a lambda."
+        ) from None
+
+
+def places_of_parameters(
+    fn: Any,
+    params: ParamsArgument,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+) -> list[int]:
+    """Returns the positions, among the arrays of a call, of the arrays to differentiate by.
+
+    They are the floating leaves of the parameters, or of all arguments if no parameter is floating.
+    Without an explicit `params`, variables that a library declares to be no parameters (running
+    statistics) are left out.
+
+    Args:
+      fn: a function of its arguments alone.
+      params: the arguments that are parameters, in autocast's form: 0 for a lowered call.
+      args, kwargs: the arguments of the call.
+      arguments: the same, flattened.
+    """
+    marks = [
+        m
+        for m, is_one in zip(parameters(fn, params, args, kwargs), arguments.is_array, strict=True)
+        if is_one
+    ]
+    excluded = _no_parameters(args, kwargs) if params is None else [False] * len(marks)
+    floating = [
+        i for i, array in enumerate(arguments.arrays) if _is_floating(array) and not excluded[i]
+    ]
+    return [i for i in floating if marks[i]] or floating
+
+
+def parameter_places(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
+) -> list[int]:
+    """Returns the positions of the parameters among the arrays of any call, as `traced_call` has
+    them; see `places_of_parameters`.
+    """
+    call = lowered(fn, args, kwargs)
+    params = explicit_or_lowered(params, call)
+    if call is not None:
+        fn, args, kwargs = call.pure, call.args, call.kwargs
+    return places_of_parameters(fn, params, args, kwargs, Arguments.of(args, kwargs))
+
+
+def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    """Returns, for each array of a call, whether it is in a node that holds no parameter."""
+    excludes = lambda node: any(is_none(node) for is_none in NO_PARAMETERS)  # noqa: E731
+    nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
+    return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
+
+
+def explicit_or_lowered(params: ParamsArgument, call: Lowered | None) -> ParamsArgument:
+    """Returns which arguments of a call, or of its lowered form, are parameters.
+
+    Raises:
+      TypeError: as `require_differentiable_by` does.
+      ValueError: `params` names arguments of a call of modules, which hold their parameters
+        themselves.
+    """
+    require_differentiable_by(params)
+    if call is None or callable(params):
+        return params
+    if params is not None:
+        raise ValueError(
+            f"params={params!r} names arguments, but here the parameters are held by the function "
+            "or its modules. Leave params out, or give a predicate on leaves."
+        )
+    return 0
+
+
+Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
+
+
+def traced_call(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    params: ParamsArgument,
+    around: Around = lambda fn, params: fn,
+) -> Traced:
+    """Traces a call, and with `backward` its gradients too.
+
+    See `audit` for the differentiated inputs and outputs. The shape of the trace is that of `fn`'s
+    result; the gradients come after it.
+
+    Args:
+      around: wraps the traced function of arrays, given the arguments that are parameters.
+
+    Raises:
+      TypeError: `params` doesn't select arguments.
+      ValueError: `params` without `backward`; no argument, or no output, is floating.
+    """
+    if backward:
+        return _with_gradients(fn, args, kwargs, params, around)
+    require_differentiable_by(params)
+    if params is not None:
+        raise ValueError(
+            f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
+        )
+    return traced_around(
+        fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None)
+    )
+
+
+def _with_gradients(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument, around: Around
+) -> Traced:
+    call = lowered(fn, args, kwargs)
+    params = explicit_or_lowered(params, call)
+    if call is not None:
+        fn, args, kwargs = call.pure, call.args, call.kwargs
+    arguments = Arguments.of(args, kwargs)
+    chosen = places_of_parameters(fn, params, args, kwargs, arguments)
+    if not chosen:
+        raise ValueError(
+            "backward=True differentiates with respect to floating arguments, but the function is "
+            "called with none."
+        )
+    # it returns its new state beside its result
+    has_state = call is not None and call.finish is not Lowered.finish
+    called, fn = fn, around(fn, params)
+
+    def both(*arrays: Any) -> Any:
+        def of_chosen(*values: Any) -> Any:
+            given = dict(zip(chosen, values, strict=True))
+            new_args, new_kwargs = arguments.filled(
+                [given.get(i, array) for i, array in enumerate(arrays)]
+            )
+            out = fn(*new_args, **new_kwargs)
+            primary = _primary(out[0] if has_state else out)
+            floats = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
+            return floats, out
+
+        floats, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
+        if not floats:
+            raise ValueError(
+                "backward=True differentiates floating outputs, but the function returns none."
+            )
+        return out, backward([jnp.ones_like(leaf) for leaf in floats])
+
+    jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)
+    return Traced(jaxpr, shape, arguments, None if call is not None else called)
+
+
+def _primary(out: Any) -> Any:
+    """Returns the differentiated part of an output: the first of (loss or array, aux), or all."""
+    if isinstance(out, tuple) and len(out) == 2:
+        first, second = out
+        is_loss = _is_floating(first) and not jnp.shape(first)
+        if is_loss or (_is_floating(first) and isinstance(second, Mapping)):
+            return first
+    return out
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

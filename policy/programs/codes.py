@@ -1,0 +1,187 @@
+"""The casts to 8 bits in a program, and those that this library's own matmuls make."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple
+
+from policy.programs.dependence import COTANGENT, PARAMETER, dependences
+from policy.programs.graph import Graph, Node, Value, is_joint
+from policy.programs.operations import is_inexact_name
+from policy.programs.origins import author_of
+from policy.programs.paths import Path
+from policy.programs.placed_interpreter import EnclosingEquations, module_path
+from policy.programs.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA, ROUNDINGS
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.subprograms import opened, programs_of
+from policy.programs.walk import Site
+
+CastPlace = tuple[EnclosingEquations, int]
+CodedSide = Literal["input", "weight", "cotangent"]
+
+_POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = frozenset(
+    os.path.join(_POLICY, f"{name}.py")
+    for name in ("quantisation", "scaled_matmul", "scaled_convolution", "once_differentiable")
+)
+"""The files that the equations of operations in 8 bits come from."""
+
+LIMITS_CODES = ROUNDINGS | MINMAX
+"""Limit and round numbers before they are cast to 8 bits."""
+_RESCALES = CASTS | {"mul"}
+_BETWEEN = MINMAX | MOVES_DATA | {"select_n"}
+
+
+class QuantisedOperand(NamedTuple):
+    """A cast that makes the codes of an operand.
+
+    Attributes:
+      operand: the side that it is of the matmuls: of activations, of parameters, or a cotangent.
+      paths: the modules whose matmuls read the codes, of the same pass if there are any.
+    """
+
+    operand: CodedSide
+    paths: tuple[Path, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """Casts to 8 bits, by the equations around them and their `id`.
+
+    Attributes:
+      operands: the casts whose codes are multiplied.
+      roundings: the equations that round numbers to int8 codes in this library's matmuls, which
+        leave them as they are in float32.
+      inner: the equations of this library's matmuls whose results are codes or scales.
+    """
+
+    operands: dict[CastPlace, QuantisedOperand] = dataclasses.field(default_factory=dict)
+    roundings: frozenset[CastPlace] = frozenset()
+    inner: frozenset[CastPlace] = frozenset()
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The `id`s of the roundings."""
+        return frozenset(id_ for _, id_ in self.roundings)
+
+
+NO_CODES = Codes()
+
+
+def is_eight_bits(dtype: Any) -> bool:
+    """Returns whether a dtype, or that of a name, is int8 or a float of 8 bits."""
+    return str(dtype) == "int8" or str(dtype).startswith("float8")
+
+
+def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
+    """Returns the casts to 8 bits in a closed jaxpr.
+
+    Args:
+      params: the places of the parameters among its arguments.
+    """
+    if not _has_codes(opened(jaxpr)[0]):
+        return NO_CODES
+    graph = Graph(jaxpr)
+    made_of = dependences(graph, params)
+    operands: dict[CastPlace, QuantisedOperand] = {}
+    roundings: set[CastPlace] = set()
+    for node in graph.nodes:
+        if node.name != "convert_element_type" or not is_eight_bits(node.out.dtype):
+            continue
+        if not is_inexact_name(node.inputs[0].dtype) or is_eight_bits(node.inputs[0].dtype):
+            continue
+        kind = _side(made_of[id(node.inputs[0])])
+        if paths := _multiplied_at(node, kind == "cotangent"):
+            operands[_at(node.site)] = QuantisedOperand(kind, paths)
+        if node.out.dtype == "int8" and _is_of_ours(node.site):
+            roundings |= {_at(node.site), *_roundings_behind(node.inputs[0])}
+    return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
+
+
+def _side(depends_on: int) -> CodedSide:
+    if depends_on & COTANGENT:
+        return "cotangent"
+    return "weight" if depends_on == PARAMETER else "input"
+
+
+def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
+    """Returns the modules whose matmuls read the codes of a cast, as they are or widened."""
+    waiting, seen, sites = [cast.out], {id(cast.out)}, list[Site]()
+    while waiting:
+        for node in waiting.pop().readers:
+            if node.name in DOTS or node.name in CONVOLUTIONS:
+                sites.append(node.site)
+            elif is_joint(node) or node.name in MOVES_DATA or node.name in _RESCALES:
+                fresh = [out for out in node.outputs if id(out) not in seen]
+                seen.update(map(id, fresh))
+                waiting.extend(fresh)
+    of_pass = [site for site in sites if site.is_backward == is_backward] or sites
+    return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
+
+
+def _has_codes(jaxpr: OpenJaxpr) -> bool:
+    return any(
+        any(is_eight_bits(getattr(v.aval, "dtype", None)) for v in equation.outvars)
+        or any(map(_has_codes, programs_of(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _at(site: Site) -> CastPlace:
+    around: list[int] = []
+    outer = site.around
+    while outer is not None:
+        around.append(id(outer.equation))
+        outer = outer.around
+    return tuple(reversed(around)), id(site.equation)
+
+
+def _is_of_ours(site: Site | None) -> bool:
+    while site is not None:
+        file = author_of(site.equation)[0]
+        if file:
+            return file in _OURS
+        site = site.around
+    return False
+
+
+def _roundings_behind(value: Value) -> Iterator[CastPlace]:
+    while value.maker is not None:
+        maker = value.maker
+        if maker.name in ROUNDINGS:
+            yield _at(maker.site)
+        elif maker.name not in _BETWEEN:
+            return
+        whole = [one for one in maker.inputs if one.shape == value.shape and not one.is_literal]
+        if len(whole) != 1:
+            return
+        (value,) = whole
+
+
+def _inner(graph: Graph) -> Iterator[CastPlace]:
+    """Yields the equations of operations in 8 bits but for products and what scales those."""
+    products: set[int] = set()
+    for node in graph.nodes:
+        if not _is_of_ours(node.site):
+            continue
+        if _is_product(node) or _keeps_product(node, products):
+            products.update(map(id, node.outputs))
+        else:
+            yield _at(node.site)
+
+
+def _is_product(node: Node) -> bool:
+    return node.name in DOTS or node.name in CONVOLUTIONS
+
+
+def _keeps_product(node: Node, products: Collection[int]) -> bool:
+    kept = node.name == "mul" or node.name in MOVES_DATA or node.name in CASTS
+    return kept and any(id(value) in products for value in node.inputs)
+
+
+def is_eight_bit_matmul(equation: Equation) -> bool:
+    """Returns whether an equation multiplies matrices of 8-bit codes."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in equation.invars[:2]]
+    return equation.primitive.name in DOTS and len(dtypes) == 2 and all(map(is_eight_bits, dtypes))

@@ -1,0 +1,239 @@
+"""A program as one graph of values with makers and readers, across the programs inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.extend.core as jex_core
+import numpy as np
+
+from policy.programs.operations import dtype_name
+from policy.programs.subprograms import Subprogram, opened, subprograms
+from policy.programs.walk import Site, entered, site_of
+
+BranchesTaken = tuple[
+    tuple[int, int], ...
+]  # the conditionals around a node, and which branch of each
+
+
+class Value:
+    """A number or array of the program.
+
+    Attributes:
+      aval: its abstract value.
+      dtype: the name of its dtype; "" of a token.
+      maker: the node that makes it; None for arguments and constants.
+      readers: the nodes that read it, one for each time.
+      array: its numbers, for literals and for constants of the program.
+      is_output: whether the program returns it.
+    """
+
+    __slots__ = ("array", "aval", "dtype", "is_output", "maker", "readers")
+
+    def __init__(self, aval: Any, maker: Node | None = None, array: Any = None):
+        self.aval, self.maker, self.array, self.is_output = aval, maker, array, False
+        self.dtype = dtype_name(getattr(aval, "dtype", None))
+        self.readers: list[Node] = []
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def is_literal(self) -> bool:
+        return self.array is not None and not self.shape
+
+
+class Node:
+    """An equation that holds no program, or one of four joints of the programs that others hold.
+
+    The joints: "carry" makes the carry of a loop (of its first value and the one that the body
+    returns), "row" one row of an array that is scanned over, "rows" the stacked rows that a scan
+    returns, "branch" the result of one or the other branch of a conditional.
+
+    Attributes:
+      site: the equation and its position; of a joint, the loop or conditional.
+      name: the primitive's, or the joint's.
+      inputs, outputs: the values that it reads and makes.
+      branch: the branches of conditionals that it stands in.
+    """
+
+    __slots__ = ("branch", "inputs", "is_live", "name", "outputs", "site")
+
+    def __init__(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken):
+        self.site, self.name, self.inputs, self.branch = site, name, list(inputs), branch
+        self.outputs: list[Value] = []
+        self.is_live = False
+        for value in inputs:
+            value.readers.append(self)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.site.equation.params
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def makes(self, avals: Sequence[Any]) -> list[Value]:
+        self.outputs = [Value(aval, self) for aval in avals]
+        return self.outputs
+
+
+class Graph:
+    """The nodes of a program, in the order in which they run.
+
+    Attributes:
+      nodes: those that have effects, or that a result depends on.
+      traced: the same, and those that no result depends on, which XLA does not run.
+      arguments, outputs: of the program.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.nodes: list[Node] = []
+        self._effects: list[Node] = []
+        body, consts = opened(jaxpr)
+        known = [
+            Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)
+        ]
+        self.arguments = [Value(v.aval) for v in body.invars]
+        self.outputs = self._run(body, (*known, *self.arguments), None, ())
+        for value in self.outputs:
+            value.is_output = True
+        self._drop_dead_code()
+
+    def _run(
+        self, body: Any, args: Sequence[Value], around: Site | None, branch: BranchesTaken
+    ) -> list[Value]:
+        values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, jex_core.Literal):
+                return Value(
+                    atom.aval, array=np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
+                )
+            return values[atom]
+
+        for equation in body.eqns:
+            site = site_of(equation, around)
+            outputs = self._equation(site, [read(atom) for atom in equation.invars], branch)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    def _equation(self, site: Site, inputs: list[Value], branch: BranchesTaken) -> list[Value]:
+        inner = [one for one in subprograms(site.equation) if one.is_run]
+        match inner[0].role if inner else None:
+            case None:
+                outputs = [variable.aval for variable in site.equation.outvars]
+                return self._node(site, site.name, inputs, branch).makes(outputs)
+            case "loop" | "cond":
+                return self._loop(site, inner, inputs, branch)
+            case "branch":
+                return self._branches(site, inner, inputs, branch)
+            case "other":
+                return self._unknown(site, inner, inputs, branch)
+        return self._call(site, inner[0], inputs, branch)
+
+    def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken) -> Node:
+        node = Node(site, name, inputs, branch)
+        self.nodes.append(node)
+        if site.equation.effects and name not in _JOINTS:
+            self._effects.append(node)
+        return node
+
+    def _call(
+        self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: BranchesTaken
+    ) -> list[Value]:
+        known = [
+            Value(variable.aval, array=const)
+            for variable, const in zip(one.body.constvars, one.consts, strict=False)
+        ]
+        return self._run(one.body, (*known, *arguments), entered(site, one), branch)
+
+    def _loop(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
+    ) -> list[Value]:
+        loop = next(one for one in inner if one.role == "loop")
+        arguments, variables = loop.given(inputs), loop.body.invars
+
+        def joints(name: str, values: list[Value], variables: Sequence[Any]) -> list[Value]:
+            pairs = zip(values, variables, strict=True)
+            return [self._node(site, name, [v], branch).makes([x.aval])[0] for v, x in pairs]
+
+        carries = joints("carry", arguments[loop.carry], variables[loop.carry])
+        rows = joints("row", arguments[loop.rows], variables[loop.rows])
+        for cond in (one for one in inner if one.role == "cond"):
+            goes_on = self._call(site, cond, [*cond.given(inputs)[cond.fixed], *carries], branch)
+            # how often the loop runs decides its results
+            self._effects.append(self._node(site, "carry", goes_on, branch))
+        results = self._call(site, loop, [*arguments[loop.fixed], *carries, *rows], branch)
+        _close(carries, results[: loop.carried])
+        stacked = joints("rows", results[loop.carried :], site.equation.outvars[loop.carried :])
+        return [*results[: loop.carried], *stacked]
+
+    def _branches(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
+    ) -> list[Value]:
+        each = [
+            self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i)))
+            for i, one in enumerate(inner)
+        ]
+        return [
+            self._node(site, "branch", [inputs[0], *choices], branch).makes([variable.aval])[0]
+            for variable, *choices in zip(site.equation.outvars, *each, strict=True)
+        ]
+
+    def _unknown(
+        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
+    ) -> list[Value]:
+        """Reads programs whose operands only their primitive knows, each by itself."""
+        for one in inner:
+            arguments = [Value(variable.aval) for variable in one.body.invars]
+            for value in self._call(site, one, arguments, branch):
+                if value.maker is not None:
+                    self._effects.append(value.maker)
+        outputs = [variable.aval for variable in site.equation.outvars]
+        return self._node(site, site.name, inputs, branch).makes(outputs)
+
+    def _drop_dead_code(self) -> None:
+        """Leaves out nodes that no result depends on: JAX's derivatives leave many of them."""
+        waiting = [
+            *self._effects,
+            *(value.maker for value in self.outputs if value.maker is not None),
+        ]
+        while waiting:
+            node = waiting.pop()
+            if not node.is_live:
+                node.is_live = True
+                waiting.extend(value.maker for value in node.inputs if value.maker is not None)
+        self.traced = self.nodes
+        self.nodes = [node for node in self.traced if node.is_live]
+        for value in self.values():
+            value.readers = [node for node in value.readers if node.is_live]
+
+    def values(self) -> Iterator[Value]:
+        """Yields every value that is read or returned, once."""
+        seen: set[int] = set()
+        for value in (
+            *self.arguments,
+            *(value for node in self.nodes for value in (*node.inputs, *node.outputs)),
+        ):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+_JOINTS = frozenset(("carry", "row", "rows", "branch"))
+
+
+def is_joint(node: Node) -> bool:
+    return node.name in _JOINTS
+
+
+def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:
+    """Makes each carry of the body's result for it, too."""
+    for carry, result in zip(carries, results, strict=True):
+        assert carry.maker is not None
+        carry.maker.inputs.append(result)
+        result.readers.append(carry.maker)

@@ -1,0 +1,247 @@
+"""Interpreter of jaxprs: evaluates a program on values of another kind than arrays."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax.extend import source_info_util
+
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.subprograms import bind, opened, programs_of
+
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
+Notes = dict[int, Any]
+
+
+class TracedBody(Protocol[V_co]):
+    """A subprogram that was traced: `policy.programs.control_flow.Body`.
+
+    Attributes:
+      outputs: a value like each of its outputs, with abstract values for arrays.
+    """
+
+    @property
+    def outputs(self) -> Sequence[V_co]: ...
+
+
+class Interpreter(abc.ABC, Generic[V]):
+    """Evaluates jaxprs on values of type `V`, which hold arrays and further facts.
+
+    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is
+    evaluated (`equation`), and on which kinds of values loops and branches settle (`merge`,
+    `settled`). Equations that hold programs are rebuilt by the functions of
+    `policy.programs.control_flow`.
+
+    Attributes:
+      notes: arrays that are reported beside the outputs of the program that is being traced, by a
+        key of their own.
+    """
+
+    def __init__(self) -> None:
+        self.notes: Notes = {}
+
+    # Values ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def constant(self, array: Any) -> V:
+        """Returns a constant of a jaxpr as a value."""
+
+    @abc.abstractmethod
+    def arrays(self, value: V) -> Sequence[Any]:
+        """Returns the arrays of a value, always as many for values of one kind."""
+
+    @abc.abstractmethod
+    def filled(self, value: V, arrays: Sequence[Any]) -> V:
+        """Returns a value like this one with other arrays."""
+
+    def literal(self, literal: jex_core.Literal) -> V:
+        """Returns a literal of a jaxpr as a value, in the dtype that it was traced with."""
+        dtype = getattr(literal.aval, "dtype", None)
+        return self.constant(literal.val if dtype is None else np.asarray(literal.val, dtype))
+
+    def flat(self, values: Sequence[V]) -> list[Any]:
+        """Returns all arrays of some values."""
+        return [array for value in values for array in self.arrays(value)]
+
+    def refilled(self, values: Sequence[V], arrays: Sequence[Any]) -> list[V]:
+        """Returns values like these with the arrays that `flat` returned of others."""
+        rest = iter(arrays)
+        return [self.filled(value, [next(rest) for _ in self.arrays(value)]) for value in values]
+
+    # Equations ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def equation(self, equation: Equation, values: list[V]) -> list[V]:
+        """Returns the outputs of an equation on some operands."""
+
+    def merge(
+        self, equation: Equation, values: Sequence[V], branches: Sequence[TracedBody[V]] = ()
+    ) -> Sequence[V | None]:
+        """Returns a value like each output of an equation; None leaves it to its program.
+
+        A loop carries values of these kinds from the start, and all branches of a conditional
+        return them. Of a conditional, `branches` were traced; of other equations nothing was yet.
+        """
+        return [None for _ in equation.outvars]
+
+    def settled(self, value: V, like: V) -> V:
+        """Returns `value` as one of the kind of `like`."""
+        return value
+
+    def entering(self, values: Sequence[V]) -> list[V]:
+        """Returns values like those of a loop's carry and rows, as they are inside of it."""
+        return list(values)
+
+    def inside(self, equation: Equation) -> Self:
+        """Returns the interpreter of the programs inside an equation, within the same trace."""
+        return self
+
+    def tracing(self, program: TracedBody[V], role: str) -> Self:
+        """Returns the interpreter of a program that is traced by itself, with notes of its own."""
+        inner = copy.copy(self)
+        inner.notes = {}
+        return inner
+
+    def body(self, jaxpr: OpenJaxpr, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of a program that is traced by itself."""
+        return self.run(jaxpr, consts, args)
+
+    # The run --------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: OpenJaxpr, consts: Sequence[V], args: Sequence[V]) -> list[V]:
+        """Returns the outputs of an open jaxpr."""
+        values: dict[Any, V] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        )
+
+        def read(atoms: Sequence[Any]) -> list[V]:
+            return [
+                self.literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+                for atom in atoms
+            ]
+
+        last = _last_reads(jaxpr)
+        for i, equation in enumerate(jaxpr.eqns):
+            source, settings = contexts_of(equation, self.name_stack_of(equation))
+            with source, settings:
+                outputs = self.step(equation, read(equation.invars))
+            values.update(zip(equation.outvars, outputs, strict=True))
+            for variable in last.get(i, ()):
+                values.pop(variable, None)
+        return read(jaxpr.outvars)
+
+    def name_stack_of(self, equation: Equation) -> Any:
+        """Returns the name stack of the equations that take the place of one."""
+        return equation.source_info.name_stack
+
+    def step(self, equation: Equation, values: list[V]) -> list[V]:
+        """Evaluates one equation of a program; a subclass may do something before and after."""
+        return self.equation(equation, values)
+
+
+def run_at_once(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function that runs outside of jit, operation by operation.
+
+    Functions with derivative rules of their own are compiled as a whole.
+    """
+    body, consts = opened(jaxpr)
+    last = _last_reads(body)
+    steps = [
+        (_bound(equation), equation.invars, equation.outvars, equation.ctx, last.get(i, ()))
+        for i, equation in enumerate(body.eqns)
+    ]
+
+    def run(*arrays: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(
+            zip((*body.constvars, *body.invars), (*consts, *arrays), strict=True)
+        )
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for call, invars, outvars, ctx, unread in steps:
+            with ctx.manager:
+                results = call(*map(read, invars))
+            values.update(zip(outvars, results, strict=True))
+            for variable in unread:
+                values.pop(variable, None)
+        return [read(atom) for atom in body.outvars]
+
+    return run
+
+
+def _bound(equation: Equation) -> Callable[..., Sequence[Any]]:
+    """Returns an equation as a function of its operands, for many calls."""
+    primitive = equation.primitive
+    if primitive.name.startswith("custom_"):
+        return jax.jit(lambda *operands: bind(equation, operands))
+    if any(True for _ in programs_of(equation)):  # its functions are made anew at each call
+        return lambda *operands: bind(equation, operands)
+    call = functools.partial(primitive.bind, **primitive.get_bind_params(equation.params))
+    return call if primitive.multiple_results else lambda *operands: (call(*operands),)
+
+
+def contexts_of(
+    equation: Equation, name_stack: Any = None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns contexts in which new equations get the source and the settings of an equation.
+
+    The first is its source line and name stack, the second its settings.
+
+    Args:
+      equation: the equation.
+      name_stack: one in place of the equation's own.
+    """
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + (name_stack or info.name_stack)
+    return source_info_util.user_context(
+        info.traceback, name_stack=name_stack
+    ), equation.ctx.manager
+
+
+def _last_reads(jaxpr: OpenJaxpr) -> dict[int, list[Any]]:
+    """Returns the variables that no later equation reads, by equation: their arrays are freed."""
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
+    last: dict[Any, int] = {}
+    for i, equation in enumerate(jaxpr.eqns):
+        for atom in equation.invars:
+            if not isinstance(atom, jex_core.Literal):
+                last[atom] = i
+    found: dict[int, list[Any]] = {}
+    for variable, i in last.items():
+        if variable not in kept:
+            found.setdefault(i, []).append(variable)
+    return found
+
+
+def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
+    """Returns the primitives that read each variable, and how often.
+
+    "" stands for the caller of the program.
+    """
+    readers: dict[Any, collections.Counter[str]] = {}
+    reads = [(equation.primitive.name, equation.invars) for equation in jaxpr.eqns]
+    for name, atoms in (*reads, ("", jaxpr.outvars)):
+        for atom in atoms:
+            if not isinstance(atom, jex_core.Literal):
+                readers.setdefault(atom, collections.Counter())[name] += 1
+    return readers
+
+
+def equations_of(jaxpr: OpenJaxpr) -> Sequence[Any]:
+    """Returns the equations of an open jaxpr itself."""
+    return jaxpr.eqns
+
+
+Handler = Callable[[Any, Any, list[Any]], list[Any]]
+"""Evaluates an equation that holds programs: from an interpreter, the equation and its operands."""

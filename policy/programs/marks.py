@@ -1,0 +1,155 @@
+"""Marks in the trace of a user's code: the dtypes of its modules, and layers with policies."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from policy.programs.dtypes import F32, is_floating_dtype
+from policy.programs.paths import Path
+from policy.programs.protocols import Equation
+from policy.programs.scope_names import REGION
+
+LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
+RETURNED = f"{REGION}returned"  # its result, for the code around it
+KEPT = f"{REGION}kept"  # a parameter that no policy casts
+_COMPUTE = f"{REGION}computes_in_"
+_CALL = f"{REGION}call_"
+_computes_in: dict[str, tuple[np.dtype, Any, str | None]] = {}
+
+
+def is_mark(name: str) -> bool:
+    """Returns whether a name on the stack is one of these marks, not that of a module."""
+    return name.startswith(REGION)
+
+
+def layer() -> contextlib.AbstractContextManager[Any]:
+    """Marks the program of a layer: autocast leaves its dtypes as they are traced."""
+    return jax.named_scope(LAYER)
+
+
+def computes_in(
+    dtype: np.dtype, matmul: Hashable = None, precision: str | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Marks the code of a module: autocast runs it in `dtype`, except inside other marks.
+
+    Args:
+      dtype: the module's compute_dtype.
+      matmul: the 8-bit dtypes of its matmuls, or None.
+      precision: that of its matmuls, or None.
+    """
+    return jax.named_scope(_name_of(dtype, matmul, precision))
+
+
+def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
+    """Marks the equations of one call, which no name on the stack tells from others."""
+    return jax.named_scope(f"{_CALL}{number}")
+
+
+@functools.cache
+def _name_of(dtype: np.dtype, matmul: Hashable, precision: str | None) -> str:
+    name = f"{_COMPUTE}{dtype.name}"
+    if (matmul, precision) != (None, None):
+        name += f"_{sum(known.startswith(name) for known in _computes_in)}"
+    _computes_in[name] = dtype, matmul, precision
+    return name
+
+
+def innermost(path: Path) -> str | tuple[np.dtype, Any, str | None] | None:
+    """Returns what the innermost mark of a path says.
+
+    Returns `LAYER` for a layer, the arguments of `computes_in` for a module's own code, and None
+    without a mark.
+    """
+    for name in reversed(path):
+        if name == LAYER:
+            return LAYER
+        if name in _computes_in:
+            return _computes_in[name]
+    return None
+
+
+def returned(array: Any) -> Any:
+    """Returns the result of a layer, an island or a module of another policy, as float32.
+
+    The code around it reads it in its own dtype: autocast removes the mark.
+    """
+    result, wide = _marked(array, RETURNED), _wide.get()
+    if wide is not None and result is not array and array.dtype == F32:
+        wide.append(result)
+    return result
+
+
+# The inputs and marked results that were float32 before, in the trace under way.
+_wide: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("wide", default=None)
+
+
+@contextlib.contextmanager
+def noting_wide_results(inputs: Sequence[Any]) -> Iterator[None]:
+    """Notes which results were float32 where they were made, for `is_wide_result`.
+
+    Args:
+      inputs: the arguments of the call that were given in float32.
+    """
+    token = _wide.set(list(inputs))
+    try:
+        yield
+    finally:
+        _wide.reset(token)
+
+
+def is_wide_result(array: Any) -> bool:
+    """Returns whether an array is a float32 input, or a result that `returned` marked."""
+    return any(array is result for result in _wide.get() or ())
+
+
+def returned_if_half(array: Any) -> Any:
+    """Returns a half-precision array as float32, marked as `returned`; others as they are."""
+    return array if array.dtype == F32 else _marked(array, RETURNED)
+
+
+def read_in(array: Any, dtype: DTypeLike | None) -> Any:
+    """Returns a parameter that a user's code asks to read in a dtype; None stands for float32.
+
+    In float32 it holds against half-precision activations; another dtype is an explicit cast.
+    """
+    if not is_floating_dtype(array.dtype) or dtype is None or np.dtype(dtype) == F32:
+        return _marked(array, KEPT)
+    return lax.convert_element_type(array, dtype)
+
+
+def _marked(array: Any, name: str) -> Any:
+    dtype: Any = getattr(array, "dtype", np.bool_)
+    if not is_floating_dtype(dtype) or dtype.itemsize > F32.itemsize or dtype.itemsize < 2:
+        return array
+    with jax.named_scope(name):
+        if dtype != F32:
+            return lax.convert_element_type(array, F32)
+        return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)  # the identity
+
+
+def mark_of(equation: Equation) -> str | None:
+    """Returns `RETURNED` or `KEPT` for the equation that such a mark is, or None."""
+    scopes = equation.source_info.name_stack.stack
+    name = getattr(scopes[-1], "name", None) if scopes else None
+    return name if name in (RETURNED, KEPT) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def without(name_stack: Any) -> Any:
+    """Returns a name stack of JAX's without these marks."""
+    scopes = name_stack.stack
+    kept = tuple(scope for scope in scopes if not _is_of_own_code(getattr(scope, "name", "")))
+    return name_stack if len(kept) == len(scopes) else type(name_stack)(kept)
+
+
+def _is_of_own_code(name: str) -> bool:
+    return name in (LAYER, RETURNED, KEPT) or name.startswith((_COMPUTE, _CALL))

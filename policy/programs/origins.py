@@ -1,0 +1,127 @@
+"""Authors of equations, read from tracebacks: casts as written, and unrequested promotions."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+import jax
+import jaxlib
+
+from policy.programs.protocols import Equation
+
+_JAX = tuple(
+    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (jax, jaxlib)
+)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "mpmodules") + os.sep
+# Functions of JAX that are asked for a dtype, by name: a cast below one of them was meant.
+_SUMS = frozenset(
+    (
+        *(
+            "sum",
+            "mean",
+            "var",
+            "std",
+            "prod",
+            "average",
+            "cumsum",
+            "cumprod",
+            "nansum",
+            "nanmean",
+            "nanvar",
+            "trace",
+        ),
+        *("logsumexp", "softmax", "log_softmax", "dot_product_attention"),
+    )
+)
+_CASTS = frozenset(
+    (
+        "astype",
+        "_astype",
+        "asarray",
+        "array",
+        "convert_element_type",
+        "full",
+        "full_like",
+        "view",
+        "stochastic_round",
+    )
+)
+_ASKED = _CASTS | _SUMS
+
+
+def is_promotion(equation: Equation) -> bool:
+    """Returns whether a cast is a promotion of mixed dtypes that no function was asked for.
+
+    Functions of libraries that are named for it, as Flax's ``promote_dtype``, count as promoting.
+    Returns False if the traceback is unknown. Also False for code of this library that was traced
+    once and inlined by JAX, because its traceback ends at the call.
+    """
+    _, author = author_of(equation)
+    inner = [function for _, function in _until_author(equation)]
+    if inner[-1:] == ["reraise_with_filtered_traceback"] and is_ours(equation):
+        return False
+    return _promotes(author) or (bool(inner) and not _ASKED.intersection(inner))
+
+
+def author_of(equation: Equation) -> tuple[str, str]:
+    """Returns the file and function of the innermost code outside of JAX; ("", "") if unknown."""
+    return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
+
+
+def authors_of(equation: Equation) -> Iterator[tuple[str, str]]:
+    """Returns the files and functions outside of JAX around an equation, innermost first."""
+    return (frame for frame in _frames(equation) if not is_jax_file(frame[0]))
+
+
+def is_by_layers(equation: Equation) -> bool:
+    """Returns whether a library makes this cast at each use of a weight.
+
+    The library is this one, or one with a ``promote_dtype``.
+    """
+    return is_ours(equation) or _promotes(author_of(equation)[1])
+
+
+def is_ours(equation: Equation) -> bool:
+    """Returns whether this library wrote an equation."""
+    return author_of(equation)[0].startswith((_OURS, _OUR_LAYERS))
+
+
+def is_written(equation: Equation) -> bool:
+    """Returns whether a cast was written out, not made by a JAX function that sums in float32."""
+    return not _SUMS.intersection(function for file, function in _until_author(equation))
+
+
+def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:
+    """Yields the frames of JAX between an equation and its author, innermost first."""
+    for frame in _frames(equation):
+        if not is_jax_file(frame[0]):
+            return
+        yield frame
+
+
+def _frames(equation: Equation) -> list[tuple[str, str]]:
+    """Returns the file and function of each frame, innermost first."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    if traceback is None:
+        return []
+    return [(frame.file_name, _name(frame.function_name)) for frame in traceback.frames]
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(function: str) -> str:
+    """Returns the own name of a function; for a comprehension, that of the enclosing function."""
+    names = [name for name in function.split(".") if not name.startswith("<")]
+    return names[-1] if names else function
+
+
+def _promotes(function: str) -> bool:
+    return function.startswith("promote_")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_jax_file(file: str) -> bool:
+    """Returns whether a file belongs to JAX."""
+    return file.startswith(_JAX) or file.startswith("<frozen")

@@ -1,0 +1,270 @@
+"""Equal parts of a program as calls of one function, so that they are rewritten once.
+
+A model calls the same layers many times, and a trace of it repeats their equations. Parts that
+belong to one call of a module are compared by their contents; those that occur more than once
+become calls of a jitted function. JAX gives all equations of such a call the call's source line, so
+a trace for a report keeps the equations as they are.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax.extend import source_info_util
+
+from policy.programs.interpreter import contexts_of
+from policy.programs.protocols import Equation
+from policy.programs.subprograms import bind, is_jaxpr, opened
+
+_NAME = "policy_part"  # of the functions that take the places of parts
+_SMALLEST = 8  # equations of a part
+_DEEPEST = 12  # names in a row that begin a part
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Consecutive equations of one call.
+
+    Attributes:
+      equations: the equations.
+      scopes: the names that they have in common.
+      inputs: the variables that they read, in the order of their first uses.
+      outputs: the variables that other equations read.
+      key: equal for parts with the same contents.
+    """
+
+    equations: Sequence[Equation]
+    scopes: tuple[Any, ...]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    key: Hashable
+
+
+_keeps_lines: contextvars.ContextVar[bool] = contextvars.ContextVar("keeps_lines", default=False)
+
+
+@contextlib.contextmanager
+def keeping_lines() -> Iterator[None]:
+    """Makes `outlined` return programs as they are, with the source line of each equation."""
+    token = _keeps_lines.set(True)
+    try:
+        yield
+    finally:
+        _keeps_lines.reset(token)
+
+
+def outlined(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr whose repeated parts are calls, or itself where there are none."""
+    if _keeps_lines.get():
+        return jaxpr
+    body, consts = opened(jaxpr)
+    items = _items(body)
+    if not any(isinstance(item, _Part) for item in items):
+        return jaxpr
+    calls: dict[Hashable, Any] = {}
+
+    def run(*arrays: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(
+            zip((*body.constvars, *body.invars), (*consts, *arrays), strict=True)
+        )
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for item in items:
+            if isinstance(item, _Part):
+                if item.key not in calls:
+                    calls[item.key] = jax.jit(_function(item))
+                stack = source_info_util.current_name_stack() + _stack_of(item)
+                traceback = item.equations[0].source_info.traceback
+                with source_info_util.user_context(traceback, name_stack=stack):
+                    results = calls[item.key](*map(read, item.inputs))
+                values.update(zip(item.outputs, results, strict=True))
+            else:
+                source, settings = contexts_of(item)
+                with source, settings:
+                    results = bind(item, _read_literals(item, read))
+                values.update(zip(item.outvars, results, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    return jax.make_jaxpr(run)(*(_shape(v.aval) for v in body.invars))
+
+
+def _function(part: _Part) -> Any:
+    depth = len(part.scopes)
+
+    def call(*arrays: Any) -> list[Any]:
+        values = dict(zip(part.inputs, arrays, strict=True))
+        for equation in part.equations:
+            stack = equation.source_info.name_stack
+            source, settings = contexts_of(equation, type(stack)(stack.stack[depth:]))
+            with source, settings:
+                results = bind(equation, _read_literals(equation, values.__getitem__))
+            values.update(zip(equation.outvars, results, strict=True))
+        return [values[variable] for variable in part.outputs]
+
+    call.__name__ = _NAME
+    return call
+
+
+def is_part(equation: Equation) -> bool:
+    """Returns whether an equation is a call that `outlined` made."""
+    return equation.params.get("name") == _NAME
+
+
+def _read_literals(equation: Equation, read: Any) -> list[Any]:
+    return [
+        np.asarray(atom.val, atom.aval.dtype)
+        if _is_number(atom)
+        else atom.val
+        if isinstance(atom, jex_core.Literal)
+        else read(atom)
+        for atom in equation.invars
+    ]
+
+
+def _is_number(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal) and hasattr(atom.aval, "dtype")
+
+
+def _stack_of(part: _Part) -> Any:
+    stack = part.equations[0].source_info.name_stack
+    return type(stack)(part.scopes)
+
+
+def _shape(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=aval.sharding,
+        manual_axis_type=aval.manual_axis_type,  # inside of a shard_map
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+# --------------------------------------------------------------------------------------------------
+
+
+def _items(body: Any) -> list[Equation | _Part]:
+    """Returns the equations of a program, with those of repeated parts in their parts."""
+    for depth in range(1, _DEEPEST):
+        scopes = functools.partial(_scopes, depth=depth)
+        runs = [list(run) for _, run in itertools.groupby(body.eqns, scopes)]
+        rough = collections.Counter(_outline(run) for run in runs if _may_be_part(run, depth))
+        if not any(count > 1 for count in rough.values()):
+            continue
+        parts = [
+            _part(body, run, depth)
+            if _may_be_part(run, depth) and rough[_outline(run)] > 1
+            else None
+            for run in runs
+        ]
+        counts = collections.Counter(part.key for part in parts if part is not None)
+        if any(count > 1 for count in counts.values()):
+            return [
+                item
+                for part, run in zip(parts, runs, strict=True)
+                for item in ([part] if part is not None and counts[part.key] > 1 else run)
+            ]
+    return list(body.eqns)
+
+
+def _scopes(equation: Equation, depth: int) -> tuple[Any, ...]:
+    return equation.source_info.name_stack.stack[:depth]
+
+
+def _may_be_part(run: Sequence[Equation], depth: int) -> bool:
+    scopes = _scopes(run[0], depth)
+    return (
+        len(run) >= _SMALLEST
+        and len(scopes) == depth
+        and all(hasattr(scope, "name") for scope in scopes)
+        and not any(equation.effects for equation in run)
+    )
+
+
+def _outline(run: Sequence[Equation]) -> Hashable:
+    return tuple(equation.primitive for equation in run)
+
+
+def _part(body: Any, run: Sequence[Equation], depth: int) -> _Part:
+    made = {variable for equation in run for variable in equation.outvars}
+    inputs = list(
+        dict.fromkeys(
+            atom
+            for equation in run
+            for atom in equation.invars
+            if not isinstance(atom, jex_core.Literal) and atom not in made
+        )
+    )
+    inside = set(map(id, run))
+    elsewhere = {
+        atom
+        for equation in body.eqns
+        if id(equation) not in inside
+        for atom in equation.invars
+        if not isinstance(atom, jex_core.Literal)
+    } | {atom for atom in body.outvars if not isinstance(atom, jex_core.Literal)}
+    outputs = [v for equation in run for v in equation.outvars if v in elsewhere]
+    numbers = {variable: i for i, variable in enumerate(inputs)}
+    key = (
+        tuple(variable.aval for variable in inputs),
+        tuple(_keys(run, numbers, depth)),
+        tuple(numbers[v] for v in outputs),
+    )
+    return _Part(run, _scopes(run[0], depth), inputs, outputs, key)
+
+
+def _keys(equations: Sequence[Equation], numbers: dict[Any, int], depth: int) -> Iterator[Hashable]:
+    for equation in equations:
+        for variable in equation.outvars:
+            numbers[variable] = len(numbers)
+        atoms = tuple(
+            (str(atom.val), atom.aval) if isinstance(atom, jex_core.Literal) else numbers[atom]
+            for atom in equation.invars
+        )
+        yield (
+            equation.primitive,
+            atoms,
+            tuple(variable.aval for variable in equation.outvars),
+            str(equation.source_info.name_stack.stack[depth:]),
+            tuple((name, _param_key(equation.params[name])) for name in sorted(equation.params)),
+            equation.ctx,
+        )
+
+
+def _param_key(value: Any) -> Hashable:
+    """Returns a key of an equation's parameter: its contents, or else its identity."""
+    if is_jaxpr(value):
+        body, consts = opened(value)
+        numbers: dict[Any, int] = {}
+        for variable in (*body.constvars, *body.invars):
+            numbers[variable] = len(numbers)
+        return (
+            tuple(v.aval for v in (*body.constvars, *body.invars)),
+            tuple(map(id, consts)),
+            tuple(_keys(body.eqns, numbers, 0)),
+            tuple(
+                str(atom.val) if isinstance(atom, jex_core.Literal) else numbers[atom]
+                for atom in body.outvars
+            ),
+        )
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_param_key, value))
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

@@ -1,0 +1,226 @@
+"""Module paths, read from JAX's name stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from policy.programs.module_names import is_noted, is_repeated, is_root, module_and_method, noted
+from policy.programs.protocols import OpenJaxpr
+from policy.programs.scope_names import AUTOCAST, REGION
+from policy.programs.subprograms import programs_of
+
+Path = tuple[str, ...]
+
+# Wrappers that JAX's transformations put around names. Under a derivative the names start again at
+# the root.
+_RESTARTING = frozenset(("jvp", "transpose", "linearize"))
+_FUNCTIONS = frozenset(
+    ("jit", "pjit", "custom_jvp", "custom_vjp", "shard_map", "pmap", "core_call", "closed_call")
+)
+_OPENING = re.compile(
+    rf"(?:(?:{'|'.join(sorted(_RESTARTING | _FUNCTIONS | {'vmap', 'remat'}))})\()+"
+)
+# Names that are no module's.
+_OF_JAX = frozenset(("checkpoint", "rematted_computation"))
+# A module that flax.linen named: twice in a row it is one whose call calls its base class's.
+_NUMBERED = re.compile(r"[A-Z]\w*_\d+")
+# A class, as a model's name on the stack is one. Modules inside of a model that are named after
+# classes are numbered.
+_CLASS = re.compile(r"[A-Z]\w*")
+# Places in lists, and the counters that end names: `layers/3`, `Dense_0`. Not folded ones, `0..29`.
+_NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
+_MARK = re.compile(rf"{REGION}\w+/?")
+
+
+def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
+    """Returns the module path in a name stack, as flax.linen and `jax.named_scope` write it.
+
+    A name may hold any characters; a slash in one divides it as it divides names.
+
+    Args:
+      name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
+      above: the path of the equation whose body this one stands in: name stacks inside of it are
+        relative to it.
+      marks: whether the marks of `policy.programs.marks` are in the path.
+    """
+    if REGION in name_stack and not marks:
+        name_stack = _MARK.sub("", name_stack)
+    return _path_of(name_stack, above, noted())
+
+
+@functools.lru_cache(maxsize=4096)
+def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
+    path: list[str] = []
+    restarted = False
+    for wrappers, scopes in _parts(name_stack):
+        if _FUNCTIONS.intersection(wrappers):
+            scopes = ""
+        for _ in _RESTARTING.intersection(wrappers):
+            if not path or module_and_method(scopes.split("/")[0], ())[0] == path[0]:
+                path, restarted = [], True  # else it is a module that takes a derivative itself
+        for scope in filter(None, scopes.split("/")):
+            module, method = module_and_method(scope, (*above, *path))
+            if module and module not in _OF_JAX and module != AUTOCAST:
+                is_root_again = len(path) == 1 and not is_repeated(module)
+                is_same_call = path[-1:] == [module] and (
+                    method or is_root_again or _NUMBERED.fullmatch(module)
+                )
+                path += [] if is_same_call else [module]
+    if not above or (path and path[0] == above[0]):
+        return tuple(path)
+    if restarted and not path:
+        return above
+    if path and path[0] == above[-1]:
+        path = path[1:]
+    return (*above, *path)
+
+
+def divided(path: Path) -> tuple[str, Path] | None:
+    """Returns the name of a path's model, and the path below it; None outside of any model.
+
+    A path begins with its model's name: that of its class, or the one that a linen model was given.
+    Scopes that were opened around the call of a model stand before it, and are no part of the
+    model.
+    """
+    if path and _CLASS.fullmatch(path[0]) and not _NUMBERED.fullmatch(path[0]):
+        return path[0], path[1:]
+    for place, name in enumerate(path):
+        if is_root(name):
+            return name, path[place + 1 :]
+    return None
+
+
+_names_models: contextvars.ContextVar[bool] = contextvars.ContextVar("names_models", default=False)
+
+
+@contextlib.contextmanager
+def naming(paths: Iterable[Path]) -> Iterator[None]:
+    """Lets `spelled` name models in a block, where `paths` lead into more than one."""
+    models = {found[0] for path in set(paths) if (found := divided(path)) is not None}
+    token = _names_models.set(len(models) > 1)
+    try:
+        yield
+    finally:
+        _names_models.reset(token)
+
+
+def spelled(path: Path) -> str:
+    """Returns a path as reports print it and rules take it: ``encoder/layer_0``.
+
+    It is "" outside of any module. A model itself is its name and a colon, ``Net:``. In a program
+    of several models, see `naming`, its modules' paths begin with that, ``Net:encoder/layer_0``.
+    """
+    found = divided(path)
+    if found is None:
+        return "/".join(path)
+    model, below = found[0], "/".join(once(found[1]))
+    return below if below and not _names_models.get() else f"{model}:{below}"
+
+
+def once(below: Path) -> Path:
+    """Returns a path with a name that stands twice in a row once: a module calls its base class's.
+
+    Places in lists stay, and so does the name of a module that was noted to share that of the one
+    around it.
+    """
+    return tuple(
+        name
+        for i, name in enumerate(below)
+        if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
+    )
+
+
+def parts_of(text: str) -> list[str]:
+    """Returns the names in a path as `spelled` writes it: ``["Net:", "encoder", "layer_0"]``."""
+    model, colon, below = text.partition(":")
+    if not colon or not (_CLASS.fullmatch(model) or is_root(model)):
+        return list(filter(None, text.split("/")))
+    return [f"{model}:", *filter(None, below.split("/"))]
+
+
+def scanned_path(body: OpenJaxpr, above: Path) -> Path:
+    """Returns the path of a loop's body as a module: the common part of its equations' paths.
+
+    Args:
+      body: an open jaxpr.
+      above: the path of the loop's equation.
+    """
+    common: Path | None = None
+    for path in _paths(body, above):
+        shared = (
+            itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common, path, strict=False))
+            if common
+            else ()
+        )
+        common = path if common is None else tuple(name for name, _ in shared)
+    return above if common is None else common
+
+
+def _paths(body: OpenJaxpr, above: Path) -> Iterator[Path]:
+    """Yields the paths of equations that stand below a path."""
+    for equation in body.eqns:
+        path = path_of(str(equation.source_info.name_stack), above)
+        if len(path) > len(above):
+            yield path
+        else:
+            for program in programs_of(equation):
+                yield from _paths(program, path)
+
+
+def folded(paths: Iterable[str]) -> list[str]:
+    """Returns paths, those that differ in one number alone as one: ``layers/0..29/norm``.
+
+    Numbers are places in lists and the counters at the ends of names; those that are not
+    consecutive stay apart.
+    """
+    texts = list(dict.fromkeys(paths))
+    for place in reversed(range(max((len(_NUMBERS.findall(text)) for text in texts), default=0))):
+        families: dict[tuple[str, str], list[int]] = {}
+        for text in texts:
+            found = [*_NUMBERS.finditer(text)]
+            if place < len(found):
+                number = found[place]
+                families.setdefault((text[: number.start()], text[number.end() :]), []).append(
+                    int(number[0])
+                )
+            else:
+                families[text, ""] = []
+        texts = [
+            member
+            for (before, after), numbers in families.items()
+            for member in _members(before, after, numbers)
+        ]
+    return texts
+
+
+def _members(before: str, after: str, numbers: list[int]) -> list[str]:
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    if len(numbers) > 2 and high - low == len(numbers) - 1:
+        return [f"{before}{low}..{high}{after}"]
+    return [f"{before}{number}{after}" for number in numbers] or [before + after]
+
+
+def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the parts of a name stack: wrappers, outermost first, and the names inside them."""
+    start = 0
+    while start < len(name_stack):
+        slash = name_stack.find("/", start)
+        end = len(name_stack) if slash < 0 else slash
+        wrappers, inside = (), start
+        if opening := _OPENING.match(name_stack, start):
+            closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(
+                name_stack, opening.end()
+            )
+            if closing is not None and not is_noted(name_stack[start : closing.end()]):
+                wrappers, inside, end = (
+                    tuple(opening[0].split("(")[:-1]),
+                    opening.end(),
+                    closing.start(),
+                )
+        yield wrappers, name_stack[inside:end]
+        start = end + len(wrappers) + 1

@@ -1,0 +1,204 @@
+"""Interpreter that knows the module path and the pass of each equation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from policy.programs.control_flow import manual_axes
+from policy.programs.interpreter import Interpreter
+from policy.programs.paths import Path, path_of
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.scope_names import BOUNDARY, ISLAND
+
+_SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
+EnclosingEquations = tuple[
+    int, ...
+]  # the `id`s of the equations that a program stands in, outermost first
+
+
+class ModulePass(NamedTuple):
+    """A module path and a pass; "again" is the recomputation of a checkpoint."""
+
+    path: Path = ()
+    direction: Literal["forward", "backward", "again"] = "forward"
+
+
+class PlacedValue:
+    """A value of the traced program at run time.
+
+    Attributes:
+      arrays: one array for each lane that computes its own; a lane without one reads the first.
+      origin: the place that computed it, in a type that each interpreter chooses.
+    """
+
+    __slots__ = ("arrays", "origin")
+
+    def __init__(self, arrays: Sequence[Any], origin: Any = None):
+        self.arrays, self.origin = tuple(arrays), origin
+
+
+class Lane(Protocol):
+    """The values of a float32 program beside this one: see `policy.inspect.compare.float32_values`."""
+
+    def enter(
+        self, chain: EnclosingEquations, jaxpr: OpenJaxpr, args: Sequence[PlacedValue]
+    ) -> None: ...
+    def given(self, chain: EnclosingEquations, equation: Equation) -> Iterable[tuple[int, Any]]: ...
+    def exchanged(self, chain: EnclosingEquations, equation: Equation) -> Iterable[int]: ...
+    def made(
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
+    ) -> Iterable[tuple[int, Any]]: ...
+    def keep(
+        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
+    ) -> None: ...
+    def outputs(self, values: Sequence[PlacedValue]) -> Iterable[tuple[int, Any]]: ...
+    def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
+
+
+_READS: dict[str, Literal["checkpoint", "closed"]] = {"remat": "checkpoint", "shard": "closed"}
+
+
+class PlacedInterpreter(Interpreter[PlacedValue]):
+    """An interpreter of arrays that knows the place of each equation.
+
+    Attributes:
+      place: the place of the equation whose body is being run.
+      bodies: the programs of the enclosing equations, outermost first.
+      axes: the mesh axes of the enclosing `shard_map`s.
+      chain: the enclosing equations.
+      lane: the float32 values of another program; None if they are those of this one, upcast.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = ModulePass()
+        self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[object, ...] = ()
+        self.chain: EnclosingEquations = ()
+        self.lane: Lane | None = None
+
+    # Values ---------------------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> PlacedValue:
+        return PlacedValue([array])
+
+    def arrays(self, value: PlacedValue) -> Sequence[Any]:
+        return value.arrays
+
+    def filled(self, value: PlacedValue, arrays: Sequence[Any]) -> PlacedValue:
+        return PlacedValue(arrays, value.origin)
+
+    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
+        """Returns a value, computed or read at a place, whose float32 array is `array`."""
+        return value
+
+    # Programs inside equations --------------------------------------------------------------------
+
+    def merge(
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
+        return [PlacedValue([None]) for _ in equation.outvars]
+
+    def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
+        return [PlacedValue(value.arrays) for value in values]
+
+    def place_of(self, equation: Equation) -> ModulePass:
+        """Returns the position of an equation."""
+        name_stack = str(equation.source_info.name_stack)
+        is_again = "rematted_computation" in name_stack
+        is_backward = "transpose(" in name_stack or self.place.direction == "backward"
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
+        return ModulePass(
+            path, "again" if is_again else "backward" if is_backward else self.place.direction
+        )
+
+    def inside(self, equation: Equation) -> Self:
+        inner = copy.copy(self)
+        inner.place, inner.chain = self.place_of(equation), (*self.chain, id(equation))
+        if equation.primitive.name == "shard_map":
+            inner.axes = (*self.axes, *manual_axes(equation))
+        return inner
+
+    def tracing(self, program: Any, role: str) -> Self:
+        inner = super().tracing(program, role)
+        inner.bodies = (*self.bodies, program)
+        inner.lane = self.lane and self.lane.within(_READS.get(role, "open"))
+        return inner
+
+    def standing_in(self, outer: PlacedInterpreter) -> Self:
+        """Returns this interpreter, moved to the place of another."""
+        self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
+        self.chain, self.lane = outer.chain, outer.lane
+        return self
+
+    # The run, with replaced float32 values --------------------------------------------------------
+
+    def run(
+        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+    ) -> list[PlacedValue]:
+        if self.lane is not None:
+            self.lane.enter(self.chain, jaxpr, args)
+        return super().run(jaxpr, consts, args)
+
+    def step(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+        return self._made(equation, self.equation(equation, self.given(equation, values)))
+
+    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+        """Returns the operands of an equation, with their float32 values replaced."""
+        for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
+            values[k] = self.replaced(self.place_of(equation), values[k], array)
+        return values
+
+    def _made(self, equation: Equation, outputs: list[PlacedValue]) -> list[PlacedValue]:
+        if self.lane is None:
+            return outputs
+        for i, array in self.lane.made(self.chain, equation, outputs):
+            outputs[i] = self.replaced(self.place_of(equation), outputs[i], array)
+        self.lane.keep(self.chain, equation, outputs)
+        return outputs
+
+    def ended(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
+        """Returns the outputs of the whole program, with their float32 values replaced."""
+        values = list(values)
+        for k, array in () if self.lane is None else self.lane.outputs(values):
+            values[k] = self.replaced(self.place, values[k], array)
+        return values
+
+
+def module_path(path: Path, is_backward: bool) -> Path:
+    """Returns a path without scopes that are not modules.
+
+    The transposition of checkpoints and derivative rules repeats a part of the path of their
+    equations: Net/Net for Net, layers/norm/layers/norm for layers/norm.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
+    return _once(path) if is_backward else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _once(path: Path) -> Path:
+    for length in range(len(path) // 2, 0, -1):
+        for start in range(len(path) - 2 * length + 1):
+            middle, end = start + length, start + 2 * length
+            if path[start:middle] == path[middle:end] and not all(
+                map(str.isdigit, path[start:middle])
+            ):
+                return _once((*path[:middle], *path[end:]))
+    return path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns the full path of each path whose beginning was lost.
+
+    JAX hoists loop-invariant equations out of a differentiated scan, and then names them by their
+    path within the body: such a path is the end of exactly one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}

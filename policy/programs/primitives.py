@@ -1,0 +1,693 @@
+"""The table of JAX's primitives: a row for each, with its category, its kind and its traits.
+
+Nothing else in this library lists names of primitives: it takes the sets below. Dispatch is on
+names, because the objects behind them move and split between JAX versions.
+
+A primitive is added as one name, or one row, to the kind that it belongs to.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# Autocast's category -> kind -> rows, `name: trait trait`. Names without traits stand first. A
+# trait is a set below, in small letters, whose docstring says which primitives have it; or the
+# collective of XLA that a primitive becomes.
+_TABLE: dict[str, dict[str, str]] = {
+    # The operands are cast to compute_dtype: operations of matrix units.
+    "compute": {
+        "attention": "dot_product_attention_fwd dot_product_attention_fwd_wrapper",
+        "conv": "conv_general_dilated",
+        "matmul": "dot_general ragged_dot_general",
+        "matmul-lowrank": "symmetric_product",
+    },
+    # Half operands are widened: sums, and functions whose error or range half precision can not
+    # bear.
+    "fp32": {
+        "collective-reduce": """
+            psum_done psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start
+            unreduced_psum unreduced_psum_start unreduced_reduce_scatter
+            unreduced_reduce_scatter_start
+            psum: of_moments saved all-reduce
+            psum_invariant: of_moments saved all-reduce
+            reduce_scatter: saved reduce-scatter
+        """,
+        "cumulative": """
+            cumlogsumexp: accumulates
+            cumprod: accumulates
+            cumsum: accumulates
+        """,
+        "fft": "fft",
+        "linalg": """
+            cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
+            householder_product lu lu_pivots_to_permutation ormqr qr schur svd triangular_solve
+            tridiagonal tridiagonal_solve
+        """,
+        "reduction": """
+            reduce: accumulates combines
+            reduce_prod: accumulates saved
+            reduce_sum: accumulates of_moments saved
+        """,
+        "scatter-sum": """
+            scatter-add: accumulates combines
+            scatter-mul: accumulates combines
+            scatter-sub: accumulates combines
+        """,
+        "select-sum": """
+            select_and_gather_add
+            select_and_scatter_add: accumulates
+        """,
+        "sparse": """
+            bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcoo_sum_duplicates
+            bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec
+            csr_spmm csr_spmv spsolve
+        """,
+        "special": """
+            bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
+            regularized_incomplete_beta zeta
+            _copysign: gentle
+            nextafter: reads_bits gentle
+            one_minus_square: gentle
+            polynomial: gentle
+        """,
+        "transcendental": """
+            acos acosh asin asinh atanh cosh exp2 expm1 log1p log2 sinh tan
+            erf_inv: gentle
+            exp: elementwise reads_logits
+            integer_pow: elementwise powers gentle of_moments
+            log: elementwise infinite_at_zero
+            pow: elementwise
+            reciprocal: elementwise gentle
+            rsqrt: elementwise infinite_at_zero square_roots gentle
+            square: elementwise powers gentle of_moments
+        """,
+        "trig": "cos sin",
+        "window": """
+            reduce_window: accumulates combines
+            reduce_window_sum: accumulates
+        """,
+    },
+    # Operands that mix: the rules of `policy.autocasting.values.common_dtype`.
+    "promote": {
+        "addition": """
+            add: elementwise injective rescales of_moments joins_roots
+            add_any: elementwise
+            sub: elementwise injective rescales of_moments joins_roots reads_logits
+        """,
+        "arith": "atan2 rem",
+        "compare": """
+            eq: exact
+            ge: exact
+            gt: exact
+            le: exact
+            lt: exact
+            ne: exact
+        """,
+        "compare-total": """
+            eq_to: exact
+            le_to: exact
+            lt_to: exact
+        """,
+        "complex": "complex",
+        "minmax": """
+            clamp: exact elementwise limits of_moments
+            max: exact elementwise rescales passes_activations of_moments joins_roots
+            min: exact elementwise limits passes_activations of_moments
+        """,
+        "product": """
+            div: elementwise rescales passes_activations of_moments
+            mul: elementwise rescales passes_activations of_moments
+        """,
+        "ref-write": "accum_grad_in_ref addupdate masked_swap store swap",
+        "select": """
+            select_n: free exact elementwise selects_literals places limits rescales
+                passes_activations of_moments joins_roots
+        """,
+        "structural": """
+            concatenate: free exact places of_moments joins_roots
+            pad: free exact places
+            scatter-max: combines
+            scatter-min: combines
+            select_and_scatter: combines
+            stack: moves_data free exact of_moments joins_roots
+        """,
+        "update": """
+            dynamic_update_slice: free exact places of_moments
+            scatter: free exact combines
+        """,
+    },
+    # Runs in the dtype that its operand has: moves numbers, compares them, or is bounded and
+    # smooth.
+    "passthrough": {
+        "bounded-activation": """
+            atan erfc
+            erf: bounded
+            logistic: elementwise bounded
+            tanh: elementwise bounded
+        """,
+        "broadcast": """
+            broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
+                rearranges views selects_literals repeats
+            broadcast_to: moves_data free exact forwards keeps_constants repeats
+        """,
+        "collective-move": """
+            all_gather_done all_gather_reduced all_gather_reduced_start all_gather_start
+            all_to_all_done all_to_all_start ppermute_done ppermute_start precv psend
+            ragged_all_to_all unreduced_pmax unreduced_pmin
+            all_gather: moves_data exact saved all-gather
+            all_gather_invariant: moves_data exact saved all-gather
+            all_to_all: moves_data exact saved all-to-all
+            pmax: exact saved all-reduce
+            pmin: exact saved all-reduce
+            ppermute: moves_data exact saved collective-permute
+        """,
+        "complex-part": """
+            conj: exact
+            imag: exact
+            real: exact
+        """,
+        "extreme": """
+            argmax: exact
+            argmin: exact
+            reduce_max: exact saved counts_ties
+            reduce_min: exact saved counts_ties
+        """,
+        "grad-barrier": """
+            dce_sink remat_opt tie unpin
+            custom_lin: combines
+            materialize: moves_data free exact keeps_constants annotates
+            name: moves_data free exact forwards
+            optimization_barrier: moves_data free exact forwards keeps_constants
+            pin: exact
+            stage: moves_data
+            stop_gradient: moves_data free exact forwards keeps_constants views injective
+        """,
+        "inspect": "is_finite: exact",
+        "layout": """
+            bcoo_transpose
+            copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges views
+                injective
+            dynamic_slice: moves_data free exact forwards keeps_constants moves_cotangents
+            gather: moves_data free exact forwards moves_cotangents repeats
+            layout_cast: moves_data
+            layout_constraint: exact forwards
+            relayout: exact
+            rev: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
+            roll: exact
+            slice: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
+            split: moves_data free exact forwards keeps_constants moves_cotangents
+            tile: moves_data free exact forwards keeps_constants repeats
+            transpose: moves_data free exact forwards keeps_constants moves_cotangents rearranges
+            unstack: moves_data free exact forwards keeps_constants
+        """,
+        "order": """
+            mosaic_gpu_reduce_max mosaic_gpu_reduce_min
+            approx_top_k: repeats
+            cummax: exact
+            cummin: exact
+            reduce_window_max: counts_ties
+            reduce_window_min: counts_ties
+            sort: free exact combines repeats
+            top_k: exact repeats
+        """,
+        "ref-read": "get load masked_load",
+        "reshape": """
+            reshape: moves_data free exact forwards keeps_constants moves_cotangents rearranges
+                views
+            squeeze: moves_data free exact forwards keeps_constants moves_cotangents rearranges
+                views
+        """,
+        "root": """
+            cbrt
+            sqrt: elementwise square_roots
+        """,
+        "round": """
+            ceil floor round
+            sign: exact
+        """,
+        "sharding": """
+            global_array_to_host_local_array has_memory_space host_local_array_to_global_array
+            inspect_sharding pbroadcast_done pbroadcast_dynamic pbroadcast_start preduced
+            reduced_vary_cast_p remove_memory_space vary_unreduced_cast vary_unreduced_cast_p
+            with_memory_space_constraint
+            device_put: moves_data free exact
+            pbroadcast: moves_data exact forwards
+            pvary: moves_data free exact forwards annotates
+            reduced_vary_cast: exact
+            reshard: moves_data free exact forwards
+            sharding_constraint: moves_data free exact forwards keeps_constants annotates
+        """,
+        "sign": """
+            abs: exact elementwise rescales of_moments
+            neg: exact elementwise injective passes_activations of_moments
+        """,
+        "sparse-layout": """
+            bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_todense bcsr_extract bcsr_fromdense
+            bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense todense
+        """,
+    },
+    # The author chose the dtypes: they are respected.
+    "explicit": {
+        "bits": """
+            bitcast: reads_bits
+            bitcast_convert_type: free reads_bits states_bits
+        """,
+        "cast": """
+            convert_element_type: forwards injective selects_literals rescales passes_activations
+            reduce_precision: forwards states_bits
+            stochastic_round: reads_bits
+        """,
+        "fp8": """
+            dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+            dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper scaled_dot
+            scaled_matmul scaled_matmul_wrapper
+        """,
+    },
+    # Holds programs, which are rewritten too.
+    "control": {
+        "branch": "cond",
+        "call": """
+            call: inlined
+            closed_call: inlined
+            core_call: inlined
+            eval_jaxpr: inlined
+            jaxpr_call: inlined
+            named_call: inlined
+            xla_metadata_call: inlined
+        """,
+        "derivative": """
+            custom_jvp_call_jaxpr
+            custom_jvp_call: inlined
+            custom_vjp_call: inlined
+        """,
+        "devices": "shard_map",
+        "jit": "jit: inlined",
+        "loop": "scan while",
+        "remat": "checkpoint remat2",
+    },
+    # Gets its operands in the dtypes that it was traced with.
+    "opaque": {
+        "attention-bwd": "dot_product_attention_bwd dot_product_attention_bwd_wrapper",
+        "attention-kernel": "splash_attention splash_attention_tangent",
+        "host": "debug_callback debug_print io_callback pure_callback trace_value",
+        "kernel": """
+            call_exported cudnn_fusion custom_partitioning emit_pipeline ffi_call mosaic_gpu_p
+            pallas_call pipeline_body run_scoped tpu_custom_call
+        """,
+        "kernel-internal": """
+            add_dependency async_copy_scales_to_tmem async_copy_smem_to_tmem
+            async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem
+            async_store_tmem atomic_cas atomic_rmw barrier_arrive barrier_arrive_and_wait
+            barrier_test barrier_wait commit_group commit_smem commit_tmem conv copy_gmem_to_smem
+            copy_smem_to_gmem debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo
+            elementwise_inline_asm elementwise_inline_asm_p griddepcontrol_launch_dependents
+            griddepcontrol_wait inline_mgpu inline_mgpu_p matmul_acc_lhs matmul_lhs_fifo
+            matmul_pop matmul_pop_fifo matmul_push_rhs mgpu_atomic_store mma
+            mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store
+            num_programs pack_dtype pack_elementwise print_layout program_id query_cluster_cancel
+            semaphore_read semaphore_signal semaphore_signal_multicast semaphore_signal_parallel
+            semaphore_wait set_max_registers set_max_registers_p tcgen05_commit_arrive tcgen05_mma
+            try_cluster_cancel unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem
+            wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
+            wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
+        """,
+        "opaque-call": """
+            call_hi_primitive call_hi_primitive_linearized core_map custom_fusion linear_call
+            mpmd_map run_state
+            composite: inlined
+            custom_vmap_call: inlined
+        """,
+    },
+    # Integers, keys, tokens and effects: nothing to cast.
+    "exempt": {
+        "create": """
+            after_all axis_index create_linear create_token dim_as_value dimension_size empty2
+            zeros_like
+            empty: free
+            iota: free
+        """,
+        "edtype": "from_edtype to_edtype",
+        "effects": """
+            box_get box_set check empty_ref free_ref freeze get_barrier_semaphore get_global
+            get_variable log_extend log_read new_box new_log new_ref new_variable set_variable
+            shape_assertion unreachable xla_metadata_value
+        """,
+        "int/bool": """
+            and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left
+            shift_right_arithmetic shift_right_logical xor
+        """,
+        "layout-hint": "max_contiguous multiple_of",
+        "platform": "platform_index",
+        "rng": """
+            iota_2x32_shape philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split
+            random_clone random_gamma random_seed rng_bit_generator rng_uniform threefry4x32
+            random_bits: draws
+            random_fold_in: draws
+            random_split: draws
+            random_unwrap: draws
+            random_wrap: draws
+            threefry2x32: draws
+        """,
+    },
+}
+
+
+class Primitive(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      name: the primitive's, as equations have it.
+      category: the way that autocast treats it; one of `CATEGORIES`.
+      kind: the group that it stands in; no two categories have kinds of one name.
+      traits: the names of the sets below that it belongs to, in small letters.
+    """
+
+    name: str
+    category: str
+    kind: str
+    traits: tuple[str, ...] = ()
+
+
+def _rows(category: str, kind: str) -> list[Primitive]:
+    rows: list[Primitive] = []
+    has_traits = False
+    for word in _TABLE[category][kind].split():
+        if word.endswith(":"):
+            has_traits = True
+            rows.append(Primitive(word[:-1], category, kind))
+        elif has_traits:
+            rows[-1] = rows[-1]._replace(traits=(*rows[-1].traits, word))
+        else:
+            rows.append(Primitive(word, category, kind))
+    return rows
+
+
+_KINDS = tuple((category, kind) for category, kinds in _TABLE.items() for kind in kinds)
+
+PRIMITIVES: tuple[Primitive, ...] = tuple(row for place in _KINDS for row in _rows(*place))
+"""All rows of the table."""
+
+CATEGORIES = tuple(_TABLE)
+"""The categories, in the order of the table."""
+
+CATEGORY_OF: dict[str, str] = {row.name: row.category for row in PRIMITIVES}
+"""The category of each primitive."""
+
+
+def _kinds(*kinds: str) -> frozenset[str]:
+    return frozenset(row.name for row in PRIMITIVES if row.kind in kinds)
+
+
+def _with(trait: str) -> frozenset[str]:
+    return frozenset(row.name for row in PRIMITIVES if trait in row.traits)
+
+
+# -------------------------------------------------------------------------------------------------
+# Kinds
+# -------------------------------------------------------------------------------------------------
+
+MATMULS = _kinds("matmul", "conv")
+"""Matmuls and convolutions, which compute_dtype is for: reported where they stay in float32."""
+
+DOTS = _kinds("matmul", "attention", "fp8")
+"""Matmuls, and fused ones, such as attention by one call of a library."""
+
+CONVOLUTIONS = _kinds("conv")
+"""Convolutions."""
+
+CASTS = _kinds("cast")
+"""Change the dtype of numbers, or round them as if they did."""
+
+TRANSCENDENTALS = _kinds("transcendental", "special") | {"logistic", "tanh"}
+"""Functions of one number or two that hardware approximates."""
+
+PERIODIC = _kinds("trig")
+"""Sine and cosine."""
+
+ADDITIONS = _kinds("addition")
+"""Sum or difference of two arrays; `add_any` sums cotangents."""
+
+FORWARD_ADDITIONS = ADDITIONS - {"add_any"}
+"""Sum or difference of two arrays, as a program writes it."""
+
+PRODUCTS = _kinds("product")
+"""Product or quotient of two arrays. Its derivative reads the other operand."""
+
+SCALINGS = PRODUCTS | {"neg"}
+"""Products and changes of sign: linear in one operand."""
+
+ROUNDINGS = _kinds("round") - {"sign"}
+"""Round to whole numbers."""
+
+COMPARISONS = _kinds("compare")
+"""Comparisons of two arrays by the order of numbers, in which no NaN takes part."""
+
+MINMAX = _kinds("minmax")
+"""Limit numbers by others."""
+
+SIGN_CHANGES = _kinds("sign")
+"""Change the sign of numbers at most."""
+
+NARY = ADDITIONS.union(
+    PRODUCTS,
+    COMPARISONS,
+    MINMAX,
+    _kinds("arith", "compare-total", "complex"),
+    {"pow"},
+)
+"""Elementwise functions of several operands, each of which may be broadcast from size 1."""
+
+ROOTS = _kinds("root") | {"pow"}
+"""Roots that are not inverse, and powers, which may be roots."""
+
+REDUCTIONS = _kinds("reduction")
+"""Sums and products over axes, and reductions by a function of two numbers."""
+
+CUMULATIVE = _kinds("cumulative")
+"""Running totals along an axis."""
+
+WINDOWED = _kinds("window")
+"""Sums over windows, and reductions of windows by a function of two numbers."""
+
+SCATTER_SUMS = _kinds("scatter-sum")
+"""Scatters that add to, subtract from or multiply the numbers in place."""
+
+REDUCTION_SUMS = _kinds("reduction", "cumulative", "window", "select-sum")
+"""Reductions that may round at every number they take: sums, products, those by any function."""
+
+EXTREMES = _kinds("extreme")
+"""Largest and smallest numbers along axes, and their places."""
+
+ORDERS = _kinds("order")
+"""Return numbers of an array by their order: extremes of windows, sorted and largest ones."""
+
+SUMMING_COLLECTIVES = _kinds("collective-reduce")
+"""Collectives that sum over devices."""
+
+COLLECTIVES = _kinds("collective-reduce", "collective-move")
+"""Exchanges between devices."""
+
+UPDATES = _kinds("update")
+"""Write one operand into a part of the first."""
+
+BROADCASTS = _kinds("broadcast")
+"""Repeat numbers along axes."""
+
+RESHAPES = _kinds("reshape")
+"""Give the numbers, in their order, another shape."""
+
+CALLS = _kinds("call")
+"""Run the one program that they hold, and say nothing about it."""
+
+REMATS = _kinds("remat")
+"""Checkpoints: run their program, and again in the backward pass."""
+
+LOOPS_AND_BRANCHES = frozenset(("cond", "scan", "while"))
+"""Loops and conditionals: run programs several times, or one of several."""
+
+RUNS_PROGRAMS = CALLS | REMATS | LOOPS_AND_BRANCHES | frozenset(("jit", "shard_map"))
+"""Run programs in order, without a rule of their own for derivatives."""
+
+WIDENABLE_SUMS = frozenset(("reduce_sum", "cumsum", "scatter-add", "select_and_scatter_add"))
+"""Sums in the dtype of their operands: in float32 where these are widened."""
+
+LINEAR_IN_ALL = ADDITIONS | UPDATES | frozenset(("neg", "select_n", "concatenate", "pad"))
+"""Linear in all floating operands, which have the dtype of the result."""
+
+ONE_FOR_EACH = SUMMING_COLLECTIVES | frozenset(("optimization_barrier",))
+"""Return one result for each operand."""
+
+REBUILT = frozenset(("jit", "while"))
+"""Return the dtypes that they were traced with, where autocast rebuilds them."""
+
+HOST = _kinds("host")
+"""Callbacks: run on the host, where a call may be seen, or change something."""
+
+KERNELS = _kinds("kernel", "kernel-internal")
+"""Kernels, and primitives inside them: their programs are of another machine's language."""
+
+OPAQUE_ALGORITHMS = _kinds("kernel", "kernel-internal", "attention-bwd", "linalg", "fft")
+"""Kernels, factorisations and transforms: algorithms that no jaxpr shows."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Traits: data movement, from the widest set to the narrowest
+# -------------------------------------------------------------------------------------------------
+
+EXACT = _with("exact")
+"""Return numbers that were given to them, or the sign of one: exact in any dtype."""
+
+FREE = _with("free")
+"""No floating-point operation: move numbers, choose between them, or say something about them."""
+
+MOVES_DATA = _with("moves_data")
+"""Hand on the numbers of an operand in its dtype, some of them, in any shape, on any device."""
+
+FORWARDS = _with("forwards")
+"""Hand on the numbers of an operand on one device, some of them or several times, cast or not."""
+
+REPEATS = _with("repeats")
+"""May return a number several times, or differentiate as a lookup: cotangents are sums."""
+
+COUNTS_TIES = _with("counts_ties")
+"""Extremes whose derivatives are sums, over windows or over equal numbers."""
+
+KEEPS_CONSTANTS = _with("keeps_constants")
+"""Of an array that holds one number throughout, return another that does."""
+
+MOVES_COTANGENTS = _with("moves_cotangents")
+"""Move the first operand only, by JAX's public functions: run on its float32 value as they are."""
+
+REARRANGES = _with("rearranges")
+"""Return the same numbers in another shape or order."""
+
+ANNOTATES = _with("annotates")
+"""Return their operand, for the compiler or the sharding."""
+
+VIEWS = _with("views")
+"""Return the numbers of their operand in their order, so that both count as one value."""
+
+KEEPS_AXES = _with("keeps_axes")
+"""Leave every number on the axes that it stood along: leave some out, or reverse them."""
+
+INJECTIVE = _with("injective")
+"""Keep different integers different, if all are added to or subtracted from one number."""
+
+SELECTS_LITERALS = _with("selects_literals")
+"""Return numbers of their operands, which may be literals, cast or repeated."""
+
+PLACES = _with("places")
+"""Put the numbers of several operands beside each other."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Traits: arithmetic
+# -------------------------------------------------------------------------------------------------
+
+ACCUMULATES = _with("accumulates")
+"""Sum or multiply up many numbers in the dtype that they have."""
+
+COMBINES = _with("combines")
+"""Hold a small program of two numbers: no part of the program that runs in order."""
+
+ELEMENTWISE = _with("elementwise")
+"""One number of each operand makes one of the result: of these, normalisations are made."""
+
+READS_BITS = _with("reads_bits")
+"""Read or cut off bits: their result depends on how many there are."""
+
+STATES_BITS = _with("states_bits")
+"""Say how many bits the result has: it is the same of the same numbers, be they half or float32."""
+
+SQUARE_ROOTS = _with("square_roots")
+"""Square roots, inverse or not."""
+
+POWERS = _with("powers")
+"""Integer powers: float16 has no range for them."""
+
+INFINITE_AT_ZERO = _with("infinite_at_zero")
+"""Functions of one number that are infinite at zero."""
+
+GENTLE = _with("gentle")
+"""Powers, parts of derivatives of bounded functions, and the function that draws normal numbers."""
+
+STEEP = _kinds("transcendental", "special") - GENTLE
+"""Exponentials, logarithms, powers, and functions as sensitive as these: no activations."""
+
+BOUNDED = _with("bounded")
+"""Activations whose result is bounded."""
+
+LIMITS = _with("limits")
+"""Keep a value from being large, if so written: `where`, `minimum`, `clip`."""
+
+RESCALES = _with("rescales")
+"""Cast, shift, scale, select or limit a statistic: its result is one still."""
+
+PASSES_ACTIVATIONS = _with("passes_activations")
+"""Cast, scale, select or limit a function's result: its result is that value still."""
+
+OF_MOMENTS = _with("of_moments")
+"""Stand between the sum of a second moment and its root, beside those that forward numbers."""
+
+JOINS_ROOTS = _with("joins_roots")
+"""Shift, limit or join a statistic's root by stored values."""
+
+READS_LOGITS = _with("reads_logits")
+"""Read the shifted logits of a log_softmax: nothing else does."""
+
+DRAWS = _with("draws")
+"""Make random bits, or keys."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Traits: programs and devices
+# -------------------------------------------------------------------------------------------------
+
+INLINED = _with("inlined")
+"""Call their one program once: derivative rules aside, it may stand in their place."""
+
+REWRITTEN_INSIDE = frozenset(row.name for row in PRIMITIVES if row.category == "control")
+"""Hold programs that autocast rewrites."""
+
+INLINED_BY_AUTOCAST = INLINED & REWRITTEN_INSIDE
+"""Call a program that autocast rewrites, once."""
+
+SAVED = _with("saved")
+"""Reductions and collectives: smaller than their operand, or an exchange to have again."""
+
+HLO_COLLECTIVES: dict[str, str] = {
+    row.name: next(trait for trait in row.traits if "-" in trait)
+    for row in PRIMITIVES
+    if any("-" in trait for trait in row.traits)
+}
+"""The collective of XLA's that a primitive becomes, by the primitive's name."""
+
+
+def category_of(name: str) -> str | None:
+    """Returns the category of a primitive, or None if it is unknown."""
+    return CATEGORY_OF.get(name)
+
+
+def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
+    """Returns the names themselves, each checked to be a primitive of the table.
+
+    Raises:
+      TypeError: `names` is a string, or holds a value that is none.
+      ValueError: a name that is no primitive's, with the nearest that are.
+    """
+    if isinstance(names, str):
+        way_out = f"a collection of primitive names, such as ({names!r},)"
+        raise TypeError(f"{what} should be {way_out}, but got the string itself.")
+    checked = frozenset(names)
+    for name in checked:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} should hold names of primitives, but got {name!r}.")
+        if name not in CATEGORY_OF:
+            near = difflib.get_close_matches(name, CATEGORY_OF, n=3)
+            raise ValueError(
+                f"{what} names {name!r}, which is not a known JAX primitive. "
+                f"Nearest: {', '.join(near) if near else 'none'}."
+            )
+    return checked

@@ -1,0 +1,149 @@
+"""Calls of functions of trees, as programs of arrays whose results are put back into the tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+
+from policy.programs.mutations import Containers, Mutations
+from policy.programs.trace import Arguments, is_array
+
+
+class UnreturnableError(TypeError):
+    """Raised for a returned object that is no pytree and holds, or may hold, tracers."""
+
+    def __init__(self, leaf: Any):
+        self.name = type(leaf).__name__
+        super().__init__(f"{self.name} holds arrays but is not a pytree.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """A tree of results: static leaves, with None in place of arrays.
+
+    Attributes:
+      treedef: its structure.
+      is_dynamic: for each leaf, whether it is an array.
+      static: the other leaves.
+    """
+
+    treedef: Any
+    is_dynamic: Sequence[bool]
+    static: Sequence[Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[_Tree, list[Any]]:
+        """Returns the structure of a tree, and its arrays."""
+        leaves, treedef = jax.tree.flatten(tree)
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+        arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+        static = [
+            None if dynamic else _static(leaf)
+            for leaf, dynamic in zip(leaves, is_dynamic, strict=True)
+        ]
+        return cls(treedef, is_dynamic, static), arrays
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with arrays in it."""
+        rest = iter(arrays)
+        leaves = zip(self.is_dynamic, self.static, strict=True)
+        return jax.tree.unflatten(
+            self.treedef, [next(rest) if dynamic else leaf for dynamic, leaf in leaves]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PureCall:
+    """A traced call.
+
+    Attributes:
+      jaxpr: the program.
+      arrays: its operands, as they were given.
+      result: the structure of the result.
+      mutations: the changes of the caller's lists, dicts and objects.
+    """
+
+    jaxpr: Any
+    arrays: Sequence[Any]
+    result: _Tree
+    mutations: Mutations
+
+    @classmethod
+    def of(
+        cls,
+        call: Callable[..., Any],
+        *trees: Any,
+        traced_as: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    ) -> PureCall:
+        """Traces ``call(*trees)``.
+
+        Args:
+          call: the function.
+          trees: its arguments; leaves that are no arrays are fixed.
+          traced_as: gives the arrays to trace it with, which may have other dtypes; None traces it
+            with those given.
+
+        Raises:
+          UnreturnableError: a leaf of the result is no array, and holds some.
+        """
+        arguments = Arguments.of(trees, {})
+        arrays = arguments.arrays if traced_as is None else traced_as(arguments.arrays)
+        noted: list[Any] = []  # no tracers: their trace has ended when this is read
+
+        def flat(*arrays: Any) -> list[Any]:
+            filled, _ = arguments.filled(arrays)
+            containers = Containers(trees, filled)
+            try:
+                result, dynamic = _Tree.of(call(*filled))
+                mutations, written = containers.mutations(is_array)
+            finally:
+                containers.restore()
+            noted[:] = result, mutations
+            return [*dynamic, *written]
+
+        return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *noted)
+
+    @property
+    def treedef(self) -> Any:
+        """The tree structure of the result."""
+        return self.result.treedef
+
+    @property
+    def is_dynamic(self) -> Sequence[bool]:
+        """For each leaf of the result, whether it is an array."""
+        return self.result.is_dynamic
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """Returns the result of the function, with the results of the program as its arrays."""
+        count = sum(self.is_dynamic)
+        self.mutations.apply(results[count:])
+        return self.result.filled(results[:count])
+
+
+def require_returnable(leaf: Any) -> None:
+    """Raises if a non-array leaf of a result holds, or may hold, tracers.
+
+    Raises:
+      UnreturnableError: it has tracers among its attributes, or is a generator, a bound method or a
+        closure.
+    """
+    function = inspect.unwrap(leaf) if callable(leaf) and not isinstance(leaf, type) else None
+    function = getattr(function, "func", function)  # of a functools.partial
+    is_bound = inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
+    held = jax.tree.leaves(getattr(leaf, "__dict__", None))
+    if (
+        is_bound
+        or inspect.isgenerator(leaf)
+        or any(isinstance(array, jax.core.Tracer) for array in held)
+    ):
+        raise UnreturnableError(leaf)
+
+
+def _static(leaf: Any) -> Any:
+    require_returnable(leaf)
+    return leaf

@@ -1,0 +1,141 @@
+"""Lines of users' code that equations come from, which reports name in place of library code."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from policy.programs.origins import is_jax_file
+from policy.programs.paths import Path, spelled
+from policy.programs.protocols import Equation
+
+_POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+# Files that trace a call for an inspection tool: its caller is not the author of the code.
+_TOOLS = (
+    *(
+        os.path.join(_POLICY, room, "")
+        for room in ("audit", "compare", "estimate", "suggest", "traced")
+    ),
+    os.path.join(_POLICY, "_jaxpr", "trace.py"),
+    os.path.join(_POLICY, "testing.py"),
+)
+_LIBRARIES = ("flax", "optax", "mpmodules")
+_BASES = frozenset(
+    ("Module", "Scope", "Object", "Pytree")
+)  # of Flax, whose methods call those of layers
+
+
+def source_of(equation: Equation) -> str:
+    """Returns the line of the user's code that an equation comes from; "" if there is none.
+
+    It reads ``model.py:12 (Net.__call__)``, and is the innermost line outside of JAX, Flax, Optax,
+    this library and Python's own modules.
+    """
+    for code, instruction in _frames(equation):
+        owner = _owner(code.co_filename)
+        if owner == "tool":
+            return ""
+        if owner == "user":
+            return _spelled(code.co_filename, _line(code, instruction), code.co_qualname)
+    return ""
+
+
+def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Returns the line of the user's code among frames, as `source_of` writes it.
+
+    Args:
+      frames: files, lines and qualified names of functions, the innermost first.
+    """
+    for file, line, function in frames:
+        owner = _owner(file)
+        if owner == "tool":
+            return ""
+        if owner == "user":
+            return _spelled(file, line, function)
+    return ""
+
+
+def layer_of(equation: Equation, path: Path) -> str:
+    """Returns the module of an equation that no line of the user's code called.
+
+    It reads ``encoder/out (Dense)``.
+    """
+    where = spelled(path)
+    for code, _ in _frames(equation):
+        owner = _owner(code.co_filename)
+        names = _shortened(code.co_qualname).split(".")
+        if owner == "tool":
+            break
+        if _may_be_of_a_layer(code.co_filename) and len(names) == 2 and names[0] not in _BASES:
+            return names[0] if not where or where.endswith(":") else f"{where} ({names[0]})"
+    return where.removesuffix(":")
+
+
+def is_users_file(file: str) -> bool:
+    """Returns whether a file is user code, in none of the libraries below it."""
+    return _owner(file) == "user"
+
+
+def _spelled(file: str, line: int, function: str) -> str:
+    where = f"{os.path.basename(file)}:{line}"
+    return f"{where} ({_shortened(function)})" if function else where
+
+
+def _frames(equation: Equation) -> Iterator[tuple[Any, int]]:
+    """Yields the code objects in which an equation was traced, with the place, innermost first."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
+
+
+def _line(code: Any, instruction: int) -> int:
+    lines = (
+        line
+        for start, end, line in code.co_lines()
+        if start <= instruction < end and line is not None
+    )
+    return next(lines, code.co_firstlineno)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shortened(name: str) -> str:
+    """Returns the own name of a function, with the class of a method.
+
+    For a lambda, it is that of the enclosing function.
+    """
+    names = [part for part in name.split(".") if not part.startswith("<")]
+    is_method = len(names) > 1 and names[-2][:1].isupper()
+    return ".".join(names[-2:] if is_method else names[-1:]) or name
+
+
+@functools.lru_cache(maxsize=4096)
+def _owner(file: str) -> Literal["user", "library", "tool"]:
+    if file.startswith(_TOOLS):
+        return "tool"
+    if is_jax_file(file) or file.startswith((_POLICY, *_folders())):
+        return "library"
+    is_python = (
+        file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file
+    )
+    return "library" if is_python else "user"
+
+
+def _may_be_of_a_layer(file: str) -> bool:
+    """Returns whether layers are defined in a file: no file that our two wings share does."""
+    is_shared = os.path.basename(os.path.dirname(file)) == "mpmodules"
+    return file.startswith(_folders()) and not is_shared
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Returns the folders of the installed libraries, without importing them."""
+    specs = filter(None, map(importlib.util.find_spec, _LIBRARIES))
+    return tuple(
+        os.path.abspath(folder) + os.sep
+        for spec in specs
+        for folder in spec.submodule_search_locations or ()
+    )

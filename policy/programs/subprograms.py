@@ -1,0 +1,288 @@
+"""Programs inside equations, described as data: role, operands, carry, number of runs and devices.
+
+A jaxpr holds others in the parameters of its equations. They are found by type, and `subprograms`
+alone decides how each is called, so that interpreters and readers need no names of parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax.extend.core as jex_core
+
+from policy.programs.primitives import COMBINES, ELEMENTWISE, KERNELS, REMATS
+from policy.programs.protocols import Equation, OpenJaxpr
+
+Role = Literal["call", "remat", "shard", "branch", "loop", "cond", "combine", "kernel", "other"]
+"""The part that a program plays in its equation.
+
+- "call": runs once, on the equation's operands.
+- "remat": the same, and may be computed again in the backward pass.
+- "shard": runs once on each device of some mesh axes, on its shard of the operands.
+- "branch": one of those that a conditional chooses from by its first operand.
+- "loop": the body of a scan or a while.
+- "cond": the condition of a while.
+- "combine": a function of two numbers that a reduction, a scatter or a sort applies.
+- "kernel": another machine's program.
+- "other": gets its operands in a way that its primitive alone knows, as the solvers of a linear
+  solve do.
+"""
+
+T = TypeVar("T")
+_JAXPRS = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since jax 0.12
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # most parameters of equations
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subprogram:
+    """A program inside an equation.
+
+    Its arguments are constants, then the carry, then the rows of arrays that are scanned over. It
+    returns the results of the equation one for one; a loop returns its carry first, and a condition
+    whether the loop goes on.
+
+    Attributes:
+      jaxpr: the program, open or closed, as the equation holds it.
+      parameter: the name of the parameter that holds it.
+      place: its index in that parameter; None where the parameter is the program itself.
+      role: see `Role`.
+      operands: the operand of the equation that each of its arguments is, or is a row or shard of,
+        by index; None in the roles "combine", "kernel" and "other".
+      carried: number of its arguments that a loop carries.
+      scanned: number of its arguments that are rows.
+      count: number of runs for each run of the equation. A loop that is no scan counts as one.
+      axes: names and sizes of the mesh axes along which each device runs it on its own.
+    """
+
+    jaxpr: Any
+    parameter: str
+    place: int | None
+    role: Role
+    operands: tuple[int, ...] | None = None
+    carried: int = 0
+    scanned: int = 0
+    count: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def body(self) -> OpenJaxpr:
+        """The open jaxpr."""
+        return opened(self.jaxpr)[0]
+
+    @property
+    def consts(self) -> list[Any]:
+        """The constants of a closed jaxpr: the values of `body.constvars`."""
+        return opened(self.jaxpr)[1]
+
+    @property
+    def is_run(self) -> bool:
+        """Returns whether its equations run as those of the program around it do.
+
+        The function that a reduction applies to two numbers is no such program, and neither is a
+        kernel.
+        """
+        return self.role not in ("combine", "kernel")
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that run it at once."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def fixed(self) -> slice:
+        """The arguments that are neither carried nor rows."""
+        return slice(0, len(self.operands or ()) - self.carried - self.scanned)
+
+    @property
+    def carry(self) -> slice:
+        """The arguments that a loop carries."""
+        return slice(self.fixed.stop, self.fixed.stop + self.carried)
+
+    @property
+    def rows(self) -> slice:
+        """The arguments that are rows of arrays that are scanned over."""
+        return slice(self.carry.stop, self.carry.stop + self.scanned)
+
+    @property
+    def operands_carried(self) -> tuple[int, ...]:
+        """The equation's operands that a loop starts its carry with, by index."""
+        return (self.operands or ())[self.carry]
+
+    def given(self, values: Sequence[T]) -> list[T]:
+        """Returns those of the equation's operands that the arguments are made of, in their order.
+
+        Raises:
+          ValueError: only the primitive knows which values these are.
+        """
+        if self.operands is None:
+            raise ValueError(
+                f"The operands of a subprogram in the role {self.role!r} are not known."
+            )
+        return [values[i] for i in self.operands]
+
+
+def subprograms(equation: Equation) -> tuple[Subprogram, ...]:
+    """Returns the programs inside an equation, in the order of its parameters.
+
+    The condition of a while comes before its body. Most equations hold none.
+    """
+    found = _found(equation)
+    return _described(equation, found) if found else ()
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether a parameter's value is a program, open or closed."""
+    return isinstance(value, _JAXPRS)
+
+
+def _found(equation: Equation) -> list[tuple[Any, str, int | None]]:
+    found: list[tuple[Any, str, int | None]] = []
+    if equation.primitive.name in ELEMENTWISE:  # most equations
+        return found
+    for parameter, value in equation.params.items():
+        if type(value) in _SCALARS:
+            continue
+        if is_jaxpr(value):
+            found.append((value, parameter, None))
+        elif isinstance(value, (tuple, list)):
+            found += [
+                (one, parameter, i)
+                for i, one in enumerate(value)
+                if type(one) not in _SCALARS and is_jaxpr(one)
+            ]
+    return found
+
+
+def _described(
+    equation: Equation, found: Sequence[tuple[Any, str, int | None]]
+) -> tuple[Subprogram, ...]:
+    name, count = equation.primitive.name, len(equation.invars)
+    if name == "scan":
+        consts, carried = scan_arity(equation)
+        length = equation.params.get("length", 1)
+        runs = length if isinstance(length, int) else 1
+        rows = count - consts - carried
+        return tuple(
+            Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found
+        )
+    if name == "while":
+        both = [_of_while(equation, *one) for one in found]
+        return tuple(sorted(both, key=lambda one: one.role))  # the condition first
+    if name == "cond":
+        return tuple(Subprogram(*one, "branch", tuple(range(1, count))) for one in found)
+    if name in KERNELS or name in COMBINES:
+        role: Role = "kernel" if name in KERNELS else "combine"
+        return tuple(Subprogram(*one, role) for one in found)
+    if len(found) > 1 or not _fits(found[0][0], equation):
+        return tuple(Subprogram(*one, "other") for one in found)
+    role = "shard" if name == "shard_map" else "remat" if name in REMATS else "call"
+    axes = _axes(equation) if name == "shard_map" else ()
+    return (Subprogram(*found[0], role, tuple(range(count)), axes=axes),)
+
+
+def _of_while(equation: Equation, jaxpr: Any, parameter: str, place: int | None) -> Subprogram:
+    of_cond, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    count = len(equation.invars)
+    carried = count - of_cond - of_body
+    if parameter == "body_jaxpr":
+        return Subprogram(jaxpr, parameter, place, "loop", tuple(range(of_cond, count)), carried)
+    operands = (*range(of_cond), *range(of_cond + of_body, count))
+    return Subprogram(jaxpr, parameter, place, "cond", operands, carried)
+
+
+def _fits(jaxpr: Any, equation: Equation) -> bool:
+    """Returns whether a program takes its equation's operands and returns its results."""
+    body, _ = opened(jaxpr)
+    return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
+
+
+def _axes(equation: Equation) -> tuple[tuple[str, int], ...]:
+    params = equation.params
+    manual = params.get("manual_axes", params.get("axis_names"))
+    sizes = dict(getattr(params.get("mesh"), "shape", {}) or {})
+    return tuple((axis, int(size)) for axis, size in sizes.items() if not manual or axis in manual)
+
+
+def subprogram(equation: Equation, role: Role) -> Subprogram:
+    """Returns the one program of an equation that has a role.
+
+    Raises:
+      ValueError: the equation holds none in that role, or several.
+    """
+    found = [one for one in subprograms(equation) if one.role == role]
+    if len(found) != 1:
+        raise ValueError(
+            f"{equation.primitive.name} holds {len(found)} programs in the role {role!r}, not one."
+        )
+    return found[0]
+
+
+def with_subprograms(equation: Equation, jaxprs: Sequence[Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation with `jaxprs` in place of its subprograms, in order."""
+    params = dict(equation.params)
+    for one, jaxpr in zip(subprograms(equation), jaxprs, strict=True):
+        if one.place is None:
+            params[one.parameter] = jaxpr
+            continue
+        held = params[one.parameter]
+        items = [jaxpr if i == one.place else item for i, item in enumerate(held)]
+        params[one.parameter] = (
+            type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+        )
+    return params
+
+
+def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
+    """Returns a jaxpr, open or closed, as an open one and its constants.
+
+    Since jax 0.12, one class is both.
+    """
+    consts = list(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
+    consts = opened(jaxpr)[1]
+    body: Any = opened(jaxpr)[0]
+    if not consts:
+        return body, []
+    if body is jaxpr:  # jax 0.12: the constants stand before the invars already
+        return body.replace(consts=(), constvars=(), invars=(*body.constvars, *body.invars)), consts
+    return body.replace(constvars=(), invars=(*body.constvars, *body.invars)), consts
+
+
+def scan_arity(equation: Equation) -> tuple[int, int]:
+    """Returns the number of constants and of carried values of a scan.
+
+    Read from shapes: the parameters that say so were renamed and made private in jax 0.11. An array
+    that is scanned over, or stacked, has one axis more outside than in the body.
+    """
+    body = next(opened(jaxpr)[0] for jaxpr, *_ in _found(equation))
+    carried = [
+        len(getattr(outer.aval, "shape", ())) == len(getattr(inner.aval, "shape", ()))
+        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    ]
+    whole = [
+        len(getattr(outer.aval, "shape", ())) == len(getattr(inner.aval, "shape", ()))
+        for outer, inner in zip(equation.invars, body.invars, strict=True)
+    ]
+    return sum(whole) - sum(carried), sum(carried)
+
+
+def programs_of(equation: Equation) -> Iterator[OpenJaxpr]:
+    """Yields the open jaxpr of each program inside an equation, in any role."""
+    for jaxpr, *_ in _found(equation):
+        yield opened(jaxpr)[0]
+
+
+def bind(
+    equation: Equation, arrays: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Returns the outputs of an equation's primitive on other operands, or with other `params`."""
+    given = equation.primitive.get_bind_params(equation.params if params is None else params)
+    outputs = equation.primitive.bind(*arrays, **given)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]

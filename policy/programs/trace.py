@@ -1,0 +1,226 @@
+"""Any call as a program of arrays, which autocast rewrites and the inspection tools read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from policy.programs.module_names import make_jaxpr, note_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A call of a function that holds arrays or changes state, as a call of a pure function.
+
+    Attributes:
+      key: distinguishes the pure functions of one function; hashable.
+      pure: the pure function, whose first argument is the parameters.
+      args, kwargs: the arguments of the pure function.
+      finish: stores the returned state, and returns the result of the call.
+      result: extracts the result of the call from that of the pure function.
+      states: the positions among `args` of state other than parameters.
+      origins: returns, for each leaf of ``(args, kwargs)``, the position of the argument that it
+        came from; None for leaves of the function itself and of keyword arguments.
+    """
+
+    key: Any
+    pure: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    finish: Callable[[Any], Any] = lambda out: out
+    result: Callable[[Any], Any] = lambda out: out
+    states: tuple[int, ...] = ()
+    origins: Callable[[], tuple[int | None, ...]] = tuple
+
+
+# Functions of libraries whose modules hold state, which pass it in and out. Each returns None for
+# calls that do not concern it.
+LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
+
+
+def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
+    """Returns the call of a pure function of its arguments; None if the call is one already."""
+    for lower in LOWERINGS:
+        call = lower(fn, args, kwargs)
+        if call is not None:
+            return call
+    holder, pure = _held(fn)
+    if holder is None:
+        return None
+
+    def origins() -> tuple[int | None, ...]:
+        return (*[None] * len(jax.tree.leaves(holder)), *origins_of(args, kwargs))
+
+    return Lowered(type(holder), pure, (holder, *args), kwargs, origins=origins)
+
+
+def origins_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, ...]:
+    """Returns, for each leaf of a call's arguments, the position of its argument; see `Lowered`."""
+    positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    return (*positions, *[None] * len(jax.tree.leaves(kwargs)))
+
+
+def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns the tree of arrays that a function is or is a method of, and a function of it.
+
+    The tree is None if there is none.
+    """
+    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+    for holder, pure in (
+        (fn, lambda holder, *args, **kwargs: holder(*args, **kwargs)),
+        (owner, lambda holder, *args, **kwargs: getattr(holder, name)(*args, **kwargs)),
+    ):
+        leaves = [] if holder is None or isinstance(holder, type) else jax.tree.leaves(holder)
+        if any(leaf is not holder and is_array(leaf) for leaf in leaves):
+            return holder, pure
+    return None, fn
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_eager(array: Any) -> bool:
+    """Returns whether operations on an array run at once, also where they are differentiated."""
+    while isinstance(array, jax.core.Tracer) and hasattr(array, "primal"):
+        array = array.primal
+    return not isinstance(array, jax.core.Tracer)
+
+
+def is_staged(array: Any) -> bool:
+    """Returns whether operations on an array become equations of a program, as inside of jit."""
+    while isinstance(array, jax.core.Tracer):
+        inner = getattr(array, "primal", getattr(array, "val", array))
+        if inner is array or not hasattr(inner, "dtype"):
+            return True
+        array = inner
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call: arrays, and static leaves, which are fixed in a program.
+
+    Attributes:
+      arrays: the leaves that are arrays or shapes of arrays.
+      treedef: of ``(args, kwargs)``.
+      is_array: for each leaf, whether it is an array.
+      static: the other leaves.
+    """
+
+    arrays: list[Any]
+    treedef: Any
+    is_array: tuple[bool, ...]
+    static: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        note_keys(treedef)
+        dynamic = tuple(map(is_array, leaves))
+        arrays = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
+        static = tuple(
+            leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if not is_dynamic
+        )
+        return cls(arrays, treedef, dynamic, static)
+
+    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with other arrays in them."""
+        dynamic, fixed = iter(arrays), iter(self.static)
+        return jax.tree.unflatten(
+            self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array]
+        )
+
+    @property
+    def key(self) -> Any:
+        """A key for the programs of one function, besides the shapes of the arrays.
+
+        It may not be hashable.
+        """
+        exact = tuple(
+            leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static
+        )  # -0.0 is not 0.0
+        return self.treedef, self.is_array, exact, tuple(map(type, self.static))
+
+    def names(self) -> list[str]:
+        """Returns the path of each array: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
+        paths = jax.tree_util.tree_flatten_with_path(
+            jax.tree.unflatten(self.treedef, list(self.is_array))
+        )[0]
+        kinds = ("args", "kwargs")
+        return [
+            kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:])
+            for p, dynamic in paths
+            if dynamic
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A call as a program of its arrays.
+
+    Attributes:
+      jaxpr: the closed jaxpr.
+      shape: the result of the call, as a tree of `jax.ShapeDtypeStruct`.
+      arguments: the arguments of the call.
+      called: the function that was called; None if the call was lowered to a function with other
+        arguments.
+    """
+
+    jaxpr: Any
+    shape: Any
+    arguments: Arguments
+    called: Callable[..., Any] | None = None
+
+
+def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
+    """Traces a call of any function, bound method or module.
+
+    Nothing runs; shapes are accepted in place of arrays.
+    """
+    return traced_around(fn, args, kwargs, lambda pure, _: pure)
+
+
+def traced_around(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+) -> Traced:
+    """Traces the function that `around` returns for a call; see `trace`.
+
+    Args:
+      fn: the function to call.
+      args, kwargs: its arguments.
+      around: wraps the function of the call; the second argument tells whether it was lowered.
+
+    Raises:
+      TypeError: the function returns something else than arrays.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    call = lowered(fn, args, kwargs)
+    if call is not None:
+        fn, args, kwargs = call.pure, call.args, call.kwargs
+    arguments = Arguments.of(args, kwargs)
+    called = around(fn, call is not None)
+
+    def flat(*arrays: Any) -> Any:
+        args, kwargs = arguments.filled(arrays)
+        return called(*args, **kwargs)
+
+    try:
+        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+    except TypeError as error:
+        said = re.match(
+            r"function flat at \S+ traced for jit (returned a value of type .*)", str(error)
+        )
+        if said is None:
+            raise
+        raise TypeError(f"{name} {said[1]}: it should return arrays.") from None
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)

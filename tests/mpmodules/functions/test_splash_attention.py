@@ -1,0 +1,403 @@
+"""Splash attention: its numbers in Pallas's interpreter, its derivatives, when it is chosen, and
+programs for TPUs.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from jax import export
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from mpmodules import linen, nnx
+from mpmodules.functions.fused_attention import splash as _splash_attention
+from mpmodules.functions.fused_attention import splash_kernel as _splash_kernel
+from policy import audit, use_policy
+from tests.benchmarks.accelerators import target
+
+RNG = np.random.default_rng(0)
+WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+CALL = 'custom_call_target="tpu_custom_call"'
+needs_one_device = pytest.mark.skipif(
+    jax.device_count() != 1, reason="needs a process with one device"
+)
+
+
+def qkv(queries=128, keys=128, heads=2, key_heads=2, width=16, batch=(2,), dtype="bfloat16") -> Any:
+    shapes = ((*batch, queries, heads, width), *[(*batch, keys, key_heads, width)] * 2)
+    return tuple(jnp.asarray(RNG.normal(size=shape), dtype) for shape in shapes)
+
+
+def exact(operands, cotangent, allowed=None):
+    """Attention, and the cotangents of its operands, in float64."""
+    q, k, v, ct = (np.asarray(x, np.float64) for x in (*operands, cotangent))
+    groups, scale = q.shape[-2] // k.shape[-2], 1 / np.sqrt(q.shape[-1])
+    k, v = (np.repeat(x, groups, axis=-2) for x in (k, v))
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    logits = logits if allowed is None else np.where(allowed, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = np.einsum("bqhd,bkhd->bhqk", ct, v)
+    d_logits = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * scale
+    out = np.einsum("bhqk,bkhd->bqhd", weights, v)
+    d_query, d_key = (
+        np.einsum("bhqk,bkhd->bqhd", d_logits, k),
+        np.einsum("bhqk,bqhd->bkhd", d_logits, q),
+    )
+    d_value = np.einsum("bhqk,bqhd->bkhd", weights, ct)
+    summed = (x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3) for x in (d_key, d_value))
+    return out, d_query, *summed
+
+
+def assert_close(found: Any, wanted: Any, ulps: float = 1.0) -> None:
+    """Within `ulps` units in the last place of bfloat16 of the largest number."""
+    assert found.dtype == jnp.bfloat16
+    wanted = np.asarray(wanted, np.float64)
+    error = np.abs(np.asarray(found, np.float64) - wanted).max() / np.abs(wanted).max()
+    assert error <= ulps * float(jnp.finfo(jnp.bfloat16).eps)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Pallas's interpreter in the place of a TPU."""
+    monkeypatch.setattr(_splash_kernel, "INTERPRET", True)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+RANDOM_MASK = np.random.default_rng(1).random((1, 1, 128, 256)) > 0.7
+HEADS_MASK = np.random.default_rng(2).random((2, 128, 128)) > 0.5
+HEADS_MASK[:, :, :5] = False  # keys that no query attends to
+HEADS_MASK[:, :, 5] = True
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "causal": ({"queries": 256, "keys": 256}, {"is_causal": True}),
+    "more keys than queries": ({"keys": 256}, {"is_causal": True}),
+    "more queries than keys": ({"queries": 256}, {"is_causal": True}),
+    "grouped": ({"heads": 4}, {}),
+    "one key head": ({"key_heads": 1, "width": 128}, {"is_causal": True}),
+    "a mask": ({"keys": 256}, {"mask": RANDOM_MASK}),
+    "a mask for each head": ({}, {"mask": HEADS_MASK}),
+    "several blocks": (
+        {"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)},
+        {"is_causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interpreter, case):
+    shapes, options = CASES[case]
+    operands = qkv(**shapes)
+    cotangent = jnp.asarray(RNG.normal(size=operands[0].shape), "bfloat16")
+    allowed = options.get("mask")
+    if options.get("is_causal"):
+        allowed = np.tri(operands[0].shape[1], operands[1].shape[1], dtype=bool)
+    attend: Any = functools.partial(nnx.dot_product_attention, implementation="splash", **options)
+    out, pullback = jax.vjp(attend, *operands)
+    for found, wanted in zip(
+        (out, *pullback(cotangent)), exact(operands, cotangent, allowed), strict=True
+    ):
+        assert_close(found, wanted)
+    if case == "full":
+        assert_close(attend(*operands), out)  # without residuals
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_layers_of_both_wings_use_the_kernel_and_agree_with_xlas(interpreter, wing):
+    x = jnp.asarray(RNG.normal(size=(2, 128, 32)), jnp.float32)
+
+    def loss(implementation, x):
+        attend = functools.partial(WINGS[wing].dot_product_attention, implementation=implementation)
+        if wing == "linen":
+            layer = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+            y = layer.init_with_output(jax.random.key(0), x)[0]
+        else:
+            y = nnx.MultiHeadAttention(
+                2, 32, decode=False, rngs=flax_nnx.Rngs(0), attention_fn=attend
+            )(x)
+        return jnp.mean(jnp.square(y)), y
+
+    with use_policy("mixed_bfloat16"):
+        (gradient, y), (plain_gradient, plain) = (
+            jax.grad(loss, 1, has_aux=True)(i, x) for i in ("splash", "xla")
+        )
+    assert y.dtype == plain.dtype
+    np.testing.assert_allclose(y, plain, atol=0.01 * float(jnp.abs(plain).max()))
+    np.testing.assert_allclose(
+        gradient, plain_gradient, atol=0.03 * float(jnp.abs(plain_gradient).max())
+    )
+
+
+def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
+    operands = qkv(heads=1, key_heads=1, batch=(1,))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_implementation(implementation, *operands):
+        def loss(*operands):
+            out = nnx.dot_product_attention(*operands, implementation=implementation)
+            return jnp.sum(jnp.square(out.astype(jnp.float32))).astype(jnp.bfloat16)
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        directional = jax.jvp(
+            functools.partial(nnx.dot_product_attention, implementation=implementation),
+            operands,
+            operands,
+        )
+        hessian_product = jax.jvp(gradient, operands, operands)[1]
+        twice = jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, *operands[1:]) * q))(operands[0])
+        stacked = jnp.stack([operands[0], -operands[0]], axis=2)
+        mapped = jax.vmap(gradient, (2, None, None), 2)(stacked, *operands[1:])
+        return [*directional, *hessian_product, twice, *mapped]
+
+    for found, wanted in zip(
+        *(with_implementation(i, *operands) for i in ("splash", "xla")), strict=True
+    ):
+        assert_close(
+            found, wanted, ulps=6
+        )  # XLA's program rounds weights and the logits' cotangents too
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def is_picked(function, *operands, **options) -> bool:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    return "platform_index" in str(jax.make_jaxpr(functools.partial(function, **options))(*shapes))
+
+
+@needs_one_device
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_kernel_is_picked_for_what_it_can_do_and_for_nothing_else(wing):
+    attend = WINGS[wing].dot_product_attention
+    assert is_picked(attend, *qkv())
+    assert is_picked(attend, *qkv(heads=4, width=80, batch=(2, 3)), mask=np.tri(128, dtype=bool))
+    assert is_picked(attend, *qkv(), mask=jnp.ones((1, 1, 1, 128), bool))
+    assert not is_picked(attend, *qkv(), implementation="xla")
+    for what in ("float16", "float32"):
+        assert not is_picked(attend, *qkv(dtype=what))
+    assert not is_picked(attend, *qkv(queries=100))
+    assert not is_picked(attend, *qkv(width=257))
+    assert not is_picked(attend, *qkv(), bias=jnp.zeros((1, 1, 128, 128), "bfloat16"))
+    assert not is_picked(
+        attend, *qkv(), mask=np.ones((2, 1, 1, 128), bool)
+    )  # differs within the batch
+    assert not is_picked(
+        attend, *qkv(), mask=np.tri(128, k=-1, dtype=bool)
+    )  # a row without keys is uniform
+    assert not is_picked(lambda q, k, v: attend(q, k, v, mask=jnp.sum(q) > 0), *qkv())
+    assert not is_picked(attend, *qkv(), precision="highest")
+    assert not is_picked(attend, *qkv(), dropout_rate=0.5, dropout_rng=jax.random.key(0))
+
+
+@needs_one_device
+def test_elsewhere_the_program_computes_what_xlas_does_in_every_mode():
+    operands = qkv(batch=(1,))
+
+    def results(implementation):
+        attend = functools.partial(
+            nnx.dot_product_attention, is_causal=True, implementation=implementation
+        )
+
+        def loss(*operands):
+            return jnp.sum(jnp.square(attend(*operands).astype(jnp.float32)))
+
+        def run(*operands):
+            gradient = jax.grad(loss, (0, 1, 2))
+            scanned = jax.grad(
+                lambda q: jax.lax.scan(lambda c, _: (attend(c, *operands[1:]), None), q, None, 2)[
+                    0
+                ].sum()
+            )
+            return (
+                attend(*operands),
+                jax.jvp(gradient, operands, operands),
+                jax.vmap(gradient, (0, None, None))(operands[0], operands[1][0], operands[2][0]),
+                jax.grad(jax.checkpoint(loss))(*operands),
+                scanned(operands[0]),
+            )
+
+        return jax.jit(run)(*operands)
+
+    jax.tree.map(np.testing.assert_array_equal, results(None), results("xla"))
+
+
+def test_what_the_kernel_can_not_do_is_refused_where_it_is_insisted_on():
+    for attend in (wing.dot_product_attention for wing in WINGS.values()):
+        insisted = functools.partial(attend, implementation="splash")
+        for options, refusal in {
+            "dropout, a precision": {"dropout_rate": 0.5, "precision": "highest"},
+            "a bias": {"bias": jnp.zeros((1, 1, 128, 128), "bfloat16")},
+            "a mask that is traced, or differs within the batch": {
+                "mask": np.ones((2, 1, 1, 128), bool)
+            },
+            "a mask that hides all keys from a query": {"mask": np.tri(128, k=-1, dtype=bool)},
+        }.items():
+            with pytest.raises(
+                ValueError,
+                match=rf"implementation='splash' does not support {options}\. Leave it out",
+            ):
+                insisted(*qkv(), **refusal)
+        with pytest.raises(ValueError, match="does not support float16 queries"):
+            insisted(*qkv(dtype="float16"))
+        with pytest.raises(
+            ValueError, match=r"100 queries and 128 keys \(both should be multiples of 128\)"
+        ):
+            insisted(*qkv(queries=100))
+        with pytest.raises(ValueError, match=r"heads of width 257 \(at most 256\)"):
+            insisted(*qkv(width=257))
+        with pytest.raises(ValueError, match="values that differ in shape from the keys"):
+            query, key, _ = qkv()
+            insisted(query, key, qkv(key_heads=1)[2])
+    with pytest.raises(
+        ValueError, match=r"implementation='splash' is a kernel for TPUs\. Leave it out"
+    ):
+        nnx.dot_product_attention(*qkv(heads=3, key_heads=3), implementation="splash")
+
+
+def test_operands_that_vary_over_different_axes_are_refused():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    attend = functools.partial(nnx.dot_product_attention, implementation="splash")
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
+    with pytest.raises(ValueError, match="operands that vary over different axes of shard_map"):
+        jax.eval_shape(mapped, *qkv())
+
+
+# --- programs for TPUs ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def topology():
+    """Four devices. Programs are not cached: without a TPU they can be written and not read."""
+    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield target("v5e:2x2")
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def value_and_gradients(implementation=None):
+    def loss(*operands):
+        out = nnx.dot_product_attention(*operands, is_causal=True, implementation=implementation)
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+def program(function, sharding, shape=(4, 256, 2, 64), **options):
+    operands = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)] * 3
+    return jax.jit(function, **options).trace(*operands).lower(lowering_platforms=("tpu",))
+
+
+def compiled(*args, **options) -> str:
+    return str(program(*args, **options).compile().as_text())
+
+
+@needs_one_device
+@pytest.mark.parametrize("x64", [False, True])
+def test_on_one_device_forward_and_backward_compile_to_the_kernel(topology, x64):
+    with jax.enable_x64(x64):
+        one = SingleDeviceSharding(topology.devices[0])
+        assert compiled(value_and_gradients(), one).count(CALL) == 2
+        assert CALL not in compiled(value_and_gradients("xla"), one)
+
+
+@needs_one_device
+def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_kernel_is_there(
+    topology,
+):
+    mesh = topology.mesh()
+    sharded = NamedSharding(mesh, P("data"))
+    lowered = [
+        program(value_and_gradients(implementation), sharded).as_text()
+        for implementation in (None, "xla")
+    ]
+    assert lowered[0] == lowered[1]
+    assert CALL not in compiled(value_and_gradients(), sharded)
+
+    def gradients(*operands):
+        return value_and_gradients()(*operands)[1]
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert compiled(mapped, sharded).count(CALL) == 2
+
+
+@needs_one_device
+def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kernel(topology):
+    lowered = program(
+        value_and_gradients(), None, in_shardings=NamedSharding(topology.mesh(), P("data"))
+    )
+    assert CALL not in str(lowered.compile().as_text())
+    with pytest.raises(
+        ValueError, match=r"a kernel that XLA can't partition\. Call it within jax.shard_map"
+    ):
+        program(value_and_gradients("splash"), NamedSharding(topology.mesh(), P("data")))
+
+
+@needs_one_device
+def test_one_traced_program_is_lowered_for_every_platform():
+    operands = [jax.ShapeDtypeStruct((1, 128, 2, 16), "bfloat16")] * 3
+    traced = jax.jit(value_and_gradients()).trace(*operands)
+    for platform, calls in (("cpu", 0), ("cuda", 0), ("tpu", 2)):
+        assert (
+            traced.lower(lowering_platforms=(platform,)).as_text().count("@tpu_custom_call")
+            == calls
+        )
+
+
+@needs_one_device
+def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
+    operands = qkv(batch=(1,))
+    exported = export.export(jax.jit(value_and_gradients()), platforms=("cpu", "tpu", "cuda"))(
+        *operands
+    )
+    assert "tpu_custom_call" in exported.mlir_module()
+    value, gradients = exported.call(*operands)
+    expected, slopes = value_and_gradients("xla")(*operands)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours, plain in zip(gradients, slopes, strict=True):
+        assert_close(ours, plain)
+
+
+@needs_one_device
+def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
+    layer, x = (
+        linen.MultiHeadDotProductAttention(2, dtype_policy="mixed_bfloat16"),
+        jnp.ones((2, 128, 32)),
+    )
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    report = audit(
+        jax.grad(lambda variables: jnp.sum(jnp.square(jnp.asarray(layer.apply(variables, x))))),
+        variables,
+    )
+    assert not report.findings
+
+
+def test_arrays_are_whole_on_one_device_and_in_shard_map():
+    class Mesh:
+        axis_names, manual_axes = ("x", "y"), frozenset({"x"})
+
+    class Manual:
+        mesh, manual_axes = Mesh(), frozenset({"y"})
+
+    class Partly:
+        mesh, manual_axes = Mesh(), frozenset()
+
+    class Devices:
+        def __init__(self, count):
+            self.num_devices = count
+
+    contexts = (Devices(1), Devices(4), Manual(), Partly())
+    assert [_splash_attention._is_whole(context) for context in contexts] == [
+        True,
+        False,
+        True,
+        False,
+    ]

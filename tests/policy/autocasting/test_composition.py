@@ -1,0 +1,723 @@
+"""autocast together with everything that JAX does with functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from policy import DtypePolicyWarning, use_policy
+from policy.autocasting.transform import autocast
+from tests.policy.autocasting.models import KEY, SQUARE
+from tests.programs import named, operations
+
+BF16 = "mixed_bfloat16"
+W = SQUARE
+X, SHIFT = jnp.asarray(np.random.default_rng(2).normal(size=(2, 4, 8)), jnp.float32)
+HALVES, FULLS = ("bfloat16", "bfloat16"), ("float32", "float32")
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.sum(layer(w, x) * x)
+
+
+def dots(fn: Any, *args: Any) -> list[tuple[str, ...]]:
+    return [op.inputs for op in named(operations(fn, *args), "dot_general")]
+
+
+def near(found: Any, truth: Any, tolerance: float = 3e-2) -> None:
+    """The trees are of one structure and of one set of dtypes and shapes, and near each other."""
+    assert jax.tree.structure(found) == jax.tree.structure(truth)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(
+            a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0.0)))
+        )
+
+
+CAST = autocast(layer, BF16, params=0)
+CAST_LOSS = autocast(loss, BF16, params=0)
+
+# --------------------------------------------------------------------------------------------------
+# Transformations around it
+# --------------------------------------------------------------------------------------------------
+
+TRANSFORMED: dict[str, Any] = {
+    "jit": lambda f: jax.jit(f),
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "value_and_grad": lambda f: jax.value_and_grad(f),
+    "vjp": lambda f: lambda w, x: jax.vjp(f, w, x)[1](jnp.float32(1.0)),
+    "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
+    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+    "hessian": lambda f: lambda w, x: jax.hessian(lambda v: f(w, x * v[None]))(jnp.ones(8)),
+    "jacobians": lambda f: (
+        lambda w, x: jax.jacfwd(jax.jacrev(lambda v: f(w, x * v[None])))(jnp.ones(8))
+    ),
+    "vmap": lambda f: jax.vmap(f, (None, 0)),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "scan": lambda f: (
+        lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), c), jnp.float32(0.0), x)
+    ),
+    "has_aux": lambda f: jax.grad(lambda w, x: (f(w, x), {"x": x}), has_aux=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_it_is_transformed_as_any_function_and_transforms_what_was_transformed(name):
+    args = (W, X[:, None, :]) if "vmap" in name else (W, X)
+    truth = TRANSFORMED[name](loss)(*args)
+    outside = TRANSFORMED[name](CAST_LOSS)
+    inside = autocast(TRANSFORMED[name](loss), BF16, params=0)
+    for fn in (outside, inside):
+        assert set(dots(fn, *args)) == {HALVES}
+        near(jax.jit(fn)(*args), truth, 5e-2)
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> Any:
+    return jax.make_mesh((1,), ("i",), axis_types=(kind,))
+
+
+def test_it_nests_with_shard_map_either_way():
+    specs: Any = {
+        "mesh": mesh(),
+        "in_specs": (PartitionSpec(), PartitionSpec("i")),
+        "out_specs": PartitionSpec("i"),
+    }
+    outside = autocast(jax.shard_map(layer, **specs), BF16, params=0)
+    inside = jax.shard_map(CAST, **specs)
+    both = autocast(jax.shard_map(CAST, **specs), BF16, params=0)
+    for fn in (outside, inside, both):
+        assert dots(fn, W, X) == [HALVES]
+        near(fn(W, X), layer(W, X))
+        assert set(dots(jax.grad(lambda w, fn=fn: fn(w, X).sum()), W)) == {HALVES}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_keep_their_shardings(kind):
+    the_mesh = mesh(kind)
+    rows = NamedSharding(the_mesh, PartitionSpec("i"))
+    with jax.set_mesh(the_mesh):
+        w, x = jax.device_put(W, NamedSharding(the_mesh, PartitionSpec())), jax.device_put(X, rows)
+        bias = jax.device_put(jnp.ones(8), NamedSharding(the_mesh, PartitionSpec()))
+        fn = autocast(lambda w, b, x: jax.nn.relu(layer(w, x) + b[None]), BF16, params=(0, 1))
+        found = jax.jit(fn)(w, bias, x)
+        assert found.sharding.is_equivalent_to(rows, 2)
+        gradient = jax.jit(jax.grad(lambda b: fn(w, b, x).sum()))(bias)
+    assert gradient.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("batch", ["4", "b"])
+def test_it_is_exported_with_a_batch_of_any_size(batch):
+    shape = jax.export.symbolic_shape(f"{batch}, 8")
+    specs = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32))
+    biased = autocast(lambda w, x: layer(w, x) + w[:1], BF16, params=0)
+    exported = jax.export.export(jax.jit(biased), platforms=["cpu"])(*specs)
+    assert "bf16" in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(W, X), biased(W, X))
+
+
+def test_float64_is_left_alone():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.asarray(X), jnp.float64)
+        assert dots(autocast(layer, BF16), x.T, x) == [("float64", "float64")]
+        np.testing.assert_array_equal(autocast(layer, BF16)(x.T, x), layer(x.T, x))
+        mixed = autocast(lambda w, x: (x @ w).astype(jnp.float64) * 2.0, BF16)
+        assert mixed(W, X).dtype == jnp.float64
+        assert dots(mixed, W, X) == [HALVES]
+
+
+def test_complex_numbers_and_integers_are_left_alone():
+    z = lax.complex(X, X)
+    assert dots(autocast(lambda z: z @ z.T, BF16), z) == [("complex64",) * 2]
+    i = jnp.ones((4, 4), jnp.int8)
+    quantized = autocast(lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32), BF16)
+    assert dots(quantized, i, i) == [("int8", "int8")]
+    assert quantized(i, i).dtype == jnp.int32
+
+
+def test_a_model_in_bfloat16_already_is_left_as_it_is():
+    def model(w, x):
+        h = jax.nn.gelu(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        return jax.nn.softmax(h.astype(jnp.float32))
+
+    programs = [
+        [
+            (op.name, op.inputs, op.outputs)
+            for op in operations(fn, W, X)
+            if op.name not in ("jit", "pjit")
+        ]
+        for fn in (model, autocast(model, BF16))
+    ]
+    assert sorted(programs[0]) == sorted(programs[1])
+
+
+def test_a_donated_argument_is_given_up():
+    x = X + 0.0
+    out = jax.jit(CAST, donate_argnums=1)(W, x)
+    assert x.is_deleted() and out.shape == (4, 8)
+
+
+def test_without_jit_it_computes_the_same():
+    with jax.disable_jit():
+        near(CAST(W, X), layer(W, X))
+        near(jax.grad(CAST_LOSS)(W, X), jax.grad(loss)(W, X))
+
+
+def test_what_is_printed_comes_in_order(capfd):
+    def printing(w, x):
+        jax.debug.print("first {}", x[0, 0], ordered=True)
+        h = lax.fori_loop(
+            0, 2, lambda i, h: (jax.debug.print("turn {}", i, ordered=True), layer(w, h))[1], x
+        )
+        jax.debug.print("last", ordered=True)
+        return h
+
+    jax.block_until_ready(autocast(printing, BF16)(W, jnp.ones((4, 8))))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["first", "1.0", "turn", "0", "turn", "1", "last"]
+
+
+def test_an_integers_cotangent_is_float0():
+    def picked(w, i):
+        return jnp.sum(layer(w, X)[i])
+
+    gradient = jax.grad(autocast(picked, BF16), 1, allow_int=True)(W, jnp.int32(1))
+    assert gradient.dtype == jax.dtypes.float0
+    inside = autocast(jax.grad(picked, 1, allow_int=True), BF16)(W, jnp.int32(1))
+    assert inside.dtype == jax.dtypes.float0
+    assert autocast(lambda w, g: w * 2.0, BF16)(W, gradient).shape == W.shape
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
+
+
+def test_trees_keywords_and_static_arguments_are_passed_on():
+    @autocast(policy=BF16)
+    def fn(params, batch, scale=1.0, *, train, act="tanh"):
+        """Returns a tree."""
+        assert isinstance(train, bool)
+        h = getattr(jnp, act)(batch["x"] @ params["w"]) * scale
+        return {"h": h, "train": train, "none": None}, (batch["i"], h if train else h.sum())
+
+    found = fn({"w": W}, {"x": X, "i": jnp.arange(3)}, train=True, act="sin")
+    assert set(found[0]) == {"h", "train", "none"} and found[0]["none"] is None
+    near(found[1][1], jnp.sin(X @ W))
+    assert fn({"w": W}, {"x": X, "i": 2}, 2.0, train=False)[1][1].shape == ()
+    assert fn.__name__ == "fn" and fn.__doc__ == "Returns a tree."
+
+
+@dataclasses.dataclass
+class Linear:
+    w: Any
+
+    def __call__(self, x):
+        return layer(self.w, x)
+
+    @autocast(BF16)
+    def method(self, x):
+        return layer(self.w, x)
+
+
+def test_methods_objects_and_partial_functions_are_functions_too():
+    import functools
+
+    linear = Linear(W)
+    bound = autocast(linear.__call__, BF16)
+    for fn in (
+        bound,
+        autocast(linear, BF16),
+        autocast(functools.partial(layer, W), BF16),
+        linear.method,
+    ):
+        near(fn(X), layer(W, X))
+        assert dots(fn, X) == [HALVES]
+
+
+def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
+    count = 0
+
+    def fn(w, x, flag=True):
+        nonlocal count
+        count += 1
+        return layer(w, x)
+
+    cast = autocast(fn)
+    with pytest.warns(
+        DtypePolicyWarning,
+        match=r"autocast\(fn\) has no policy of its own, and none is in force here",
+    ):
+        cast(W, X)
+    assert count == 1  # no policy in force: called as it is
+    for policy, traces in ((BF16, 2), (BF16, 2), ("mixed_float16", 3), (BF16, 3), ("float32", 4)):
+        with use_policy(policy):
+            cast(W, X)
+            cast(W + 1.0, X)
+            assert count == traces, policy
+    with use_policy(BF16):
+        cast(W, X[:2])
+        cast(W, X[:2], flag=False)
+        assert count == 6
+
+
+def test_numbers_of_python_are_told_apart():
+    fn = autocast(lambda x, number: (x / (x * float(number)), type(number) is bool), BF16)
+    assert [fn(jnp.ones(()), number) for number in (0.0, -0.0)] == [
+        (jnp.inf, False),
+        (-jnp.inf, False),
+    ]
+    assert [fn(jnp.ones(()), number) for number in (1, 1.0, True)] == [
+        (1.0, False),
+        (1.0, False),
+        (1.0, True),
+    ]
+    assert np.isnan(fn(jnp.ones(()), float("nan"))[0])
+
+
+def test_a_jitted_caller_is_compiled_again_under_another_policy():
+    fn = jax.jit(autocast(layer))
+    found = []
+    for policy in (BF16, "float32", BF16):
+        with use_policy(policy):
+            found.append(fn(W, X))
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], jax.jit(layer)(W, X))
+    assert np.any(found[0] != found[1])
+
+
+def test_weak_types_of_results_are_kept():
+    plain = jax.eval_shape(jax.jit(lambda x: (1.0, x.sum() * 2.0)), X)
+    cast = jax.eval_shape(autocast(lambda x: (1.0, x.sum() * 2.0), BF16), X)
+    assert [a.weak_type for a in cast] == [a.weak_type for a in plain]
+
+
+def raises(x: Any) -> Any:
+    raise ZeroDivisionError("the user's own")
+
+
+def test_an_exception_shows_where_the_user_raised_it():
+    with pytest.raises(ZeroDivisionError, match="the user's own") as caught:
+        autocast(lambda w, x: raises(layer(w, x)), BF16)(W, X)
+    assert caught.traceback[-1].name == "raises"
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs inside
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_nested_jit_keeps_its_shardings_and_donation():
+    sharding = NamedSharding(mesh(), PartitionSpec("i"))
+    placed = autocast(jax.jit(layer, out_shardings=sharding), BF16, params=0)
+    assert placed(W, X).sharding.is_equivalent_to(sharding, 2)
+    donating = autocast(lambda w, x: jax.jit(layer, donate_argnums=1)(w, x * 2.0), BF16, params=0)
+    jaxpr = jax.make_jaxpr(donating)(W, X)
+    assert "donated_invars" in str(jaxpr)
+    for fn in (placed, donating):
+        assert dots(fn, W, X) == [HALVES]
+
+
+def test_what_depends_on_the_platform_keeps_its_choice():
+    table = jnp.arange(8.0)
+
+    def fn(w, x):
+        double, triple = lambda h: h @ w * 2.0 + table[None], lambda h: h @ w * 3.0
+        return lax.platform_dependent(layer(w, x), cpu=double, default=triple)
+
+    cast = autocast(fn, BF16)
+    near(cast(W, X), fn(W, X))
+    near(jax.grad(lambda w: cast(w, X).sum())(W), jax.grad(lambda w: fn(w, X).sum())(W))
+    assert set(dots(cast, W, X)) == {HALVES}
+    assert "branches_platforms" in str(jax.make_jaxpr(cast)(W, X))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_switch_of_three_takes_its_branch(index):
+    def fn(w, i, x):
+        return lax.switch(i, [layer, lambda w, x: x, lambda w, x: layer(w, x) @ w], w, x)
+
+    cast = autocast(fn, BF16, params=0)
+    near(cast(W, jnp.int32(index), X), fn(W, jnp.int32(index), X))
+    assert set(dots(cast, W, jnp.int32(0), X)) == {HALVES}
+
+
+def test_a_while_loop_reads_constants_in_its_condition():
+    def fn(w, limit, x):
+        return lax.while_loop(
+            lambda s: s[1].sum() < limit.sum(),
+            lambda s: (s[0] + 1, s[1] + layer(w, s[1]) ** 2),
+            (0, x),
+        )
+
+    limit = jnp.full((2,), 40.0)
+    found, truth = autocast(fn, BF16, params=0)(W, limit, X), fn(W, limit, X)
+    assert found[0] == truth[0]
+    near(found[1], truth[1], 5e-2)
+    assert dots(autocast(fn, BF16, params=0), W, limit, X) == [HALVES]
+
+
+SCANS: dict[str, Any] = {
+    "integers and keys are carried": lambda w, x: lax.scan(
+        lambda c, row: (
+            (c[0] + 1, jax.random.split(c[1])[0], layer(w, c[2])),
+            row + jax.random.uniform(c[1], (8,)),
+        ),
+        (0, KEY, x),
+        x,
+    ),
+    "nothing is scanned over": lambda w, x: lax.scan(
+        lambda c, _: (layer(w, c), c.sum()), x, None, length=3
+    ),
+    "in reverse": lambda w, x: lax.scan(
+        lambda c, row: (layer(w, c) + row[None], c[0]), x, x, reverse=True
+    ),
+    "unrolled": lambda w, x: lax.scan(
+        lambda c, row: (layer(w, c) + row[None], c[0]), x, x, unroll=2
+    ),
+    "of no steps": lambda w, x: lax.scan(lambda c, row: (layer(w, c) + row[None], c[0]), x, x[:0]),
+    "nothing is carried": lambda w, x: lax.scan(lambda c, row: (c, layer(w, row[None])), None, x),
+    "nothing comes out": lambda w, x: lax.scan(lambda c, row: (layer(w, c), None), x, x),
+    "mapped": lambda w, x: lax.map(lambda row: layer(w, row[None]), x, batch_size=2),
+    "associative": lambda w, x: lax.associative_scan(lambda a, b: a * b, layer(w, x)),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_in_which(name):
+    fn = SCANS[name]
+    cast = autocast(fn, BF16, params=0)
+    found, truth = cast(W, X), jax.jit(fn)(W, X)
+    bare = lambda tree: jax.tree.map(  # noqa: E731
+        lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree
+    )
+    near(bare(found), bare(truth), 5e-2)
+    assert set(dots(cast, W, X)) == {HALVES}
+    summed = lambda f: (  # noqa: E731
+        lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)
+    )
+    assert set(dots(jax.grad(summed(cast)), W)) == {HALVES}
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions with rules of their own
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def powered(x, n):
+    return x**2 * n.astype(jnp.float32)
+
+
+@powered.defjvp
+def _(primals, tangents):
+    x, n = primals
+    return powered(x, n), 7.0 * tangents[0]  # a rule that is told from the derivative
+
+
+@jax.custom_jvp
+def symbolic(x, y):
+    return x * y
+
+
+def _symbolic_rule(primals, tangents):
+    x, y = primals
+    moved = 7.0 * tangents[0] if type(tangents[0]).__name__ != "SymbolicZero" else jnp.zeros_like(x)
+    return x * y, moved
+
+
+symbolic.defjvp(_symbolic_rule, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def scaled(x, n):
+    return x * n.astype(jnp.float32)
+
+
+scaled.defvjp(
+    lambda x, n: (scaled(x, n), n),
+    lambda n, ct: (7.0 * ct, np.zeros(n.shape, jax.dtypes.float0)),
+)
+
+
+def _static(n, f, x):
+    return f(x) * n
+
+
+static_vjp = jax.custom_vjp(_static, nondiff_argnums=(0, 1))
+static_vjp.defvjp(lambda n, f, x: (_static(n, f, x), None), lambda n, f, _, ct: (7.0 * ct,))
+static_jvp = jax.custom_jvp(_static, nondiff_argnums=(0, 1))
+static_jvp.defjvp(lambda n, f, primals, tangents: (_static(n, f, *primals), 7.0 * tangents[0]))
+
+
+@jax.custom_vjp
+def zeros_known(x, y):
+    return x * y
+
+
+def _zeros_fwd(x, y):
+    return x.value * y.value, (x.perturbed, y.perturbed)
+
+
+zeros_known.defvjp(_zeros_fwd, lambda saved, ct: (7.0 * ct, ct), symbolic_zeros=True)
+
+
+def closing_over(x, shift):
+    @jax.custom_vjp
+    def inner(x):
+        return x + shift
+
+    inner.defvjp(lambda x: (inner(x), None), lambda _, ct: (7.0 * ct,))
+    return inner(x)
+
+
+RULED: dict[str, Any] = {
+    "custom_jvp with an integer": lambda h: powered(h, jnp.int32(3)),
+    "custom_jvp with symbolic zeros": lambda h: symbolic(h, jnp.ones((4, 8))),
+    "custom_vjp with an integer": lambda h: scaled(h, jnp.int32(3)),
+    "custom_vjp with static arguments": lambda h: static_vjp(2.0, jnp.tanh, h),
+    "custom_jvp with static arguments": lambda h: static_jvp(2.0, jnp.tanh, h),
+    "custom_vjp with symbolic zeros": lambda h: zeros_known(h, jnp.ones((4, 8))),
+    "custom_vjp over a constant": lambda h: closing_over(h, SHIFT),
+    "custom_jvp with an integer of the program": lambda h: powered(h, 3 + 0 * jnp.argmax(h[0])),
+    "custom_vjp with an integer of the program": lambda h: scaled(h, 3 + 0 * jnp.argmax(h[0])),
+}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_the_authors_rule_is_kept(name):
+    def fn(w, x):
+        return jnp.sum(RULED[name](x @ w))
+
+    truth = jax.jit(jax.grad(fn))(W, X)
+    near(truth, 7.0 * jax.grad(lambda w: jnp.sum(X @ w))(W), 1e-5)
+    for cast in (
+        jax.grad(autocast(fn, BF16, params=0)),
+        autocast(jax.grad(fn), BF16, params=0),
+        autocast(lambda w, x: jax.grad(autocast(fn, BF16, params=0))(w, x), BF16, params=0),
+    ):
+        near(jax.jit(cast)(W, X), truth, 1e-2)
+        assert set(dots(cast, W, X)) == {HALVES}
+
+
+def test_a_gradient_that_a_rule_knows_nothing_of_is_refused():
+    fn = autocast(lambda w, x: closing_over(x @ w, jnp.sin(x)).sum(), BF16, params=0)
+    with pytest.raises(TypeError, match="pass that value as an argument"):
+        jax.grad(fn, 1)(W, X)
+
+
+def test_a_rule_that_calls_its_function_is_differentiated_twice():
+    @jax.custom_vjp
+    def cubed(x):
+        return x**3
+
+    cubed.defvjp(lambda x: (cubed(x), x), lambda x, ct: (5.0 * ct * jax.lax.square(x),))
+    fn = lambda v: jnp.sum(cubed(v * jnp.abs(X @ W)))  # noqa: E731
+    for cast in (jax.grad(jax.grad(autocast(fn, BF16))), autocast(jax.grad(jax.grad(fn)), BF16)):
+        near(jax.jit(cast)(1.0), jax.jit(jax.grad(jax.grad(fn)))(1.0), 2e-2)
+
+
+def test_a_rule_made_of_matmuls_runs_in_half():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(
+        lambda x, w: (product(x, w), (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
+    )
+    fn = lambda w, x: jnp.sum(jnp.square(product(x, w)))  # noqa: E731
+    for cast in (jax.grad(autocast(fn, BF16), (0, 1)), autocast(jax.grad(fn, (0, 1)), BF16)):
+        assert dots(cast, W, X) == [HALVES] * 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def _checkpointed(policy: Any) -> Any:
+    def block(w, x):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "kept") @ w)
+
+    return lambda w, x: jax.checkpoint(block, policy=policy)(w, x).sum()
+
+
+POLICIES = {
+    "nothing": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "a name": jax.checkpoint_policies.save_only_these_names("kept"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_checkpoint_recomputes_what_its_policy_says(name):
+    fn = _checkpointed(POLICIES[name])
+    plain = operations(jax.grad(fn), W, X)
+    for cast in (jax.grad(autocast(fn, BF16)), autocast(jax.grad(fn), BF16)):
+        ops = operations(cast, W, X)
+        for primitive in ("remat2", "checkpoint", "dot_general", "tanh", "sin"):
+            assert len(named(ops, primitive)) == len(named(plain, primitive)), primitive
+        assert {op.inputs for op in named(ops, "dot_general")} == {HALVES}
+        near(cast(W, X), jax.grad(fn)(W, X), 5e-2)
+
+
+def test_what_a_checkpoint_saves_is_half():
+    residuals = jax.eval_shape(
+        lambda w, x: jax.vjp(autocast(_checkpointed(POLICIES["a name"]), BF16), w, x)[1], W, X
+    )
+    kept = [leaf for leaf in jax.tree.leaves(residuals) if leaf.shape == (4, 8)]
+    assert sorted(str(leaf.dtype) for leaf in kept) == [
+        "bfloat16",
+        "float32",
+    ]  # what was named, and x itself
+
+
+def test_a_checkpoint_stays_inside_a_scan():
+    def fn(ws, x):
+        return lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), None), x, ws)[0].sum()
+
+    ws = jnp.stack([W, W])
+    plain = operations(jax.grad(fn), ws, X)
+    for cast in (jax.grad(autocast(fn, BF16)), autocast(jax.grad(fn), BF16)):
+        ops = operations(cast, ws, X)
+        for primitive in ("remat2", "checkpoint", "scan"):
+            assert len(named(ops, primitive)) == len(named(plain, primitive))
+        assert {op.inputs for op in named(ops, "dot_general")} == {HALVES}
+
+
+# --------------------------------------------------------------------------------------------------
+# Everything else
+# --------------------------------------------------------------------------------------------------
+
+
+def checked(w: Any, x: Any) -> Any:
+    h = layer(w, x)
+    checkify.check(jnp.all(h < -2.0), "too large")
+    return h
+
+
+def referred(w: Any, x: Any) -> Any:
+    total = jax.new_ref(jnp.zeros((4, 8)))
+    total[...] = x @ w
+    total[...] += x @ w
+    return total[...]
+
+
+def scattered(w: Any, x: Any) -> Any:
+    h = (x @ w).at[0].apply(jnp.sin).at[1].multiply(2.0).at[2].min(0.1)
+    return h.at[3].set(jnp.ones(8))
+
+
+def collected(w: Any, x: Any) -> Any:
+    def row(x: Any) -> Any:
+        h = x @ w
+        return lax.pmean(h, "i") + lax.all_gather(h, "i").sum(0) + lax.pmax(h, "i")
+
+    return jax.vmap(row, axis_name="i")(x)
+
+
+def reduced(w: Any, x: Any) -> Any:
+    return lax.reduce(x @ w, np.float32(0), lambda a, b: a + b, (0,))[None] + lax.reduce_window(
+        x @ w, np.float32(0), lax.add, (4, 1), (1, 1), "VALID"
+    )
+
+
+@pytest.mark.parametrize("fn", [referred, scattered, collected, reduced])
+def test_what_moves_and_joins_numbers_takes_half_ones(fn):
+    cast = autocast(fn, BF16, params=0)
+    assert set(dots(cast, W, X)) == {HALVES}
+    near(cast(W, X), fn(W, X))
+
+
+def test_checks_are_made_inside_and_outside():
+    for fn in (
+        checkify.checkify(autocast(checked, BF16, params=0)),
+        autocast(checkify.checkify(checked), BF16, params=0),
+    ):
+        error, out = fn(W, X)
+        assert "too large" in str(error.get())
+        near(out, layer(W, X))
+        assert dots(fn, W, X) == [HALVES]
+
+
+def test_a_matmul_in_eight_bits_is_the_authors():
+    f8 = jnp.float8_e4m3fn
+
+    def fn(w, x):
+        dims = (((1,), (0,)), ((), ()))
+        return (
+            lax.dot_general(x.astype(f8), w.astype(f8), dims, preferred_element_type=jnp.float32)
+            @ w
+        )
+
+    assert dots(autocast(fn, BF16, params=0), W, X) == [("float8_e4m3fn",) * 2, HALVES]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is solved
+# --------------------------------------------------------------------------------------------------
+
+
+def solved(w: Any, x: Any) -> Any:
+    matrix = w @ w.T + jnp.eye(8)
+    return lax.custom_linear_solve(
+        lambda v: matrix @ v, x[0], lambda mv, b: jnp.linalg.solve(matrix, b), symmetric=True
+    )
+
+
+def rooted(w: Any, x: Any) -> Any:
+    return lax.custom_root(
+        lambda y: y**3 - x[0, 0],
+        jnp.float32(1.0),
+        lambda f, y: jnp.cbrt(x[0, 0]),
+        lambda g, y: y / g(jnp.float32(1.0)),
+    )
+
+
+def linear(w: Any, x: Any) -> Any:
+    return jax.custom_derivatives.linear_call(lambda r, v: v @ r, lambda r, ct: ct @ r.T, w, x)
+
+
+@pytest.mark.parametrize("fn", [solved, rooted, linear])
+def test_solvers_and_linear_calls_run_in_float32(fn):
+    x = jnp.abs(X) + 1.0
+    cast = autocast(fn, BF16, params=0)
+    near(cast(W, x), fn(W, x), 2e-2)
+    near(jax.grad(lambda x: cast(W, x).sum())(x), jax.grad(lambda x: fn(W, x).sum())(x), 2e-2)
+
+
+def test_branches_of_platforms_are_rewritten_where_they_multiply():
+    w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    square, product = lambda x: jnp.sum(jnp.square(x)), lambda x: jnp.sum(x @ w)
+
+    def run(x):
+        return lax.platform_dependent(x, cpu=square, default=jnp.sum) + lax.platform_dependent(
+            x, cpu=product, default=square
+        )
+
+    ops = operations(autocast(run, "bfloat16"), x)
+    assert {op.inputs for op in ops if op.name == "dot_general"} == {("bfloat16", "bfloat16")}
+    assert {op.inputs for op in ops if op.name == "reduce_sum"} == {("float32",)}
+    allowed = operations(
+        autocast(
+            lambda x: lax.platform_dependent(x, cpu=jnp.tanh, default=jnp.sin),
+            "bfloat16",
+            allow=["sin"],
+        ),
+        x.astype("float32"),
+    )
+    assert [op.name for op in allowed if op.name in ("sin", "tanh")] == ["tanh", "sin"]
+    assert float(autocast(run, "bfloat16")(x)) == float(run(x))

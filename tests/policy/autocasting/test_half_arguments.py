@@ -1,0 +1,218 @@
+"""Arguments in half precision: the code is traced as for float32, so that its sums, FFTs and
+factorisations run there, and its matmuls in compute_dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from policy.autocasting.transform import autocast
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+PROMOTIONS = pytest.mark.parametrize("promotion", ["strict", "standard"])
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> Any:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def half_of(policy: str) -> Any:
+    return jnp.dtype(policy.removeprefix("mixed_"))
+
+
+def error(found: Any, truth: Any) -> float:
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
+
+
+W, X = normal(8, 8), normal(8, 8)
+MATMULS: dict[str, Any] = {
+    "@": lambda w, x: x @ w,
+    "einsum": lambda w, x: jnp.einsum("ij,jk->ik", x, w),
+    "dot_general": lambda w, x: lax.dot_general(x, w, (([1], [0]), ([], []))),
+    "in float32": lambda w, x: lax.dot(x, w, preferred_element_type=jnp.float32),
+    "cast by the author": lambda w, x: x.astype(jnp.float32) @ w,
+}
+
+
+@PROMOTIONS
+@POLICIES
+@pytest.mark.parametrize("name", MATMULS)
+def test_a_half_argument_meets_a_float32_parameter_in_compute_dtype(name, policy, promotion):
+    half = half_of(policy)
+    with jax.numpy_dtype_promotion(promotion):
+        fn = autocast(MATMULS[name], policy, params=0)
+        grad = jax.grad(lambda w, x: fn(w, x).astype(jnp.float32).sum(), (0, 1))
+        dots = named(operations(grad, W, X.astype(half)), "dot_general")
+        assert {op.inputs for op in dots} == {(half.name,) * 2}
+        assert [g.dtype for g in grad(W, X.astype(half))] == [jnp.float32, half]
+        assert error(fn(W, X.astype(half)), MATMULS[name](W, X)) < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:.*are emulated")
+def test_a_half_argument_meets_a_float32_parameter_in_8_bits():
+    fn = autocast(lambda w, x: x @ w, "p=f32,c=bf16,o=f32,m=f8", params=0)
+    dots = named(operations(fn, normal(16, 16), jnp.ones((16, 16), jnp.bfloat16)), "dot_general")
+    assert {op.inputs for op in dots} == {("float8_e4m3fn",) * 2}
+
+
+def test_a_half_constant_meets_a_float32_parameter_in_compute_dtype():
+    table = X.astype(jnp.bfloat16)
+    fn = autocast(lambda w, x: lax.dot(table, w, preferred_element_type=jnp.float32) + x, "bf16")
+    dots = named(operations(fn, W, X), "dot_general")
+    assert {op.inputs for op in dots} == {("bfloat16",) * 2}
+
+
+@POLICIES
+def test_results_have_the_dtypes_of_the_function(policy):
+    half = half_of(policy)
+    fn = autocast(lambda a, b: (a * 2, a.astype(jnp.float32), b + 1, a.sum()), policy)
+    found = fn(X.astype(half), X)
+    assert [a.dtype for a in found] == [half, jnp.float32, jnp.float32, half]
+
+
+# --------------------------------------------------------------------------------------------------
+# FFTs, complex numbers and linear algebra
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def spectrum(h):
+    return jnp.fft.rfft(h).real
+
+
+spectrum.defjvp(lambda given, moved: (spectrum(*given), jnp.fft.rfft(moved[0]).real))
+
+
+def positive(h: Any) -> Any:
+    return h @ h.T + 8 * jnp.eye(8)
+
+
+FLOAT32: dict[str, Any] = {
+    "fft": lambda h: jnp.fft.fft(h).real,
+    "ifft": lambda h: jnp.fft.ifft(h).imag,
+    "rfft": lambda h: jnp.fft.rfft(h).real,
+    "irfft": lambda h: jnp.fft.irfft(h),
+    "filtered": lambda h: jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(h)) * jnp.fft.rfft(h)),
+    "in a scan": lambda h: lax.scan(lambda c, row: (c, jnp.fft.rfft(row).real), 0.0, h)[1],
+    "in a jit": jax.jit(lambda h: jnp.fft.rfft(h).real),
+    "in a vmap": jax.vmap(lambda row: jnp.fft.rfft(row).real),
+    "in a checkpoint": jax.checkpoint(lambda h: jnp.fft.rfft(h).real),
+    "in a custom_jvp": spectrum,
+    "complex": lambda h: jnp.abs(lax.complex(h, h * 2.0)) + lax.imag(lax.complex(h, h)),
+    "complex matmul": lambda h: (lax.complex(h, h) @ lax.complex(h, 2 * h)).real,
+    "complex conv": lambda h: (
+        lax.conv(
+            lax.complex(h, h)[None, None], jnp.ones((1, 1, 3, 3), jnp.complex64), (1, 1), "SAME"
+        ).real
+    ),
+    "cholesky": lambda h: jnp.linalg.cholesky(positive(h)),
+    "qr": lambda h: jnp.linalg.qr(positive(h))[1],
+    "svd": lambda h: jnp.linalg.svd(positive(h), compute_uv=False),
+    "eigh": lambda h: jnp.linalg.eigh(positive(h))[0],
+    "lu": lambda h: jnp.linalg.slogdet(positive(h))[1],
+    "triangular_solve": lambda h: jax.scipy.linalg.solve_triangular(positive(h), h),
+    "solve": lambda h: jnp.linalg.solve(positive(h), h),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("given", ["float32", "half"])
+@pytest.mark.parametrize("name", FLOAT32)
+def test_ffts_and_factorisations_run_in_float32(name, given, policy):
+    def loss(w, x):
+        return jnp.sum(FLOAT32[name](x @ w * 0.2 + x) ** 2)
+
+    x = X.astype(half_of(policy)) if given == "half" else X
+    found = jax.jit(jax.value_and_grad(autocast(loss, policy, params=0)))(W, x)
+    truth = jax.value_and_grad(loss)(W, X)
+    for a, b in zip(found, truth, strict=True):
+        assert error(a, b) < (5e-2 if policy == "mixed_bfloat16" else 1e-2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions that half precision computes wrongly
+# --------------------------------------------------------------------------------------------------
+
+
+def rms_norm(w: Any, x: Any) -> Any:
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w
+
+
+def layer_norm(w: Any, x: Any) -> Any:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * w
+
+
+def time_embedding(w: Any, x: Any) -> Any:
+    t = 999 + 2 * jnp.arange(2, dtype=x.dtype)[:, None]
+    angles = t * jnp.exp(-jnp.arange(4, dtype=x.dtype))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1) * w + 0 * x[:2]
+
+
+def rotary(w: Any, x: Any) -> Any:
+    angles = (jnp.arange(1000, 1008, dtype=x.dtype))[:, None] * 0.7 ** jnp.arange(4, dtype=x.dtype)
+    first, second = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1) * w
+
+
+def weight_standardisation(w: Any, x: Any) -> Any:
+    scaled = (W + 100 * w - jnp.mean(W + 100 * w, 0)) / (jnp.std(W + 100 * w, 0) + 1e-5)
+    return x @ scaled
+
+
+def entropy(w: Any, x: Any) -> Any:
+    p = jax.nn.softmax(4 * x * w)
+    return -jnp.sum(p * jnp.log(p + 1e-8), -1)
+
+
+WRONG_IN_HALF: dict[str, tuple[Any, Any]] = {
+    "RMSNorm by hand": (rms_norm, 1000 * X),
+    "LayerNorm by hand": (layer_norm, jnp.float32(16) * jnp.round(4 * X) + 1024),
+    "segment_sum": (
+        lambda w, x: jax.ops.segment_sum(x, jnp.zeros(4096, int), 1) * w,
+        jnp.ones((4096, 8)),
+    ),
+    "time embedding": (time_embedding, X),
+    "rotary": (rotary, X),
+    "weight standardisation": (weight_standardisation, X),
+    "entropy": (entropy, X),
+}
+
+
+@PROMOTIONS
+@POLICIES
+@pytest.mark.parametrize("given", ["float32", "half"])
+@pytest.mark.parametrize("name", WRONG_IN_HALF)
+def test_code_that_is_wrong_in_half_precision_is_right(name, given, policy, promotion):
+    function, x = WRONG_IN_HALF[name]
+    x = x.astype(half_of(policy))
+    w = jnp.ones((1, 8))
+    tolerance = 2e-2 if policy == "mixed_bfloat16" else 3e-3
+    with jax.numpy_dtype_promotion(promotion), jax.numpy_rank_promotion("allow"):
+
+        def loss(w, x):
+            return jnp.sum(function(w, x) * jnp.arange(1.0, 9.0)[:1]) / 10
+
+        x32 = x.astype(jnp.float32)
+        given_x = x if given == "half" else x32
+        truth, found = function(w, x32), autocast(function, policy, params=0)(w, given_x)
+        assert error(found, truth) < tolerance
+        gradient = jax.grad(autocast(loss, policy, params=0), (0, 1))(w, given_x)
+        assert all(np.all(np.isfinite(g)) for g in gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*are emulated")
+def test_a_float32_policy_with_8_bit_matmuls_runs_them():
+    fn = autocast(lambda w, x: x @ w, "p=f32,c=f32,o=f32,m=f8", params=0)
+    dots = named(operations(fn, normal(16, 16), jnp.ones((16, 16))), "dot_general")
+    assert {op.inputs for op in dots} == {("float8_e4m3fn",) * 2}

@@ -1,0 +1,463 @@
+"""Normalisations are found by what they compute, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from policy.autocasting import evaluator
+from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
+from policy.autocasting.transform import autocast
+from policy.programs.subprograms import opened
+from policy.programs.walk import walk
+from tests.policy.autocasting.models import normal
+from tests.programs import named, operations, operations_of
+
+BF16 = "mixed_bfloat16"
+D = 8
+SCALE, BIAS = jnp.linspace(0.5, 1.5, D), jnp.linspace(-1.0, 1.0, D)
+P = {"scale": SCALE, "bias": BIAS, "w": normal(D, D, scale=D**-0.5), "gamma": jnp.asarray([1.5])}
+STORED = {"mean": 0.1 * BIAS, "var": SCALE}
+X = normal(4, 6, D)
+
+
+def mean(x: Any, axis: Any = -1) -> Any:
+    return jnp.mean(x, axis, keepdims=True)
+
+
+def along(x: Any, like: Any) -> Any:
+    return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
+
+
+def affine(p: Any, y: Any) -> Any:
+    return y * along(p["scale"], y) + along(p["bias"], y)
+
+
+def two_passes(x: Any) -> Any:
+    centred = x - mean(x)
+    return centred * lax.rsqrt(mean(jnp.square(centred)) + 1e-6)
+
+
+def fast(x: Any) -> Any:
+    variance = jnp.maximum(0.0, mean(jnp.square(x)) - jnp.square(mean(x)))
+    return (x - mean(x)) * lax.rsqrt(variance + 1e-6)
+
+
+def group_norm(x: Any) -> Any:
+    grouped = x.reshape(4, 6, 2, D // 2)
+    deviation = jnp.sqrt(jnp.var(grouped, (1, 3), keepdims=True) + 1e-6)
+    return ((grouped - mean(grouped, (1, 3))) / deviation).reshape(x.shape)
+
+
+@jax.custom_jvp
+def variance_with_a_rule(x: Any) -> Any:
+    return jnp.maximum(mean(x * x) - mean(x) ** 2, 0.0)
+
+
+variance_with_a_rule.defjvp(
+    lambda x, t: (variance_with_a_rule(*x), 2 * mean((x[0] - mean(x[0])) * t[0])),
+)
+
+
+@jax.custom_vjp
+def with_a_rule(x: Any) -> Any:
+    return two_passes(x)
+
+
+def _backward(saved: Any, ct: Any) -> Any:
+    y, deviation = saved
+    return ((ct - mean(ct) - y * mean(ct * y)) / deviation,)
+
+
+with_a_rule.defvjp(
+    lambda x: (two_passes(x), (two_passes(x), jnp.std(x, -1, keepdims=True))), _backward
+)
+
+
+def in_chunks(x: Any) -> Any:
+    """Adds up the squares of one column after the other."""
+    total = lax.scan(
+        lambda total, column: (total + jnp.sum(column * column, -1), None),
+        jnp.zeros(4),
+        x.swapaxes(0, 1),
+    )
+    return x * lax.rsqrt(total[0][:, None, None] / (6 * D) + 1e-6)
+
+
+def over_devices(x: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def local(x: Any) -> Any:
+        first, second = lax.pmean(jnp.stack([jnp.mean(x, (0, 1)), jnp.mean(x * x, (0, 1))]), "i")
+        return (x - along(first, x)) * lax.rsqrt(along(second - first * first, x) + 1e-6)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def masked(x: Any) -> Any:
+    mask = jnp.arange(6)[None, :, None] < 5
+    first, var = (f(x, (0, 1), where=mask, keepdims=True) for f in (jnp.mean, jnp.var))
+    return (x - first) * lax.rsqrt(var + 1e-6)
+
+
+NORMS: dict[str, Any] = {
+    "two passes": lambda p, x: affine(p, two_passes(x)),
+    "no parameters": lambda p, x: two_passes(x),
+    "one pass": lambda p, x: affine(p, fast(x)),
+    "products for squares": lambda p, x: affine(
+        p, (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-6)
+    ),
+    "a scaled root": lambda p, x: (
+        (x - mean(x)) * (lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * along(p["scale"], x))
+    ),
+    "a deviation": lambda p, x: affine(p, (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-5)),
+    "a power": lambda p, x: (x - mean(x)) * (x.var(-1, keepdims=True) + 1e-5) ** -0.5,
+    "the inverse of a deviation": lambda p, x: (
+        (x - mean(x)) * (1.0 / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5))
+    ),
+    "root mean square": lambda p, x: x * lax.rsqrt(mean(x * x) + 1e-6) * (1 + along(p["scale"], x)),
+    "T5's": lambda p, x: along(p["scale"], x) * (x / jnp.sqrt(mean(jnp.power(x, 2)) + 1e-6)),
+    "a norm that is scaled": lambda p, x: (
+        x / jnp.linalg.norm(x, axis=-1, keepdims=True) * D**0.5 * along(p["scale"], x)
+    ),
+    "groups": lambda p, x: affine(p, group_norm(x)),
+    "instances": lambda p, x: (x - mean(x, 1)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6),
+    "batches": lambda p, x: affine(
+        p, (x - mean(x, (0, 1))) * lax.rsqrt(x.var((0, 1), keepdims=True) + 1e-6)
+    ),
+    "a mask": lambda p, x: affine(p, masked(x)),
+    "a jit of the statistics": lambda p, x: (
+        (x - jax.jit(mean)(x)) * lax.rsqrt(jax.jit(lambda x: mean(x * x))(x) + 1e-6)
+    ),
+    "a checkpoint of the statistics": lambda p, x: (
+        x * lax.rsqrt(jax.checkpoint(lambda x: mean(x * x))(x) + 1e-6)
+    ),
+    "a checkpoint": lambda p, x: jax.checkpoint(lambda p, x: affine(p, two_passes(x)))(p, x),
+    "a rule for the variance": lambda p, x: (
+        (x - mean(x)) * lax.rsqrt(variance_with_a_rule(x) + 1e-6)
+    ),
+    "a rule for all of it": lambda p, x: with_a_rule(x),
+    "a scan over rows": lambda p, x: lax.scan(
+        lambda _, row: (None, affine(p, two_passes(row))), None, x
+    )[1],
+    "a branch": lambda p, x: lax.cond(
+        p["gamma"][0] > 0, lambda x: affine(p, two_passes(x)), two_passes, x
+    ),
+    "sums in a scan": lambda p, x: in_chunks(x),
+    "devices": lambda p, x: over_devices(x),
+    "a vmap": lambda p, x: jax.vmap(jax.vmap(lambda row: affine(p, two_passes(row))))(x),
+    "flax LayerNorm": lambda p, x: nn.LayerNorm().apply({"params": p}, x),
+    "flax LayerNorm, slow variance": lambda p, x: nn.LayerNorm(use_fast_variance=False).apply(
+        {"params": p}, x
+    ),
+    "flax RMSNorm": lambda p, x: nn.RMSNorm().apply({"params": p}, x),
+    "flax GroupNorm": lambda p, x: nn.GroupNorm(2).apply({"params": p}, x),
+    "flax InstanceNorm": lambda p, x: nn.InstanceNorm().apply({"params": p}, x),
+    "flax BatchNorm": lambda p, x: nn.BatchNorm(use_running_average=False).apply(
+        {"params": p, "batch_stats": STORED}, x, mutable="batch_stats"
+    )[0],
+}
+RUNNING: dict[str, Any] = {
+    "flax BatchNorm": lambda p, s, x: nn.BatchNorm(use_running_average=True).apply(
+        {"params": p, "batch_stats": s}, x
+    ),
+    "by hand": lambda p, s, x: affine(
+        p, (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x) + 1e-5)
+    ),
+    "folded": lambda p, s, x: folded(p, s, x),
+}
+
+
+def folded(p: Any, s: Any, x: Any) -> Any:
+    scale = p["scale"] * lax.rsqrt(s["var"] + 1e-5)
+    return x * along(scale, x) + along(p["bias"] - s["mean"] * scale, x)
+
+
+def squeezed(p: Any, x: Any) -> Any:
+    return x * jax.nn.sigmoid(mean(x, 1) @ p["w"])
+
+
+def responded(p: Any, x: Any) -> Any:
+    """ConvNeXt's global response: a quotient of roots multiplies x, none divides it."""
+    root = jnp.sqrt(jnp.sum(x * x, 1, keepdims=True))
+    return x * (root / (mean(root) + 1e-6)) * along(p["scale"], x) + along(p["bias"], x) + x
+
+
+def standardised(p: Any, x: Any) -> Any:
+    w = p["w"]
+    return x @ ((w - mean(w, 0)) * lax.rsqrt(w.var(0, keepdims=True) + 1e-6) * along(p["scale"], w))
+
+
+def demodulated(p: Any, x: Any) -> Any:
+    w = p["w"][None] * jnp.tanh(mean(x, 1)).reshape(4, D, 1)
+    return jnp.einsum("btd,bde->bte", x, w * lax.rsqrt(jnp.sum(w * w, 1, keepdims=True) + 1e-8))
+
+
+NO_NORMS: dict[str, Any] = {
+    "softmax": lambda p, x: jax.nn.softmax(x),
+    "centring": lambda p, x: x - mean(x),
+    "an L2 loss": lambda p, x: jnp.sum(jnp.square(x - along(p["bias"], x)), -1),
+    "a root of an L2 loss": lambda p, x: jnp.sqrt(mean(jnp.square(x - jnp.roll(x, 1)))),
+    "a deviation as a feature": lambda p, x: jnp.concatenate(
+        [x, jnp.broadcast_to(x.std(-1, keepdims=True), x.shape)], -1
+    ),
+    "a pooling gate": lambda p, x: x / (1.0 + jnp.abs(mean(x, 1))),
+    "squeeze and excite": squeezed,
+    "a global response": responded,
+    "standardised weights": standardised,
+    "demodulated weights": demodulated,
+    "a norm": lambda p, x: jnp.sum(x / jnp.linalg.norm(x, axis=-1, keepdims=True), -1),
+    "clipping by a norm": lambda p, x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(jnp.square(x)))),
+    "standardised data": lambda p, x: (x - x.mean()) / (x.std() + 1e-6),
+    "a temperature": lambda p, x: x * lax.rsqrt(p["gamma"][0]),
+    "noise": lambda p, x: (
+        jnp.sqrt(p["gamma"][0]) * x + jnp.sqrt(1 - 0.1 * p["gamma"][0]) * jnp.roll(x, 1)
+    ),
+    "multiplied by its deviation": lambda p, x: x * x.std(-1, keepdims=True),
+    "divided by another's deviation": lambda p, x: x / jnp.tanh(x).std(-1, keepdims=True),
+    "scaled and shifted": lambda p, x: x * along(p["scale"], x) + 1,
+}
+
+
+def regions(fn: Any, *args: Any) -> Regions:
+    body, _ = opened(jax.make_jaxpr(fn)(*args))
+    return normalizations(
+        body, [i == 0 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    )
+
+
+def marked(found: Regions) -> int:
+    return len(found.applies) + sum(map(marked, found.programs.values()))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalisation_is_found(name):
+    assert marked(regions(lambda p, x: NORMS[name](p, x @ p["w"]), P, X)) >= 1
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_normalisation_by_running_statistics_is_found(name):
+    assert marked(regions(RUNNING[name], P, STORED, X)) >= 2
+    assert marked(regions(lambda variables, x: RUNNING[name](*variables, x), (P, STORED), X)) >= 2
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_nothing_else_is_taken_for_one(name):
+    assert regions(NO_NORMS[name], P, X) == NOWHERE
+    assert regions(lambda p, x: NO_NORMS[name](p, x @ p["w"]), P, X) == NOWHERE
+
+
+def test_data_that_are_standardised_are_normalised_for_a_matmul_alone():
+    assert (
+        regions(lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y))), P, X, X)
+        == NOWHERE
+    )
+    assert (
+        regions(
+            lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x)), P, STORED, X
+        )
+        == NOWHERE
+    )
+    assert marked(regions(lambda p, x: two_passes(x).reshape(-1, D) @ p["w"], P, X)) >= 1
+
+
+def test_rows_of_a_table_are_normalised():
+    tokens = jnp.arange(4) % 3
+
+    def fn(p: Any) -> Any:
+        return jnp.tanh(affine(p, two_passes(p["w"][tokens] + p["w"][:4])))
+
+    assert marked(regions(fn, P)) >= 1
+    assert {op.inputs for op in named(operations(autocast(fn, BF16), P), "tanh")} == {("bfloat16",)}
+
+
+def between(fn: Any, name: str = "tanh") -> tuple[Any, ...]:
+    """A function between two matmuls, whose result an activation reads too."""
+    return (lambda p, x: jnp.tanh(fn(p, x @ p["w"])) @ p["w"]), P, X
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_it_runs_in_float32_and_hands_on_half(name):
+    fn, *args = between(NORMS[name])
+    ops = operations(autocast(fn, BF16), *args)
+    assert {op.inputs for op in named(ops, "tanh")} == {("bfloat16",)}
+    arithmetic = named(
+        ops, "mul", "div", "square", "rsqrt", "sqrt", "sub", "reduce_sum", "integer_pow"
+    )
+    assert {dtype for op in arithmetic for dtype in op.inputs if dtype in FLOATS} == {"float32"}
+    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_one_by_running_statistics_does_so_too(name):
+    def fn(p: Any, s: Any, x: Any) -> Any:
+        return jnp.tanh(RUNNING[name](p, s, x @ p["w"])) @ p["w"]
+
+    ops = operations(autocast(fn, BF16), P, STORED, X)
+    assert {op.inputs for op in named(ops, "tanh")} == {("bfloat16",)}
+    assert {dtype for op in named(ops, "mul", "sub", "div") for dtype in op.inputs} == {"float32"}
+
+
+def program(fn: Any, *args: Any) -> list[Any]:
+    """The equations of a program in order: primitives, dtypes and shapes, no names."""
+    return [
+        (
+            site.name,
+            site.inside,
+            *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)),
+        )
+        for site in walk(jax.make_jaxpr(fn)(*args))
+    ]
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_what_is_none_stays_ordinary_code(name, monkeypatch):
+    fn, *args = (
+        between(NO_NORMS[name])
+        if "loss" not in name and name != "a norm" and "feature" not in name
+        else (
+            lambda p, x: NO_NORMS[name](p, x @ p["w"]),
+            P,
+            X,
+        )
+    )
+    found = program(autocast(fn, BF16), *args)
+    monkeypatch.setattr(evaluator, "normalizations", lambda *_: NOWHERE)
+    assert program(autocast(fn, BF16), *args) == found
+
+
+def error(found: Any, truth: Any) -> float:
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
+
+
+DIFFERENTIATED = (
+    *(
+        "two passes",
+        "products for squares",
+        "groups",
+        "a checkpoint of the statistics",
+        "a rule for the variance",
+    ),
+    *(
+        "a rule for all of it",
+        "a scan over rows",
+        "sums in a scan",
+        "flax LayerNorm",
+        "flax BatchNorm",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_those_of_float32_to_the_rounding_of_the_matmuls(name):
+    weights = jnp.sin(jnp.arange(X.size, dtype=jnp.float32)).reshape(X.shape)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(NORMS[name](p, 3 * (x @ p["w"]) + 1)) @ p["w"] * weights)
+
+    of_it, in_it = jax.grad(autocast(loss, BF16), (0, 1)), autocast(jax.grad(loss, (0, 1)), BF16)
+    gradients = jax.jit(lambda p, x: (of_it(p, x), in_it(p, x), jax.grad(loss, (0, 1))(p, x)))(P, X)
+    *found, true = (
+        np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in gradients
+    )
+    assert max(error(one, true) for one in found) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "name", ["two passes", "one pass", "root mean square", "flax LayerNorm", "batches"]
+)
+def test_the_backward_pass_in_a_program_is_float32_and_hands_on_half(name):
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(NORMS[name](p, jax.nn.relu(x @ p["w"])) @ p["w"])
+
+    jaxpr = jax.make_jaxpr(autocast(jax.grad(loss), BF16))(P, X)
+    backward = [op for op in operations_of(jaxpr) if op.is_backward]
+    # The relu's cotangent comes out of the normalisation: half, as one of ordinary code is.
+    selections = [
+        site.equation.outvars[0].aval
+        for site in walk(jaxpr)
+        if site.name == "select_n" and site.is_backward
+    ]
+    assert {str(aval.dtype) for aval in selections if aval.shape == X.shape} == {"bfloat16"}
+    reductions = [op for op in named(backward, "reduce_sum") if op.terms != 1]
+    assert {op.inputs for op in reductions} == {("float32",)}
+    assert {op.inputs for op in named(backward, "dot_general")} == {("bfloat16", "bfloat16")}
+
+
+def test_statistics_that_are_returned_are_float32s():
+    def fn(p: Any, x: Any) -> Any:
+        h = x @ p["w"]
+        average = 0.9 * STORED["mean"] + 0.1 * jnp.mean(h, (0, 1))
+        return (
+            two_passes(h),
+            average,
+            affine(p, (h - mean(h, (0, 1))) / jnp.sqrt(h.var((0, 1), keepdims=True) + 1e-6)),
+        )
+
+    ops = operations(autocast(fn, BF16), P, X)
+    assert {op.inputs for op in named(ops, "add", "mul")} == {("float32", "float32")}
+
+
+def test_paths_that_are_named_are_normalisations():
+    def fn(p: Any, x: Any) -> Any:
+        with jax.named_scope("modulated"):
+            y = x @ p["w"] * along(p["scale"], x) + along(p["bias"], x)
+        return jnp.tanh(y)
+
+    plain, found = (
+        operations(autocast(fn, BF16, normalises=names), P, X) for names in ((), ("modulated",))
+    )
+    assert {op.inputs for op in named(plain, "add")} == {("bfloat16", "bfloat16")}
+    assert {op.inputs for op in named(found, "add", "mul")} == {("float32", "float32")}
+    assert {op.inputs for op in named(found, "tanh")} == {("bfloat16",)}
+    report = autocast(fn, BF16, normalises=["modulated"]).explain(P, X)
+    assert {r.done for r in report.records if r.primitive == "add"} == {"float32, read in half"}
+
+
+def test_paths_that_match_nothing_and_what_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"Rule 'elsewhere' matched no module"):
+        autocast(lambda p, x: x @ p["w"], BF16, normalises=("elsewhere",))(P, X)
+    for wrong in ("modulated", 3, (3,)):
+        with pytest.raises(
+            TypeError,
+            match=r"normalises should be a collection of module paths, such as .*, but got",
+        ):
+            autocast(lambda p, x: x, BF16, normalises=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scope", ["bn", "norm_free", "diagnorm", "ln_f"])
+def test_a_scope_changes_nothing(scope):
+    def fn(p: Any, x: Any, name: str = scope) -> Any:
+        with jax.named_scope(name):
+            y = x @ p["w"] * along(p["scale"], x) + 1
+        return jnp.tanh(y)
+
+    def plain(p: Any, x: Any) -> Any:
+        return fn(p, x, "block")
+
+    assert program(autocast(fn, BF16), P, X) == program(autocast(plain, BF16), P, X)
+
+
+def test_a_rule_for_its_path_decides():
+    def fn(p: Any, x: Any) -> Any:
+        with jax.named_scope("inner"):
+            return jnp.tanh(affine(p, two_passes(x @ p["w"]))) @ p["w"]
+
+    ops = operations(autocast(fn, BF16, rules={"inner": "f32"}), P, X)
+    assert {op.inputs for op in named(ops, "dot_general", "tanh")} == {
+        ("float32", "float32"),
+        ("float32",),
+    }
+    conservative = operations(autocast(fn, BF16, preset="conservative"), P, X)
+    assert {op.inputs for op in named(conservative, "tanh")} == {("float32",)}

@@ -1,0 +1,504 @@
+"""Values that half precision must not touch: accumulators, masks, statistics, positions, sums of
+gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from policy.autocasting.transform import autocast
+from tests.policy.autocasting.models import SQUARE
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+LOWEST = float(np.finfo(np.float32).min)
+RNG = np.random.default_rng(1)
+W = SQUARE
+
+
+def normal(*shape: int) -> Any:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+X = normal(4, 8)
+
+
+def half_of(policy: str) -> str:
+    return policy.removeprefix("mixed_")
+
+
+def error(found: Any, truth: Any) -> float:
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    return float(np.max(np.abs(found - truth)) / np.max(np.abs(truth)))
+
+
+# --------------------------------------------------------------------------------------------------
+# States
+# --------------------------------------------------------------------------------------------------
+
+
+@POLICIES
+def test_a_sum_carried_through_4096_steps_is_float32s(policy):
+    values = jnp.asarray(RNG.uniform(size=4096), jnp.float32)
+
+    def total(w, values):
+        return lax.scan(lambda total, v: (total + v * w, None), jnp.zeros(()), values)[0]
+
+    found = autocast(total, policy, params=0)(jnp.float32(1.5), values)
+    assert error(found, 1.5 * np.asarray(values, np.float64).sum()) < 1e-5
+
+
+@POLICIES
+def test_a_sum_of_half_matmuls_is_carried_in_float32(policy):
+    ops = operations(
+        autocast(
+            lambda w, xs: lax.scan(lambda s, x: (s + x @ w, s @ w), jnp.zeros((4, 8)), xs)[0],
+            policy,
+            params=0,
+        ),
+        W,
+        jnp.ones((3, 4, 8)),
+    )
+    assert {op.inputs for op in named(ops, "dot_general")} == {(half_of(policy),) * 2}
+    assert [op.inputs for op in named(ops, "add") if op.outputs == ("float32",)] == [
+        ("float32", "float32")
+    ]
+
+
+@POLICIES
+def test_an_average_over_time_keeps_float32(policy):
+    xs = jnp.asarray(1 + 0.1 * RNG.normal(size=(1000, 4)), jnp.float32)
+
+    def ema(state, xs):
+        return lax.fori_loop(0, 1000, lambda i, state: 0.999 * state + 0.001 * xs[i], state)
+
+    found, truth = autocast(ema, policy)(jnp.ones(4), xs), np.ones(4)
+    for x in np.asarray(xs, np.float64):
+        truth = 0.999 * truth + 0.001 * x
+    assert error(found, truth) < 1e-4
+
+
+@POLICIES
+def test_an_average_given_as_an_input_is_not_narrowed_by_half_activations(policy):
+    def step(w, x, state):
+        return 0.999 * state + 0.001 * (x @ w)
+
+    adds = named(operations(autocast(step, policy, params=0), W, X, X), "add")
+    assert [op.inputs for op in adds] == [("float32", "float32")]
+    state = 1 + 1e-3 * X
+    assert error(autocast(step, policy, params=0)(W, X, state), step(W, X, state)) < 1e-4
+
+
+@POLICIES
+def test_batch_statistics_are_float32s(policy):
+    module = nn.BatchNorm(use_running_average=False, momentum=0.9)
+    x = normal(64, 3) + 100
+
+    def fn(variables, x):
+        return module.apply(variables, x, mutable="batch_stats")
+
+    variables = module.init(jax.random.key(0), x)
+    _, updated = autocast(fn, policy)(variables, x)
+    _, expected = fn(variables, x)  # type: ignore[misc]
+    for found, truth in zip(jax.tree.leaves(updated), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == jnp.float32
+        assert error(found, truth) < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks and small numbers
+# --------------------------------------------------------------------------------------------------
+
+MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
+CONSTANT = jnp.where(MASK, 0.0, LOWEST)
+SCALAR = jnp.asarray(LOWEST, jnp.float32)
+FULL = np.full((4, 4), LOWEST, np.float32)
+
+
+def sliced(logits: Any) -> Any:
+    return jnp.where(MASK, logits, jnp.full((8, 8), LOWEST)[:4, 2:6])
+
+
+def carried_into_a_scan(logits: Any) -> Any:
+    lowest = jnp.full((4,), LOWEST)
+    rows = (logits, MASK)
+    return lax.scan(lambda carry, row: (carry, jnp.where(row[1], row[0], lowest)), None, rows)[1]
+
+
+def made_in_a_checkpoint(logits: Any) -> Any:
+    return jnp.where(
+        MASK, logits, jax.checkpoint(lambda x: jnp.full((4, 4), LOWEST) + 0 * x[0, 0])(logits)
+    )
+
+
+MASKS: dict[str, Any] = {
+    "a literal": lambda logits: jnp.where(MASK, logits, LOWEST),
+    "a literal, not nested": lambda logits: lax.select(MASK, logits, jnp.full((4, 4), LOWEST)),
+    "minus a billion": lambda logits: jnp.where(MASK, logits, -1e9),
+    "a constant": lambda logits: logits + CONSTANT,
+    "a constant scalar": lambda logits: jnp.where(MASK, logits, SCALAR),
+    "a constant of numpy": lambda logits: lax.select(MASK, logits, jnp.asarray(FULL)),
+    "ones and zeros": lambda logits: logits + (1.0 - MASK.astype(jnp.float32)) * -1e9,
+    "ones and zeros, lowest": lambda logits: logits + (1.0 - MASK.astype(jnp.float32)) * LOWEST,
+    "integers": lambda logits: logits + (1 - MASK.astype(jnp.int32)).astype(jnp.float32) * LOWEST,
+    "sliced": sliced,
+    "negated": lambda logits: jnp.where(MASK, logits, lax.neg(jnp.full((4, 4), -LOWEST))),
+    "joined": lambda logits: jnp.where(
+        MASK, logits, jnp.concatenate([jnp.full((4, 2), LOWEST)] * 2, 1)
+    ),
+    "given to a checkpoint": lambda logits: jax.checkpoint(jnp.where)(MASK, logits, LOWEST),
+    "carried into a scan": carried_into_a_scan,
+    "made in a checkpoint": made_in_a_checkpoint,
+    "in a branch": lambda logits: lax.cond(
+        logits[0, 0] < 1e9, lambda x: jnp.where(MASK, x, LOWEST), lambda x: x, logits
+    ),
+    "given to a branch": lambda logits: lax.cond(
+        logits[0, 0] < 1e9, lambda x, low: jnp.where(MASK, x, low), lambda x, low: x, logits, LOWEST
+    ),
+    "given to a jit that donates": lambda logits: jax.jit(
+        lambda logits, low: jnp.where(MASK, logits @ jnp.eye(4), low), donate_argnums=0
+    )(logits + 0.0, LOWEST),
+    "given to a jit": lambda logits: jax.jit(jnp.where)(MASK, logits, jnp.full((4, 4), LOWEST)),
+}
+
+
+def attention(masked: Any) -> Any:
+    return lambda w, x: jax.nn.softmax(masked((x @ w) @ x.T)) @ x
+
+
+@POLICIES
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_row_that_sees_nothing_stays_finite(mask, policy):
+    fn = autocast(attention(MASKS[mask]), policy, params=0)
+    out, gradient = jax.jit(jax.value_and_grad(lambda w, x: fn(w, x).sum()))(W, X)
+    assert np.isfinite(out) and np.all(np.isfinite(gradient))
+    assert {op.inputs for op in named(operations(fn, W, X), "dot_general")} == {
+        (half_of(policy),) * 2
+    }
+
+
+@POLICIES
+def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
+    fn = autocast(lambda w, x, mask: jax.nn.softmax((x @ w) @ x.T + mask) @ x, policy, params=0)
+    adds = named(operations(fn, W, X, CONSTANT), "add")
+    assert [op.inputs for op in adds] == [("float32", "float32")]
+    assert np.all(np.isfinite(fn(W, X, CONSTANT)))
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, -1e9])
+@POLICIES
+def test_the_number_of_a_mask_given_as_an_input_keeps_its_range(policy, lowest):
+    fn = autocast(
+        lambda w, x, lowest: jax.nn.softmax(jnp.where(MASK, (x @ w) @ x.T, lowest)) @ x,
+        policy,
+        params=0,
+    )
+    assert np.all(np.isfinite(fn(W, X, jnp.float32(lowest))))
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-12])
+def test_a_small_number_does_not_vanish_in_float16(epsilon):
+    def normalised(w, x):
+        h = x @ w
+        return h / (jnp.abs(h) + epsilon)
+
+    found = autocast(normalised, "mixed_float16")(W, X.at[0].set(0.0))
+    np.testing.assert_array_equal(found[0], 0.0)
+    assert error(found, jnp.sign(X.at[0].set(0.0) @ W)) < 1e-3
+
+
+def test_dropout_masks_are_bit_identical():
+    def dropped(w, x):
+        keep = jax.random.bernoulli(jax.random.key(3), 0.7, (4, 8))
+        noise = jax.random.normal(jax.random.key(4), (4, 8))
+        return jnp.where(keep, x @ w, 0.0), keep, noise
+
+    _, *found = autocast(dropped, "mixed_bfloat16", params=0)(W, X)
+    _, *expected = jax.jit(dropped)(W, X)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_gradient_of_relu_at_zero_stays_zero():
+    fn = autocast(lambda w, x: jax.nn.relu(x @ w).sum(), "mixed_bfloat16")
+    np.testing.assert_array_equal(jax.grad(fn, 1)(W, jnp.zeros((4, 8))), 0.0)
+    np.testing.assert_array_equal(jax.grad(autocast(jax.nn.relu, "mixed_bfloat16"))(0.0), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Statistics, positions and sums
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_variance_in_one_pass_is_accurate_to_the_rounding_of_its_input():
+    x = jnp.asarray(8 + RNG.normal(size=(4, 4096)), jnp.float32)
+
+    def variance(w, x):
+        h = x @ w
+        return jnp.mean(jnp.square(h), 0) - jnp.square(jnp.mean(h, 0))
+
+    found = autocast(variance, "mixed_bfloat16")(jnp.eye(4), x.T)
+    assert error(found, np.asarray(x, np.float64).var(1)) < 2e-2
+
+
+NORMS = {
+    "norm": lambda h: jnp.linalg.norm(h, axis=-1),
+    "unit length": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+    "products": lambda h: jnp.sqrt((h * h).sum(-1)),
+    "cosine": lambda h: (h * h).sum(-1) / jnp.sum(h * jnp.conj(h), -1),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@POLICIES
+def test_a_value_times_itself_is_squared_in_float32_if_it_is_summed(policy, name):
+    large, truth = 1000 * X, NORMS[name](1000 * (X @ W))  # the squares overflow in float16
+    fn = autocast(lambda w, x: NORMS[name](x @ w), policy, params=0)
+    assert error(fn(W, large), truth) < 2e-2
+    assert np.all(np.isfinite(jax.grad(lambda w: fn(w, large).sum())(W)))
+    assert {op.inputs for op in named(operations(fn, W, large), "mul")} == {("float32",) * 2}
+
+
+def test_a_value_times_itself_that_is_not_summed_runs_in_half_precision():
+    fn = autocast(lambda w, x: jax.nn.relu(x @ w) * jax.nn.relu(x @ w), "mixed_bfloat16", params=0)
+    squared = autocast(lambda w, x: (lambda h: h * h)(x @ w) @ w, "mixed_bfloat16", params=0)
+    for muls in (named(operations(f, W, X), "mul") for f in (fn, squared)):
+        assert {op.inputs for op in muls} == {("bfloat16", "bfloat16")}
+
+
+def test_integer_positions_stay_exact():
+    positions = jnp.arange(4)[:, None] + 100_001
+
+    def turned(w, x):
+        return (x @ w) * jnp.cos(positions.astype(jnp.float32) * 0.37)
+
+    found, truth = (
+        autocast(turned, "mixed_bfloat16")(W, X),
+        np.cos(np.asarray(positions, np.float64) * 0.37),
+    )
+    assert error(found, np.asarray(X @ W) * truth) < 1.2e-2
+    ops = operations(
+        autocast(lambda w, x: (x @ w) + positions.astype(jnp.float32), "mixed_bfloat16"), W, X
+    )
+    assert [op.inputs for op in named(ops, "add") if "bfloat16" in op.inputs] == []
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda h: jnp.cumsum(h, 0),
+        lambda h: jax.ops.segment_sum(h, jnp.zeros(2000, int), 1),
+        lambda h: jax.nn.logsumexp(h, 0),
+        lambda h: jnp.zeros((1, 8)).at[jnp.zeros(2000, int)].add(h),
+        lambda h: jnp.mean(h, 0),
+    ],
+    ids=["cumsum", "segment_sum", "logsumexp", "scatter-add", "mean"],
+)
+def test_a_sum_of_many_half_numbers_is_accurate_to_their_rounding(reduced):
+    x = jnp.asarray(RNG.uniform(0.5, 1.5, size=(2000, 8)), jnp.float32)
+    found = autocast(lambda w, x: reduced(x @ w), "mixed_bfloat16")(jnp.eye(8), x)
+    assert error(found, reduced(x)) < 1e-3
+
+
+ROWS = jnp.asarray(RNG.uniform(0.5, 1.5, size=(8192, 4)), jnp.float32)
+
+
+@pytest.mark.parametrize("bias", [jnp.ones(4), jnp.ones((1, 4))], ids=["(d,)", "(1, d)"])
+def test_the_gradient_of_a_bias_is_summed_in_float32(bias):
+    def loss(params, x):
+        h = x @ params["w"] + jnp.reshape(params["b"], (1, 4))
+        return jnp.sum(h * ROWS)
+
+    params = {"w": jnp.eye(4), "b": bias}
+    ops = operations(jax.grad(autocast(loss, "mixed_bfloat16")), params, ROWS)
+    assert {op.inputs for op in named(ops, "reduce_sum")} == {("float32",)}
+    found = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16")))(params, ROWS)["b"]
+    assert found.shape == bias.shape
+    assert error(found.ravel(), np.asarray(ROWS, np.float64).sum(0)) < 1e-3
+
+
+def uses(w: Any, x: Any) -> Any:
+    return sum(jnp.sum((x * (1 + i / 64)) @ w) for i in range(64))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
+    fn = (
+        autocast(jax.grad(uses), "mixed_bfloat16", params=0)
+        if inside
+        else jax.grad(autocast(uses, "mixed_bfloat16"))
+    )
+    adds = named(operations(fn, W, jnp.abs(X)), "add_any")
+    assert [op.inputs for op in adds] == [("float32", "float32")] * 63
+    assert error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+def test_the_cotangents_of_activations_stay_half(inside):
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jnp.tanh(h) @ w + h)
+
+    fn = (
+        autocast(jax.grad(loss), "mixed_bfloat16", params=0)
+        if inside
+        else jax.grad(autocast(loss, "mixed_bfloat16"))
+    )
+    dots = named(operations(fn, W, X), "dot_general")
+    assert {op.inputs for op in dots} == {("bfloat16",) * 2}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
+    xs = normal(512, 2, 8)
+
+    def loss(w, xs):
+        return jnp.mean(
+            lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros((2, 8)), xs)[1] * xs
+        )
+
+    bf16 = "mixed_bfloat16"
+    fn = (
+        autocast(jax.grad(loss), bf16, params=0)
+        if inside
+        else jax.grad(autocast(loss, bf16, params=0))
+    )
+    found, truth = jax.jit(fn)(0.5 * W, xs), jax.jit(jax.grad(loss))(0.5 * W, xs)
+    assert float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth)) < 1e-2
+
+
+def test_the_gradients_of_tied_weights_meet_in_float32():
+    tokens = jnp.asarray([0, 1, 1, 2, 0, 1] * 40)
+
+    def loss(table):
+        return jnp.mean(jnp.square(table[tokens] @ table.T))
+
+    table = normal(3, 8)
+    fn = jax.grad(autocast(loss, "mixed_bfloat16", params=0))
+    ops = operations(fn, table)
+    assert {op.inputs[0] for op in named(ops, "scatter-add")} == {"float32"}
+    assert [op.inputs for op in named(ops, "add_any")] == [("float32", "float32")]
+    assert error(fn(table), jax.grad(loss)(table)) < 2e-2
+
+
+# --------------------------------------------------------------------------------------------------
+# The transformation itself
+# --------------------------------------------------------------------------------------------------
+
+
+def casts(fn: Any, *args: Any) -> list[tuple[str, ...]]:
+    ops = named(operations(fn, *args), "convert_element_type")
+    return sorted((*op.inputs, *op.outputs) for op in ops if op.inputs != op.outputs)
+
+
+@POLICIES
+def test_autocast_twice_is_autocast_once(policy):
+    def fn(w, x):
+        return jax.nn.softmax(jax.nn.gelu(x @ w) @ w).sum()
+
+    once = autocast(fn, policy)
+    twice = autocast(once, policy)
+    assert casts(twice, W, X) == casts(once, W, X)
+    assert casts(jax.grad(twice), W, X) == casts(jax.grad(once), W, X)
+    np.testing.assert_array_equal(twice(W, X), once(W, X))
+
+
+def test_results_and_gradients_do_not_depend_on_argnums():
+    def fn(params, x, scale):
+        return jnp.sum(jax.nn.silu(x @ params["w"]) * scale)
+
+    args = ({"w": W}, X, jnp.ones((4, 8)))
+    cast = autocast(fn, "mixed_bfloat16")
+    value, every = jax.value_and_grad(cast, (0, 1, 2))(*args)
+    for argnum in range(3):
+        alone_value, alone = jax.value_and_grad(cast, argnum)(*args)
+        np.testing.assert_array_equal(alone_value, value)
+        jax.tree.map(np.testing.assert_array_equal, alone, every[argnum])
+
+
+def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
+    """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels
+    where p is almost 1.
+    """
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(
+        jnp.float32
+    )
+    labels = jnp.argmax(logits, -1)
+
+    def loss(w, x):  # an exact product, so that the logits are half and known
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+
+    eye = jnp.eye(64)
+    exact = -jax.nn.log_softmax(logits)[jnp.arange(4), labels]
+    for strict in (
+        autocast(loss, "mixed_bfloat16", on_unknown="raise"),
+        autocast(loss, "mixed_bfloat16"),
+    ):
+        np.testing.assert_allclose(strict(eye, logits), exact, rtol=1e-5, atol=1e-6)
+    found = jax.grad(lambda x: autocast(loss, "mixed_bfloat16")(eye, x).sum())(logits)
+    truth = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 64)
+    np.testing.assert_allclose(found, truth, rtol=2**-8, atol=1e-7)
+    weights = autocast(lambda w, x: jax.nn.softmax(x @ w), "mixed_bfloat16")(eye, logits)
+    np.testing.assert_allclose(weights, jax.nn.softmax(logits), rtol=1e-5, atol=1e-7)
+
+
+def test_a_transposed_param_is_cast_and_then_transposed():
+    """As `x @ w.T.astype(half)` is not, but `x @ w.astype(half).T`: XLA folds that transposition
+    into the matmul, and the one of its gradient. XLA:CPU of jax 0.12 multiplies in another order
+    past a cast, 5 times less accurately.
+    """
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(x @ w.T))
+
+    ops = operations(jax.grad(autocast(loss, "mixed_bfloat16", params=0)), W, X)
+    forward = {op.inputs for op in named(ops, "transpose") if not op.is_backward}
+    backward = {op.inputs for op in named(ops, "transpose") if op.is_backward}
+    assert ("bfloat16",) in forward and backward == {("bfloat16",)}
+    found = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16", params=0)))(W, X)
+    x, w = (np.asarray(a, np.float64) for a in (X, W))
+    assert error(found, 2 * (x @ w.T).T @ x) < 1e-2
+
+
+def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
+    def masked(w, x, mask):
+        return jnp.where(mask, x @ w, jnp.finfo(jnp.float32).min)
+
+    mask = jnp.asarray(RNG.uniform(size=(4, 8)) < 0.5)
+    program = autocast(masked, "mixed_bfloat16")
+    assert {op.inputs[1:] for op in named(operations(program, W, X, mask), "select_n")} == {
+        ("bfloat16", "bfloat16")
+    }
+    found = program(W, X, mask)
+    assert (found[~mask] == jnp.finfo(jnp.bfloat16).min.astype(jnp.float32)).all()
+    assert error(found[mask], masked(W, X, mask)[mask]) < 1e-2
+
+
+@pytest.mark.parametrize(("policy", "number"), [("mixed_float16", 1e5), ("mixed_float16", -1e-9)])
+def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(policy, number):
+    program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
+    assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {
+        ("float32", "float32")
+    }
+    assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
+
+
+def test_a_matmul_of_a_real_number_with_a_complex_one_runs_as_it_was_traced():
+    def f(weights, x):
+        filters = lax.complex(weights, 2 * weights)
+        return jnp.real(x.astype(jnp.complex64) @ filters) + jnp.real(lax.dot(x, filters))
+
+    weights, x = jnp.ones((8, 4)), jnp.ones((3, 8))
+    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_bfloat16"))(weights, x), f(weights, x))
+    gradient = jax.eval_shape(
+        jax.grad(lambda w: autocast(f, "mixed_bfloat16")(w, x).sum()), weights
+    )
+    assert gradient.dtype == jnp.float32

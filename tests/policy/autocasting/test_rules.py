@@ -1,0 +1,353 @@
+"""Rules by module path, through every transformation that moves names about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from policy import PolicyRules, audit, full_precision, use_policy
+from policy.autocasting.transform import autocast
+from policy.programs.paths import path_of
+from policy.programs.subprograms import opened
+from policy.programs.walk import walk
+from tests.policy.autocasting.models import KEY, SEQUENCE, SQUARE, normal
+from tests.programs import apply, operations
+
+BF16 = "mixed_bfloat16"
+
+
+class Block(nn.Module):
+    """Two matmuls: `up` of width 16, `down` back to 8, told apart by their shapes."""
+
+    @nn.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        return x + nn.Dense(8, name="down")(nn.tanh(nn.Dense(16, name="up")(x))), None
+
+
+class Net(nn.Module):
+    remat: bool
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        block: Any = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        if self.scan:
+            x, _ = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )(name="layers")(x, None)
+        else:
+            for i in range(2):
+                x, _ = block(name=f"layers_{i}")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+def matmuls(fn: Any, *args: Any) -> Counter[tuple[str, str]]:
+    """Counts the matmuls of each layer, by layer and dtype: told by shapes, not by the names under
+    test.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+
+    for site in walk(jax.make_jaxpr(fn)(*args)):
+        if site.name == "dot_general":
+            variables = (*site.equation.invars, *site.equation.outvars)
+            layer = "head" if any(3 in v.aval.shape for v in variables) else "block"
+            found[layer, site.equation.invars[0].aval.dtype.name] += 1
+    return found
+
+
+def programs(fn: Any, **options: Any) -> dict[str, Any]:
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(fn(variables, x)))
+
+    return {
+        "forward": autocast(fn, BF16, **options),
+        "grad(autocast)": jax.grad(autocast(loss, BF16, **options), (0, 1)),
+        "autocast(grad)": autocast(jax.grad(loss, (0, 1)), BF16, params=0, **options),
+        "jit(grad(autocast))": jax.jit(jax.grad(autocast(loss, BF16, **options), (0, 1))),
+    }
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_a_named_layer_is_in_float32_everywhere_and_no_other(remat, scan):
+    net = Net(remat, scan)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={"head": "f32"}).items():
+        dtypes = set(matmuls(fn, variables, SEQUENCE))
+        assert dtypes == {("head", "float32"), ("block", "bfloat16")}, program
+    for program, fn in programs(net.apply, rules={r"layers(_\d)?/.*": "f32"}).items():
+        dtypes = set(matmuls(fn, variables, SEQUENCE))
+        assert dtypes == {("head", "bfloat16"), ("block", "float32")}, program
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_one_layer_of_several_alike_is_told_from_its_neighbour(remat):
+    net = Net(remat, scan=False)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={"layers_1": "f32"}).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        assert found["block", "float32"] == found["block", "bfloat16"] > 0, program
+    for program, fn in programs(
+        net.apply, rules={"layers_1/up": "f32", "Net:layers_0": "mixed_float16"}
+    ).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
+        assert (
+            found["block", "float32"] + found["block", "bfloat16"] == found["block", "float16"]
+        ), program
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_one_matmul_within_a_layer_is_told_from_the_other(remat, scan):
+    net = Net(remat, scan)
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={r"layers.*/up": "f32"}).items():
+        found = matmuls(fn, variables, SEQUENCE)
+        # a checkpoint computes `up` again, and not always `down`
+        assert found["block", "float32"] >= found["block", "bfloat16"] > 0, program
+        plain = matmuls(programs(net.apply)[program], variables, SEQUENCE)
+        assert (
+            found["block", "float32"] + found["block", "bfloat16"] == plain["block", "bfloat16"]
+        ), program
+
+
+class Methods(nn.Module):
+    """A module with a method of its own, in the scopes ``Methods`` and ``Methods.encode``."""
+
+    def setup(self) -> None:
+        self.body, self.head = (
+            nn.Dense(8),
+            nn.Dense(3),
+        )  # `body` is a name of JAX's in compiled programs, not in these
+
+    def encode(self, x: Any) -> Any:
+        return self.body(x)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.encode(x))
+
+
+@pytest.mark.parametrize("rule", ["body", "Methods:body"])
+def test_a_layer_is_known_by_its_path_whatever_method_calls_it(rule):
+    net = Methods()
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    for program, fn in programs(net.apply, rules={rule: "f32"}).items():
+        assert set(matmuls(fn, variables, SEQUENCE)) == {
+            ("block", "float32"),
+            ("head", "bfloat16"),
+        }, program
+    encode = autocast(
+        lambda variables, x: net.apply(variables, x, method="encode"), BF16, rules={rule: "f32"}
+    )
+    assert set(matmuls(encode, variables, SEQUENCE)) == {("block", "float32")}
+
+
+def test_a_rule_for_what_an_island_holds_matches_it():
+    net = Methods()
+    variables = jax.eval_shape(net.init, KEY, SEQUENCE)
+    fn = autocast(
+        full_precision(net.apply), BF16, rules={"body": "mixed_float16", "Methods:head": "bf16"}
+    )
+    assert {dtype for _, dtype in matmuls(fn, variables, SEQUENCE)} == {"float32"}
+
+
+def scoped(w: Any, x: Any) -> Any:
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("second"), jax.named_scope("inner"):
+        return lax.scan(
+            lambda x, _: (jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None), x, None, length=2
+        )[0]
+
+
+@pytest.mark.parametrize("rule", ["second", "second/inner", "second/.*"])
+def test_scopes_of_plain_functions_are_paths_too(rule):
+    w, x = SQUARE, normal(4, 8)
+    for program, fn in programs(scoped, rules={rule: "f32"}).items():
+        first = [
+            op.inputs[0]
+            for op in operations(fn, w, x)
+            if op.name == "dot_general" and "first" in op.path
+        ]
+        second = [
+            op.inputs[0]
+            for op in operations(fn, w, x)
+            if op.name == "dot_general" and "second" in op.path
+        ]
+        assert set(first) == {"bfloat16"}, program
+        assert set(second) == {"float32"}, program
+
+
+@pytest.mark.parametrize(
+    ("name_stack", "above", "path"),
+    [
+        ("", (), ()),
+        ("Net/layer_0/Dense_0", (), ("Net", "layer_0", "Dense_0")),
+        ("jvp(Net)/layer_0", (), ("Net", "layer_0")),
+        ("transpose(jvp(Net))/layer_0", (), ("Net", "layer_0")),
+        ("Net/jvp(Net)/layer_0", (), ("Net", "layer_0")),
+        ("Net/vmap(heads)/d", (), ("Net", "heads", "d")),
+        ("Net/layer_0/...qhd,...khd->...hqk", (), ("Net", "layer_0")),
+        ("Net/checkpoint/layer_0", (), ("Net", "layer_0")),
+        ("Net/rematted_computation/layer_0", (), ("Net", "layer_0")),
+        ("Net/jit(relu)/x", (), ("Net", "x")),
+        ("Net/Net.encode/layer_0", (), ("Net", "layer_0")),
+        ("Net.encode/layer_0", (), ("Net", "layer_0")),
+        ("Net.encode/layer_0", ("Net",), ("Net", "layer_0")),
+        ("transpose(jvp(Net.encode))/layer_0.call/up", (), ("Net", "layer_0", "up")),
+        ("Net/ab...,b->...", (), ("Net",)),
+        ("Net/layer_0", ("Net",), ("Net", "layer_0")),
+        ("layer_0/up", ("Net",), ("Net", "layer_0", "up")),
+        ("layer_0/up", ("Net", "layer_0"), ("Net", "layer_0", "up")),
+        ("transpose(jvp(Net))/layer_0", ("Net", "layer_0"), ("Net", "layer_0")),
+        ("transpose(jvp())", ("Net", "layer_0"), ("Net", "layer_0")),
+        ("", ("Net", "layer_0"), ("Net", "layer_0")),
+    ],
+)
+def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
+    assert path_of(name_stack, above) == path
+
+
+# --------------------------------------------------------------------------------------------------
+# What a scan over layers carries
+# --------------------------------------------------------------------------------------------------
+
+
+def carried(fn: Any, *args: Any) -> set[str]:
+    """The dtypes of the matrices that the scans of a program carry."""
+
+    dtypes: set[str] = set()
+    for site in walk(jax.make_jaxpr(fn)(*args)):
+        if site.name == "scan":
+            body, _ = opened(site.equation.params["jaxpr"])
+            pairs = zip(site.equation.outvars, body.outvars, strict=True)
+            dtypes |= {o.aval.dtype.name for o, i in pairs if o.aval.ndim == i.aval.ndim == 2}
+    return dtypes
+
+
+LAYERS = PolicyRules({"layers": "bfloat16"})
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bool):
+    net = Net(remat, scan=True)
+    variables = jax.eval_shape(net.init, KEY, SQUARE)
+    assert carried(autocast(net.apply, BF16), variables, SQUARE) == {"float32"}
+    assert carried(autocast(net.apply, BF16, rules={"layers": BF16}), variables, SQUARE) == {
+        "float32"
+    }
+    assert carried(autocast(net.apply, BF16, rules={"layers/up": "bf16"}), variables, SQUARE) == {
+        "float32"
+    }
+    for name, program in programs(net.apply, rules=LAYERS).items():
+        assert "bfloat16" in carried(program, variables, SQUARE), name
+    assert carried(autocast(net.apply, BF16, rules=LAYERS), variables, SQUARE) == {"bfloat16"}
+
+
+def test_gradients_through_narrowed_layers_are_close_to_float32():
+    net = Net(remat=True, scan=True)
+    x = normal(8, 8)
+    variables = jax.jit(net.init)(KEY, x)
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(apply(net, variables, x)))
+
+    wide = jax.grad(loss)(variables, x)
+    narrow = jax.grad(autocast(loss, BF16, rules=LAYERS))(variables, x)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(narrow):
+        truth = wide
+        for key in path:
+            truth = truth[key.key]
+        assert gradient.dtype == jnp.float32
+        assert jnp.linalg.norm(gradient - truth) < 3e-2 * jnp.linalg.norm(truth), path
+
+
+def test_a_running_sum_beside_narrowed_layers_keeps_float32():
+    class Summed(nn.Module):
+        @nn.compact
+        def __call__(self, carry: Any, _: Any) -> Any:
+            x, total = carry
+            x = x + nn.Dense(8)(x)
+            return (x, total + jnp.exp(x)), None
+
+    class Holder(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            layers = nn.scan(
+                Summed, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            return layers(name="layers")((x, jnp.zeros_like(x)), None)[0]
+
+    holder = Holder()
+    variables = jax.eval_shape(holder.init, KEY, SQUARE)
+    program = autocast(holder.apply, BF16, rules=LAYERS)
+    assert carried(program, variables, SQUARE) == {"bfloat16", "float32"}
+
+
+def test_a_rule_for_a_module_leaves_its_own_loops_alone():
+    class Sums(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            y = nn.Dense(8)(x)
+            return lax.scan(lambda total, _: (total + y, None), jnp.zeros_like(y), None, length=3)[
+                0
+            ]
+
+    model = Sums()
+    variables = jax.eval_shape(model.init, KEY, SQUARE)
+    assert carried(autocast(model.apply, BF16, rules={"Sums:": "bfloat16"}), variables, SQUARE) == {
+        "float32"
+    }
+
+
+def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
+    net = Net(remat=False, scan=False)
+    variables = jax.eval_shape(net.init, KEY, SQUARE)
+    program = autocast(net.apply)
+    with use_policy(BF16, {"layers_.*": "float32", "elsewhere": "float16"}):
+        assert matmuls(program, variables, SQUARE) == {
+            ("block", "float32"): 4,
+            ("head", "bfloat16"): 1,
+        }
+    with use_policy(BF16, {"head": "float32"}):
+        assert matmuls(program, variables, SQUARE) == {
+            ("block", "bfloat16"): 4,
+            ("head", "float32"): 1,
+        }
+
+
+class Doubled(nn.Dense):
+    """A layer whose call calls its base class's: flax.linen writes its name twice."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+@pytest.mark.parametrize("rule", ["SelfAttention_0/query", "attend/query"])
+def test_a_layer_that_calls_its_base_class_goes_by_the_path_of_its_params(rule: str):
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            name = None if rule.startswith("Self") else "attend"
+            return Doubled(8)(nn.SelfAttention(2, name=name)(x))
+
+    model = Attends()
+    variables = jax.eval_shape(model.init, KEY, SEQUENCE)
+    program = autocast(
+        model.apply, BF16, rules=PolicyRules({rule: "float32", "Doubled_0": "float32"})
+    )
+    wide = {r.path for r in program.explain(variables, SEQUENCE).wide_matmuls}
+    assert {path.rpartition("/")[2] for path in wide} == {"query", "Doubled_0"}
+    report = audit(model.apply, variables, SEQUENCE)
+    paths = {operation.path for operation in report.operations if operation.kind == "dot"}
+    assert "Doubled_0" in paths
+    assert rule in paths

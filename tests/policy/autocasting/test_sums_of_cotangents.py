@@ -1,0 +1,203 @@
+"""No derivative of an evaluated program sums in half precision: broadcasts, lookups, extremes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from policy.autocasting.transform import autocast
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+RNG = np.random.default_rng(0)
+SUMS = (
+    "reduce_sum",
+    "reduce_prod",
+    "cumsum",
+    "cumprod",
+    "cumlogsumexp",
+    "scatter-add",
+    "scatter-mul",
+    "reduce_window_sum",
+    "select_and_scatter_add",
+)
+
+
+def positive(*shape: int) -> Any:
+    return jnp.asarray(RNG.uniform(0.5, 1.5, size=shape), jnp.float32)
+
+
+def sums_in_half(fn: Any, *args: Any) -> list[Any]:
+    return [
+        op
+        for op in named(operations(fn, *args), *SUMS)
+        if {"bfloat16", "float16"} & {*op.outputs} and op.terms != 1
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Broadcasts
+# --------------------------------------------------------------------------------------------------
+
+ELEMENTWISE = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "max": lax.max,
+    "pow": lax.pow,
+    "atan2": lax.atan2,
+    "select": lambda a, b: jnp.where(a > b, a, b),
+    "clamp": lambda a, b: jnp.clip(a, 0.1 * b, b),
+    "logaddexp": jnp.logaddexp,  # these two have a custom_jvp rule
+    "xlogy": jax.scipy.special.xlogy,
+}
+T, D = 4, 5
+SHAPES = [((T, D), (1, D)), ((T, D), ()), ((1, D), (T, 1)), ((2, T, D), (1, 1, 1))]
+KINDS = ("half", "param", "float32", "constant")
+
+
+def value_of(kind: str, which: int, params: Any, args: Any, constants: Any) -> Any:
+    if kind == "half":  # an activation
+        column = args[which].reshape(-1, 1) * jnp.ones((1, 2))
+        return (column @ params["w"]).reshape(args[which].shape)
+    return {"param": params["own"], "float32": args, "constant": constants}[kind][which]
+
+
+@POLICIES
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_cotangents_of_a_broadcast_are_summed_in_float32(name, policy):
+    for shapes, kinds in itertools.product(SHAPES, itertools.product(KINDS, KINDS)):
+        if "half" not in kinds:
+            continue
+        out = np.broadcast_shapes(*shapes)
+        args, constants = ([positive(*shape) for shape in shapes] for _ in range(2))
+        params = {"w": positive(2, 1), "own": [positive(*shape) for shape in shapes]}
+        weights = positive(*out)
+
+        def loss(params, args, kinds=kinds, constants=constants, weights=weights):
+            a, b = (value_of(kind, i, params, args, constants) for i, kind in enumerate(kinds))
+            return jnp.sum(weights * ELEMENTWISE[name](a, b))
+
+        grad = jax.grad(autocast(loss, policy, params=0), (0, 1))
+        assert sums_in_half(grad, params, args) == [], (shapes, kinds)
+
+
+@POLICIES
+def test_the_gradients_of_biases_and_masks_of_logits_are_accurate(policy):
+    """The bias is an activation, the mask a float32 argument."""
+    x, mask = positive(64, 8), jnp.where(positive(64, 64) > 1, 0.0, -1.0)
+    params = {"q": positive(8, 8), "bias": positive(8, 1)}
+
+    def loss(params, x, mask):
+        bias = (x[:1] @ params["bias"]).reshape(1, 1)
+        logits = (x @ params["q"] @ x.T) * 0.01 + bias + mask
+        return jnp.sum(jnp.tanh(logits - 2.0) * mask)
+
+    grad = jax.grad(autocast(loss, policy, params=0))
+    assert sums_in_half(grad, params, x, mask) == []
+    found, truth = grad(params, x, mask)["bias"], jax.grad(loss)(params, x, mask)["bias"]
+    assert float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth)) < 1e-2
+
+
+def test_the_gradient_of_a_scalar_is_summed_in_float32():
+    x = jnp.asarray(RNG.normal(1, 1, size=(4096, 8)), jnp.float32)
+
+    def loss(params, x):
+        h = x @ params["w"]
+        return jnp.sum(jnp.where(h > 0, h, params["slope"] * h))
+
+    params = {"w": jnp.eye(8), "slope": jnp.float32(0.25)}
+    found = jax.grad(autocast(loss, "mixed_bfloat16", params=0))(params, x)["slope"]
+    truth = float(np.minimum(np.asarray(x, np.float64), 0).sum())
+    assert abs(float(found) / truth - 1) < 1e-3
+
+
+# --------------------------------------------------------------------------------------------------
+# Lookups, extremes and running sums
+# --------------------------------------------------------------------------------------------------
+
+ROWS = jnp.asarray([0, 0, 1, 2, 2, 2])
+
+
+def pooled(window: int) -> Any:
+    return lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (window, 1), (1, 1), "SAME")
+
+
+MOVES: dict[str, Any] = {
+    "top_k": lambda h: lax.top_k(h, 3)[0],
+    "sort": lambda h: jnp.sort(h, 0),
+    "sort of pairs": lambda h: lax.sort((h, h * 2.0), num_keys=1)[1],
+    "median": lambda h: jnp.median(h, 0),
+    "gather": lambda h: h[ROWS],
+    "repeat": lambda h: jnp.repeat(h, 3, axis=0),
+    "tile": lambda h: jnp.tile(h, (2, 1)),
+    "take_along_axis": lambda h: jnp.take_along_axis(h, jnp.ones((6, 1), int), 1),
+    "dynamic_slice": lambda h: lax.dynamic_slice(h, (jnp.argmax(h[0]) % 3, 0), (2, 4)),
+    "dynamic_update_slice": lambda h: lax.dynamic_update_slice(h, h[:2] * 3.0, (jnp.argmax(h), 0)),
+    "concatenate": lambda h: jnp.concatenate([h, h[:2], h]),
+    "cumsum": lambda h: jnp.cumsum(h, 0),
+    "cumprod": lambda h: jnp.cumprod(h, 0),
+    "cummax": lambda h: lax.cummax(h, 0),
+    "segment_sum": lambda h: jax.ops.segment_sum(h, ROWS, 3),
+    "segment_max": lambda h: jax.ops.segment_max(h, ROWS, 3),
+    "at add": lambda h: jnp.zeros((3, 4)).at[ROWS].add(h),
+    "half at add": lambda h: h.at[ROWS].add(h),
+    "half at max": lambda h: h.at[ROWS].max(h[::-1]),
+    "max": lambda h: h / jnp.abs(h).max(-1, keepdims=True),
+    "min": lambda h: h - h.min(0, keepdims=True),
+    "wide max pool": pooled(5),
+    "pad with an activation": lambda h: lax.pad(h, h[0, 0], [(1, 1, 0), (0, 0, 0)]),
+    "reflect": lambda h: jnp.pad(h, 1, mode="reflect"),
+    "full": lambda h: jnp.full((3, 4), h[0, 0]),
+    "in a scan": lambda h: lax.scan(lambda c, row: (c, row * h[0, 0] + c), 0.0, h)[1],
+    "in a vmap": lambda h: jax.vmap(lambda row: lax.top_k(row * h[0, 0], 2)[0])(h),
+    "in a checkpoint": lambda h: jax.checkpoint(lambda h: jnp.tanh(0.1 * (h + h[:1])))(h),
+}
+ORDERED = {"top_k", "sort", "sort of pairs", "median", "half at max", "max", "min", "in a vmap"}
+ORDERED |= {"cummax", "segment_max", "wide max pool"}  # gradients that other ties move elsewhere
+W, X = positive(3, 4), positive(6, 3)
+
+
+def loss_of(name: str) -> Any:
+    def loss(w, x):
+        y = MOVES[name](x @ w)
+        return jnp.sum(jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape) * y)
+
+    return loss
+
+
+@POLICIES
+@pytest.mark.parametrize("name", MOVES)
+def test_the_cotangents_of_what_is_moved_are_summed_in_float32(name, policy):
+    fn = autocast(loss_of(name), policy, params=0)
+    assert sums_in_half(jax.grad(fn, (0, 1)), W, X) == []
+    assert sums_in_half(autocast(jax.grad(loss_of(name), (0, 1)), policy, params=0), W, X) == []
+    found, truth = jax.grad(fn)(W, X), jax.grad(loss_of(name))(W, X)
+    if name not in ORDERED:
+        error = float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth))
+        assert error < (4e-2 if policy == "mixed_bfloat16" else 5e-3)
+
+
+def test_the_gradient_of_a_maximum_counts_more_ties_than_half_precision_has_numbers_for():
+    x = jnp.ones((1, 300))
+
+    def loss(w, x):
+        return jnp.sum((x.T @ w).max(0))
+
+    found = jax.grad(autocast(loss, "mixed_bfloat16", params=0), 1)(jnp.ones((1, 2)), x)
+    np.testing.assert_allclose(found.sum(), 2.0, rtol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["max", "min", "wide max pool", "top_k", "sort"])
+def test_no_float32_copy_is_saved(name):
+    x, w = positive(64, 3), positive(3, 64)
+    fn = autocast(lambda w, x: MOVES[name](x @ w).sum(), "mixed_bfloat16", params=0)
+    saved = jax.tree.leaves(jax.vjp(fn, w, x)[1])
+    assert [a.shape for a in saved if a.size >= 64 * 64 and a.dtype == jnp.float32] == []

@@ -1,0 +1,308 @@
+"""Float32 tables beside half-precision activations: constants, positions, buffers and noise do not
+widen what follows; states, arguments and numbers out of range do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import linen, nnx
+from policy import autocast, use_policy
+from tests.policy.autocasting.test_numerics import error
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+B, T, D = 2, 4, 8
+RNG = np.random.default_rng(0)
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def normal(*shape: int) -> Any:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+TABLE, FULL, X, W = normal(1, T, D), normal(B, T, D), normal(B, T, D), normal(D, D)
+
+
+def sinusoids(h):
+    angles = jnp.arange(T, dtype=h.dtype)[:, None] * jnp.exp(-jnp.arange(0, D, 2) / D)[None]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)[None]
+
+
+def noise(h):
+    return jax.random.normal(jax.random.key(0), h.shape)
+
+
+ADDED: dict[str, Callable[[Any], Any]] = {
+    "a numpy table": lambda h: h + TABLE,
+    "a table of its shape": lambda h: h - jnp.asarray(FULL),
+    "sinusoids": lambda h: h + sinusoids(h),
+    "repeated sinusoids": lambda h: h + jnp.broadcast_to(sinusoids(h), h.shape),
+    "a factor": lambda h: h * jnp.linspace(0.5, 1, T)[None, :, None],
+    "a quotient": lambda h: h / (1 + jnp.abs(TABLE)),
+    "a larger one": lambda h: jnp.maximum(h, FULL),
+    "a selection": lambda h: jnp.where(h > 0, h, FULL),
+    "rows": lambda h: h.at[:, :2].set(FULL[:, :2]),
+    "joined rows": lambda h: jnp.concatenate([h[:, :2], FULL[:, 2:]], 1),
+    "looked up rows": lambda h: h + jnp.asarray(TABLE[0])[jnp.arange(T)][None],
+    "noise": lambda h: h + 0.1 * noise(h),
+    "an image": lambda h: h + jnp.arange(D, dtype=jnp.uint8)[None, None].astype(h.dtype) / 255,
+    "a table in a checkpoint": lambda h: jax.checkpoint(lambda h: h + TABLE)(h),
+    "a table in a branch": lambda h: jax.lax.cond(
+        h[0, 0, 0] > 0, lambda h: h + TABLE, lambda h: h * 2.0, h
+    ),
+}
+
+
+def with_stream(added: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Adds a table to an activation, and a matmul's result to that."""
+
+    def run(w, x):
+        h = added(x @ w)
+        with jax.named_scope("stream"):
+            h = h + jax.nn.relu(h @ w)
+        return h @ w
+
+    return run
+
+
+def in_linen(nn: Any, run: Any) -> Any:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return run(self.param("w", lambda _: jnp.asarray(W)), x)
+
+    return Model()
+
+
+def in_nnx(nn: Any, run: Any) -> Any:
+    class Model(nn.Module):
+        def __init__(self):
+            self.w = nn.Param(jnp.asarray(W))
+
+        def __call__(self, x):
+            return run(self.w[...], x)
+
+    return Model()
+
+
+def _own_linen(run: Any, policy: str) -> Any:
+    def call(w, x):
+        with use_policy(policy):
+            return in_linen(linen, run).apply({"params": {"w": w}}, x)
+
+    return call
+
+
+def _own_nnx(run: Any, policy: str) -> Any:
+    with use_policy(policy):
+        return _of_nnx(in_nnx(nnx, run))
+
+
+def _of_nnx(model: Any) -> Any:
+    graph, _ = flax_nnx.split(model)
+    return lambda w, x: flax_nnx.merge(graph, flax_nnx.State({"w": flax_nnx.Param(w)}))(x)
+
+
+WAYS: dict[str, Callable[[Any, str], Any]] = {
+    "autocast": lambda run, policy: autocast(run, policy, params=0),
+    "linen": _own_linen,
+    "port": lambda run, policy: (
+        lambda w, x: linen.apply_policy(in_linen(flax_nn, run), policy).apply(
+            {"params": {"w": w}}, x
+        )
+    ),
+    "nnx": _own_nnx,
+    "port of nnx": lambda run, policy: _of_nnx(nnx.apply_policy(in_nnx(flax_nnx, run), policy)),
+}
+
+
+def stream_of(fn: Any, *args: Any) -> str:
+    """Returns the dtype of the sum in the scope `stream`."""
+    found: list[str] = []
+
+    def look(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            names = str(equation.source_info.name_stack)
+            if equation.primitive.name == "add" and "stream" in names and "relu" not in names:
+                found.append(equation.outvars[0].aval.dtype.name)
+            for value in equation.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+
+    look(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found[-1]
+
+
+@POLICIES
+@pytest.mark.parametrize("name", ADDED)
+def test_a_table_leaves_the_activations_after_it_in_half_precision(name, policy):
+    half = policy.removeprefix("mixed_")
+    run = with_stream(ADDED[name])
+    truth = run(jnp.asarray(W), jnp.asarray(X))
+    for way in WAYS if name in ("a numpy table", "sinusoids", "noise") else ("autocast", "linen"):
+        fn = WAYS[way](run, policy)
+        assert stream_of(fn, W, X) == half, way
+        assert error(fn(W, X), truth) < (4e-2 if half == "bfloat16" else 5e-3), way
+
+
+@POLICIES
+@pytest.mark.parametrize("name", ADDED)
+def test_no_activation_is_saved_in_float32_beside_a_table(name, policy):
+    run = with_stream(ADDED[name])
+    for way in ("autocast", "linen"):
+        _, backward = jax.eval_shape(lambda w, way=way: jax.vjp(WAYS[way](run, policy), w, X), W)
+        wide = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape[:1] == (B,)]
+        wide = [leaf for leaf in wide if leaf.dtype == jnp.float32 and leaf.ndim == 3]
+        assert len(wide) <= 1, way  # the input
+
+
+@POLICIES
+@pytest.mark.parametrize("einsum", [False, True])
+def test_positions_times_frequencies_are_float32s(policy, einsum):
+    frequencies = np.float32(1.0) / 3 ** np.arange(4, dtype=np.float32)
+
+    def angles(w, x):
+        positions = jnp.arange(600, dtype=x.dtype)
+        if einsum:
+            return jnp.einsum("t,f->tf", positions, frequencies)
+        return positions[:, None] * frequencies[None]
+
+    truth = np.arange(600)[:, None] * frequencies[None]
+    for way in WAYS:
+        fn = WAYS[way](angles, policy)
+        assert error(fn(W, X), truth) < 1e-6, way
+        assert not named(operations(fn, W, X), "dot_general"), way
+
+
+@POLICIES
+def test_a_difference_from_a_constant_is_rounded_once(policy):
+    """Targets that a loss closes over: their differences are those of float32."""
+    targets = normal(64, D)
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(x @ w - targets))
+
+    x = normal(64, D)
+    prediction = np.asarray(autocast(lambda w, x: x @ w, policy, params=0)(W, x), np.float64)
+    found = autocast(loss, policy, params=0)(W, x)
+    assert error(found, np.mean((prediction - targets) ** 2)) < 1e-6
+
+
+@POLICIES
+@pytest.mark.parametrize("lowest", [LOWEST, -1e9])
+def test_a_mask_that_is_a_constant_keeps_its_range(policy, lowest):
+    mask = np.full((1, T, T), lowest, np.float32)
+    mask[:, :2] = 0  # two rows see everything, the others nothing
+
+    def attention(w, x):
+        logits = jnp.where(True, x @ w @ jnp.swapaxes(x, 1, 2) + mask, 0.0)
+        return jax.nn.softmax(logits)
+
+    for way in WAYS:
+        found = WAYS[way](attention, policy)(W, X)
+        assert np.all(np.isfinite(np.asarray(found, np.float32))), way
+        np.testing.assert_allclose(np.asarray(found[:, 2:], np.float32), 1 / T, atol=1e-3)
+
+
+class Averaging(flax_nn.Module):
+    """Adds a buffer, and updates a running average of the activations."""
+
+    @flax_nn.compact
+    def __call__(self, x):
+        w = self.param("w", lambda _: jnp.asarray(W))
+        table = self.variable("buffers", "table", lambda: jnp.asarray(TABLE))
+        average = self.variable("averages", "a", jnp.zeros, (D,))
+        h = x @ w + table.value
+        if self.is_mutable_collection("averages"):
+            average.value = 0.99 * average.value + 0.01 * h[0, 0]
+        with jax.named_scope("stream"):
+            h = h + jax.nn.relu(h @ w)
+        return h @ w
+
+
+@POLICIES
+@pytest.mark.parametrize("way", ["port", "autocast"])
+def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
+    model, half = Averaging(), policy.removeprefix("mixed_")
+    variables = model.init(jax.random.key(0), X)
+    small = {"averages": {"a": jnp.full((D,), 1 + 2.0**-12)}}
+    variables = {**variables, **small}
+
+    def updated(variables, x):
+        return model.apply(variables, x, mutable=["averages"])
+
+    fn: Any = autocast(updated, policy)
+    if way == "port":
+        ported = linen.apply_policy(model, policy)
+        fn = lambda variables, x: ported.apply(variables, x, mutable=["averages"])  # noqa: E731
+    assert stream_of(fn, variables, X) == half
+    updates: Any = fn(variables, 0 * X)[1]
+    found = updates["averages"]["a"]
+    kept = 0.99 * (1 + 2.0**-12) + 0.01 * TABLE[0, 0].astype(np.float64)
+    assert found.dtype == jnp.float32
+    assert error(found, kept) < 5e-5
+
+
+class Buffer(flax_nnx.Variable):
+    """State that no call writes."""
+
+
+@POLICIES
+@pytest.mark.parametrize("way", ["own", "port", "autocast"])
+def test_an_nnx_variable_that_no_call_writes_is_a_table(policy, way):
+    def run(model, x):
+        h = x @ model.w[...] + model.table[...]
+        with jax.named_scope("stream"):
+            h = h + jax.nn.relu(h @ model.w[...])
+        return h @ model.w[...]
+
+    def of(nn: Any) -> Any:
+        class Model(nn.Module):
+            def __init__(self):
+                self.w, self.table = nn.Param(jnp.asarray(W)), Buffer(jnp.asarray(TABLE))
+
+            def __call__(self, x):
+                return run(self, x)
+
+        return Model()
+
+    with use_policy(policy):
+        model = of(nnx) if way == "own" else of(flax_nnx)
+    model = nnx.apply_policy(model, policy) if way == "port" else model
+    graph, state = flax_nnx.split(model)
+    call = autocast(lambda model, x: model(x), policy) if way == "autocast" else run_as_is
+    fn = lambda state, x: call(flax_nnx.merge(graph, state), x)  # noqa: E731
+    assert stream_of(fn, state, X) == policy.removeprefix("mixed_")
+
+
+def run_as_is(model: Any, x: Any) -> Any:
+    return model(x)
+
+
+@POLICIES
+def test_a_scaled_input_begins_a_stream(policy):
+    run = with_stream(lambda h: h)
+
+    def scaled(w, x):
+        x = (x - 0.5) / 0.25
+        with jax.named_scope("stream"):
+            x = x + jax.nn.relu(x @ w)
+        return run(w, x)
+
+    assert stream_of(_own_linen(scaled, policy), W, X) == policy.removeprefix("mixed_")
+
+
+@POLICIES
+def test_the_conservative_preset_widens_beside_tables(policy):
+    run = with_stream(lambda h: h + TABLE)
+    assert stream_of(autocast(run, policy, params=0, preset="conservative"), W, X) == "float32"

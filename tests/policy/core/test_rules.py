@@ -1,0 +1,174 @@
+"""Rules: ordered, matched in full, first match wins."""
+
+import pickle
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from policy import PolicyRules, get_policy
+from policy.programs.paths import folded
+
+BF16, F32 = get_policy("bf16"), get_policy("f32")
+
+
+class Layer:
+    pass
+
+
+class OurLayer(Layer):
+    _upstream_class = Layer
+
+
+class UsersLayer(OurLayer):
+    pass
+
+
+def test_a_pattern_is_matched_in_full_against_the_path():
+    rules = PolicyRules({"encoder/layer_1": "f32"})
+    assert rules.match("encoder/layer_1") == F32
+    assert rules.match("encoder/layer_10") is None
+    assert rules.match("my/encoder/layer_1") is None
+    assert rules.match(None) is None
+    assert PolicyRules({".*/layer_[13]": "f32"}).match("encoder/layer_3") == F32
+
+
+def test_the_first_match_wins():
+    assert PolicyRules([("a/.*", "bf16"), ("a/b", "f32")]).match("a/b") == BF16
+    assert PolicyRules([("a/b", "f32"), ("a/.*", "bf16")]).match("a/b") == F32
+    assert PolicyRules([(Layer, "bf16"), ("a/b", "f32")]).match("a/b", Layer) == BF16
+
+
+def test_a_class_of_ours_stands_for_the_framework_s_and_a_user_s_for_itself():
+    assert PolicyRules({OurLayer: "f32"}).match("x", Layer) == F32
+    assert PolicyRules({OurLayer: "f32"}).match("x", UsersLayer) == F32
+    assert PolicyRules({Layer: "f32"}).match("x", OurLayer) == F32
+    assert PolicyRules({UsersLayer: "f32"}).match("x", OurLayer) is None
+    assert PolicyRules({UsersLayer: "f32"}).match("x", UsersLayer) == F32
+
+
+def test_rules_are_values():
+    rules = PolicyRules({"a": "bf16", Layer: "f32"})
+    assert rules == PolicyRules([("a", get_policy("bfloat16")), (Layer, F32)]) == PolicyRules(rules)
+    assert hash(rules) == hash(PolicyRules(rules))
+    assert rules != PolicyRules(rules, strict=False)
+    assert pickle.loads(pickle.dumps(rules)) == rules
+    assert len(rules) == 2 and bool(rules) and not PolicyRules()
+    assert list(rules) == [("a", BF16), (Layer, F32)]
+    assert rules.has_paths and not PolicyRules({Layer: "f32"}).has_paths
+    assert repr(PolicyRules({"a": "bf16"}, strict=False)) == (
+        "PolicyRules([('a', 'params=bfloat16,compute=bfloat16,output=bfloat16')], strict=False)"
+    )
+    with pytest.raises(
+        AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"
+    ):
+        rules.strict = False
+
+
+def test_texts_of_rules_divide_at_the_first_equals_sign():
+    rules = PolicyRules.from_texts(["block_.*=p=f32,c=bf16,o=f32", "head=f32"], strict=False)
+    assert rules == PolicyRules([("block_.*", "mixed_bfloat16"), ("head", "f32")], strict=False)
+    assert not PolicyRules.from_texts([])
+    with pytest.raises(
+        ValueError, match=re.escape("Rule 'head' should be PATH=TEXT, such as head=f32.")
+    ):
+        PolicyRules.from_texts(["body=f32", "head"])
+    with pytest.raises(
+        TypeError, match=re.escape("a list of PATH=TEXT, but got the string 'head=f32'")
+    ):
+        PolicyRules.from_texts("head=f32")
+
+
+def test_rules_that_match_nothing_are_refused_all_at_once_with_the_paths():
+    rules = PolicyRules({"encoder/.*nrom": "f32", "head": "f32", "tail": "f32"})
+    with pytest.raises(
+        ValueError,
+        match=r"Rules 'encoder/\.\*nrom', 'tail' matched no module. Modules seen: encoder/norm, "
+        r"head\.",
+    ):
+        rules.check(["", "encoder/norm", "head"])
+    with pytest.raises(
+        ValueError,
+        match=r"Rule 'a' matched no module. Modules seen: only the root, whose path is empty\.",
+    ):
+        PolicyRules({"a": "f32"}).check([""])
+    PolicyRules(rules, strict=False).check(["head"])
+    PolicyRules({".*": "f32"}).check([""])
+
+
+def test_an_error_about_many_modules_lists_numbered_ones_as_one():
+    layers = [f"layers/{i}{below}" for i in range(30) for below in ("", "/norm", "/mlp")]
+    with pytest.raises(
+        ValueError,
+        match=r"Modules seen: embed, layers, layers/0\.\.29, layers/0\.\.29/mlp, "
+        r"layers/0\.\.29/norm\.$",
+    ):
+        PolicyRules({"layers/30/norm": "f32"}).check(["", "embed", "layers", *layers])
+
+
+def test_paths_are_folded_where_numbers_alone_tell_them_apart():
+    blocks = [f"stage_{i}/block_{j}" for i in range(3) for j in range(4)]
+    assert folded(["stem_0", *blocks, "stem_1", "head"]) == [
+        "stem_0",
+        "stem_1",
+        "stage_0..2/block_0..3",
+        "head",
+    ]
+    assert folded(["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]) == [
+        "a/0",
+        "a/1",
+        "a/3",
+        "b_00",
+        "b_01",
+        "b_02",
+    ]
+    assert folded([]) == []
+
+
+def test_class_rules_are_checked_where_classes_are_known():
+    rules = PolicyRules({OurLayer: "f32"})
+    rules.check(["a"])
+    rules.check({"a": Layer})
+    rules.check({"a": [int, Layer], "b": None})
+    with pytest.raises(ValueError, match=r"Rule OurLayer matched no module. Modules seen: a\."):
+        rules.check({"a": int})
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"a(": "f32"}, ValueError, r"Rule 'a\(' is not a regular expression: missing \)"),
+        (
+            {3: "f32"},
+            TypeError,
+            r"A rule's pattern should be a path pattern or a layer class, but got 3.",
+        ),
+        ({"a": "f33"}, ValueError, r"Rule 'a': Unknown dtype 'f33'"),
+        (
+            {Layer: jnp.float32},
+            TypeError,
+            r"Rule Layer: A policy should be a Policy or its text form",
+        ),
+        (
+            [("a", "f32"), ("a", "bf16")],
+            ValueError,
+            r"Rule 'a' is given twice, but only the first can match. Delete one",
+        ),
+        ([3], TypeError, r"A policy rule should be a \(pattern, policy\) pair, but got 3."),
+        (
+            [("a",)],
+            TypeError,
+            r"A policy rule should be a \(pattern, policy\) pair, but got \('a',\).",
+        ),
+        (
+            "a=f32",
+            TypeError,
+            r"Policy rules should be a dict or a list of \(pattern, policy\) pairs, but got "
+            r"'a=f32'.",
+        ),
+        (3, TypeError, r"Policy rules should be a dict or a list"),
+    ],
+)
+def test_malformed_rules_are_refused(rules, error, message):
+    with pytest.raises(error, match=message):
+        PolicyRules(rules)

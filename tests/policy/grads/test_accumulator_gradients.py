@@ -1,0 +1,421 @@
+"""`grads="accumulator"`: gradients that were never rounded to half precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import policy
+from policy import grad, value_and_grad
+from policy.eight_bits.scaled_matmul import scaled_dot_general
+from policy.grads.float32_sums import evaluated
+
+HALF = jnp.bfloat16
+X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
+C = np.random.default_rng(1).normal(size=(64, 8)).astype(HALF)  # the cotangent of x @ w
+TRUTH = X.astype(np.float64).T @ C.astype(np.float64)
+
+
+def weighed(y):
+    """Returns a loss whose cotangent is `C`, in any half dtype."""
+    return jnp.sum(y.astype(jnp.float32) * C.astype(jnp.float32))
+
+
+def once(w):
+    return weighed(X @ w)
+
+
+def in_jit(w):
+    return weighed(jax.jit(lambda x, w: x @ w)(X, w))
+
+
+def in_a_checkpoint(w):
+    return weighed(jax.checkpoint(lambda x, w: x @ w)(X, w))
+
+
+def in_vmap(w):
+    return weighed(jax.vmap(lambda row: row @ w)(jnp.asarray(X)))
+
+
+def in_both_branches(w):
+    return weighed(lax.cond(X[0, 0] < 100, lambda w: X @ w, lambda w: -(X @ w), w))
+
+
+def in_an_einsum(w):
+    return weighed(jnp.einsum("bi,io->bo", X, w))
+
+
+def transposed(w):
+    return weighed((w.T @ X.T).T)
+
+
+def in_parts(w):
+    return weighed(jnp.concatenate([X @ w[:, :3], X @ w[:, 3:]], axis=1))
+
+
+def in_a_loop(w):
+    """Uses the weight once for each of four slices of the batch."""
+
+    def step(carry, rows):
+        x, c = rows
+        return carry + jnp.sum((x @ w).astype(jnp.float32) * c.astype(jnp.float32)), None
+
+    rows = tuple(jnp.asarray(x).reshape(4, 16, 8) for x in (X, C))
+    return lax.scan(step, jnp.float32(0), rows)[0]
+
+
+def in_a_counted_loop(w):
+    x, c = (jnp.asarray(x).reshape(4, 16, 8) for x in (X, C))
+
+    def step(i, carry):
+        return carry + jnp.sum((x[i] @ w).astype(jnp.float32) * c[i].astype(jnp.float32))
+
+    return lax.fori_loop(0, 4, step, jnp.float32(0))
+
+
+def in_a_grouped_matmul(w):
+    return weighed(lax.ragged_dot(jnp.asarray(X), w[None], jnp.array([64], jnp.int32)))
+
+
+def in_a_convolution(w):
+    numbers = ("NWC", "WIO", "NWC")
+    rows = jnp.asarray(X)[:, None]
+    y = lax.conv_general_dilated(rows, w[None], (1,), "VALID", dimension_numbers=numbers)
+    return weighed(y[:, 0])
+
+
+def scaled_by_float32(w):
+    """Reads the product of the weight and a float32 number that is no parameter."""
+    return once(w) / 4 * 4
+
+
+USES = (
+    once,
+    in_jit,
+    in_a_checkpoint,
+    in_vmap,
+    in_both_branches,
+    in_an_einsum,
+    transposed,
+    in_parts,
+    in_a_loop,
+    in_a_counted_loop,
+    in_a_grouped_matmul,
+    in_a_convolution,
+    scaled_by_float32,
+)
+
+
+def read_in_half(loss):
+    """Returns a loss of a float32 weight that is cast to half once, before all its uses."""
+    return lambda w: loss(w.astype(HALF))
+
+
+def close(got, truth, rtol=2e-6):
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, truth, rtol=0, atol=rtol * np.abs(truth).max())
+
+
+def error(got):
+    return np.abs(np.asarray(got, np.float64) - TRUTH).max() / np.abs(TRUTH).max()
+
+
+@pytest.mark.parametrize("loss", USES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("stored", [np.float32, HALF], ids=["float32", "bfloat16"])
+def test_gradients_of_weights_are_float32_accumulators(loss, stored):
+    w = np.eye(8, dtype=stored)
+    loss = read_in_half(loss) if stored == np.float32 else loss
+    value, got = jax.jit(value_and_grad(loss, grads="accumulator"))(w)
+    close(got, TRUTH)
+    np.testing.assert_allclose(value, float(loss(jnp.asarray(w))), rtol=1e-3)
+
+
+def test_gradients_are_rounded_without_it():
+    assert 5e-4 < error(grad(read_in_half(once))(np.eye(8, dtype=np.float32))) < 4e-3
+
+
+def test_an_eager_call_equals_a_jitted_one():
+    w = np.eye(8, dtype=np.float32)
+    for loss in (once, in_jit, in_a_loop):
+        close(grad(read_in_half(loss), grads="accumulator")(w), TRUTH)
+
+
+def test_uses_of_a_weight_are_summed_unrounded():
+    """JAX adds up the cotangents of a weight that is cast once in half precision."""
+
+    def loss(w):
+        w = w.astype(HALF)
+        return once(w) + once(w) + once(jnp.transpose(jnp.transpose(w)))
+
+    close(grad(loss, grads="accumulator")(np.eye(8, dtype=np.float32)), 3 * TRUTH)
+
+
+def test_a_sum_over_steps_that_a_loop_carries_in_half_is_carried_in_float32():
+    """The cast stands outside of the loop, which adds up the weight's cotangents in half."""
+
+    def loss(w):
+        half = w.astype(HALF)
+        return lax.scan(lambda c, _: (c + once(half), None), jnp.float32(0), length=64)[0]
+
+    w = np.eye(8, dtype=np.float32)
+    close(jax.jit(grad(loss, grads="accumulator"))(w), 64 * TRUTH, rtol=1e-5)
+    assert np.abs(jax.jit(grad(loss))(w) / 64 - TRUTH).max() / np.abs(TRUTH).max() > 0.02
+
+
+def test_stacked_layers_that_are_cast_before_a_scan():
+    def loss(ws):
+        half = ws.astype(HALF)
+        return lax.scan(lambda c, w: (c + once(w), None), jnp.float32(0), half)[0]
+
+    got = jax.jit(grad(loss, grads="accumulator"))(np.stack([np.eye(8, dtype=np.float32)] * 3))
+    close(got, np.stack([TRUTH] * 3))
+
+
+def test_gradients_of_an_embedding_and_a_bias_in_half_are_float32_sums():
+    ids = np.zeros(4096, np.int32)
+
+    def loss(params):
+        y = params["table"].astype(HALF)[ids] + params["bias"].astype(HALF)
+        return jnp.sum(y.astype(jnp.float32))
+
+    params = {"table": np.zeros((2, 3), np.float32), "bias": np.zeros((1, 3), np.float32)}
+    got = jax.jit(grad(loss, grads="accumulator"))(params)
+    np.testing.assert_array_equal(got["table"], [[4096] * 3, [0] * 3])
+    np.testing.assert_array_equal(got["bias"], [[4096] * 3])
+
+
+def test_a_weight_that_is_normalised_in_float32_gets_its_accumulator_through_that():
+    def loss(v):
+        return once((v / jnp.sqrt(jnp.sum(v * v, axis=0, keepdims=True))).astype(HALF))
+
+    v = np.random.default_rng(2).normal(size=(8, 8)).astype(np.float32)
+    wide = v.astype(np.float64)
+    norm = np.sqrt((wide**2).sum(0, keepdims=True))
+    truth = TRUTH / norm - wide * (wide * TRUTH).sum(0, keepdims=True) / norm**3
+    close(grad(loss, grads="accumulator")(v), truth)
+
+
+def dots(jaxpr):
+    """Yields the operands' and the result's dtype of each matmul of a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield (
+                *(str(atom.aval.dtype) for atom in equation.invars),
+                str(equation.outvars[0].aval.dtype),
+            )
+        for one in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+                yield from dots(getattr(one, "jaxpr", one))
+
+
+def test_operands_and_activations_cotangents_stay_in_half():
+    """Of two layers, both weights' gradients and nothing else are float32."""
+
+    def loss(params):
+        y = jnp.tanh(X @ params["up"].astype(HALF)) @ params["down"].astype(HALF)
+        return weighed(y)
+
+    params = {"up": np.eye(8, dtype=np.float32), "down": np.eye(8, dtype=np.float32)}
+    jaxpr = jax.make_jaxpr(grad(loss, grads="accumulator"))(params).jaxpr
+    half = ("bfloat16", "bfloat16")
+    assert sorted(dots(jaxpr)) == [
+        (*half, "bfloat16"),  # forward, forward, and the cotangent of tanh
+        (*half, "bfloat16"),
+        (*half, "bfloat16"),
+        (*half, "float32"),
+        (*half, "float32"),
+    ]
+
+
+def test_a_float32_loss_has_the_same_program():
+    def loss(w):
+        return jnp.sum(jnp.square(X.astype(np.float32) @ w))
+
+    w = np.eye(8, dtype=np.float32)
+    programs = [
+        jax.jit(grad(loss, grads=grads)).lower(w).as_text() for grads in ("float32", "accumulator")
+    ]
+    assert programs[0].count("stablehlo.dot_general") == 2
+    assert programs[0] == programs[1]
+
+
+def test_an_accumulator_beyond_the_range_of_float16_is_finite():
+    """A loss scale makes a weight's gradient, not its operands, overflow."""
+
+    def loss(w):
+        y = jnp.ones((4096, 2), jnp.float16) @ w.astype(jnp.float16)
+        return jnp.sum(y.astype(jnp.float32))
+
+    w = np.zeros((2, 2), np.float32)
+    assert not np.isfinite(grad(loss, loss_scale=64.0)(w)).any()
+    np.testing.assert_array_equal(grad(loss, loss_scale=64.0, grads="accumulator")(w), 4096)
+
+
+def test_a_weight_that_is_cast_inside_of_a_shard_map():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    def loss(w):
+        def local(x, c, w):
+            y = x @ w.astype(HALF)
+            return lax.psum(jnp.sum(y.astype(jnp.float32) * c.astype(jnp.float32)), "data")
+
+        specs = (P("data"), P("data"), P())
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(X, C, w)
+
+    close(jax.jit(grad(loss, grads="accumulator"))(np.eye(8, dtype=np.float32)), TRUTH)
+
+
+def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    w = np.eye(8, dtype=np.float32)
+
+    def exchanged(vary, stored=np.float32):
+        def local(x, c, w):
+            def loss(w):
+                y = x @ vary(w.astype(stored)).astype(HALF)
+                return jnp.sum(y.astype(jnp.float32) * c.astype(jnp.float32))
+
+            return grad(loss, grads="accumulator")(w)
+
+        specs = (P("data"), P("data"), P())
+        step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+        text = str(jax.make_jaxpr(step)(X, C, w))
+        return [line.split(":")[1].split("[")[0] for line in text.splitlines() if "psum" in line]
+
+    assert exchanged(lambda w: policy.sharding.vary(w, "data", jnp.float32)) == ["f32"]
+    for stored in (np.float32, HALF):  # a cast before the exchange, or none
+        assert exchanged(lambda w: policy.sharding.vary(w, "data", HALF), stored) == ["bf16"]
+    assert exchanged(lambda w: w, HALF) == ["f32"]  # by JAX, where the weight meets the batch
+
+
+def test_microbatches_give_the_mean_of_accumulators():
+    def loss(w, batch):
+        x, c = batch
+        y = x @ w.astype(HALF)
+        return jnp.sum(y.astype(jnp.float32) * c.astype(jnp.float32))
+
+    batches = policy.grads.split_batch((jnp.asarray(X), jnp.asarray(C)), 4)
+    step = value_and_grad(loss, grads="accumulator")
+    _, got = jax.jit(lambda w: policy.grads.accumulate_gradients(step, w, batches))(
+        np.eye(8, dtype=np.float32)
+    )
+    close(got, TRUTH / 4)
+
+
+def test_gradients_by_several_arguments_with_aux_and_leaves_that_are_no_gradients():
+    def loss(params, x, scale, *, key):
+        y = x @ params["w"].astype(HALF)
+        noise = jax.random.normal(key, (), jnp.float32)
+        return weighed(y) * scale, {"name": "aux", "noise": noise}
+
+    w, key = np.eye(8, dtype=np.float32), jax.random.key(3)
+    step = value_and_grad(loss, argnums=(0, 2), has_aux=True, grads="accumulator")
+    (value, aux), (by_params, by_scale) = step({"w": w}, X, 2.0, key=key)
+    close(by_params["w"], 2 * TRUTH)
+    np.testing.assert_allclose(by_scale * 2, value, rtol=1e-5)
+    assert aux == {"name": "aux", "noise": jax.random.normal(key, (), jnp.float32)}
+
+
+def test_an_overwritten_collection_is_left_alone():
+    def loss(params):
+        overwritten = params["_overwrite_with_gradient"]["s"]
+        return once(params["w"].astype(HALF)) + jnp.sum(overwritten.astype(jnp.float32))
+
+    params = {
+        "w": np.eye(8, dtype=np.float32),
+        "_overwrite_with_gradient": {"s": np.zeros(3, HALF)},
+    }
+    got = grad(loss, grads="accumulator")(params)
+    assert got["_overwrite_with_gradient"]["s"].dtype == HALF
+    close(got["w"], TRUTH)
+
+
+def test_float64_weights_get_float64_gradients_of_accumulators():
+    with jax.enable_x64(True):
+        got = grad(read_in_half(once), grads="accumulator")(jnp.eye(8, dtype=jnp.float64))
+        assert got.dtype == jnp.float64
+        assert error(got) < 2e-6
+
+
+def test_a_matmul_in_8_bits_keeps_its_float32_product():
+    weights = np.eye(8, dtype=np.float32)
+    numbers = (((1,), (0,)), ((), ()))
+    by = policy.ScaledMatmul("int8", "int8")
+
+    def loss(w):
+        y = scaled_dot_general(jnp.asarray(X), w.astype(HALF), numbers, by)
+        return weighed(y)
+
+    with pytest.warns(policy.DtypePolicyWarning, match="no int8 matmuls"):
+        wide, rounded = grad(loss, grads="accumulator")(weights), grad(loss)(weights)
+    np.testing.assert_array_equal(wide.astype(HALF).astype(np.float32), rounded)
+    assert not np.array_equal(wide, rounded)
+
+
+def test_a_custom_rule_around_a_matmul_is_looked_into():
+    @jax.custom_vjp
+    def matmul(x, w):
+        return x @ w
+
+    matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, c: (c @ saved[1].T, saved[0].T @ c))
+    close(
+        grad(lambda w: weighed(matmul(X, w.astype(HALF))), grads="accumulator")(
+            np.eye(8, dtype=np.float32)
+        ),
+        TRUTH,
+    )
+
+
+def test_gradients_are_differentiated_again():
+    def loss(w):
+        return jnp.sum(jnp.square((X @ w.astype(HALF)).astype(jnp.float32)))
+
+    w, v = np.eye(8, dtype=np.float32), np.full((8, 8), 0.5, np.float32)
+    gram = X.astype(np.float64).T @ X.astype(np.float64)
+    of = grad(loss, grads="accumulator")
+    _, forward_over_reverse = jax.jvp(of, (w,), (v,))
+    reverse_over_reverse = jax.grad(lambda w: jnp.sum(of(w) * v))(w)
+    for got in (forward_over_reverse, reverse_over_reverse):
+        np.testing.assert_allclose(got, 2 * gram @ v, rtol=0, atol=0.01 * np.abs(gram).max())
+
+
+def test_gradients_of_examples_one_by_one():
+    def loss(w, x, c):
+        return jnp.sum((x[None] @ w.astype(HALF)).astype(jnp.float32) * c[None].astype(jnp.float32))
+
+    each = jax.vmap(grad(loss, grads="accumulator"), in_axes=(None, 0, 0))
+    got = jax.jit(each)(np.eye(8, dtype=np.float32), X, C)
+    close(got, np.einsum("bi,bo->bio", X.astype(np.float64), C.astype(np.float64)))
+
+
+def test_arguments_that_are_empty_or_hold_no_number_that_changes():
+    assert grad(lambda tree: jnp.float32(1), grads="accumulator")({}) == {}
+    got = grad(lambda w: jnp.sum(w * 0), grads="accumulator")(np.zeros((0, 3), HALF))
+    assert got.shape == (0, 3) and got.dtype == jnp.float32
+
+
+def test_not_finite_stays_not_finite():
+    w = np.eye(8, dtype=np.float32)
+    w[0, 0] = np.nan
+    loss = read_in_half(lambda w: jnp.sum(jnp.square((X @ w).astype(jnp.float32))))
+    assert np.isnan(grad(loss, grads="accumulator")(w)).any()
+
+
+def test_a_program_that_rounds_no_gradient_returns_its_results():
+    jaxpr = jax.make_jaxpr(lambda x: (x * 2, x.astype(HALF)))(jnp.float32(3))
+    x = jnp.float32(1 + 2**-12)
+    wide, half = evaluated(jaxpr, [x], [False, False], accumulators=True)
+    assert wide == 2 + 2**-11 and half.dtype == HALF
+    _, unrounded = evaluated(jaxpr, [x], [False, True], accumulators=True)
+    assert unrounded == 1 + 2**-12
+
+
+@pytest.mark.parametrize("grads", ["half", "Accumulator", None])
+def test_an_unknown_kind_of_gradients_is_refused(grads):
+    with pytest.raises(
+        ValueError, match="grads should be 'float32' or 'accumulator' or 'compute', but got"
+    ):
+        value_and_grad(once, grads=grads)

@@ -1,0 +1,364 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from policy.core.scope import current_policy, use_policy
+from policy.grads.loss_scale import DynamicLossScale, StaticLossScale
+from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(64, 5)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=5), jnp.float32)
+
+
+def loss_of(w, x=X):
+    return jnp.square(x @ w).mean()
+
+
+def test_a_plain_tree_is_unscaled_float32_and_equals_jax():
+    value, gradients = value_and_grad(loss_of, loss_scale=2.0**10)(W)
+    expected_value, expected = jax.value_and_grad(loss_of)(W)
+    assert value.dtype == gradients.dtype == jnp.float32
+    np.testing.assert_array_equal(value, expected_value)
+    np.testing.assert_array_equal(gradients, expected)  # a power of two costs no rounding
+
+
+@pytest.mark.parametrize(
+    "scale", [None, 8, 8.0, jnp.float32(8), StaticLossScale(8), DynamicLossScale(8.0)]
+)
+def test_every_kind_of_scale_gives_the_same_gradients(scale):
+    scaled = value_and_grad(loss_of, loss_scale=scale, grads="compute")(W)[1]
+    factor = 1 if scale is None else 8
+    assert scaled.scale == factor
+    np.testing.assert_array_equal(scaled.tree, jax.grad(loss_of)(W) * factor)
+    np.testing.assert_array_equal(grad(loss_of, loss_scale=scale)(W), jax.grad(loss_of)(W))
+
+
+def test_compute_gradients_are_rounded_to_the_compute_dtype_and_still_scaled():
+    scaled = grad(loss_of, policy="mixed_bfloat16", loss_scale=4.0, grads="compute")({"w": W}["w"])
+    assert isinstance(scaled, ScaledGradients)
+    assert scaled.tree.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(scaled.tree, (jax.grad(loss_of)(W) * 4).astype(jnp.bfloat16))
+
+
+def test_the_scope_gives_the_compute_dtype_where_no_policy_is_passed():
+    function = grad(loss_of, grads="compute")
+    assert function(W).tree.dtype == jnp.float32
+    with use_policy("mixed_float16"):
+        assert function(W).tree.dtype == jnp.float16
+        assert grad(loss_of, grads="compute", policy="mixed_bfloat16")(W).tree.dtype == jnp.bfloat16
+
+
+def test_the_policy_is_in_force_inside_the_loss_only():
+    seen = []
+
+    def loss(w):
+        seen.append(current_policy())
+        return w.sum()
+
+    grad(loss, policy="mixed_bfloat16")(W)
+    assert str(seen[0].compute_dtype) == "bfloat16"
+    assert current_policy() is None
+
+
+def test_the_loss_is_cast_to_float32_before_it_is_scaled():
+    value, gradient = value_and_grad(lambda w: w.astype(jnp.float16).sum(), loss_scale=2.0**15)(
+        jnp.full(4, 10.0)
+    )
+    assert value.dtype == jnp.float32
+    assert value == 40.0  # 40 * 2^15 is beyond float16
+    np.testing.assert_array_equal(gradient, np.ones(4))
+
+
+def test_small_float16_gradients_survive_through_the_scale():
+    def loss(w):
+        return (w.astype(jnp.float16) * jnp.float16(2.0**-14)).astype(jnp.float32).sum() * 2.0**-14
+
+    w = jnp.ones(3)
+    assert not jax.grad(loss)(w).any()
+    np.testing.assert_array_equal(
+        grad(loss, loss_scale=2.0**14)(w), np.full(3, 2.0**-28, np.float32)
+    )
+
+
+def test_aux_is_left_alone_whatever_it_holds():
+    def loss(w):
+        return w.astype(jnp.float32).sum(), {
+            "half": w.astype(jnp.float16) * jnp.float16(2),
+            "name": "text",
+            "n": 3,
+        }
+
+    for w in (W, W.astype(jnp.bfloat16)):
+        (_, aux), gradient = value_and_grad(loss, has_aux=True, loss_scale=2.0**15)(w)
+        assert aux["name"] == "text"
+        assert aux["n"] == 3
+        assert aux["half"].dtype == jnp.float16
+        np.testing.assert_array_equal(aux["half"], loss(w)[1]["half"])
+        np.testing.assert_array_equal(gradient, np.ones(5))
+        gradient, aux = grad(loss, has_aux=True)(w)
+        assert aux["name"] == "text"
+
+
+def test_argnums_and_keywords_work_as_in_jax():
+    def loss(a, b, *, c):
+        return (a * b).sum() * c
+
+    a, b = jnp.array([1.0, 2.0]), {"x": jnp.array([3.0, 4.0])}
+    value, (gb, ga) = value_and_grad(lambda a, b, c: loss(a, b["x"], c=c), argnums=(1, 0))(
+        a, b, c=2.0
+    )
+    assert value == 22
+    np.testing.assert_array_equal(gb["x"], [2, 4])
+    np.testing.assert_array_equal(ga, [6, 8])
+    np.testing.assert_array_equal(
+        grad(lambda a, b: loss(a, b["x"], c=1.0), argnums=-2)(a, b), [3, 4]
+    )
+    half = jnp.bfloat16
+    _, (gb, ga) = value_and_grad(lambda a, b: loss(a, b["x"], c=half(2)), argnums=(1, 0))(
+        a.astype(half), {"x": b["x"].astype(half)}
+    )
+    np.testing.assert_array_equal(gb["x"], [2, 4])
+    np.testing.assert_array_equal(ga, [6, 8])
+
+
+def test_the_overwritten_collection_is_not_scaled_cast_or_rounded():
+    @jax.custom_vjp
+    def with_state(w, s):
+        return w.sum()
+
+    # fp8's rule: the "gradient" of the state is its new value, whatever the cotangent
+    with_state.defvjp(
+        lambda w, s: (w.sum(), (w, s)), lambda r, ct: (jnp.broadcast_to(ct, r[0].shape), r[1] + 0.3)
+    )
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = {
+            "params": {"w": W.astype(dtype)},
+            "_overwrite_with_gradient": {"s": jnp.ones(2, jnp.float32)},
+        }
+
+        def loss(p):
+            return with_state(p["params"]["w"], p["_overwrite_with_gradient"]["s"])
+
+        plain = grad(loss, loss_scale=2.0**8)(params)
+        scaled = grad(loss, loss_scale=2.0**8, grads="compute", policy="mixed_bfloat16")(params)
+        for tree, factor in ((plain, 1), (scaled.tree, 2**8)):
+            np.testing.assert_array_equal(
+                tree["_overwrite_with_gradient"]["s"], np.full(2, 1.3, np.float32)
+            )
+            np.testing.assert_array_equal(
+                tree["params"]["w"].astype(jnp.float32), np.full(5, factor)
+            )
+
+
+# Each is a way to use one weight many times; the contributions are unequal and need more than 8
+# bits to add up.
+USES = 256
+XS = jnp.asarray(RNG.normal(size=(USES, 4)), jnp.bfloat16)
+
+
+def unrolled(w):  # fewer uses: each is compiled by itself
+    return sum(jnp.dot(XS[i], w).astype(jnp.float32) for i in range(32))
+
+
+def scanned(w):
+    return jax.lax.scan(
+        lambda c, x: (c + jnp.dot(x, w).astype(jnp.float32), None), jnp.float32(0), XS
+    )[0]
+
+
+def layers(w):  # scanned over, and used twice in each turn
+    stacked = jnp.broadcast_to(w, (USES, 4))
+    return jax.lax.scan(
+        lambda c, xw: (c + jnp.dot(*xw).astype(jnp.float32), None), jnp.float32(0), (XS, stacked)
+    )[0]
+
+
+def embedded(w):
+    return (jnp.take(w, jnp.zeros(XS.size, int), axis=0) * XS.ravel()).astype(jnp.float32).sum()
+
+
+def bias(w):
+    return (jnp.broadcast_to(w[None], (USES, 4)) * XS).astype(jnp.float32).sum()
+
+
+TIED = {
+    "unrolled": unrolled,
+    "jit": jax.jit(unrolled),
+    "scan": scanned,
+    "scan over": layers,
+    "checkpoint": jax.checkpoint(scanned),
+    "cond": lambda w: jax.lax.cond(True, scanned, bias, w),
+    "nested": jax.jit(jax.checkpoint(jax.jit(scanned))),
+    "transposed": lambda w: scanned(w[None].T.reshape(4)),
+    "broadcast": bias,
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_half_precision_weight_used_many_times_accumulates_in_float32(name):
+    w = jnp.asarray([0.5, -1.5, 2.0, 0.25], jnp.bfloat16)
+    truth = np.asarray(XS[:32] if name in ("unrolled", "jit") else XS, np.float64).sum(0)
+    value, gradient = value_and_grad(TIED[name])(w)
+    np.testing.assert_array_equal(value, TIED[name](w))  # the same program forward
+    np.testing.assert_allclose(gradient, truth, rtol=1e-5, atol=1e-5)
+    theirs = np.asarray(jax.grad(TIED[name])(w), np.float64)
+    assert np.abs(theirs - truth).max() > 1e-3  # what a sum in bfloat16 gives
+    rounded = grad(TIED[name], grads="compute", policy="bfloat16")(w).tree
+    np.testing.assert_array_equal(rounded, gradient.astype(jnp.bfloat16))  # rounded once
+
+
+def test_an_embedding_used_many_times_accumulates_in_float32():
+    gradient = grad(embedded)(jnp.asarray([1.0, 2.0], jnp.bfloat16))
+    np.testing.assert_allclose(gradient[0], np.asarray(XS, np.float64).sum(), rtol=1e-4)
+    count = lambda table: table[jnp.zeros(4096, int)].astype(jnp.float32).sum()  # noqa: E731
+    assert grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 4096
+    assert jax.grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 256
+
+
+def test_a_float32_weight_cast_at_each_use_accumulates_in_float32():
+    def tied(w):
+        return sum(jnp.dot(XS[i], w.astype(jnp.bfloat16)).astype(jnp.float32) for i in range(32))
+
+    truth = np.asarray(XS[:32], np.float64).sum(0)
+    gradient = grad(tied, grads="compute", policy="mixed_bfloat16")(jnp.ones(4)).tree
+    np.testing.assert_array_equal(gradient, jnp.asarray(truth, jnp.float32).astype(jnp.bfloat16))
+
+
+def test_what_cannot_be_entered_still_gives_jaxs_gradient():
+    @jax.custom_jvp
+    def double(x):
+        return x * x.dtype.type(2)
+
+    double.defjvp(lambda primals, tangents: (double(*primals), double(*tangents)))
+
+    def loop(w):
+        return jax.lax.fori_loop(0, 3, lambda _, c: c * w, w)
+
+    w = jnp.asarray([1.5, 0.5], jnp.bfloat16)
+    for function in (
+        lambda w: double(w).astype(jnp.float32).sum(),
+        lambda w: loop(w).astype(jnp.float32).sum(),
+    ):
+        np.testing.assert_array_equal(grad(function)(w), jax.grad(function)(w).astype(jnp.float32))
+
+
+def test_it_works_inside_jit_vmap_and_scan():
+    function = value_and_grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")
+    _, direct = function(W)
+    _, jitted = jax.jit(function)(W)
+    np.testing.assert_array_equal(direct.tree, jitted.tree)
+    _, mapped = jax.vmap(function)(jnp.stack([W, W]))
+    assert mapped.scale.shape == (2,)
+    np.testing.assert_allclose(
+        mapped.tree[0].astype(jnp.float32), direct.tree.astype(jnp.float32), rtol=2**-7
+    )
+    _, carried = jax.lax.scan(lambda c, w: (c, function(w)[1]), 0, jnp.stack([W, W]))
+    np.testing.assert_array_equal(carried.scale, [8.0, 8.0])
+    half = jax.vmap(grad(lambda w: jnp.square(w.astype(jnp.float32)).sum()))(
+        jnp.ones((2, 3), jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(half, np.full((2, 3), 2.0))
+
+
+def test_a_jitted_call_outside_of_jit_is_compiled_once():
+    traced = []
+
+    @jax.jit
+    def inner(w):
+        traced.append(None)
+        return w.astype(jnp.float32).sum()
+
+    for _ in range(3):
+        grad(inner)(jnp.ones(3, jnp.bfloat16))
+    assert len(traced) == 1
+
+
+def test_every_other_optimizer_rejects_scaled_gradients():
+    params = {"w": W}
+    scaled = grad(lambda p: loss_of(p["w"]), loss_scale=8.0, grads="compute")(params)
+    for tx in (
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.identity(),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            updates, _ = tx.update(scaled, tx.init(params), params)
+            optax.apply_updates(params, updates)
+
+
+def test_arithmetic_mapped_over_scaled_gradients_raises():
+    scaled = ScaledGradients({"w": W}, 8.0)
+    for function in (
+        lambda x: x * 2,
+        lambda x: x / 8,
+        lambda x: jnp.clip(x, -1, 1),
+        lambda x: x.astype(jnp.float32),
+    ):
+        with pytest.raises(
+            (TypeError, NotImplementedError), match=r"ScaledGradients|abstract method astype"
+        ):
+            jax.tree.map(function, scaled)
+    with pytest.raises(TypeError):
+        jax.tree.map(jnp.add, scaled, scaled)
+    with pytest.raises(TypeError):
+        jax.vmap(lambda _: jax.lax.psum(scaled, "i"), axis_name="i")(jnp.ones(2))
+    for draw in (jax.random.split, jax.random.bits, lambda key: jax.random.fold_in(key, 1)):
+        with pytest.raises(
+            TypeError,
+            match="The scale of ScaledGradients is not a PRNG key: only mixed_precision reads",
+        ):
+            draw(jax.tree.leaves(scaled)[-1])
+
+
+def test_scaled_gradients_index_like_their_tree_and_stay_scaled():
+    scaled = ScaledGradients({"params": {"w": W}, "_overwrite_with_gradient": {"s": W}}, 8.0)
+    assert "params" in scaled
+    assert "other" not in scaled
+    assert isinstance(scaled["params"], ScaledGradients)
+    assert scaled["params"].scale == 8.0
+    assert scaled["_overwrite_with_gradient"]["s"] is W
+    assert "ScaledGradients({" in repr(scaled)
+
+
+def test_bad_calls_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match="grads should be 'float32' or 'accumulator' or 'compute', but got 'half'"
+    ):
+        value_and_grad(loss_of, grads="half")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got 0"):
+        value_and_grad(loss_of, loss_scale=0)
+    with pytest.raises(ValueError, match=r"loss_scale should be a scalar, but got shape \(2,\)"):
+        value_and_grad(loss_of, loss_scale=jnp.ones(2))
+    with pytest.raises(ValueError, match=r"scale should be a scalar, but got shape \(2,\)"):
+        ScaledGradients(W, jnp.ones(2))
+    with pytest.raises(
+        TypeError,
+        match=r"loss_fn should return a floating scalar, but got float32\[5\]: return the",
+    ):
+        grad(lambda w: w)(W)
+    with pytest.raises(TypeError, match=r"should return a floating scalar, but got int32\[\]"):
+        grad(lambda w: jnp.int32(1))(W)
+    with pytest.raises(TypeError, match=r"should return a floating scalar, but got complex64\[\]"):
+        grad(lambda w: w.sum().astype(jnp.complex64))(W)
+    with pytest.raises(TypeError, match="should return a floating scalar, but got dict"):
+        grad(lambda w: {"loss": w.sum()})(W)
+    with pytest.raises(
+        TypeError, match=r"With has_aux=True loss_fn should return a pair \(loss, aux\), but got"
+    ):
+        grad(lambda w: w.sum(), has_aux=True)(W)
+    with pytest.raises(
+        TypeError, match="argnums=1 selects positional argument 1, but the call has 1 positional"
+    ):
+        grad(loss_of, argnums=1)(W)
+
+
+def test_what_has_no_gradient_is_refused_by_path():
+    tree = {"w": W, "n": {"count": jnp.int32(1)}, "key": jax.random.key(0), "text": "a"}
+    with pytest.raises(TypeError) as error:
+        grad(lambda p: p["w"].sum())(tree)
+    listed = "key (key<fry>), n/count (int32), text (str)."
+    assert f"Argument 0 holds leaves that have no gradient: {listed}" in str(error.value)

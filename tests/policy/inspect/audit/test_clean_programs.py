@@ -1,0 +1,302 @@
+"""Programs with nothing wrong in them: no finding, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx as flax_nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mpmodules import linen as nn
+from mpmodules import nnx
+from policy import audit, autocast, use_policy
+from policy.sharding import vary
+from tests.policy.inspect.audit import near_misses_carried, near_misses_eight_bits
+from tests.policy.inspect.audit.near_misses import FORWARD_ONLY, NEAR_MISSES
+
+assert near_misses_carried and near_misses_eight_bits  # add to NEAR_MISSES
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+Program = Callable[[], tuple[Any, tuple[Any, ...]]]
+PROGRAMS: dict[str, Program] = {}
+
+
+def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def program(make: Program) -> Program:
+    PROGRAMS[make.__name__.removeprefix("_").replace("_", " ")] = make
+    return make
+
+
+def weights(**shapes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: shape(*dims) for name, dims in shapes.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# float32
+# --------------------------------------------------------------------------------------------------
+
+
+def attention(params: Any, x: Any, to: Any = lambda x: x) -> Any:
+    """Causal, masked and with a float32 softmax; `to` narrows what is multiplied."""
+    q, k, v = (to(x) @ to(params[name]) for name in "qkv")
+    logits = jnp.einsum("btd,bsd->bts", q, k).astype(F32) * x.shape[-1] ** -0.5
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(F32).min))
+    return jnp.einsum("bts,bsd->btd", to(weights), v)
+
+
+def layer_norm(x: Any, scale: Any) -> Any:
+    """In float32; the dtype of `x` out."""
+    wide = x.astype(F32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    normed = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+    return (normed * scale[None, None]).astype(x.dtype)
+
+
+@program
+def _a_float32_network():
+    def fn(params, x):
+        h = jax.nn.gelu(x @ params["up"])
+        return jnp.mean(jax.nn.log_softmax(h @ params["down"]))
+
+    return fn, (weights(up=(4, 8), down=(8, 4)), shape(2, 4))
+
+
+@program
+def _float32_attention():
+    return attention, (weights(q=(4, 4), k=(4, 4), v=(4, 4)), shape(2, 3, 4))
+
+
+@program
+def _a_float32_scan_that_sums():
+    def fn(params, xs):
+        total, _ = lax.scan(lambda total, x: (total + x @ params["w"], None), jnp.zeros((2, 4)), xs)
+        return total.sum() / 3
+
+    return fn, (weights(w=(4, 4)), shape(3, 2, 4))
+
+
+@program
+def _a_float32_embedding():
+    def fn(params, tokens):
+        return jnp.cumsum(params["table"][tokens] @ params["w"], 1)
+
+    return fn, (weights(table=(5, 4), w=(4, 4)), shape(2, 6, dtype=jnp.int32))
+
+
+# --------------------------------------------------------------------------------------------------
+# Mixed by hand
+# --------------------------------------------------------------------------------------------------
+
+
+@program
+def _a_network_in_bfloat16_with_a_float32_loss():
+    def fn(params, x, labels):
+        h = jax.nn.silu(x.astype(BF16) @ params["up"].astype(BF16))
+        logits = (h @ params["down"].astype(BF16)).astype(F32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return fn, (weights(up=(4, 8), down=(8, 4)), shape(2, 4), shape(2, dtype=jnp.int32))
+
+
+@program
+def _attention_in_bfloat16_with_a_float32_softmax():
+    return (
+        lambda params, x: attention(params, x, lambda x: x.astype(BF16)),
+        (weights(q=(4, 4), k=(4, 4), v=(4, 4)), shape(2, 3, 4, dtype=BF16)),
+    )
+
+
+@program
+def _a_block_in_bfloat16_with_float32_norms():
+    def fn(params, x):
+        h = layer_norm(x, params["scale"])
+        x = x + jnp.tanh(h @ params["w"].astype(BF16))
+        return layer_norm(x, params["scale"])
+
+    return fn, (weights(w=(4, 4), scale=(4,)), shape(2, 3, 4, dtype=BF16))
+
+
+@program
+def _a_float32_residual_stream():
+    def fn(params, x):
+        for name in ("w0", "w1"):
+            h = layer_norm(x, params["scale"]).astype(BF16)
+            x = x + (h @ params[name].astype(BF16)).astype(F32)
+        return x
+
+    return fn, (weights(w0=(4, 4), w1=(4, 4), scale=(4,)), shape(2, 3, 4))
+
+
+@program
+def _a_scan_of_layers_in_bfloat16():
+    def fn(params, x):
+        def layer(x, layer_params):
+            h = layer_norm(x, layer_params["scale"])
+            return x + jax.nn.relu(h @ layer_params["w"].astype(BF16)), None
+
+        return lax.scan(jax.checkpoint(layer), x, params)[0]
+
+    return fn, (weights(w=(3, 4, 4), scale=(3, 4)), shape(2, 3, 4, dtype=BF16))
+
+
+@program
+def _a_recurrence_in_float16_that_casts_at_the_use():
+    def fn(params, xs):
+        step = lambda h, x: (jnp.tanh(x + h @ params["w"].astype(F16)), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros((2, 4), F16), xs)[0]
+
+    return fn, (weights(w=(4, 4)), shape(5, 2, 4, dtype=F16))
+
+
+@program
+def _a_mean_that_a_scan_carries_in_float32():
+    def fn(params, xs):
+        def add(total, x):
+            return total + (x @ params["w"].astype(BF16)).astype(F32).mean(), None
+
+        return lax.scan(add, jnp.zeros(()), xs)[0] / 3
+
+    return fn, (weights(w=(4, 4)), shape(3, 2, 4, dtype=BF16))
+
+
+@program
+def _a_mask_that_float16_can_hold():
+    def fn(params, x):
+        h = x @ params["w"].astype(F16)
+        return jnp.where(h > 0, h, jnp.finfo(F16).min)
+
+    return fn, (weights(w=(4, 4)), shape(2, 4, dtype=F16))
+
+
+@program
+def _shards_that_are_summed_in_float32():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(w, x):
+        w = vary(
+            w, "i", "float32"
+        )  # before its cast: gradients are summed across devices in float32
+        return lax.pmean((x @ w.astype(BF16)).astype(F32).sum(), "i")
+
+    def fn(params, x):
+        spec = PartitionSpec()
+        return jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec("i")), out_specs=spec)(
+            params["w"], x
+        )
+
+    return fn, (weights(w=(4, 4)), shape(2, 4, dtype=BF16))
+
+
+@program
+def _flax_layers_in_float32():
+    model = flax.linen.Sequential(
+        [flax.linen.Dense(4), flax.linen.LayerNorm(), flax.linen.relu, flax.linen.Dense(3)]
+    )
+    variables = jax.eval_shape(model.init, jax.random.key(0), shape(2, 4))
+    return model.apply, (variables, shape(2, 4))
+
+
+# --------------------------------------------------------------------------------------------------
+# Ours, and autocast's
+# --------------------------------------------------------------------------------------------------
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        h = nn.Dense(8)(nn.RMSNorm()(x))
+        return nn.avg_pool(x + nn.Dense(4)(nn.gelu(h)), (2,), (1,))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: Any):
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.embed = nnx.Embed(5, 4, rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        return self.head(nnx.softmax(x + self.attention(self.norm(x))))
+
+
+class FlaxBlock(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x: Any) -> Any:
+        h = flax.linen.LayerNorm()(x)
+        x = x + flax.linen.MultiHeadDotProductAttention(2)(h)
+        x = x + flax.linen.Dense(4)(flax.linen.gelu(flax.linen.Dense(8)(x)))
+        return flax.linen.softmax(flax.linen.BatchNorm(use_running_average=False)(x))
+
+
+def linen_block(policy: str) -> tuple[Any, tuple[Any, ...]]:
+    def fn(variables, x):
+        with use_policy(policy):
+            return LinenBlock().apply(variables, x)
+
+    with use_policy(policy):
+        variables = jax.eval_shape(LinenBlock().init, jax.random.key(0), shape(2, 3, 4))
+    return fn, (variables, shape(2, 3, 4))
+
+
+def nnx_block(policy: str) -> tuple[Any, tuple[Any, ...]]:
+    with use_policy(policy):
+        model = flax_nnx.eval_shape(lambda: NnxBlock(flax_nnx.Rngs(0)))
+    return model, (shape(2, 3, dtype=jnp.int32),)
+
+
+def cast_automatically(policy: str) -> tuple[Any, tuple[Any, ...]]:
+    model = FlaxBlock()
+    variables = jax.eval_shape(model.init, jax.random.key(0), shape(2, 3, 4))
+
+    def fn(variables, x):
+        out, _ = model.apply(variables, x, mutable=["batch_stats"])
+        return out
+
+    return autocast(fn, policy), (variables, shape(2, 3, 4))
+
+
+for _policy in ("mixed_bfloat16", "mixed_float16", "bfloat16"):
+    PROGRAMS[f"our linen under {_policy}"] = lambda policy=_policy: linen_block(policy)
+    PROGRAMS[f"our nnx under {_policy}"] = lambda policy=_policy: nnx_block(policy)
+    PROGRAMS[f"Flax under autocast to {_policy}"] = lambda policy=_policy: cast_automatically(
+        policy
+    )
+
+
+ALL = {**PROGRAMS, **NEAR_MISSES}
+CASES = [
+    (name, backward)
+    for name in ALL
+    for backward in (False, True)
+    if not (backward and name in FORWARD_ONLY)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    CASES,
+    ids=[f"{name}-{'backward' if backward else 'forward'}" for name, backward in CASES],
+)
+def test_no_finding(name, backward):
+    fn, args = ALL[name]()
+    report = audit(fn, *args, backward=backward)
+    assert not report.findings, str(report)
+    assert any(op.kind == "dot" for op in report.operations)
+    assert backward <= any(op.is_backward for op in report.operations)
+
+
+def test_there_are_more_than_forty():
+    assert len(PROGRAMS) > 15 and len(ALL) > 40

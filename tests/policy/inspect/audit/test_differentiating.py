@@ -1,0 +1,199 @@
+"""The leaves that gradients are taken by: the same in audit, compare, suggest and the assertions,
+and no statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import mpmodules
+from policy import audit, compare, suggest
+from policy.inspect.traced.call import Call
+from policy.inspect.traced.gradients import traced_call
+from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
+
+assert mpmodules  # names the modules of nnx
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+LAYERS = {"dense/kernel", "dense/bias", "norm/scale", "norm/bias"}
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.BatchNorm(use_running_average=True, name="norm")(nn.Dense(5, name="dense")(x))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self) -> None:
+        self.dense = nnx.Linear(3, 5, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(5, use_running_average=True, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.dense(x))
+
+
+def _square(y: Any) -> Any:
+    return jnp.mean(jnp.square(y))
+
+
+def _of_linen() -> tuple[Any, ...]:
+    net = LinenNet()
+    return lambda variables, x: _square(net.apply(variables, x)), net.init(jax.random.key(0), X), X
+
+
+def _of_linen_apart() -> tuple[Any, ...]:
+    fn, variables, x = _of_linen()
+    apart = lambda params, stats, x: fn({"params": params, "batch_stats": stats}, x)  # noqa: E731
+    return apart, variables["params"], variables["batch_stats"], x
+
+
+def _of_nnx() -> tuple[Any, ...]:
+    return lambda net, x: _square(net(x)), NnxNet(), X
+
+
+def _of_nnx_state() -> tuple[Any, ...]:
+    graph, state = nnx.split(NnxNet())
+    return lambda state, x: _square(nnx.merge(graph, state, copy=True)(x)), state, X
+
+
+def _of_nnx_apart() -> tuple[Any, ...]:
+    graph, params, rest = nnx.split(NnxNet(), nnx.Param, ...)
+    return (
+        lambda params, rest, x: _square(nnx.merge(graph, params, rest, copy=True)(x)),
+        params,
+        rest,
+        X,
+    )
+
+
+WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "linen variables": _of_linen,
+    "linen collections apart": _of_linen_apart,
+    "nnx module": _of_nnx,
+    "nnx state": _of_nnx_state,
+    "nnx params and rest": _of_nnx_apart,
+}
+
+
+def _gradients_of_audit(
+    fn: Any, args: tuple[Any, ...], params: Any = None
+) -> list[tuple[int, ...]]:
+    """Returns the shapes of the gradients in the program that an audit and the assertions read."""
+    traced = traced_call(fn, args, {}, True, params)
+    return sorted(
+        aval.shape for aval in traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :]
+    )
+
+
+def _name(path: str) -> str:
+    return path.removeprefix("params/").removesuffix("/value")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tool_takes_gradients_by_running_statistics(way):
+    fn, *args = WAYS[way]()
+    comparison = compare(fn, *args, policy="mixed_bfloat16", backward=True)
+    assert {_name(row.path) for row in comparison.parameters} == LAYERS
+    call = Call.of("suggest", fn, tuple(args), {}, None, 1.0)
+    taken = sorted(call.arguments.arrays[i].shape for i in call.differentiated())
+    assert taken == _gradients_of_audit(fn, tuple(args)) == [(3, 5), (5,), (5,), (5,)]
+
+
+def test_params_names_the_arguments_that_gradients_are_taken_by():
+    fn, args = (lambda w, b, x: _square(x @ w + b)), (jnp.ones((3, 5)), jnp.ones(5), X)
+    with jax.numpy_rank_promotion("allow"):
+        for params, shapes in (
+            (0, [(3, 5)]),
+            ("b", [(5,)]),
+            (("w", 1), [(3, 5), (5,)]),
+            (None, [(3, 5), (4, 3), (5,)]),
+        ):
+            rows = compare(
+                fn, *args, policy="mixed_bfloat16", backward=True, params=params
+            ).parameters
+            assert len(rows) == len(shapes) and _gradients_of_audit(fn, args, params) == shapes
+        dots = [
+            sum(
+                op.count
+                for op in audit(fn, *args, backward=True, params=p).operations
+                if op.kind == "dot"
+            )
+            for p in ("b", "w", None)
+        ]
+    assert dots == [1, 2, 3]
+
+
+def test_a_predicate_chooses_leaves_of_modules_too():
+    fn, net, x = _of_nnx()
+    is_matrix = lambda leaf: jnp.ndim(leaf) == 2 and leaf.shape == (3, 5)  # noqa: E731
+    rows = compare(fn, net, x, policy="mixed_bfloat16", backward=True, params=is_matrix).parameters
+    assert [row.path for row in rows] == ["dense/kernel"]
+    assert _gradients_of_audit(fn, (net, x), is_matrix) == [(3, 5)]
+
+
+def test_suggest_and_the_assertions_take_the_same_keywords():
+    def loss(w: Any, v: Any, x: Any) -> Any:
+        with jax.named_scope("first"):
+            x = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return jnp.sum(x.astype(jnp.float32) @ v)
+
+    args = (jnp.ones((3, 5)), jnp.ones((5, 2)), X)
+    by_w = suggest(loss, *args, error=1e-6, backward=True, params="w")
+    assert by_w.of == "gradients" and by_w.paths == ("first",)
+    half = (jnp.ones((3, 3), jnp.bfloat16),) * 2
+    mixed = lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.float32)  # noqa: E731
+    assert_dots_in(lambda w, x: x @ w, half, "bf16", backward=True, params="w")
+    with pytest.raises(AssertionError, match="1 operation should multiply bfloat16"):
+        assert_dots_in(mixed, half, "bf16", backward=True, params="x")
+    with pytest.raises(AssertionError, match="2 operations should multiply bfloat16"):
+        assert_dots_in(mixed, half, "bf16", backward=True, params=("w", "x"))
+    assert_reductions_in(lambda w, x: jnp.sum(x * w), (X, X), "f32", backward=True, params=0)
+    assert_no_silent_promotion(lambda w, x: x @ w, half, backward=True, params="w")
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "text"),
+    [
+        (
+            (X,),
+            {"params": 0},
+            ValueError,
+            r"params=0 selects the arguments to differentiate, so it needs backward=True",
+        ),
+        (
+            (X,),
+            {"params": {"w": X}, "backward": True},
+            TypeError,
+            r"but got a dict\. If the function has an argument",
+        ),
+        (
+            (X,),
+            {"params": 1, "backward": True},
+            ValueError,
+            r"params names argument 1, but the function was called",
+        ),
+    ],
+)
+def test_params_that_say_nothing_are_refused(args, options, error, text):
+    with pytest.raises(error, match=text):
+        audit(jnp.sum, *args, **options)
+
+
+def test_modules_hold_their_parameters_themselves():
+    fn, net, x = _of_nnx()
+    for tool in (
+        lambda **options: audit(fn, net, x, **options),
+        lambda **options: compare(fn, net, x, **options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^params='net' names arguments, but here the parameters are held"
+        ):
+            tool(backward=True, params="net")

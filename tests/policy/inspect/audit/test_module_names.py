@@ -1,0 +1,237 @@
+"""Modules whose names are no identifiers have rows of their own in every tool, and rules can name
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as flax_linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from mpmodules import linen, nnx
+from policy import PolicyRules, audit, autocast, compare, suggest, use_policy
+from policy.inspect.suggest.patterns import code_of
+from policy.programs.paths import path_of
+from policy.testing import assert_dots_in
+
+NAMES = (
+    *(
+        "a",
+        "my layer",
+        "conv-1",
+        "a.b",
+        "a.attend",
+        "b.c.d",
+        "layers.0.self_attn",
+        "1x1",
+        "f(x)",
+        "jvp(x)",
+        "a(b",
+        "b)",
+    ),
+    *(
+        "x[0]",
+        "[b]",
+        "a*",
+        "a|b",
+        "^$",
+        "a:b",
+        "a=b",
+        "<b>",
+        "it's",
+        'q"q',
+        "a\\b",
+        "{x}",
+        "a,b",
+        "ij,jk->ik",
+        "#",
+        "%d",
+    ),
+)
+FEW = ("a", "my layer", "conv-1", "a.b", "f(x)", 'q"q', "[b]")
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
+HALF = "mixed_bfloat16"
+
+
+def linen_model(
+    mod: Any, names: tuple[str, ...]
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    class Net(mod.Module):
+        @mod.compact
+        def __call__(self, x):
+            for name in names:
+                x = mod.Dense(3, name=name)(x)
+            return x
+
+    model = Net()
+    return model, model.apply, (jax.eval_shape(model.init, jax.random.key(0), X), X)
+
+
+def nnx_model(mod: Any, names: tuple[str, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    class Net(mod.Module):
+        def __init__(self):
+            for name in names:
+                setattr(self, name, mod.Linear(3, 3, rngs=flax_nnx.Rngs(0)))
+
+        def __call__(self, x):
+            for name in names:
+                x = getattr(self, name)(x)
+            return x
+
+    model = Net()
+    return model, model, (X,)
+
+
+WINGS = {
+    "Flax's linen": (linen_model, flax_linen),
+    "linen": (linen_model, linen),
+    "Flax's nnx": (nnx_model, flax_nnx),
+}
+WINGS |= {"nnx": (nnx_model, nnx)}
+EACH_WING = pytest.mark.parametrize("wing", WINGS)
+
+
+def model_of(
+    wing: str, names: tuple[str, ...] = FEW
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    make, mod = WINGS[wing]
+    return make(mod, names)
+
+
+def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.37, leaf.dtype), args)
+
+
+def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
+    """Every module has one, and none has another."""
+    assert {path for path in paths if path not in ("", "Net:")} == set(names)
+
+
+@EACH_WING
+@pytest.mark.parametrize("backward", [False, True])
+def test_audit_has_a_row_for_each(wing, backward):
+    _, fn, args = model_of(wing, NAMES)
+    report = audit(fn, *args, backward=backward)
+    assert_rows(report.paths, NAMES)
+    assert all(name in str(report) for name in NAMES)
+    assert "<b>" not in report.to_html().replace("&lt;b&gt;", "")
+
+
+@pytest.mark.parametrize("wing", ["Flax's linen", "linen"])
+def test_names_are_known_where_params_are_closed_over_and_where_jit_traced_before(wing):
+    _, fn, (variables, x) = model_of(wing)
+    variables = arrays_of(variables)
+    assert_rows(audit(lambda x: fn(variables, x), x).paths)
+    jitted = jax.jit(fn)
+    jitted.lower(variables, x)
+    assert_rows(audit(jitted, variables, x).paths)
+
+
+@EACH_WING
+def test_compare_has_a_row_for_each(wing):
+    _, fn, args = model_of(wing)
+    found = compare(fn, *arrays_of(args), policy=HALF)
+    assert_rows(row.path for row in found.activations)
+    assert "conv-1" in found.to_svg()
+
+
+@EACH_WING
+def test_suggest_has_evidence_for_each_and_rules_that_name_them(wing):
+    _, fn, args = model_of(wing)
+    found = suggest(fn, *arrays_of(args), policy=HALF, error=1e-6)
+    assert_rows(evidence.path for evidence in found.evidence)
+    namespace: dict[str, Any] = {"PolicyRules": PolicyRules}
+    exec(f"rules = {found.code()}", namespace)
+    assert namespace["rules"] == found.rules
+
+
+@EACH_WING
+def test_explain_has_a_row_for_each_and_autocast_obeys_rules_for_each(wing):
+    _, fn, args = model_of(wing)
+    assert_rows(record.path for record in autocast(fn, HALF).explain(*args).records)
+    for name in FEW:
+        report = autocast(fn, HALF, rules={re.escape(name): "float32"}).explain(*args)
+        assert [record.path for record in report.wide_matmuls] == [name]
+
+
+@EACH_WING
+def test_layers_obey_rules_for_each(wing):
+    for name in FEW:
+        model, fn, args = model_of(wing)
+        rules: Any = {re.escape(name): "float32"}
+        if wing == "linen":
+            with use_policy(HALF, rules):
+                found = audit(fn, *args)
+        elif wing == "Flax's linen":
+            found = audit(linen.apply_policy(model, HALF, rules).apply, *args)
+        else:
+            found = audit(nnx.apply_policy(model, HALF, rules), *args)
+        wide = [op.path for op in found.operations if op.kind == "dot" and "float32" in op.operands]
+        assert wide == [name]
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_summaries_have_a_row_for_each(wing):
+    model, _, _ = model_of(wing)
+    options: dict[str, Any] = {"policy_columns": True, "console_kwargs": {"width": 200}}
+    if wing == "linen":
+        with use_policy(HALF):
+            table = linen.tabulate(model, jax.random.key(0), **options)(X)
+    else:
+        table = nnx.tabulate(model, X, **options)
+    rows = {line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 3}
+    assert set(FEW) <= rows
+
+
+def test_assertions_allow_paths_by_name():
+    _, fn, args = model_of("Flax's linen")
+    with pytest.raises(AssertionError, match=re.escape("at 'a.b'")):
+        assert_dots_in(
+            fn, args, "bfloat16", allow=[re.escape(name) for name in FEW if name != "a.b"]
+        )
+
+
+@pytest.mark.parametrize("name", ["x y", "x-y", "x.y", "x.0", "f(x)", "x[0]", "layers.0.attn"])
+def test_parts_named_by_the_user_have_rows_too(name):
+    def fn(x):
+        with jax.named_scope("x"):
+            x = x * 2
+        with jax.named_scope(name):
+            return jnp.sin(x).sum()
+
+    assert {"x", name} <= set(audit(jax.grad(fn), X).paths)
+
+
+def test_rules_from_texts_may_have_names_with_equals_signs():
+    rules = PolicyRules.from_texts(["a=b=f32", "c=p=f32,c=bf16,o=f32", r"d\=e=bf16"])
+    assert [pattern for pattern, _ in rules] == ["a=b", "c", r"d\=e"]
+
+
+@pytest.mark.parametrize("pattern", ["a", r"a\.b", 'q"q', 'q"\\d', "it's", "a\nb", "tail\\\\"])
+def test_the_code_of_rules_is_python_whatever_the_name(pattern):
+    found = eval(code_of([(pattern, "f32")]), {"PolicyRules": PolicyRules})
+    assert found == PolicyRules([(pattern, "f32")])
+
+
+@pytest.mark.parametrize(
+    ("name_stack", "path"),
+    [
+        ("Net/my layer", ("Net", "my layer")),
+        ("transpose(jvp(Net))/f(x)/g", ("Net", "f(x)", "g")),
+        ("transpose(jvp(f(x)))/a(b", ("f(x)", "a(b")),
+        ("Net/conv.1x1", ("Net", "conv.1x1")),
+        ("Net/Net.<lambda>/layer", ("Net", "layer")),
+        ("encoder.block/x", ("encoder.block", "x")),
+        ("Net/ab,bc->ac", ("Net",)),
+        ("vmap(Net)/<lambda>/x", ("Net", "x")),
+    ],
+)
+def test_a_name_stack_is_read_whatever_the_names(name_stack, path):
+    assert path_of(name_stack) == path

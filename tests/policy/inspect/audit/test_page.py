@@ -1,0 +1,477 @@
+"""The page of an audit: self-contained, escaped, and alive in a browser."""
+
+import importlib.util
+import math
+import pathlib
+import re
+import sys
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from policy.inspect.audit.audit import audit as policy_audit
+from policy.inspect.audit.render.html import page
+from policy.inspect.audit.render.tree import tree_of
+from policy.inspect.audit.report import Audit, Finding, Operation
+from policy.inspect.compare.comparison import Comparison, Row
+from policy.inspect.render.markup import Markup, escaped, join_markup, tag
+from tests.policy.inspect.audit.browser import BROWSER, look
+
+ROOT = pathlib.Path(__file__).parents[3]
+HOSTILE = (
+    "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
+)
+
+
+def operation(
+    path,
+    *,
+    dtype="bfloat16",
+    kind="dot",
+    flops=1_000_000,
+    source="model.py:12 (__call__)",
+    name="dot_general",
+):
+    return Operation(
+        path, kind, name, (dtype, dtype), "backend", dtype, source, False, 1, flops, flops // 100
+    )
+
+
+def finding(
+    path, kind="low-precision reduction", message="Sums 4096 terms in bfloat16.", **changes
+):
+    fields = {
+        "dtypes": ("bfloat16",),
+        "source": "model.py:3 (f)",
+        "is_backward": False,
+        "count": 1,
+    } | changes
+    return Finding(kind, path, "reduce_sum", message=message, **fields)
+
+
+AUDIT = Audit(
+    (
+        *(
+            operation(f"Net/layer_{i}/{name}")
+            for i in range(3)
+            for name in ("attn/query", "mlp/up")
+        ),
+        operation("Net/head", dtype="float32", flops=4_000_000),
+        operation("", dtype="float16", flops=0, kind="reduction", name="reduce_sum"),
+        operation(f"Net/{HOSTILE}", source=HOSTILE),
+    ),
+    (
+        finding("Net/layer_1/attn/query"),
+        finding("Net/layer_2", kind=HOSTILE, message=HOSTILE, is_backward=True, count=12),
+        finding("Net/nowhere"),  # a module that no operation stands in
+    ),
+    HOSTILE,
+)
+
+
+class Elements(HTMLParser):
+    """The elements of a page, each with its attributes, and the text of those that are no scripts
+    or styles.
+    """
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.text, self.unclosed = [], [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag  # every element is closed, in order
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+def all_of(elements, tag):
+    return [attributes for name, attributes in elements.elements if name == tag]
+
+
+# --- what is in it --------------------------------------------------------------------------------
+
+
+def test_markup_is_escaped_unless_it_is_markup_already():
+    assert tag("p", "<b>", tag("i", "&"), class_='a"b', data_x=None, hidden=True) == (
+        '<p class="a&quot;b" hidden>&lt;b&gt;<i>&amp;</i></p>'
+    )
+    assert escaped(Markup("<b>")) == "<b>" and join_markup(("<", 1)) == "&lt;1"
+
+
+def test_hostile_names_are_text_and_nothing_else():
+    elements = Elements(page(AUDIT))
+    assert not elements.open
+    assert len(all_of(elements, "script")) == 1 and not all_of(elements, "img")
+    assert HOSTILE in elements.text
+    assert not [
+        attributes
+        for _, attributes in elements.elements
+        if any(name.startswith("on") for name in attributes)
+    ]
+
+
+def test_nothing_is_fetched_and_a_policy_of_the_page_forbids_it():
+    text = page(AUDIT)
+    elements = Elements(text)
+    policies = [meta["content"] for meta in all_of(elements, "meta") if "http-equiv" in meta]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"]
+    assert not [
+        a
+        for _, attributes in elements.elements
+        for a in attributes
+        if a in ("src", "srcset", "data", "action")
+    ]
+    assert all(link["href"].startswith("#") for link in all_of(elements, "a"))
+    assert not re.search(r"https?:|url\(|@import", text.replace("http-equiv", ""))
+
+
+def test_every_link_leads_to_a_place_on_the_page_and_ids_stand_once():
+    elements = Elements(page(AUDIT))
+    ids = [attributes["id"] for _, attributes in elements.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = {link["href"][1:] for link in all_of(elements, "a")}
+    assert links and links <= set(ids)
+
+
+def test_the_tree_adds_up_what_is_below():
+    tree = tree_of(AUDIT.operations, AUDIT.findings)
+    assert [node.path for node in tree.walk()][:4] == ["", "Net", "Net/layer_0", "Net/layer_0/attn"]
+    layer = tree.children["Net"].children["layer_1"]
+    assert layer.flops == {"bfloat16": 2_000_000}
+    assert tree.flops == AUDIT.flops_by_dtype and tree.bytes == AUDIT.bytes_by_dtype
+    assert (layer.dtype, layer.findings, tree.findings) == ("bfloat16", 1, 3)
+    assert tree.children["Net"].children["head"].dtype == "float32"
+    assert tree.children["Net"].children["nowhere"].dtype == ""
+
+
+def test_findings_come_first_and_say_where_what_and_how_often():
+    text = Elements(page(AUDIT)).text
+    assert (
+        text.index("Findings (3)")
+        < text.index("Shares by dtype")
+        < text.index("Modules")
+        < text.index("Operations")
+    )
+    for part in (
+        "Net/layer_1/attn/query",
+        "Sums 4096 terms in bfloat16.",
+        "model.py:3 (f)",
+        "backward",
+        " 12 times",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "size"),
+    [
+        (0, "0", "0 B"),
+        (999, "999", "999 B"),
+        (1023_000, "1.02 M", "999 KiB"),
+        (1023 * 2**20, "1.07 G", "1023 MiB"),
+    ],
+)
+def test_numbers_are_shown_with_three_digits_and_a_unit(number, count, size):
+    text = Elements(
+        page(Audit((Operation("", "dot", "dot", (), "", "", "", False, 1, number, number),), ()))
+    ).text
+    assert f" · {count} FLOPs" in text and size in text
+
+
+def test_an_audit_of_nothing_is_a_page_too():
+    text = Elements(page(Audit((), ()))).text
+    assert (
+        "A function" in text
+        and "None, and no policy was in force." in text
+        and "FLOPs: none" in text
+        and "no matmul" in text
+    )
+
+
+def test_a_comparison_is_shown_beside_the_audit():
+    row = Row(
+        "Net/layer_1",
+        "activation",
+        0.25,
+        0.9,
+        0.5,
+        0.0,
+        0.125,
+        6e4,
+        65504.0,
+        "float16",
+        6e4,
+        is_jump=True,
+    )
+    rows = (row, Row("", "output", float("inf"), 0.0, 0.0, 0.0, 1.0, 1.0, 65504.0, "float16", 1.0))
+    compared = Comparison(
+        rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16"
+    )
+    text = page(AUDIT, compared)
+    elements = Elements(text)
+    assert (
+        "Against float32" in elements.text
+        and "The error jumps first at Net/layer_1. In step 2" in elements.text
+    )
+    assert (
+        "2.50e-01" in elements.text
+        and "91.60%" in elements.text
+        and "under mixed_float16" in elements.text
+        and "the result" in elements.text
+    )
+    assert {"data-label": "error", "data-value": "Infinity", "class": "number"} in all_of(
+        elements, "td"
+    )
+    assert len(all_of(elements, "svg")) == 1 and len(all_of(elements, "script")) == 1
+    assert "Against float32" not in page(AUDIT)
+
+
+@pytest.fixture(scope="module")
+def example():
+    """docs/make_audit_page.py."""
+    spec = importlib.util.spec_from_file_location(
+        "make_audit_page", ROOT / "docs" / "make_audit_page.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "make_audit_page", module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "audited", lambda: AUDIT)
+    monkeypatch.setattr("sys.argv", ["make_audit_page.py", "--out", str(tmp_path), "--no-png"])
+    example.main()
+    assert (tmp_path / "audit.html").read_text() == page(AUDIT)
+    assert "3 findings" in capsys.readouterr().out
+    monkeypatch.setattr(example, "BROWSERS", ())
+    with pytest.raises(
+        SystemExit, match=r"No browser is installed .*: apt-get install chromium, or --no-png"
+    ):
+        example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(
+    BROWSER is None,
+    reason="no browser is installed: apt-get install chromium, which opens the page",
+)
+
+# What a reader does, in one visit: looks, sorts, searches, follows a link, folds with the keyboard.
+VISIT = """
+const all = (selector) => [...document.querySelectorAll(selector)];
+const shown = (selector) => all(selector).filter((element) => element.checkVisibility());
+const paths = () => all("#operations tbody tr").map((row) => row.cells[0].textContent);
+const seen = {
+  ready: document.documentElement.dataset.ready,
+  error: document.documentElement.dataset.error ?? null,
+  title: document.title, findings: all(".finding .places li").length, nodes: all(".node").length,
+  fits: document.documentElement.scrollWidth <= innerWidth, width: innerWidth,
+  opaque: getComputedStyle(document.querySelector("#modules summary.float32")).borderLeftColor,
+};
+const heading = (name) => all("#operations th").find((th) => th.textContent === name);
+heading("FLOPs").firstElementChild.click();
+seen.falling = [paths()[0], heading("FLOPs").ariaSort];
+heading("FLOPs").firstElementChild.click();
+seen.rising = [paths()[0], heading("FLOPs").ariaSort];
+heading("path").firstElementChild.click();
+seen.named = [paths()[1], heading("path").ariaSort, heading("FLOPs").ariaSort];
+const search = document.getElementById("search");
+const look = (words) => { search.value = words; search.dispatchEvent(new Event("input")); };
+look("LAYER_2 bfloat16");
+const names = () => shown(".node > summary .name").map((name) => name.textContent);
+const matches = () => document.getElementById("matches").textContent;
+seen.searched = [
+  shown("#operations tbody tr").length, shown(".finding").length, names(), matches()];
+look("");
+seen.cleared = [shown("#operations tbody tr").length, matches()];
+all("[data-fold=closed]")[0].click();
+seen.folded = shown(".node").length;
+location.hash = all(".finding a")[0].hash;
+dispatchEvent(new Event("hashchange"));
+seen.followed = names().includes("query");
+const press = (key) => document.activeElement.dispatchEvent(
+  new KeyboardEvent("keydown", {key, bubbles: true}));
+all("[data-fold=closed]")[0].click();
+document.querySelector(".tree summary").focus();
+const steps = ["Right", "Right", "Right", "Down", "Up", "Left", "Left"];
+seen.walked = steps.map((step) => {
+  press("Arrow" + step);
+  return document.activeElement.querySelector(".name").textContent;
+});
+all("[data-search]")[0].click();
+seen.filled = search.value;
+return seen;
+"""
+
+
+@needs_browser
+def test_the_page_is_alive_in_a_browser_at_phone_width():
+    seen, console = look(page(AUDIT), VISIT, width=500)
+    assert console == [] and seen["fetched"] == []
+    assert (seen["ready"], seen["error"], seen["title"]) == ("true", None, f"Audit of {HOSTILE}")
+    assert (seen["findings"], seen["nodes"]) == (
+        3,
+        len(list(tree_of(AUDIT.operations, AUDIT.findings).walk())),
+    )
+    assert seen["fits"] and seen["width"] <= 500
+    assert seen["opaque"] != "rgba(0, 0, 0, 0)"
+    assert seen["falling"] == ["Net/head", "descending"]
+    assert seen["rising"] == ["(outside of any module)", "ascending"]
+    assert seen["named"][1:] == ["ascending", "none"]
+    assert seen["searched"] == [
+        2,
+        1,
+        ["all", "Net", "layer_2", "attn", "query", "mlp", "up"],
+        "3 of 11 rows",
+    ]
+    assert seen["cleared"] == [9, ""]
+    assert seen["folded"] == 1 and seen["followed"]
+    assert seen["walked"] == ["all", "Net", "Net", "layer_0", "Net", "Net", "all"]
+    assert seen["filled"] == "(outside of any module)"
+
+
+@needs_browser
+def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
+    def loss(params, tokens):
+        return example.loss(params, tokens, 1)
+
+    loss.__name__ = HOSTILE
+    tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):  # the example's model promotes, as many do
+        params = jax.eval_shape(example.Transformer(layers=1).init, jax.random.key(0), tokens)[
+            "params"
+        ]
+        audit = policy_audit(loss, params, tokens, backward=True)
+    assert {"low-precision-reduction", "silent-promotion", "float32-leak"} <= {
+        f.kind for f in audit.findings
+    }
+    seen, console = look(
+        page(audit),
+        """
+        const all = (selector) => [...document.querySelectorAll(selector)];
+        return {
+          ready: document.documentElement.dataset.ready, title: document.title,
+          findings: all(".finding .places li").length, rows: all("#operations tbody tr").length,
+          nodes: all(".node").map((node) => node.dataset.path),
+        };
+        """,
+    )
+    assert console == [] and seen["fetched"] == []
+    assert (seen["ready"], seen["title"]) == ("true", f"Audit of {HOSTILE}")
+    assert (seen["findings"], seen["rows"]) == (len(audit.findings), len(audit.operations))
+    assert {"", "layer_0/attn/query", "head"} <= set(seen["nodes"])
+    assert set(audit.paths) <= set(seen["nodes"])
+
+
+# What a reader sees: words that are broken in two, bars, and whether the page is wider than its
+# window.
+LOOK = """
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+const broken = (element) => {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    for (const word of walker.currentNode.data.matchAll(/\\S+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      const tops = [...range.getClientRects()].map((rectangle) => Math.round(rectangle.top));
+      const lines = new Set(tops);
+      if (lines.size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+};
+const width = (element) => element.getBoundingClientRect().width;
+const barOf = (node) => node.querySelector(":scope > summary .bar");
+const place = (element, axis) => [element.textContent, Number(element.getAttribute(axis))];
+return {
+  width: innerWidth, fits: document.documentElement.scrollWidth <= innerWidth,
+  text: document.body.innerText, broken: all("th, td").flatMap(broken),
+  scheme: matchMedia("(prefers-color-scheme: dark)").matches,
+  bars: Object.fromEntries(all(".node").filter(barOf).map((node) => {
+    const pieces = all(".piece", barOf(node)).map(width).reduce((sum, each) => sum + each, 0);
+    return [node.dataset.path, pieces / width(barOf(node))];
+  })),
+  drawn: all(".drawing circle").map((circle) => place(circle, "cx")),
+  axis: all(".drawing text[text-anchor=middle]").map((text) => place(text, "x")),
+};
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [420, 1000, 1300, 1900])
+def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
+    primitives = (
+        "convert_element_type",
+        "dynamic_update_slice",
+        "dot_general",
+        "custom_partitioning",
+    )
+    audit = Audit(
+        tuple(
+            operation(f"layer_{i}/attention/query", name=name, kind="transcendental", flops=flops)
+            for i, (name, flops) in enumerate(
+                zip(primitives, (1_000_000, 2_000_000, 5_000_000, 2_000_000), strict=True)
+            )
+        ),
+        (),
+    )
+    infinite = Row(
+        "layer_1",
+        "activation",
+        math.inf,
+        0.0,
+        0.0,
+        0.0,
+        0.5,
+        math.inf,
+        65504.0,
+        "float16",
+        7e4,
+        is_jump=True,
+    )
+    small = Row("layer_0", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    large = Row("layer_2", "activation", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    seen, console = look(
+        page(audit, Comparison((small, infinite, large), first_jump="layer_1")), LOOK, width=width
+    )
+    assert (
+        console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
+    )
+    shares = {"": 1.0, "layer_0": 0.1, "layer_1": 0.2, "layer_2": 0.5, "layer_3": 0.2}
+    assert {path: round(seen["bars"][path], 2) for path in shares} == shares
+    axis, drawn = dict(seen["axis"]), dict(seen["drawn"])
+    assert drawn["layer_1: error ∞, underflow 0.00%"] == axis["∞"] > axis["1e0"] + 20
+    assert drawn["layer_2: error 1.00e+00, underflow 0.00%"] == axis["1e0"]
+    assert "inf" not in seen["text"].replace("infinity", "") and "∞" in seen["text"]
+
+
+def test_a_drawing_names_what_was_measured_and_has_infinity_where_there_is_one():
+    forward = Row("layer", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    alone = Comparison((forward,)).to_svg()
+    assert "activations" in alone and "gradients" not in alone and "∞" not in alone
+    backward = Row("layer", "gradient", math.inf, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
+    both = Comparison((forward, backward)).to_svg()
+    assert "activations" in both and "gradients" in both and "∞" in both
+
+
+@needs_browser
+def test_the_look_into_the_browser_sees_errors_and_fetches():
+    broken = "<html><body><img src='http://127.0.0.1:9/x.png'><script>undefined_name()</script></body></html>"
+    seen, console = look(broken)
+    assert seen["fetched"] == ["http://127.0.0.1:9/x.png"]
+    assert any("undefined_name is not defined" in line for line in console)

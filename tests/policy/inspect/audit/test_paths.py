@@ -1,0 +1,401 @@
+"""Paths are one language: rules accept the paths that any tool prints, in Linen and in nnx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as flax_linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx as flax_nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from mpmodules import linen, nnx
+from policy import PolicyRules, audit, autocast, compare, suggest, use_policy
+from policy.programs.paths import spelled
+from policy.sharding import collectives_of
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
+HALF = "mixed_bfloat16"
+WIDE_INSIDE = "p=f32,c=f32,o=bf16"  # hands on half, as the carry of a scan must
+MODULES = {
+    "linen": {
+        "",
+        "first",
+        "blocks_0",
+        "blocks_0/up",
+        "blocks_1",
+        "blocks_1/up",
+        "tail",
+        "tail/layers_0",
+        "tail/layers_1",
+    }
+    | {"scanned", "scanned/up", "Net", "head"},
+    "nnx": {
+        "",
+        "first",
+        "blocks",
+        "blocks/0",
+        "blocks/0/up",
+        "blocks/1",
+        "blocks/1/up",
+        "tail",
+        "tail/layers",
+        "tail/layers/0",
+    }
+    | {"tail/layers/1", "Net", "head"},
+}
+
+
+def linen_model(nn: Any) -> Any:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            x = jnp.tanh(nn.Dense(4, name="up")(x)) + x
+            return (x, None) if _ is not None else x
+
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(4, name="up")(x), None
+
+    class Net(nn.Module):
+        def setup(self):
+            self.first = nn.Dense(4)
+            self.blocks = [Block(), Block()]
+            self.tail = nn.Sequential([nn.Dense(4), nn.Dense(4)])
+            self.scanned = nn.scan(
+                Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )()
+            self.Net = nn.Dense(4)  # as its model is called
+            self.head = nn.Dense(3)
+
+        def __call__(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            x, _ = self.scanned(self.tail(x), None)
+            return self.head(self.Net(2 * x))
+
+    return Net()
+
+
+def nnx_model(mod: Any) -> Any:
+    rngs = flax_nnx.Rngs(0)
+
+    class Block(mod.Module):
+        def __init__(self):
+            self.up = mod.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.up(x)) + x
+
+    class Net(mod.Module):
+        def __init__(self):
+            self.first = mod.Linear(4, 4, rngs=rngs)
+            self.blocks = flax_nnx.List([Block(), Block()])
+            self.tail = mod.Sequential(mod.Linear(4, 4, rngs=rngs), mod.Linear(4, 4, rngs=rngs))
+            self.Net = mod.Linear(4, 4, rngs=rngs)
+            self.head = mod.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.Net(2 * self.tail(x)))
+
+    return Net()
+
+
+MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "Flax's linen": ("linen", lambda: linen_model(flax_linen)),
+    "linen": ("linen", lambda: linen_model(linen)),
+    "Flax's nnx": ("nnx", lambda: nnx_model(flax_nnx)),
+    "nnx": ("nnx", lambda: nnx_model(nnx)),
+}
+EACH = pytest.mark.parametrize("kind", MODELS)
+
+
+def called(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if isinstance(model, flax_nnx.Module):
+        return model, (X,)
+    return model.apply, (model.init(jax.random.key(0), X), X)
+
+
+def trained(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step that takes gradients and updates parameters."""
+    if isinstance(model, flax_nnx.Module):
+
+        def nnx_step(model: Any, x: Any) -> Any:
+            return flax_nnx.value_and_grad(lambda model: model(x).astype(jnp.float32).mean())(model)
+
+        return nnx_step, (model, X)
+    variables, tx = model.init(jax.random.key(0), X), optax.sgd(0.1)
+
+    @jax.jit
+    def step(variables: Any, state: Any, x: Any) -> Any:
+        loss = lambda variables: model.apply(variables, x).astype(jnp.float32).mean()  # noqa: E731
+        updates, state = tx.update(jax.grad(loss)(variables), state)
+        return optax.apply_updates(variables, updates), state
+
+    return step, (variables, tx.init(variables), X)
+
+
+def modules_of(rules: PolicyRules, modules: Iterable[str], model: str = "Net") -> set[str]:
+    return {path for path in modules if rules.match(path, model=model) is not None}
+
+
+def assert_pasted(printed: Iterable[str], modules: Iterable[str]) -> None:
+    """Each printed path is a rule that matches exactly the module of that path; "" is outside of
+    all.
+    """
+    pasted = {path: modules_of(PolicyRules({path: "f32"}), modules) for path in printed if path}
+    assert pasted and pasted == {path: {path.removeprefix("Net:")} for path in pasted}
+
+
+@EACH
+@pytest.mark.parametrize("way", [called, trained])
+def test_audit_and_autocast_print_paths_that_rules_take(kind, way):
+    wing, make = MODELS[kind]
+    fn, args = way(make())
+    report = audit(fn, *args, backward=way is called)
+    assert {"Net:", "head", "Net"} < set(report.paths)
+    assert_pasted(report.paths, MODULES[wing])
+    if way is called:
+        assert_pasted(
+            {record.path for record in autocast(fn, HALF).explain(*args).records}, MODULES[wing]
+        )
+
+
+@EACH
+def test_compare_and_suggest_print_paths_that_rules_take(kind):
+    wing, make = MODELS[kind]
+    fn, args = called(make())
+    loss: Any = (
+        (lambda model, x: model(x).mean()) if wing == "nnx" else (lambda *args: fn(*args).mean())
+    )
+    comparison = compare(
+        loss, *((fn, *args) if wing == "nnx" else args), policy=HALF, backward=True
+    )
+    rows = (*comparison.activations, *comparison.gradients)
+    assert_pasted({row.path for row in rows}, MODULES[wing])
+    assert comparison.first_jump is None or comparison[comparison.first_jump] in rows
+    found = suggest(fn, *args, policy=HALF, error=1e-6)
+    assert_pasted({evidence.path for evidence in found.evidence}, MODULES[wing])
+
+
+def wide_dots(report: Any) -> set[str]:
+    return {op.path for op in report.operations if op.kind == "dot" and "float32" in op.operands}
+
+
+def dots(report: Any) -> set[str]:
+    return {op.path for op in report.operations if op.kind == "dot"}
+
+
+@EACH
+@pytest.mark.parametrize("way", ["scope", "port", "autocast", "audit"])
+def test_a_printed_path_puts_its_module_and_what_is_below_in_float32_and_nothing_else(kind, way):
+    wing, make = MODELS[kind]
+    fn, args = called(make())
+    every = dots(audit(fn, *args))
+
+    def under(rules: Any) -> Any:
+        if way == "autocast":
+            if wing == "nnx":  # a module that a function holds is none of its arguments
+                return audit(lambda model, x: autocast(model, HALF, rules=rules)(x), fn, *args)
+            return audit(autocast(fn, HALF, rules=rules), *args)
+        if way == "audit":
+            return audit(fn, *args, policy=HALF, rules=rules)
+        if way == "scope":
+            with use_policy(HALF, rules):
+                return audit(fn, *args)
+        apply_policy = linen.apply_policy if wing == "linen" else nnx.apply_policy
+        model = apply_policy(make(), HALF, rules)
+        return audit(*((model.apply, *args) if wing == "linen" else (model, X)))
+
+    if way == "scope" and kind != "linen":
+        pytest.skip("a scope reaches linen's layers of ours alone")
+    lists = ("blocks_1", "tail") if wing == "linen" else ("blocks", "blocks/1", "tail/layers")
+    for path in ("first", *lists, "Net", "Net:", ""):
+        found = wide_dots(under({path: WIDE_INSIDE}))
+        below = (
+            every
+            if path in ("Net:", "")
+            else {one for one in every if one == path or one.startswith(f"{path}/")}
+        )
+        assert below and found == below, path
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_paths_of_summaries_are_those_of_rules(wing):
+    model = MODELS[wing][1]()
+    options: dict[str, Any] = {
+        "policy_columns": True,
+        "console_kwargs": {"width": 200, "force_terminal": False},
+    }
+    if wing == "linen":
+        table = linen.tabulate(model, jax.random.key(0), **options)(X)
+    else:
+        table = nnx.tabulate(model, X, **options)
+    paths = {line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 3} - {
+        "path"
+    }
+    assert_pasted({path for path in paths if path and path in MODULES[wing]}, MODULES[wing])
+    assert {"first", "head", "Net"} < paths
+
+
+@pytest.mark.parametrize("mod", [flax_linen, linen])
+def test_rules_with_the_class_are_told_how_paths_begin(mod):
+    model = linen_model(mod)
+    fn, args = called(model)
+    for run in (
+        lambda: autocast(fn, HALF, rules={"Net/head": "f32"})(*args),
+        lambda: linen.apply_policy(model, HALF, {"Net/head": "f32"}).apply(*args),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"'Net/head' matched no module\. .* leave out the model's class: write 'head'\.",
+        ):
+            run()
+    with pytest.raises(
+        ValueError,
+        match=r"'Net/head' matched no module\. .* leave out the model's class: write 'head'\.",
+    ):
+        nnx.apply_policy(nnx_model(flax_nnx), HALF, {"Net/head": "f32"})
+
+
+# --------------------------------------------------------------------------------------------------
+# Several models, none, and scopes
+# --------------------------------------------------------------------------------------------------
+
+
+def two_models(nn: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    class Generator(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="out")(x)
+
+    class Critic(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="out")(2 * x)
+
+    generator, critic = Generator(), Critic()
+    variables = [model.init(jax.random.key(0), X) for model in (generator, critic)]
+    return lambda g, c, x: critic.apply(c, generator.apply(g, x)).mean(), (*variables, X)
+
+
+@pytest.mark.parametrize("nn", [flax_linen, linen])
+def test_models_of_one_program_are_told_apart_by_their_classes(nn):
+    fn, args = two_models(nn)
+    paths = {"Generator:out", "Critic:out"}
+    assert dots(audit(fn, *args)) == paths
+    assert paths < {record.path for record in autocast(fn, HALF).explain(*args).records}
+    assert paths < {row.path for row in compare(fn, *args, policy=HALF).activations}
+    found = suggest(fn, *args, policy=HALF, error=1e-6)
+    assert paths <= {evidence.path for evidence in found.evidence} and "Generator:out" in str(found)
+    for path in paths:
+        assert wide_dots(audit(fn, *args, policy=HALF, rules={path: "f32"})) == {path}
+        assert wide_dots(audit(autocast(fn, HALF, rules={path: "f32"}), *args)) == {path}
+    assert wide_dots(audit(autocast(fn, HALF, rules={"out": "f32"}), *args)) == paths
+    with pytest.raises(ValueError, match="'Other:out' matched no module"):
+        autocast(fn, HALF, rules={"Other:out": "f32"})(*args)
+
+
+def test_models_of_nnx_are_told_apart_by_their_classes():
+    class Generator(flax_nnx.Module):
+        def __init__(self):
+            self.out = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(x)
+
+    class Critic(Generator):
+        pass
+
+    fn = lambda g, c, x: c(g(x)).mean()  # noqa: E731
+    assert dots(audit(fn, Generator(), Critic(), X)) == {"Generator:out", "Critic:out"}
+    nnx.apply_policy(Critic(), HALF, {"Critic:out": "f32"})
+    with pytest.raises(ValueError, match="'Generator:out' matched no module"):
+        nnx.apply_policy(Critic(), HALF, {"Generator:out": "f32"})
+
+
+def test_models_of_one_class_are_told_apart_by_the_names_that_they_were_given():
+    actor, critic = flax_linen.Dense(4, name="actor"), flax_linen.Dense(4, name="critic")
+    variables = actor.init(jax.random.key(0), X)
+    fn = lambda v, x: critic.apply(v, actor.apply(v, x))  # noqa: E731
+    assert dots(audit(fn, variables, X)) == {"actor:", "critic:"}
+    assert wide_dots(audit(autocast(fn, HALF, rules={"critic:": "f32"}), variables, X)) == {
+        "critic:"
+    }
+
+
+def test_parts_of_functions_go_by_their_scopes():
+    def fn(w, x):
+        with jax.named_scope("encoder"):
+            with jax.named_scope("layer_0"):
+                x = x @ w
+            x = x @ w
+        return x @ w
+
+    w = jnp.eye(4)
+    assert audit(fn, w, X).paths == ("encoder/layer_0", "encoder", "")
+    for path in ("encoder/layer_0", "encoder"):
+        found = wide_dots(audit(autocast(fn, HALF, rules={path: "f32"}), w, X))
+        assert found == {one for one in ("encoder", "encoder/layer_0") if one.startswith(path)}
+    with pytest.raises(ValueError, match="'layer_0' matched no module"):
+        autocast(fn, HALF, rules={"layer_0": "f32"})(w, X)
+
+
+def test_scopes_around_a_model_are_no_part_of_its_paths():
+    fn, args = called(linen_model(flax_linen))
+
+    def loss(*args: Any) -> Any:
+        with jax.named_scope("loss"):
+            return (fn(*args) ** 2).mean()
+
+    assert set(audit(loss, *args, backward=True).paths) == {
+        *audit(fn, *args, backward=True).paths,
+        "loss",
+    } - {""}
+
+
+def test_collectives_name_the_path_of_rules():
+    class Reduced(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x):
+            return jax.lax.psum(x, "data")
+
+    class Net(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x):
+            return Reduced(name="reduced")(x)
+
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    fn = jax.shard_map(
+        lambda x: Net().apply({}, x),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+    )
+    (found,) = collectives_of(fn, jax.ShapeDtypeStruct((2, 4), jnp.float32), stage="traced")
+    assert found.path == "reduced" and str(found).endswith("at 'reduced'")
+
+
+def test_a_path_as_it_is_printed_matches_whatever_characters_it_holds():
+    for path in ("a.b", "f(x)", "x[0]", "a|b", "layers.0"):
+        rules = PolicyRules({path: "f32"})
+        assert rules.match(path) is not None
+    assert spelled(("Net", "a.b")) == "a.b" and spelled(("Net",)) == "Net:" and spelled(()) == ""
+
+
+def test_groups_in_patterns_name_no_model():
+    rules = PolicyRules({"(?:encoder|decoder)/.*": "f32", "Net:head": "bf16"})
+    assert rules.match("encoder/up") == rules.match("decoder/up", model="Other") is not None
+    assert (
+        rules.match("head", model="Net") is not None and rules.match("head", model="Other") is None
+    )

@@ -1,0 +1,151 @@
+"""How programs are read: places, indices that may repeat, and constants that are lost while a
+function is traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy import audit
+from policy.inspect.audit.finding_kinds import CONSTANT
+from policy.inspect.audit.indices import may_repeat
+from policy.inspect.audit.lost_constants import noticing
+from policy.programs.graph import Graph
+from policy.programs.paths import path_of
+from policy.programs.walk import walk
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+INTEGERS = jax.ShapeDtypeStruct((5,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("stack", "path"),
+    (
+        ("Net/jvp()", "Net"),
+        ("Net/transpose(jvp(inner))", "Net/inner"),
+        ("transpose(jvp(Net))/jvp(Dense_0)", "Net/Dense_0"),
+        ("jvp(Net)/checkpoint/transpose(jvp(Net))/Dense_0", "Net/Dense_0"),
+        ("jvp(Net)/policy_autocast", "Net"),
+    ),
+)
+def test_a_module_that_takes_a_derivative_itself_keeps_its_path(stack, path):
+    assert "/".join(path_of(stack)) == path
+
+
+def test_sites_say_where_they_stand():
+    def body(x, _):
+        with jax.named_scope("inner"):
+            return jax.checkpoint(jnp.tanh)(x), None
+
+    def fn(x):
+        with jax.named_scope("Net"):
+            return jax.lax.scan(body, x, None, length=4)[0].sum()
+
+    sites = list(walk(jax.make_jaxpr(jax.grad(fn))(jnp.ones(2))))
+    (forward,) = [site for site in sites if site.name == "tanh" and not site.is_backward]
+    assert (forward.path, forward.count, forward.inside[:1]) == (("Net", "inner"), 4, ("scan",))
+    (again,) = [site for site in sites if site.name == "tanh" and site.is_backward]
+    assert (again.path, again.count, again.is_recomputed) == (("Net", "inner"), 4, True)
+    assert forward.source.startswith("test_reading.py:")
+
+
+def test_the_line_of_a_function_of_jax_is_the_caller_s():
+    first = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
+    second = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
+    lines = [
+        next(site.source for site in walk(jaxpr) if site.name == "select_n")
+        for jaxpr in (first, second)
+    ]
+    assert lines[0] != lines[1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "repeats"),
+    (
+        (lambda i: i, True),
+        (lambda i: jnp.arange(5)[::-1], False),
+        (lambda i: jnp.argsort(i), False),
+        (lambda i: (jnp.arange(5) + i[0]) % 5, False),
+        (lambda i: (jnp.arange(5) + i[0]) % 2, True),
+        (lambda i: jnp.arange(5) // 2, True),
+        (lambda i: jnp.array([0, 3]), False),
+        (lambda i: jnp.array([3, 3]), True),
+        (lambda i: jnp.sort(i), True),
+        (lambda i: i[:1], False),
+        (lambda i: 2 * jnp.arange(3) - i[0], False),
+    ),
+)
+def test_indices_repeat_unless_the_program_counts_or_permutes(indices, repeats):
+    def fn(x, i):
+        return x.at[indices(i)].add(1.0)
+
+    graph = Graph(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((8, 2), F32), INTEGERS))
+    (scatter,) = [node for node in graph.nodes if node.name == "scatter-add"]
+    assert may_repeat(scatter.inputs[1]) == (repeats and True)
+
+
+def test_rows_are_distinct_along_every_axis_or_may_repeat():
+    def fn(x, i):
+        rows, columns = jnp.arange(4)[:, None], jnp.arange(3)[None]
+        return x.at[rows, columns].add(1.0), x.at[rows, i[:3][None]].add(1.0)
+
+    graph = Graph(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((8, 8), F32), INTEGERS))
+    grid, looked_up = [node for node in graph.nodes if node.name == "scatter-add"]
+    assert not may_repeat(grid.inputs[1]) and may_repeat(looked_up.inputs[1])
+
+
+MASKS: dict[str, Any] = {
+    "a number": lambda x: jnp.where(x > 0, x, -1e9),
+    "an array": lambda x: jnp.where(x > 0, x, jnp.full(x.shape, -1e9, x.dtype)),
+    "a cast number": lambda x: jnp.where(x > 0, x, jnp.asarray(-1e9, x.dtype)),
+    "a factor": lambda x: x + (x > 0).astype(x.dtype) * -1e9,
+    "a bias": lambda x: x + jnp.where(x > 0, 0.0, -1e9).astype(x.dtype),
+    "a product": lambda x: x + ((1.0 - (x > 0).astype(F32)) * -1e9).astype(x.dtype),
+    "under jit": jax.jit(lambda x: jnp.where(x > 0, x, -1e9)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_that_overflows_is_found_however_it_is_written(mask):
+    x = jax.ShapeDtypeStruct((2, 4), F16)
+    assert CONSTANT in {finding.kind for finding in audit(mask, x).findings}
+    half = jax.ShapeDtypeStruct((2, 4), BF16)
+    assert CONSTANT not in {finding.kind for finding in audit(mask, half).findings}
+
+
+@pytest.mark.parametrize(
+    "fine",
+    (
+        lambda x: jnp.where(x > 0, x, -jnp.inf),
+        lambda x: jnp.where(x > 0, x, -6e4),
+        lambda x: jax.nn.relu(x) + 0.0,
+        lambda x: sum([x, x]) / 2,
+        lambda x: x * 1e-4,
+    ),
+)
+def test_numbers_that_float16_has_are_no_finding(fine):
+    assert not audit(fine, jax.ShapeDtypeStruct((2, 4), F16)).findings
+
+
+def test_the_lowest_float32_overflows_in_bfloat16():
+    x = jax.ShapeDtypeStruct((2, 4), BF16)
+    (finding,) = audit(lambda x: jnp.where(x > 0, x, float(jnp.finfo(F32).min)), x).findings
+    assert finding.kind == CONSTANT and finding.message.startswith(
+        "-3.40282e+38 in bfloat16 is -inf: it overflows."
+    )
+
+
+def test_what_numpy_loses_is_noticed_by_its_line_and_warns_nobody():
+    with noticing() as lost:
+        np.float32(1e9).astype(np.float16)
+        np.float32(1e-9).astype(np.float16)
+    (over,), (under,) = lost.overflowed, lost.vanished
+    assert (
+        over.startswith("test_reading.py:")
+        and int(under.split(":")[1]) == int(over.split(":")[1]) + 1
+    )

@@ -1,0 +1,299 @@
+"""An audit as figures, JSON, files and text."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from policy import PolicyRules, audit
+from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.render.text import folded_pattern, show, text
+from policy.inspect.audit.report import Audit, Finding, Operation, named
+from tests.eight_devices import ROOT
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def shape(*dims, dtype=BF16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def block(x, w):
+    with jax.named_scope("attention"):
+        x = jax.nn.softmax(x @ w)
+    return x
+
+
+@pytest.fixture(scope="module")
+def report() -> Audit:
+    def network(x, weights, wide):
+        with jax.named_scope("Net"):
+            for i, w in enumerate(weights):
+                with jax.named_scope(f"block_{i}"):
+                    x = block(x, w)
+            with jax.named_scope("head"):
+                return x @ weights[0], wide @ wide
+
+    return audit(network, shape(2, 4), [shape(4, 4)] * 12, shape(8, 8, dtype=F32))
+
+
+def test_an_operation_says_what_it_multiplies_sums_and_returns():
+    def products(x, w, image, kernel):
+        wide = jnp.matmul(x, w, preferred_element_type=F32)
+        named = lax.dot_general(
+            x, w, (((1,), (0,)), ((), ())), precision=lax.DotAlgorithmPreset.BF16_BF16_F32
+        )
+        return (
+            wide,
+            named,
+            x @ w,
+            lax.conv_general_dilated(image, kernel, (1, 1), "SAME"),
+            jnp.sum(x),
+        )
+
+    found = audit(
+        products, shape(2, 4), shape(4, 4), shape(1, 2, 5, 5), shape(3, 2, 3, 3)
+    ).operations
+    rows = [
+        (op.kind, op.operands, op.accumulation, op.result, op.flops)
+        for op in found
+        if op.accumulation
+    ]
+    two = ("bfloat16", "bfloat16")
+    assert rows[0] == ("dot", two, "float32", "float32", 64)
+    assert rows[1][:3] == ("dot", two, "float32")
+    assert rows[2] == ("dot", two, "backend", "bfloat16", 64)
+    assert rows[3] == ("convolution", two, "backend", "bfloat16", 2 * 75 * 18)
+    assert rows[4] == ("reduction", ("float32",), "float32", "float32", 8)
+    assert all(
+        op.source.startswith("test_report.py:") and op.source.endswith("(products)") for op in found
+    )
+
+
+def test_figures_are_sums_over_operations(report):
+    dots = {
+        dtype: sum(op.flops for op in report.operations if op.operands[:1] == (dtype,))
+        for dtype in ("float32",)
+    }
+    assert report.flops_by_dtype["float32"] == dots["float32"]
+    assert report.f32_matmul_share == pytest.approx(1024 / (1024 + 13 * 64))
+    assert sum(report.bytes_by_dtype.values()) == sum(op.bytes for op in report.operations)
+    assert report.paths[0] == "block_0/attention" and "head" in report.paths
+
+
+def test_equal_operations_on_one_line_are_one_row(report):
+    exps = [
+        op for op in report.operations if op.primitive == "exp" and op.path == "block_3/attention"
+    ]
+    assert [(op.count, op.kind, op.operands) for op in exps] == [
+        (1, "transcendental", ("bfloat16",))
+    ]
+
+
+def test_findings_come_the_gravest_first(report):
+    kinds = [finding.kind for finding in report.findings]
+    assert set(kinds) == {"low-precision-function", "float32-matmul"}
+    assert kinds == sorted(kinds, key=list(FINDING_KINDS).index)
+    share = 1024 / (1024 + 13 * 64)
+    assert f"with {share:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
+
+
+def test_the_remedy_of_a_broadcast_gradient_removes_its_finding():
+    x, bias = shape(8, 4), shape(4, dtype=F32)
+    narrowed = lambda bias, x: x + bias.astype(BF16)[None]  # noqa: E731
+    repeated = lambda bias, x: x + jnp.broadcast_to(bias[None], x.shape).astype(BF16)  # noqa: E731
+    (finding,) = audit(narrowed, bias, x, backward=True, params=0).findings
+    assert finding.is_backward and finding.primitive == "reduce_sum"
+    assert "such as a bias: broadcast it in float32 and cast the result." in finding.message
+    assert not audit(repeated, bias, x, backward=True, params=0).findings
+
+
+def test_the_docs_list_every_kind_of_finding_in_this_order():
+    page = (ROOT / "docs" / "audit.md").read_text("utf-8")
+    table = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(FINDING_KINDS)
+
+
+def test_json_has_everything_and_keeps_its_names(report):
+    read = json.loads(report.to_json())
+    assert list(read) == [
+        *(
+            "version",
+            "name",
+            "policy",
+            "flops_by_dtype",
+            "bytes_by_dtype",
+            "matmul_flops_by_dtype",
+            "f32_matmul_share",
+            "eight_bit_matmul_share",
+            "findings",
+            "operations",
+        )
+    ]
+    assert read["version"] == 1 and read["name"] == "network"
+    assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
+    assert [field.name for field in dataclasses.fields(Operation)] == [
+        *("path", "kind", "primitive", "operands", "accumulation", "result"),
+        *("source", "is_backward", "count", "flops", "bytes", "precision"),
+    ]
+    assert [field.name for field in dataclasses.fields(Finding)] == [
+        *("kind", "path", "primitive", "dtypes", "message", "source", "is_backward", "count")
+    ]
+    assert "\n" not in report.to_json(indent=None)
+
+
+def test_a_report_is_saved_by_the_name_of_its_file(report, tmp_path):
+    report.save(tmp_path / "audit.json")
+    assert json.loads((tmp_path / "audit.json").read_text())["name"] == "network"
+    with pytest.raises(
+        ValueError, match=r"An audit is saved as .html or .json, but got '.*audit.txt'."
+    ):
+        report.save(tmp_path / "audit.txt")
+
+
+def test_text_has_findings_before_the_tree_of_modules(report):
+    lines = text(report).splitlines()
+    assert lines[0] == "audit of network: 13 findings"
+    assert lines.index("findings") < next(
+        i for i, line in enumerate(lines) if line.startswith("  operations")
+    )
+    assert r"  low-precision-function  block_\d+/attention  exp bf16 x12" in lines
+    assert any(line.startswith(r"  block_\d+  ") for line in lines)
+    assert sum("attention" in line and "of FLOPs" in line for line in lines) == 1
+    (dot,) = [
+        line.split() for line in lines if line.split()[:1] == ["dot_general"] and "f32" in line
+    ]
+    assert dot[:5] == ["dot_general", "f32", "f32", "f32", "f32"]
+    assert all(len(line) <= 120 for line in lines)
+    assert str(report) == text(report)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    (
+        (["a_0", "a_1", "a_2"], "a_[0-2]"),
+        (["Net:a_0", "Net:a_1"], "Net:a_[0-1]"),
+        (["layers/0/up", "layers/2/up"], "layers/(?:0|2)/up"),
+        (["b_1/d_0", "b_1/d_1"], "b_1/d_[0-1]"),
+        (["{odd}/x.1", "{odd}/x.2"], r"\{odd\}/x\.[1-2]"),
+        (["a_0/b_0", "a_0/b_1", "a_1/b_1"], "a_0/b_[0-1], a_1/b_1"),
+        (["x.y"], "x.y"),
+        (["a_00", "a_01"], "a_00, a_01"),
+        ([f"a_{i}" for i in range(12)], r"a_\d+"),
+        ([f"a_{i}" for i in range(11)], "a_(?:0|1|2|3|4|5|6|7|8|9|10)"),
+        ([""], ""),
+    ),
+)
+def test_paths_that_differ_in_numbers_are_folded_to_patterns_that_match_them_and_no_others(
+    paths, expected
+):
+    every = list(map(below, [*paths, *(f"a_{i}" for i in range(12)), "a_1/b_0", "layers/1/up"]))
+    assert folded_pattern(paths, every) == expected
+    patterns = PolicyRules(dict.fromkeys(expected.split(", "), "f32"))
+    assert {path for path in every if patterns.match(path, model="Net") is not None} == set(
+        map(below, paths)
+    )
+
+
+def below(path: str) -> str:
+    return path.removeprefix("Net:")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environment", "file", "coloured"),
+    (
+        ({}, Terminal, True),
+        ({"NO_COLOR": "1"}, Terminal, False),
+        ({"TERM": "dumb"}, Terminal, False),
+        ({}, io.StringIO, False),
+    ),
+)
+def test_colours_are_for_terminals_and_for_nobody_who_said_no(
+    report, monkeypatch, environment, file, coloured
+):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out = file()
+    report.show(out)
+    assert ("\x1b[" in out.getvalue()) == coloured
+    assert not coloured or "\x1b[31m13 findings\x1b[0m" in out.getvalue()
+
+
+def test_a_report_is_shown_on_the_standard_output(report, capsys):
+    show(report)
+    assert capsys.readouterr().out == text(report) + "\n"
+
+
+def test_findings_of_kinds_that_are_known_are_left_out(report):
+    other = named(report, "mine", without=["low-precision-function"])
+    assert other.name == "mine" and [finding.kind for finding in other.findings] == [
+        "float32-matmul"
+    ]
+
+
+def test_what_can_not_be_called_or_differentiated_is_refused():
+    with pytest.raises(
+        TypeError, match=r"audit takes a function or a module, but got 3 of type int."
+    ):
+        audit(3)
+    with pytest.raises(
+        ValueError,
+        match=r"respect to floating arguments, but the function is called with none",
+    ):
+        audit(lambda x: x, shape(2, dtype=jnp.int32), backward=True)
+    with pytest.raises(
+        ValueError, match=r"differentiates floating outputs, but the function returns none"
+    ):
+        audit(lambda x: jnp.argmax(x), shape(2), backward=True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "gradients"),
+    (
+        (lambda p, x: (x @ p["w"], {"stats": x}), ({"w": shape(4, 4)}, shape(2, 4)), 1),
+        (
+            lambda v, x: x @ v["params"]["w"] * v["stats"],
+            ({"params": {"w": shape(4, 4)}, "stats": shape(4)}, shape(2, 4)),
+            1,
+        ),
+        (lambda w, x: x @ w, (shape(4, 4), shape(2, 4)), 2),
+        (lambda n, x: x @ x * 2.0, ([3], shape(4, 4)), 2),
+    ),
+    ids=(
+        "by a container",
+        "by the collection of parameters",
+        "by every array",
+        "no array in the container",
+    ),
+)
+def test_what_is_differentiated(fn, args, gradients):
+    with jax.numpy_rank_promotion("allow"):
+        report = audit(fn, *args, backward=True)
+    assert (
+        sum(op.count for op in report.operations if op.kind == "dot" and op.is_backward)
+        == gradients
+    )
+
+
+def test_of_a_pair_of_a_loss_and_anything_else_the_loss_is_differentiated():
+    report = audit(
+        lambda p, x: (jnp.sum(p["w"] * x), p["v"] @ x),
+        {"w": shape(4), "v": shape(4, 4)},
+        shape(4),
+        backward=True,
+    )
+    assert not any(op.is_backward for op in report.operations if op.kind == "dot")

@@ -1,0 +1,642 @@
+"""compare: what it says of a function is what running it twice says, in every kind of program that
+JAX has.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import policy
+from mpmodules import linen as nn
+from policy.inspect.compare import statistics
+from policy.inspect.compare.compare import compare
+from policy.inspect.compare.dual_interpreter import Origin, _coded, _decoded
+from policy.programs.placed_interpreter import ModulePass, PlacedValue
+from tests.programs import apply
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Any:
+    return jnp.asarray(scale * RNG.normal(size=shape), F32)
+
+
+def half_model(w: Any, x: Any) -> Any:
+    """Two layers, in half by hand."""
+    with jax.named_scope("first"):
+        x = jnp.tanh(x.astype(BF16) @ w.astype(BF16))
+    with jax.named_scope("second"):
+        return jnp.sin(x @ w.astype(BF16)).astype(F32)
+
+
+def relative(value: Any, truth: Any) -> float:
+    value, truth = np.asarray(value, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
+
+
+def paths(rows: Any) -> list[str]:
+    return [row.path for row in rows]
+
+
+# --------------------------------------------------------------------------------------------------
+# The numbers
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_of_two_arrays_are_what_numpy_says() -> None:
+    reference = np.array([1.0, 2.0, 1e-9, 1e-5, 1e6, -3.0, 0.0, np.inf], np.float32)
+    with np.errstate(over="ignore"):
+        value = (reference * np.float32(1.001)).astype(np.float16)
+    found = dict(
+        zip(
+            statistics.NAMES,
+            np.asarray(statistics.measured(value, jnp.asarray(reference))),
+            strict=True,
+        )
+    )
+    assert (
+        found["underflow"] == 1 / 8 and found["subnormal"] == 1 / 8 and found["overflow"] == 1 / 8
+    )
+    assert found["undefined"] == 1 / 8 and found["reference_largest"] == 1e6
+    assert math.isinf(found["error"]) and found["distance"] == 1 and math.isinf(found["largest"])
+
+
+def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_out() -> None:
+    truth = RNG.normal(size=(64,))
+    value = truth + 0.1 * RNG.normal(size=(64,))
+    masked = [
+        jnp.asarray(np.append(array, np.finfo(np.float32).min), F32) for array in (value, truth)
+    ]
+    found = np.asarray(statistics.measured(masked[0], masked[1]), np.float64)
+    cosine = value @ truth / np.linalg.norm(value) / np.linalg.norm(truth)
+    np.testing.assert_allclose(
+        found[:2], np.array([relative(value, truth), float(1 - cosine)]), rtol=1e-5
+    )
+
+
+def test_numbers_whose_squares_float32_does_not_hold_have_an_error_too() -> None:
+    for scale in (1e-28, 1e25):
+        reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
+        found = np.asarray(statistics.measured(jnp.zeros(3), reference))
+        assert found[0] == (1.0 if scale < 1 else 0.0) and found[2] == 1.0, (
+            "what is beyond 1e18 has no norm"
+        )
+
+
+def test_each_row_says_what_running_the_function_twice_says() -> None:
+    w, x = normal(8, 8), normal(4, 8)
+    comparison = compare(half_model, w, x)
+    exact = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    half = exact(lambda w, x: jnp.tanh(x.astype(BF16) @ w.astype(BF16)))(w, x)
+    first = np.tanh(np.asarray(x, np.float64) @ np.asarray(w, np.float64))
+    second = np.sin(first @ np.asarray(w, np.float64))
+    assert paths(comparison.activations) == ["first", "second"] and comparison.route == "as written"
+    np.testing.assert_allclose(comparison["first"].error, relative(half, first), rtol=1e-3)
+    np.testing.assert_allclose(
+        comparison["second"].error, relative(exact(half_model)(w, x), second), rtol=1e-3
+    )
+    assert (
+        comparison["second"].entering == comparison["first"].error
+        and comparison["first"].entering == 0
+    )
+    assert comparison.error == comparison.outputs[0].error == comparison["second"].error
+    assert comparison["first"].dtype == "bfloat16" and comparison["first"].limit == float(
+        jnp.finfo(BF16).max
+    )
+    assert 0 < comparison["first"].largest <= 1 and comparison["first"].headroom < 1e-30
+    assert comparison.first_jump is None
+
+
+def test_gradients_are_those_of_running_the_derivative_twice() -> None:
+    w, x = normal(8, 8), normal(4, 8)
+    loss = lambda params, x: jnp.square(half_model(params["w"], x)).sum()  # noqa: E731
+    comparison = compare(loss, {"w": w}, x, backward=True)
+    half = jax.jit(jax.grad(loss), compiler_options={"xla_allow_excess_precision": False})(
+        {"w": w}, x
+    )["w"]
+    wide = lambda w: jnp.square(jnp.sin(jnp.tanh(x @ w) @ w)).sum()  # noqa: E731
+    assert paths(comparison.parameters) == ["w"] and paths(comparison.gradients) == [
+        "second",
+        "first",
+    ]
+    np.testing.assert_allclose(
+        comparison.parameters[0].error, relative(half, jax.jit(jax.grad(wide))(w)), rtol=1e-2
+    )
+    assert comparison.gradients[0].error > 0
+
+
+def test_a_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("dense"):
+            y = x.astype(F16) @ w.astype(F16)
+        return 1e-10 * jnp.sum(y.astype(F32))
+
+    lost, kept = (
+        compare(loss, normal(4, 4), normal(4, 4), backward=True, loss_scale=scale)
+        for scale in (1.0, 2.0**24)
+    )
+    assert (
+        lost["dense"].error < 1e-3
+        and lost.parameters[0].underflow == 1.0
+        and lost.parameters[0].error == 1.0
+    )
+    assert kept.parameters[0].underflow == 0 and kept.parameters[0].error < 1e-2
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the error is made
+# --------------------------------------------------------------------------------------------------
+
+
+def deep(layers: int, x: Any, ws: Any, dtype: Any, planted: int | None = None) -> Any:
+    """Pre-norm attention and feed-forward blocks; one multiplies by what float16 can't hold."""
+    x = x.astype(dtype)
+    with jax.named_scope("Net"):
+        for i in range(layers):
+            with jax.named_scope(f"layer_{i}"):
+                with jax.named_scope("attention"):
+                    y = x / jnp.sqrt(jnp.mean(jnp.square(x.astype(F32)), -1, keepdims=True)).astype(
+                        dtype
+                    )
+                    weights = jax.nn.softmax((y @ y.T).astype(F32) * F32(0.1)).astype(dtype)
+                    x = x + weights @ y
+                with jax.named_scope("dense"):
+                    y = x @ ws[i % 2].astype(dtype)
+                    y = y * jnp.asarray(3e4, dtype) * jnp.asarray(1e3, dtype) if i == planted else y
+                x = x + y * jnp.asarray(0.1, dtype)
+        return x.astype(F32)
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[Any, Any]:
+    generator = np.random.default_rng(1)
+    return jnp.asarray(generator.normal(size=(4, 8)), F32), jnp.asarray(
+        generator.normal(size=(2, 8, 8)), F32
+    )
+
+
+def test_an_overflow_at_depth_12_of_24_layers_is_named_and_its_successors_are_not(
+    weights: Any,
+) -> None:
+    comparison = compare(lambda x, ws: deep(24, x, ws, F16, planted=12), *weights)
+    assert comparison.first_jump == "layer_12/dense" and comparison.jump_step is None
+    row = comparison["layer_12/dense"]
+    assert row.is_jump and row.overflow > 0 and math.isinf(row.error) and row.entering < 0.01
+    assert not comparison["layer_11/dense"].is_jump and not comparison["layer_13/dense"].is_jump
+    assert "The error jumps first at layer_12/dense, in mul, test_compare.py:" in str(comparison)
+
+
+def test_a_clean_model_jumps_nowhere_in_either_half_dtype(weights: Any) -> None:
+    for dtype in (F16, BF16):
+        comparison = compare(lambda x, ws, dtype=dtype: deep(2, x, ws, dtype), *weights)
+        assert comparison.first_jump is None and "The error jumps nowhere." in str(comparison)
+        assert all(0 < row.error < 0.05 for row in comparison.activations)
+
+
+def test_an_overflow_in_one_step_of_a_scan_is_named_with_its_step() -> None:
+    def layers(x: Any, scales: Any) -> Any:
+        def layer(x: Any, scale: Any) -> Any:
+            with jax.named_scope("block"):
+                x = x * scale.astype(F16)
+            return x, None
+
+        with jax.named_scope("layers"):
+            return lax.scan(layer, x.astype(F16), scales)[0].astype(F32).sum()
+
+    scales = jnp.asarray([1.0, 1.5, 1.5, 6e4, 1.0], F32)
+    comparison = compare(layers, normal(4, scale=9.0), scales)
+    steps = comparison["layers/block"].steps
+    assert comparison.first_jump == "layers/block" and comparison.jump_step == 3
+    assert max(steps[:3]) < 0.01 and steps[3] == steps[4] == math.inf
+    assert "at layers/block, step 3 of its scan" in str(comparison)
+    scales = scales.at[3].set(jnp.nan)
+    assert compare(layers, normal(4), scales).notes[0].startswith("NaN in the inputs: args[1].")
+
+
+def test_underflow_and_cancellation_are_jumps_of_the_layers_that_make_them() -> None:
+    def small(x: Any) -> Any:
+        with jax.named_scope("fine"):
+            x = x.astype(F16) * F16(0.5)
+        with jax.named_scope("small"):
+            x = x * F16(1e-4) * F16(1e-4)
+        with jax.named_scope("after"):
+            return x * F16(1e4)
+
+    def cancels(x: Any) -> Any:
+        with jax.named_scope("fine"):
+            x = x.astype(BF16) + BF16(1000)
+        with jax.named_scope("centred"):
+            return x - BF16(1000)
+
+    lost = compare(small, normal(32))
+    assert (
+        lost.first_jump == "small"
+        and lost["small"].underflow == 1.0
+        and lost["after"].is_jump is False
+    )
+    assert compare(cancels, normal(32)).first_jump == "centred"
+
+
+# --------------------------------------------------------------------------------------------------
+# Every kind of program
+# --------------------------------------------------------------------------------------------------
+
+
+def _cond(x: Any, flag: Any) -> Any:
+    return lax.cond(flag[0] > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x) * 2, x)
+
+
+def _cond_on_half(x: Any, flag: Any) -> Any:
+    return lax.cond(jnp.sum(x.astype(F32)) > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x) * 2, x)
+
+
+def _while(x: Any, flag: Any) -> Any:
+    return lax.while_loop(
+        lambda c: c[0] < flag.shape[0], lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x)
+    )[1]
+
+
+def _while_on_half(x: Any, flag: Any) -> Any:
+    return lax.while_loop(
+        lambda x: jnp.sum(jnp.abs(x.astype(F32))) > 1.0, lambda x: x * jnp.asarray(0.5, x.dtype), x
+    )
+
+
+def _nested_scans(x: Any, flag: Any) -> Any:
+    inner = lambda x, _: (jnp.sin(x) + x, None)  # noqa: E731
+    outer = lambda x, _: (lax.scan(inner, x, None, length=2)[0], x)  # noqa: E731
+    x, ys = lax.scan(outer, x, None, length=3, reverse=True)
+    return x + ys[0]
+
+
+def _remat(x: Any, flag: Any) -> Any:
+    return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x)
+
+
+@jax.custom_vjp
+def _clipped(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+_clipped.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+
+
+def _custom(x: Any, flag: Any) -> Any:
+    return jax.nn.relu(_clipped(x)) + jax.jit(jax.nn.silu)(x)
+
+
+def _scattered(x: Any, flag: Any) -> Any:
+    y = x.at[jnp.asarray([0, 0])].add(x[:2]).at[1].apply(jnp.sin)
+    return y + jnp.cumsum(x, 0) + lax.reduce_window(x, BF16(0), lax.add, (1, 3), (1, 1), "SAME")
+
+
+def _sorted(x: Any, flag: Any) -> Any:
+    values, order = lax.top_k(jnp.sin(x), 2)
+    return jnp.take_along_axis(x, order, -1) * values
+
+
+def _dropped(x: Any, flag: Any) -> Any:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    return jnp.where(keep, jnp.sin(x), BF16(0)) + jax.random.normal(
+        jax.random.key(1), x.shape, BF16
+    )
+
+
+def _bits(x: Any, flag: Any) -> Any:
+    bits = lax.bitcast_convert_type(jnp.sin(x), jnp.uint16) & jnp.uint16(0xFFF0)
+    return (
+        lax.bitcast_convert_type(bits, BF16)
+        + lax.reduce_precision(x, 8, 7)
+        + lax.reduce_precision(x, 8, 3)
+    )
+
+
+def _platform(x: Any, flag: Any) -> Any:
+    return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+
+def _linear(x: Any, flag: Any) -> Any:
+    y = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=F32)
+    z = lax.dot_general(flag, flag, (((0,), (0,)), ((), ())), precision="BF16_BF16_F32")
+    return lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0] + (
+        y[:, :1] + z
+    ).astype(BF16)
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        *(
+            _cond,
+            _cond_on_half,
+            _while,
+            _while_on_half,
+            _nested_scans,
+            _remat,
+            _custom,
+            _scattered,
+            _sorted,
+        ),
+        *(_dropped, _bits, _platform, _linear),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_outputs_of_both_programs_are_those_of_running_each_by_itself(name: str) -> None:
+    """The float32 program is the same function with its half dtypes taken for float32."""
+    fn, flag = PROGRAMS[name], jnp.ones(3)
+
+    def of(dtype: Any) -> Any:
+        def named(x: Any, flag: Any) -> Any:
+            with jax.named_scope("named"):
+                return fn(jnp.tanh(x.astype(dtype)), flag).astype(F32)
+
+        return named
+
+    x = normal(4, 4)
+    comparison = compare(of(BF16), x, flag)
+    half = jax.jit(of(BF16), compiler_options={"xla_allow_excess_precision": False})(x, flag)
+    error = comparison["named"].error
+    assert 0 < error < 0.05 and comparison.error == error
+    if name in ("_bits", "_dropped", "_linear", "_scattered", "_while_on_half"):
+        return  # float32 draws other numbers, has other bits
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jax.jit(of(F32))(x, flag)
+    np.testing.assert_allclose(error, relative(half, wide), rtol=1e-2)
+
+
+def test_host_callbacks_fire_once_and_their_results_are_the_same_for_both() -> None:
+    seen: list[Any] = []
+
+    def host(x: Any) -> Any:
+        seen.append(np.asarray(x))
+        return np.asarray(x)
+
+    def fn(x: Any) -> Any:
+        with jax.named_scope("called"):
+            x = jnp.sin(x.astype(BF16))
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+            y = jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            step = lambda y, _: (  # noqa: E731
+                jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y),
+                None,
+            )
+            y = lax.cond(
+                jnp.sum(x) > 0, lambda y: lax.scan(step, y, None, length=2)[0], lambda y: y, y
+            )
+            return y.astype(F32)
+
+    comparison = compare(fn, jnp.abs(normal(4)))
+    jax.effects_barrier()
+    assert len(seen) == 4 and comparison.error == 0
+
+
+def test_statistics_inside_shard_map_are_those_of_the_whole_arrays() -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def block(x: Any) -> Any:
+        with jax.named_scope("block"):
+            y = jnp.sin(x.astype(BF16))
+        with jax.named_scope("sum"):
+            return lax.psum(jnp.cos(y), "d").astype(F32)
+
+    mapped = jax.shard_map(block, mesh=mesh, in_specs=P("d"), out_specs=P())
+    x = normal(4, 4)
+    comparison, plain = (
+        compare(mapped, x),
+        compare(lambda x: jnp.cos(jnp.sin(x.astype(BF16))).astype(F32), x),
+    )
+    assert (
+        paths(comparison.activations) == ["block", "sum"] and 0 < comparison["block"].error < 0.01
+    )
+    np.testing.assert_allclose(comparison.error, plain.error, rtol=1e-5)
+    with_gradients = compare(lambda x: jnp.sum(mapped(x)), x, backward=True)
+    assert (
+        paths(with_gradients.gradients) == ["sum", "block"]
+        and with_gradients.parameters[0].error > 0
+    )
+
+
+def test_what_is_computed_again_in_a_checkpoint_has_no_second_row() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            with jax.named_scope("layer"):
+                return jnp.tanh(x @ w), None
+
+        with jax.named_scope("Net"):
+            x, _ = lax.scan(jax.checkpoint(layer), x, None, length=3)
+        return jnp.sum(x)
+
+    w, x = normal(4, 4), normal(2, 4)
+    comparison = compare(loss, w, x, policy="mixed_bfloat16", backward=True)
+    assert paths(comparison.activations) == ["Net:", "layer", ""]
+    assert paths(comparison.gradients) == ["Net:", "layer"] and comparison.route == "autocast"
+    assert len(comparison["layer"].steps) == 3 == len(comparison.gradients[1].steps)
+
+
+def test_an_array_stacked_in_16_bits_is_exact_to_one_part_in_256_of_its_difference() -> None:
+    wide = (
+        jnp.asarray(RNG.normal(size=64), F32)
+        .at[:6]
+        .set(jnp.asarray([1e-9, 2.0, -jnp.inf, 3.0, 4.0, 0.0]))
+    )
+    array = (wide * F32(1.01)).at[:6].set(jnp.asarray([0.0, jnp.inf, -jnp.inf, jnp.nan, 4.0, 0.0]))
+    value = PlacedValue([_coded(array, wide), wide], Origin(ModulePass(), coded=np.dtype(F32)))
+    found = np.asarray(_decoded(value).arrays[0])
+    np.testing.assert_array_equal(found[:6], np.asarray(array)[:6])
+    assert value.arrays[0].dtype == jnp.uint16
+    found, array, wide = (np.asarray(a)[6:] for a in (found, array, wide))
+    off = np.abs(found - array) / np.abs(array - wide)
+    assert 0 < off.max() < 2**-8 + 1e-4, "the sum is rounded once more, to float32"
+
+
+def test_a_scan_whose_gradients_underflow_says_so() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            with jax.named_scope("layer"):
+                return jnp.tanh(x.astype(F16) @ w.astype(F16)).astype(F32), None
+
+        with jax.named_scope("Net"):
+            return 1e-9 * jnp.sum(lax.scan(layer, x, w)[0])
+
+    comparison = compare(loss, normal(2, 32, 32), normal(2, 32), backward=True)
+    assert comparison.parameters[0].underflow > 0.9 and comparison.parameters[0].error > 0.9
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+# --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2, name="head")(nn.gelu(nn.Dense(8, name="body")(x)))
+
+
+def test_layers_of_ours_obey_the_policy_and_boundary_casts_are_no_module() -> None:
+    model, x = Model(), normal(4, 8)
+    variables = model.init(jax.random.key(0), x)
+    comparison = compare(model.apply, variables, x, policy="mixed_bfloat16")
+    assert comparison.route == "scope" and comparison.policy == "mixed_bfloat16"
+    assert paths(comparison.activations) == ["Model:", "body", "head"]
+    with policy.use_policy("mixed_bfloat16"):
+        fn = jax.jit(
+            lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False}
+        )
+        half = fn(variables, x)
+    np.testing.assert_allclose(
+        comparison.error,
+        relative(half, jax.jit(lambda v, x: apply(model, v, x))(variables, x)),
+        rtol=0.02,
+    )
+
+
+def test_flax_models_are_compared_under_autocast_or_as_they_are_written() -> None:
+    x = normal(4, 8)
+    for dtype, given, route in ((None, "mixed_float16", "autocast"), (BF16, None, "as written")):
+        model = flax_nn.Sequential([flax_nn.Dense(8, dtype=dtype), flax_nn.Dense(2, dtype=dtype)])
+        loss = lambda v, x, model=model: jnp.mean(jnp.square(apply(model, v, x).astype(F32)))  # noqa: E731
+        comparison = compare(loss, model.init(jax.random.key(0), x), x, policy=given, backward=True)
+        assert comparison.route == route and {row.path for row in comparison.parameters} == {
+            f"params/layers_{i}/{name}" for i in (0, 1) for name in ("kernel", "bias")
+        }
+        assert paths(comparison.gradients) == ["Sequential:", "layers_1", "layers_0"]
+        assert 0 < comparison["layers_1"].error < 0.02
+
+
+def test_nnx_models_are_named_and_keep_their_state() -> None:
+    class Net(flax_nnx.Module):
+        def __init__(self, rngs: flax_nnx.Rngs):
+            self.layer, self.norm = (
+                flax_nnx.Linear(8, 8, rngs=rngs),
+                flax_nnx.BatchNorm(8, rngs=rngs),
+            )
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.norm(self.layer(x))
+
+    model, x = Net(flax_nnx.Rngs(0)), normal(4, 8)
+    before = np.asarray(model.norm.mean[...])
+    comparison = compare(model, x, policy="mixed_bfloat16")
+    assert {"Net:", "layer", "norm"} <= set(paths(comparison.activations))
+    np.testing.assert_array_equal(before, np.asarray(model.norm.mean[...]))
+    loss = lambda model, x: jnp.mean(jnp.square(model(x)))  # noqa: E731
+    trained = compare(loss, model, x, policy="mixed_bfloat16", backward=True)
+    assert {"layer/kernel", "layer/bias"} <= {row.path for row in trained.parameters}
+
+
+# --------------------------------------------------------------------------------------------------
+# What is said, and what is refused
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_text_json_a_drawing_and_a_picture(tmp_path: Any) -> None:
+    comparison = compare(half_model, normal(8, 8), normal(4, 8))
+    assert str(comparison).splitlines()[0] == "half_model (by its own dtypes) against float32"
+    found = json.loads(comparison.to_json())
+    assert [row["path"] for row in found["rows"]] == ["first", "second", ""] and found[
+        "first_jump"
+    ] is None
+    drawing = comparison.to_svg()
+    assert drawing.startswith("<svg") and drawing.endswith("</svg>") and ">first<" in drawing
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    comparison.plot(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_infinite_errors_are_written_as_text_and_drawn_at_the_edge() -> None:
+    comparison = compare(lambda x: x.astype(F16) * F16(1e4), normal(4, scale=100.0))
+    assert (
+        json.loads(comparison.to_json())["rows"][0]["error"] == "inf"
+        and "<svg" in comparison.to_svg()
+    )
+    assert comparison.first_jump == "" and "at (outside of any module)" in str(comparison)
+
+
+def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        compare(lambda x: x.astype(F16), normal(4)).plot("errors.png")
+
+
+def test_a_comparison_with_nothing_in_half_says_so_and_has_no_error() -> None:
+    comparison = compare(lambda x: jnp.sin(x), normal(4))
+    assert comparison.error == 0 and comparison.notes == (
+        "Nothing differs from float32: the policy changes nothing here.",
+    )
+
+
+def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
+    comparison = compare(lambda x: jnp.log(x.astype(F16)), jnp.asarray([1.0, jnp.nan, -1.0]))
+    assert (
+        comparison.notes[0]
+        == "NaN in the inputs: args[0]. Values that depend on it can't be compared."
+    )
+    assert "float32 itself is infinite or NaN in 1 rows; the first is ''." in str(comparison)
+    assert comparison.outputs[0].undefined == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((None, 1.0), {}, TypeError, "compare takes a function, but got None of type NoneType."),
+        (
+            (jnp.sin, 1.0),
+            {},
+            TypeError,
+            "measures a call on arrays, but its arguments contain no array",
+        ),
+        (
+            (jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)),
+            {},
+            TypeError,
+            r"args\[0\] is a shape, float32\[2, 3\]",
+        ),
+        ((jnp.sin, np.ones(3)), {"policy": "int8"}, ValueError, "int8"),
+        ((jnp.sin, np.ones(3)), {"policy": 3}, TypeError, "3"),
+        (
+            (jnp.sin, np.ones(3)),
+            {"backward": True},
+            TypeError,
+            r"but returned float\d\d\[3\]. Return",
+        ),
+        (
+            (lambda x: {"a": x}, np.ones(3)),
+            {"backward": True},
+            TypeError,
+            "but returned dict",
+        ),
+        ((jnp.sum, np.arange(3)), {"backward": True}, TypeError, "no floating array"),
+        (
+            (jnp.sin, np.ones(3)),
+            {"loss_scale": 0},
+            ValueError,
+            "loss_scale should be a positive number, but got 0.",
+        ),
+    ],
+)
+def test_what_can_not_be_compared_is_refused_by_name(
+    arguments: Any, options: Any, error: Any, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        compare(*arguments, **options)
+
+
+def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(KeyError, match=r"No row 'third'\. Rows: first, second"):
+        compare(half_model, normal(8, 8), normal(4, 8))["third"]

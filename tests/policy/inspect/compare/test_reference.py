@@ -1,0 +1,414 @@
+"""The reference of half precision: the function traced in float32, with its constants before
+rounding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import flax.linen as flax_nn
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from jax import lax
+
+from mpmodules import linen as nn
+from mpmodules import nnx
+from policy.core.scope import use_policy
+from policy.inspect.compare.compare import compare
+from policy.inspect.suggest.suggest import suggest
+from policy.inspect.traced.float32 import in_float32
+from tests.programs import apply
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Any:
+    return jnp.asarray(scale * RNG.normal(size=shape), F32)
+
+
+def exactly(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function that rounds where it says so."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+
+
+def relative(value: Any, truth: Any) -> float:
+    value, truth = np.asarray(value, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
+
+
+# --------------------------------------------------------------------------------------------------
+# The error of constants, against float64
+# --------------------------------------------------------------------------------------------------
+
+
+def gelu(x: Any) -> Any:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _scanned(x: Any) -> Any:
+    return lax.scan(lambda y, _: (y * 0.7 + 0.1, None), x, None, length=3)[0]
+
+
+def _scanned_exactly(x: Any) -> Any:
+    for _ in range(3):
+        x = x * 0.7 + 0.1
+    return x
+
+
+def _branched(x: Any) -> Any:
+    return lax.cond(jnp.sum(x.astype(F32)) < 1e9, lambda x: 0.3 * x, lambda x: x, x)
+
+
+def _table(x: Any) -> Any:
+    return x * jnp.asarray([[0.1, 0.2, 0.3, 0.7]], x.dtype)
+
+
+def _normed(x: Any) -> Any:
+    return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-3)
+
+
+# In half precision, and what it is in float64.
+TRUTHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "gelu": (jax.nn.gelu, gelu),
+    "gelu in jit": (jax.jit(lambda x: 0.1 * jax.nn.gelu(x)), lambda x: 0.1 * gelu(x)),
+    "a scale": (lambda x: 0.1 * x, lambda x: 0.1 * x),
+    "a third": (lambda x: x / 3.0 + 1e-3, lambda x: x / 3 + 1e-3),
+    "an epsilon": (_normed, lambda x: x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-3)),
+    "a table": (_table, lambda x: x * np.array([0.1, 0.2, 0.3, 0.7])),
+    "in a scan": (_scanned, _scanned_exactly),
+    "in a branch": (_branched, lambda x: 0.3 * x),
+    "in a checkpoint": (jax.checkpoint(lambda x: jnp.sin(0.7 * x)), lambda x: np.sin(0.7 * x)),
+    "the smallest number": (lambda x: x + 1e-9, lambda x: x + 1e-9),
+}
+
+
+@pytest.mark.parametrize("dtype", (F16, BF16))
+@pytest.mark.parametrize("name", TRUTHS)
+def test_errors_are_those_against_float64_though_constants_were_rounded(
+    name: str, dtype: Any
+) -> None:
+    fn, truth = TRUTHS[name]
+
+    def half(x: Any) -> Any:
+        with jax.named_scope("named"):
+            return fn(x.astype(dtype)).astype(F32)
+
+    x = normal(8, 4)
+    comparison = compare(half, x)
+    right = relative(exactly(half)(x), truth(np.asarray(x, np.float64)))
+    np.testing.assert_allclose([comparison.error, comparison["named"].error], right, rtol=2e-3)
+    assert comparison.unpaired == () and right > 0
+
+
+@pytest.mark.parametrize("dtype", (F16, BF16))
+def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) -> None:
+    def loss(x: Any) -> Any:
+        with jax.named_scope("named"):
+            y = lax.scan(
+                lambda y, _: (jax.nn.gelu(y) * 0.7, None), x.astype(dtype), None, length=2
+            )[0]
+        return jnp.sum(y.astype(F32))
+
+    def wide(x: Any) -> Any:
+        return jnp.sum(lax.scan(lambda y, _: (jax.nn.gelu(y) * 0.7, None), x, None, length=2)[0])
+
+    x = normal(8, 4)
+    comparison = compare(loss, x, backward=True)
+    error = relative(exactly(jax.grad(loss))(x), jax.jit(jax.grad(wide))(x))
+    np.testing.assert_allclose(comparison.parameters[0].error, error, rtol=1e-2)
+    assert comparison.unpaired == ()
+
+
+# --------------------------------------------------------------------------------------------------
+# What is NaN in half precision alone
+# --------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Divides by the largest of its activations, which are all zero: the epsilon is none in
+    float16.
+    """
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        h = nn.relu(nn.Dense(8, name="up")(x))
+        return nn.Dense(4, name="down")(h / (jnp.max(h) + 1e-8))
+
+
+class KeptScaled(Scaled):
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
+
+
+class FlaxScaled(flax_nn.Module):
+    @flax_nn.compact
+    def __call__(self, x: Any) -> Any:
+        h = flax_nn.relu(flax_nn.Dense(8, name="up", dtype=F16)(x))
+        return flax_nn.Dense(4, name="down", dtype=F16)(h / (jnp.max(h) + 1e-8))
+
+
+def all_zero(model: Any) -> tuple[Any, Any]:
+    """Returns variables and an input with which all activations of a model above are zero."""
+    x = -jnp.abs(normal(4, 8))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    variables["params"]["up"]["kernel"] = jnp.abs(variables["params"]["up"]["kernel"])
+    variables["params"]["down"]["bias"] = jnp.arange(4.0)
+    return variables, x
+
+
+def test_own_code_divides_in_float32_which_holds_the_epsilon() -> None:
+    comparison = compare(Scaled().apply, *all_zero(Scaled()), policy="mixed_float16")
+    assert comparison.error == 0 and comparison.first_jump is None
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"), [(KeptScaled(), "mixed_float16"), (FlaxScaled(), None)]
+)
+def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
+    model: Any, policy: str | None
+) -> None:
+    variables, x = all_zero(model)
+    comparison = compare(model.apply, variables, x, policy=policy)
+    name = f"{type(model).__name__}:"
+    assert (
+        comparison.error == np.inf
+        and comparison.outputs[0].overflow == 1
+        and comparison.first_jump == name
+    )
+    assert (
+        comparison.notes == ()
+        and comparison.outputs[0].undefined == 0
+        and comparison.unpaired == ()
+    )
+    found = suggest(model.apply, variables, x, error=1e-2, policy=policy)
+    assert found.paths == (name,) and found.without == np.inf and found.error <= 1e-2
+    if policy is None:
+        return
+    with use_policy(policy, found.rules):
+        assert jnp.isfinite(jax.jit(lambda v, x: apply(model, v, x))(variables, x)).all()
+
+
+def test_what_is_nan_in_float32_too_is_still_said() -> None:
+    comparison = compare(lambda x: jnp.log(x.astype(F16) - 1e-8), jnp.asarray([-1.0, 2.0]))
+    assert (
+        "float32 itself is infinite or NaN in 1 rows" in str(comparison)
+        and comparison.outputs[0].undefined == 0.5
+    )
+
+
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(8)(0.1 * nn.Dense(8)(x))
+
+
+def test_a_constant_between_layers_leaves_rules_to_be_found() -> None:
+    model, x = Twice(), normal(4, 8)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    found = suggest(model.apply, variables, x, error=1e-4, policy="mixed_bfloat16")
+    assert found.error == 0 and len(found.rules) > 0
+    with use_policy("mixed_bfloat16", {".*": "f32"}):
+        wide = jax.jit(lambda v, x: apply(model, v, x))(variables, x)
+    np.testing.assert_array_equal(wide, jax.jit(lambda v, x: apply(model, v, x))(variables, x))
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers that compute in another way in half precision
+# --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Operations that half precision computes in other ways: normalisations, attention, gradients
+    of biases.
+    """
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm(name="norm")(x))
+        return x + nn.Dense(8, name="down")(
+            nn.gelu(nn.Dense(16, name="up")(nn.RMSNorm(name="rms")(x)))
+        )
+
+
+class Stack(nn.Module):
+    """Blocks in a scan, each a checkpoint, or one after the other."""
+
+    scans: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        if not self.scans:
+            return Block(name="one")(Block(name="zero")(x))
+        step = lambda block, x, _: (block(x), None)  # noqa: E731
+        scan = nn.scan(
+            nn.remat(step), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return scan(Block(name="blocks"), x, None)[0]
+
+
+@pytest.mark.parametrize("scans", (False, True))
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+def test_a_transformer_pairs_in_its_gradients_too(scans: bool, policy: str) -> None:
+    model, x = Stack(scans), 2 + normal(2, 4, 8)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    weights = normal(2, 4, 8)
+    loss = lambda v, x: jnp.sum(jnp.sin(apply(model, v, x).astype(F32)) * weights)  # noqa: E731
+    comparison = compare(loss, variables, x, policy=policy, backward=True)
+    assert comparison.unpaired == () and comparison.route == "scope"
+    wide = jax.jit(jax.grad(loss))(variables, x)
+    with use_policy(policy):
+        half = exactly(jax.grad(loss))(variables, x)
+    leaves = zip(jax.tree.leaves(half), jax.tree.leaves(wide), strict=True)
+    for row, (value, truth) in zip(comparison.parameters, leaves, strict=True):
+        if "key/bias" not in row.path:  # zero but for rounding
+            np.testing.assert_allclose(
+                row.error, relative(value, truth), rtol=0.05, err_msg=row.path
+            )
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "LayerNorm": nn.LayerNorm,
+    "GroupNorm": lambda: nn.GroupNorm(2),
+    "BatchNorm": lambda: nn.BatchNorm(use_running_average=False),
+    "attention": lambda: nn.MultiHeadDotProductAttention(2),
+    "LSTM": lambda: nn.RNN(nn.OptimizedLSTMCell(4)),
+    "GRU": lambda: nn.RNN(nn.GRUCell(4)),
+    "Conv": lambda: nn.Conv(4, (3,)),
+    "WeightNorm": lambda: nn.WeightNorm(nn.Dense(4)),
+}
+
+
+class After(nn.Module):
+    """A layer of any kind after a matmul, by which it obeys the scope."""
+
+    layer: nn.Module
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.layer(nn.Dense(8)(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes(name: str) -> None:
+    layer, x = After(LAYERS[name]()), 3 + normal(2, 5, 8)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    call = lambda v, x: layer.apply(v, x, mutable=["batch_stats"])[0]  # noqa: E731
+
+    def loss(v: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(call(v, x).astype(F32)))
+
+    forward = compare(call, variables, x, policy="mixed_float16")
+    backward = compare(loss, variables, x, policy="mixed_float16", backward=True)
+    assert forward.unpaired == backward.unpaired == ()
+    with use_policy("mixed_float16"):
+        half = exactly(call)(variables, x)
+    np.testing.assert_allclose(
+        forward.error, relative(half, jax.jit(call)(variables, x)), rtol=0.02
+    )
+
+
+def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
+    from mpmodules import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: flax_nnx.Rngs):
+            self.norm, self.layer = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return 0.1 * self.layer(self.norm(x))
+
+    with use_policy("mixed_float16"):
+        model = Net(flax_nnx.Rngs(0))
+    comparison = compare(model, normal(4, 8))
+    assert (
+        comparison.unpaired == ()
+        and comparison.route == "as written"
+        and 0 < comparison.error < 1e-2
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What can't be paired
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_queries_are_measured_against_queries_where_the_programs_scale_them_apart(
+    wing: str, policy: str
+) -> None:
+    """float32 scales the queries, half precision their products with the keys."""
+    x = normal(2, 6, 32)
+    if wing == "linen":
+        model = nn.MultiHeadDotProductAttention(2)
+        comparison = compare(model.apply, model.init(jax.random.key(0), x), x, policy=policy)
+    else:
+        layer = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0), dtype_policy=policy)
+        comparison = compare(layer, x)
+    rows = {row.path.rpartition("/")[2]: row.error for row in comparison.rows}
+    assert 0 < rows["query"] < 1.5 * rows["key"] and rows["key"] < 5e-3
+    assert comparison.first_jump is None and comparison.unpaired == ()
+
+
+def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that_is_said() -> None:
+    def picky(x: Any) -> Any:
+        with jax.named_scope("picky"):
+            y = x.astype(F16)
+            if y.dtype != F16:
+                raise TypeError("I take float16 only.")
+            return 0.1 * y
+
+    comparison = compare(picky, normal(8))
+    assert comparison.unpaired == ("picky",) and comparison.error > 0
+    assert "can't be traced in float32 (TypeError: I take float16 only.)" in comparison.notes[0]
+    assert comparison.notes[0] in str(comparison) and '"unpaired": [' in comparison.to_json()
+
+
+def test_a_module_that_hands_on_other_values_in_half_is_named_and_what_follows_is_right() -> None:
+    def model(x: Any) -> Any:
+        x = x.astype(F16)
+        with jax.named_scope("split"):
+            parts = (
+                [jnp.sin(x)] if x.dtype == F32 else [jnp.cos(x * 2), jnp.sin(x) - jnp.cos(x * 2)]
+            )
+        with jax.named_scope("sum"):
+            return sum(parts[1:], parts[0]) * 0.1
+
+    x = normal(64)
+    comparison = compare(model, x)
+    assert comparison.unpaired == ("split",) and "could not be paired at 'split'" in str(comparison)
+    truth = 0.1 * np.sin(np.asarray(x, np.float64))
+    np.testing.assert_allclose(comparison.error, relative(exactly(model)(x), truth), rtol=2e-3)
+
+
+def test_what_is_traced_in_float32_is_no_other_calls_program() -> None:
+    @jax.jit
+    def half(x: Any) -> Any:
+        return x.astype(BF16) * 0.1
+
+    x = normal(4)
+    with in_float32():
+        assert jax.eval_shape(half, x).dtype == F32
+        with use_policy("mixed_bfloat16"):
+            assert jax.eval_shape(half, x).dtype == F32
+    assert jax.eval_shape(half, x).dtype == BF16
+    with use_policy("mixed_bfloat16"):
+        assert jax.eval_shape(half, x).dtype == BF16
+
+
+def test_other_threads_trace_as_ever_and_an_error_leaves_nothing_behind() -> None:
+    bind, seen = jex_core.Primitive.bind, []
+    with pytest.raises(RuntimeError, match="inside"), in_float32():
+        thread = threading.Thread(
+            target=lambda: seen.append(jax.eval_shape(lambda x: x.astype(F16), normal(2)).dtype)
+        )
+        thread.start()
+        thread.join()
+        raise RuntimeError("inside")
+    assert seen == [F16] and jex_core.Primitive.bind is bind

@@ -1,0 +1,412 @@
+"""``python -m policy estimate``, with an estimate that is written by hand unless said otherwise."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import textwrap
+import types
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from policy.command_line import estimation
+from policy.command_line.command import main
+from policy.command_line.progress import RowProgress
+from policy.command_line.rows import policies_in, rows_to_estimate
+from policy.command_line.target import CommandError
+from policy.core.rules import PolicyRules
+from policy.inspect.estimate import targets
+from policy.inspect.estimate.report import Estimate
+from tests.policy.inspect.estimate.estimates import cost, estimate_of, half, lacking
+
+TRAIN = """
+    import jax
+    import jax.numpy as jnp
+
+    import policy
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+    def example(width=8, kind="plain"):
+        param_dtype = policy.current_policy().param_dtype
+        return step, (
+            jax.ShapeDtypeStruct((width, width), param_dtype),
+            jax.ShapeDtypeStruct((4, width), param_dtype),
+        )
+
+    def broken():
+        raise ValueError("no weights here")
+"""
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """The path of a file with a step and an example of it."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "estimated_train.py").write_text(textwrap.dedent(TRAIN))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        yield str(folder / "estimated_train.py")
+    sys.modules.pop("estimated_train", None)
+
+
+class Asked:
+    """What the command asks `policy.estimate` for, and what it answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.answer: Estimate | Exception = estimate_of(cost(), half())
+        monkeypatch.setattr(estimation, "estimate", self._estimate)
+
+    def _estimate(self, fn: Any, *args: Any, on: Any, **options: Any) -> Estimate:
+        self.calls.append((fn, args, {"on": on.name, **options}))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return estimate_of(*self.answer.rows, target=on.name)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.calls[-1][2]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    return Asked(monkeypatch)
+
+
+def run(*arguments: str) -> int:
+    return main(["estimate", *arguments])
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def test_the_example_itself_is_estimated_under_three_policies_where_none_is_named(train, asked):
+    assert run(f"{train}:example", "--on", "v5e:4x4") == 0
+    fn, args, options = asked.calls[-1]
+    assert fn is sys.modules["estimated_train"].example and args == ()
+    assert options.pop("progress") is not None
+    assert options == {
+        "on": "v5e:4x4",
+        "policies": {name: (name, {}) for name in ("float32", "mixed_bfloat16", "bfloat16")},
+        "rules": None,
+        "mesh": None,
+        "shardings": None,
+        "donate": None,
+        "backward": False,
+        "params": None,
+    }
+
+
+def test_options_become_arguments_of_estimate(train, asked):
+    given = ("--arg", "f32[8,8]", "--arg", "bf16[4,8]", "--backward", "--params", "w")
+    layout = (
+        "--mesh",
+        "data=2, model=8",
+        "--shard",
+        "1=data+model,None",
+        "--shard",
+        "0=None,model",
+    )
+    rules = ("--rule", "head=f32", "--donate", "0,1", "--policies", "bf16")
+    assert run(f"{train}:step", *given, *layout, *rules, "--on", "v5e:4x4") == 0
+    _, args, options = asked.calls[-1]
+    assert [(arg.shape, arg.dtype.name) for arg in args] == [
+        ((8, 8), "float32"),
+        ((4, 8), "bfloat16"),
+    ]
+    assert options["mesh"] == {"data": 2, "model": 8}
+    assert options["shardings"] == {1: P(("data", "model"), None), 0: P(None, "model")}
+    assert (options["donate"], options["backward"], options["params"]) == ((0, 1), True, ["w"])
+    assert options["rules"] == PolicyRules.from_texts(["head=f32"])
+
+
+def test_rows_have_names_and_options_of_the_example(train, asked):
+    low = "low=bfloat16 master_weights=remainder moments='int8' shape=(1, 2) rate=1e-3 path=a/b.npz"
+    assert (
+        run(f"{train}:example", "--on", "cpu", "--row", low, "--row", "plain = p=f32,c=bf16") == 0
+    )
+    assert asked.options["policies"] == {
+        "low": (
+            "bfloat16",
+            {
+                "master_weights": "remainder",
+                "moments": "int8",
+                "shape": (1, 2),
+                "rate": 1e-3,
+                "path": "a/b.npz",
+            },
+        ),
+        "plain": ("p=f32,c=bf16", {}),
+    }
+    assert run(f"{train}:example", "--on", "cpu", "--row", low, "--policies", "f32") == 0
+    assert list(asked.options["policies"]) == ["f32", "low"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f32, mixed_bfloat16,,bfloat16", ["f32", "mixed_bfloat16", "bfloat16"]),
+        ("p=f32,c=bf16", ["p=f32,c=bf16"]),
+        ("f32,p=f32,c=bf16,bf16", ["f32", "p=f32,c=bf16", "bf16"]),
+        ("p=f32,c=bf16,params=bf16,c=bf16", ["p=f32,c=bf16", "params=bf16,c=bf16"]),
+        ("", []),
+    ],
+)
+def test_the_fields_of_a_policy_stay_together(text, expected):
+    assert policies_in(text) == expected
+
+
+def test_each_target_has_a_table_and_files_of_its_own(train, asked, capsys, tmp_path):
+    files = ("--html", str(tmp_path / "cost.html"), "--json", str(tmp_path / "cost.json"))
+    assert run(f"{train}:example", "--on", "v5e:4x4, h100:8,v5e:4x4", *files) == 0
+    assert [options["on"] for _, _, options in asked.calls] == ["v5e:4x4", "h100:8"]
+    assert capsys.readouterr().out.count(f"estimate of {train}:example") == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("cost-h100-8.html", "cost-h100-8.json", "cost-v5e-4x4.html", "cost-v5e-4x4.json")
+    ]
+
+
+def test_reports_go_to_files_or_the_standard_output(train, asked, capsys, tmp_path):
+    assert run(f"{train}:example", "--json", "-") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["name"], read["target"]) == (f"{train}:example", "here")
+    assert run(f"{train}:example", "--html", "-") == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert run(f"{train}:example", "--json", str(tmp_path / "x.json")) == 0
+    assert json.loads((tmp_path / "x.json").read_text()) == read
+    assert capsys.readouterr().out.startswith("estimate of ")
+
+
+@pytest.mark.slow  # imports matplotlib
+def test_a_plot_is_a_file(train, asked, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    assert run(f"{train}:example", "--plot", str(tmp_path / "x.png")) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_lacks_memory_fails_where_that_is_asked_for(train, asked):
+    assert run(f"{train}:example", "--fail-on-oom") == 0
+    asked.answer = estimate_of(cost(), lacking())
+    assert run(f"{train}:example") == 0
+    assert run(f"{train}:example", "--fail-on-oom") == 1
+
+
+def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked, monkeypatch):
+    changed: list[tuple[str, str]] = []
+    update = lambda name, value: changed.append((name, value))  # noqa: E731
+    monkeypatch.setattr(estimation.jax, "config", types.SimpleNamespace(update=update))
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert run(f"{train}:example", "--on", "v5e") == 0 and changed == []
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert run(f"{train}:example", "--on", "v5e,here") == 0 and changed == []
+    assert run(f"{train}:example", "--on", "v5e,cpu") == 0
+    assert changed == [("jax_platforms", "cpu")]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "v5f"], "error: --on: There is no target 'v5f'. Did you mean 'v5p'?"),
+        (["--on", " ,"], "error: --on names no devices: give v5e:4x4, h100, cpu or here."),
+        (["--policies", "nonsense"], "error: --policies: Unknown dtype 'nonsense'"),
+        (["--policies", ","], "error: --policies ',' names no policy: give f32,mixed_bfloat16."),
+        (["--policies", "f32,f32"], "error: Two rows are named 'f32': drop one, or name it by"),
+        (["--row", "f32"], "error: --row 'f32' should be NAME=POLICY and the example's options"),
+        (["--row", "a="], "error: --row 'a=' should be NAME=POLICY and the example's options"),
+        (["--row", "a=zzz"], "error: --row 'a=zzz': Unknown dtype 'zzz'"),
+        (["--row", "a=f32 n=1 n=2"], "error: --row 'a=f32 n=1 n=2' gives an option twice."),
+        (
+            ["--row", "a=f32 n=f(1)"],
+            "error: --row 'a=f32 n=f(1)': the option n=f(1) should be a word or a Python literal",
+        ),
+        (["--rule", "head"], "error: --rule: Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (
+            ["--mesh", "data"],
+            "error: --mesh 'data' should be axes and their sizes, as in data=16,model=16.",
+        ),
+        (["--mesh", "data=0"], "error: --mesh 'data=0' should be axes and their sizes"),
+        (["--mesh", "a=2,a=2"], "error: --mesh 'a=2,a=2' has the axis 'a' twice."),
+        (
+            ["--shard", "data"],
+            "error: --shard 'data' should be an argument's position and axes of the mesh, as in",
+        ),
+        (
+            ["--shard", "0=fsdp", "--mesh", "data=2,model=2"],
+            "error: --shard '0=fsdp': the mesh has no axis 'fsdp'. Its axes: data, model; see",
+        ),
+        (["--shard", "0="], "error: --shard '0=': the mesh has no axis ''. Its axes: data; see"),
+        (["--shard", "0=data,data"], "error: --shard '0=data,data' has the axis 'data' twice."),
+        (
+            ["--shard", "0=data", "--shard", "0=None"],
+            "error: --shard is given twice for the argument 0.",
+        ),
+        (["--donate", "w"], "error: --donate 'w' should be positions of arguments, as in 0,1."),
+        (
+            ["--params", "w"],
+            "error: --params selects the arguments to differentiate: give --backward",
+        ),
+        (["--json", "-", "--html", "-"], "error: --json - and --html - both take the standard"),
+        (
+            ["--json", "-", "--on", "cpu,v5e"],
+            "error: --json - and --html - print one report, but --on has 2 targets: give a file.",
+        ),
+        (["--plot", "x.txt"], "error: --plot 'x.txt' should end in .png, .svg or .pdf."),
+        (
+            ["--html", "/nowhere/x.html"],
+            "error: /nowhere/x.html can't be written: there is no folder /nowhere.",
+        ),
+        (["--html", "/"], "error: / can't be written: it is a folder."),
+    ],
+)
+def test_errors_are_one_line_and_come_before_anything_is_compiled(
+    train, asked, capsys, arguments, message
+):
+    assert run(f"{train}:example", *arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(message)
+    assert not asked.calls
+
+
+def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(f"{train}:example", "--plot", "x.png") == 2
+    message = "error: --plot draws with matplotlib, which is missing: pip install matplotlib"
+    assert message in capsys.readouterr().err and not asked.calls
+
+
+def test_an_error_of_the_users_code_is_shown_with_its_traceback(train, capsys):
+    assert run(f"{train}:broken", "--on", "cpu") == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "ValueError: no weights here" in error
+    assert error.endswith(
+        f"error: {train}:broken can't be estimated on cpu: ValueError, see above.\n"
+    )
+
+
+def test_an_error_of_estimate_is_one_line(train, capsys):
+    assert run(f"{train}:example", "--on", "cpu", "--row", "a=f32 depth=3", "--quiet") == 2
+    message = "error: The row 'a' has the option 'depth', but example takes width, kind.\n"
+    assert capsys.readouterr().err == message
+    assert run(f"{train}:step", "--on", "cpu", "--quiet") == 2
+    message = f"error: '{train}:step' takes w, x: give each with --arg, as in --arg bf16[8,128];"
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("no plugin", "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"),
+        (
+            "INVALID_ARGUMENT: not divisible",
+            "error: There is no topology 'v5e:2x6': INVALID_ARGUMENT: not divisible. A host has",
+        ),
+    ],
+)
+def test_a_compiler_that_is_missing_or_refuses_a_topology_is_one_line(
+    train, capsys, monkeypatch, reason, message
+):
+    def refusing(**_):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
+    targets._topology.cache_clear()
+    assert run(f"{train}:example", "--on", "v5e:2x6") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_report(tmp_path, capsys):
+    file = tmp_path / "estimated_talking.py"
+    file.write_text(
+        textwrap.dedent(
+            TRAIN
+            + """
+    print("an import")
+
+    def talking():
+        print("a call")
+        return example()
+    """
+        )
+    )
+    assert run(f"{file}:talking", "--on", "cpu", "--policies", "f32", "--json", "-") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["name"] == f"{file}:talking"
+    assert "an import" in said.err and "a call" in said.err
+
+
+def test_a_target_that_fails_leaves_the_tables_before_it(train, asked, capsys, monkeypatch):
+    estimate = asked._estimate
+
+    def second_fails(fn: Any, *args: Any, on: Any, **options: Any) -> Estimate:
+        asked.answer = RuntimeError("no compiler") if on.name == "h100" else asked.answer
+        return estimate(fn, *args, on=on, **options)
+
+    monkeypatch.setattr(estimation, "estimate", second_fails)
+    assert run(f"{train}:example", "--on", "v5e:4x4,h100") == 2
+    said = capsys.readouterr()
+    assert said.out.count("estimate of ") == 1
+    assert "can't be estimated on h100: RuntimeError, see above." in said.err
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_line_for_each_row_rewritten_on_a_terminal():
+    plain, terminal = io.StringIO(), _Terminal()
+    for file in (plain, terminal):
+        with RowProgress("cpu", file=file) as progress:
+            progress("f32", 0, 2)
+            progress("bf16", 1, 2)
+    assert plain.getvalue() == "cpu 1/2 f32: 0.0 s\ncpu 2/2 bf16: 0.0 s\n"
+    clear = "\r\x1b[K"
+    assert terminal.getvalue() == (
+        f"{clear}cpu 1/2 f32: 0 s{clear}cpu 1/2 f32: 0.0 s\n"
+        f"{clear}cpu 2/2 bf16: 0 s{clear}cpu 2/2 bf16: 0.0 s\n"
+    )
+
+
+def test_progress_says_which_row_failed_and_is_silent_when_quiet():
+    file, quiet = io.StringIO(), _Terminal()
+    for said in (RowProgress("cpu", file=file), RowProgress("cpu", file=quiet, is_quiet=True)):
+        with pytest.raises(KeyError), said as progress:
+            progress("f32", 0, 1)
+            raise KeyError
+    assert file.getvalue() == "cpu 1/1 f32: 0.0 s (failed)\n" and quiet.getvalue() == ""
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+def test_a_step_is_estimated_on_the_processor_at_hand(train, capsys):
+    rows = ("--row", "small=f32 width=8", "--row", "half=bf16 width=8 kind=plain")
+    assert run(f"{train}:example", "--on", "cpu", *rows, "--donate", "0", "--json", "-") == 0
+    said = capsys.readouterr()
+    read = json.loads(said.out)
+    assert [(row["name"], row["arguments"]) for row in read["rows"]] == [
+        ("small", 4 * (8 * 8 + 4 * 8)),
+        ("half", 2 * (8 * 8 + 4 * 8)),
+    ]
+    assert [line.split(":")[0] for line in said.err.splitlines()] == [
+        "cpu 1/2 small",
+        "cpu 2/2 half",
+    ]
+
+
+def test_rows_can_be_asked_for_without_the_shell():
+    assert rows_to_estimate("f32", []) == {"f32": ("f32", {})}
+    with pytest.raises(CommandError, match="names no policy"):
+        rows_to_estimate("", [])

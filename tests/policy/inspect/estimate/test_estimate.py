@@ -1,0 +1,428 @@
+"""`policy.estimate` on the processor at hand: steps, examples, builders, donation and errors."""
+
+import functools
+import sys
+import types
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import ShapeDtypeStruct
+
+import policy
+from mpmodules import linen, nnx
+from policy.core.scope import traced_for
+from policy.inspect.estimate.candidates import rows_of
+
+F32 = jnp.float32
+W, X = ShapeDtypeStruct((64, 64), F32), ShapeDtypeStruct((16, 64), F32)
+estimate: Any = functools.partial(policy.estimate, on="cpu")
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(jnp.dot(x, w)).astype(F32))
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8)(linen.LayerNorm()(linen.Dense(64)(x)))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(64, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def train_example(master_weights: Any = "auto", moment_dtype: Any = None, jits: bool = True):
+    """A whole train step under the policy in force, from shapes alone."""
+    current, net = policy.current_policy(), Net()
+    assert current is not None
+    params = jax.eval_shape(net.init, jax.random.key(0), X)["params"]
+    tx = policy.mixed_precision(
+        optax.sgd(1e-3, momentum=0.9),
+        current,
+        master_weights=master_weights,
+        moment_dtype=moment_dtype,
+    )
+
+    apply: Any = net.apply
+
+    def step(params, state, x):
+        value, gradients = policy.value_and_grad(
+            lambda params: jnp.mean(jnp.square(apply({"params": params}, x).astype(F32))),
+            policy=current,
+        )(params)
+        params, state, _ = policy.apply_gradients(tx, params, state, gradients)
+        return params, state, value
+
+    if jits:
+        step = jax.jit(step, donate_argnums=(0, 1))
+    return step, (params, jax.eval_shape(tx.init, params), X)
+
+
+def size(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# --------------------------------------------------------------------------------------------------
+# What it counts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_compilers_own_memory():
+    found = estimate(loss, W, X, policies=["float32"])["float32"]
+    memory: Any = jax.jit(loss).lower(W, X).compile().memory_analysis()
+    assert found.arguments == memory.argument_size_in_bytes == size((W, X))
+    assert found.outputs == memory.output_size_in_bytes == 4
+    assert found.temporaries == memory.temp_size_in_bytes
+    assert found.memory == found.arguments + found.outputs + found.temporaries + found.code
+    assert found.fits and found.spare == found.capacity - found.memory > 0
+    assert found.seconds is None and found.cycles is None and found.kernels and found.bytes
+
+
+def test_flops_are_those_of_the_audit():
+    rows = estimate(loss, W, X, policies=["float32", "mixed_bfloat16"])
+    assert rows["float32"].matmul_flops == {"float32": 2 * 16 * 64 * 64}
+    assert rows["mixed_bfloat16"].matmul_flops == {"bfloat16": 2 * 16 * 64 * 64}
+    written = policy.audit(loss, W, X, policy="mixed_bfloat16")
+    assert dict(rows["mixed_bfloat16"].flops) == written.flops_by_dtype
+
+
+def test_code_that_knows_of_no_policy_runs_under_autocast():
+    rows = estimate(loss, W, X, policies=["float32", "mixed_bfloat16", None])
+    assert [row.route for row in rows.rows] == ["scope", "autocast", "as written"]
+    assert [row.name for row in rows.rows] == ["float32", "mixed_bfloat16", "as written"]
+
+
+def test_layers_obey_the_scope_and_the_rules():
+    net = Net()
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
+    flops = 2 * 16 * 64 * 64, 2 * 16 * 64 * 8
+    rows = estimate(net.apply, params, X, policies=["mixed_bfloat16"], rules={"Dense_0": "f32"})
+    assert rows.rows[0].route == "scope"
+    assert rows.rows[0].matmul_flops == {
+        "float32": flops[1],
+        "bfloat16": flops[0],
+    }  # Dense_0 is the last
+    with pytest.raises(ValueError, match="Rule 'Dense_7' matched no module"):
+        estimate(net.apply, params, X, policies=["mixed_bfloat16"], rules={"Dense_7": "f32"})
+
+
+def test_gradients_are_estimated_too():
+    forward, both = (
+        estimate(loss, W, X, policies=["float32"], **options).rows[0]
+        for options in ({}, {"backward": True, "params": 0})
+    )
+    assert both.matmul_flops["float32"] == 2 * forward.matmul_flops["float32"]
+    assert both.outputs >= forward.outputs + size(W)
+    with pytest.raises(ValueError, match="params=0 selects the arguments to differentiate"):
+        estimate(loss, W, X, policies=["float32"], params=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_example_is_made_anew_under_each_policy_with_the_rows_options():
+    rows = estimate(
+        train_example,
+        policies={
+            "mixed": "mixed_bfloat16",
+            "kept": ("bfloat16", {"master_weights": "remainder"}),
+            "narrow": ("bfloat16", {"master_weights": "remainder", "moment_dtype": "bfloat16"}),
+        },
+    )
+    expected = {}
+    for name, text, options in (
+        ("mixed", "mixed_bfloat16", {}),
+        ("kept", "bfloat16", {"master_weights": "remainder"}),
+        ("narrow", "bfloat16", {"master_weights": "remainder", "moment_dtype": "bfloat16"}),
+    ):
+        with policy.use_policy(text):
+            expected[name] = size(train_example(**cast(Any, options))[1])
+    assert {row.name: row.arguments for row in rows.rows} == expected
+    assert expected["narrow"] < expected["kept"]
+    assert rows.name == "train_example" and rows["kept"].policy == "bfloat16"
+
+
+def test_an_example_may_require_a_mesh_and_needs_no_other_default():
+    def example(mesh, size=64):
+        return loss, (ShapeDtypeStruct((size, size), F32), ShapeDtypeStruct((mesh.size, size), F32))
+
+    assert estimate(example, policies=["float32"])["float32"].fits
+    with pytest.raises(TypeError, match="no arguments for <lambda>, which takes w, x"):
+        estimate(lambda mesh, w, x: w @ x, policies=["float32"])
+
+
+def test_a_jitted_function_donates_what_it_says():
+    donating, keeping = (
+        estimate(functools.partial(train_example, jits=jits), policies=["float32"]).rows[0]
+        for jits in (True, False)
+    )
+    with policy.use_policy("float32"):
+        _, (params, state, _) = train_example()
+    assert keeping.outputs - donating.outputs == pytest.approx(size((params, state)), abs=512)
+
+
+def test_a_jitted_function_donates_under_autocast_as_well():
+    step = lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), x.sum())  # noqa: E731
+    kept, donated = (
+        estimate(jax.jit(step, donate_argnums=donate), W, X, policies=["float32", "mixed_bfloat16"])
+        for donate in ((), 0)
+    )
+    assert donated["mixed_bfloat16"].route == "autocast"
+    for name in ("float32", "mixed_bfloat16"):
+        assert kept[name].outputs - donated[name].outputs == size(W)
+
+
+def test_donated_arguments_are_named_by_position():
+    step = lambda w, x: (w + 1.0, loss(w, x))  # noqa: E731
+    kept, donated, last = (
+        estimate(step, W, X, policies=["float32"], donate=donate).rows[0].outputs
+        for donate in (None, 0, (-2,))
+    )
+    assert kept - donated == size(W) and last == donated
+
+
+def test_a_donation_that_nothing_overwrites_is_a_note():
+    found = estimate(loss, W, X, policies=["float32"], donate=(0, 1))
+    assert any("donated buffers were not usable" in note for note in found.notes)
+
+
+def test_texts_that_depend_on_the_backend_mean_the_targets(monkeypatch):
+    asked = []
+
+    def traced_for_v5e(device):
+        asked.append(device.platform)
+        return traced_for(types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"))
+
+    module = sys.modules["policy.inspect.estimate.estimate"]  # `policy.estimate` is the function
+    monkeypatch.setattr(module, "traced_for", traced_for_v5e)
+    net, x = linen.Dense(64), ShapeDtypeStruct((16, 64), F32)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
+    found = estimate(
+        net.apply, variables, x, policies=["half", "p=f32,c=bf16,m=8bit"], rules={".*": "half"}
+    )
+    assert asked == ["cpu"]
+    assert [row.policy for row in found.rows] == [
+        "bfloat16",
+        "params=float32,compute=bfloat16,output=bfloat16,matmul=i8",
+    ]
+    assert all(set(row.matmul_flops) == {"bfloat16"} for row in found.rows)
+
+
+def test_an_example_that_is_given_arguments_is_named_as_what_returns_no_arrays():
+    with pytest.raises(TypeError, match=r"^train_example returned .* at .*: it should return"):
+        estimate(train_example, policies=["float32"], master_weights="auto")
+
+
+def test_an_exception_of_the_step_has_a_note_with_its_row():
+    def step(w):
+        if policy.current_policy() == policy.get_policy("bfloat16"):
+            raise KeyError("no such layer")
+        return w + 1.0
+
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        estimate(step, W, policies=["float32", "bfloat16"])
+    assert raised.value.__notes__[-1] == ("This is the row 'bfloat16' of an estimate on cpu.")
+
+
+def test_an_nnx_model_is_built_under_each_policy():
+    def train(model, x):
+        return jnp.sum(jnp.square(model(x).astype(F32)))
+
+    rows = estimate(
+        nnx.jit(train), lambda: NnxNet(nnx.Rngs(0)), X, policies=["mixed_bfloat16", "bfloat16"]
+    )
+    params = 64 * 64 + 64 + 64 * 8 + 8
+    assert [row.arguments for row in rows.rows] == [4 * params + size(X), 2 * params + size(X)]
+    assert all(row.matmul_flops == {"bfloat16": 2 * 16 * 64 * 72} for row in rows.rows)
+    # The state that it returns as it is takes no memory.
+    assert all(row.outputs < 100 for row in rows.rows)
+
+
+@pytest.mark.parametrize(("text", "width"), [("bfloat16", 2), ("mixed_bfloat16", 4)])
+def test_what_an_identity_returns_is_an_output(text, width):
+    # The last operation of a layer with a bias is an identity, for the bias's gradient.
+    build = lambda: NnxNet(nnx.Rngs(0))  # noqa: E731
+    row = estimate(lambda model, x: model(x), build, X, policies=[text]).rows[0]
+    assert row.outputs >= 16 * 8 * width
+    assert row.bytes > row.arguments
+
+
+def test_an_nnx_train_step_updates_its_model_in_place():
+    def train(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(
+            lambda model: jnp.mean(jnp.square(model(x).astype(F32)))
+        )(model)
+        optimizer.update(model, gradients)
+        return value
+
+    def example():
+        model = nnx.eval_shape(lambda: NnxNet(nnx.Rngs(0)))
+        optimizer = nnx.eval_shape(
+            lambda: nnx.Optimizer(model, optax.sgd(1e-3, 0.9), wrt=nnx.Param)
+        )
+        return train, (model, optimizer, X)
+
+    kept, donated = (
+        estimate(example, policies=["float32"], donate=donate).rows[0] for donate in (None, (0, 1))
+    )
+    model = 4 * (64 * 64 + 64 + 64 * 8 + 8)
+    assert kept.arguments == donated.arguments >= 2 * model + size(X)
+    assert kept.outputs - donated.outputs == pytest.approx(2 * model, abs=64)
+
+
+def test_a_bound_method_and_a_module_are_functions():
+    with policy.use_policy("float32"):
+        model = NnxNet(nnx.Rngs(0))
+    by_module, by_method = (
+        estimate(fn, X, policies=[None]).rows[0] for fn in (model, model.hidden.__call__)
+    )
+    assert by_module.matmul_flops == {"float32": 2 * 16 * 64 * 72}
+    assert by_method.matmul_flops == {"float32": 2 * 16 * 64 * 64}
+
+
+def test_the_progress_of_rows_is_told():
+    told = []
+    estimate(
+        loss,
+        W,
+        X,
+        policies=["float32", "bfloat16"],
+        progress=lambda name, done, total: told.append((name, done, total)),
+    )
+    assert told == [("float32", 0, 2), ("bfloat16", 1, 2)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile arguments
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "arguments", "outputs"),
+    [
+        (lambda tree, x: (tree, x + 1.0), ({}, X), 4096, 4096),
+        (lambda tree: tree, ({},), 0, 0),
+        (lambda x: None, (X,), 4096, 0),
+        (lambda: jnp.ones(3) + 1.0, (), 0, 12),
+        (lambda x, n: x * n, (X, 3), 4096, 4096),
+        (lambda tree: tree["n"] + 1, ({"n": np.arange(4, dtype=np.int32), "m": None},), 16, 16),
+        (lambda k, x: x + jax.random.normal(k, x.shape), (jax.random.key(0), X), 4104, 4096),
+        (lambda x: x * 2.0, (np.full(8, np.nan, np.float32),), 32, 32),
+    ],
+    ids=["empty tree", "nothing", "no result", "constants", "static", "integers", "key", "NaN"],
+)
+def test_any_tree_is_a_call(fn, args, arguments, outputs):
+    found = estimate(fn, *args, policies=["float32"]).rows[0]
+    tuples = 16 if outputs and len(args) > 0 and isinstance(args[0], dict) and args[0] == {} else 0
+    assert found.arguments == arguments and outputs <= found.outputs <= outputs + tuples + 16
+
+
+def test_an_array_that_is_given_twice_counts_once_and_is_not_donated():
+    array = jnp.ones((64, 64))
+    step = lambda a, b: (a + 1.0, b + 1.0)  # noqa: E731
+    assert estimate(step, array, array, policies=["float32"]).rows[0].arguments == size(W)
+    with pytest.raises(
+        ValueError,
+        match=r"args\[0\] and args\[1\] are the same array, and it is donated: JAX can't",
+    ):
+        estimate(step, array, array, policies=["float32"], donate=0)
+
+
+def test_time_on_the_host_is_not_counted():
+    def fn(x):
+        jax.debug.callback(lambda _: None, x[0])
+        return x + 1.0
+
+    assert (
+        "time on the host of debug_callback" in estimate(fn, X, policies=[None]).rows[0].uncounted
+    )
+
+
+def test_x64_is_estimated_as_it_is():
+    with jax.enable_x64(True):
+        wide = [ShapeDtypeStruct(x.shape, jnp.float64) for x in (W, X)]
+        assert estimate(loss, *wide, policies=["float64"]).rows[0].arguments == 2 * size((W, X))
+    with pytest.raises(ValueError, match="asks for float64, but JAX runs with x64 disabled"):
+        estimate(loss, W, X, policies=["float64"])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: estimate(3, W), TypeError, "estimate takes a function or a module, but got 3"),
+        (lambda: estimate(Net(), W), TypeError, "got the linen module Net"),
+        (lambda: estimate(loss), TypeError, "given no arguments for loss, which takes w, x"),
+        (lambda: estimate(lambda: "x"), TypeError, r"should return .* but returned a str"),
+        (lambda: estimate(lambda: (1, 2)), TypeError, "but returned a tuple of int, int"),
+        (
+            lambda: estimate(train_example, policies=[("f32", {"masters": 1})]),
+            TypeError,
+            "The row 'float32, masters=1' has the option 'masters', but train_example takes master",
+        ),
+        (
+            lambda: estimate(loss, W, X, policies=[("f32", {"n": 1})]),
+            ValueError,
+            "The row 'float32, n=1' has options, which go to an example as keyword arguments",
+        ),
+        (
+            lambda: estimate(loss, W, X, donate=2),
+            ValueError,
+            r"donate should be positions of the 2 arguments, such as \(0, 1\), but got 2",
+        ),
+        (lambda: estimate(loss, W, X, donate="w"), ValueError, "but got 'w'"),
+        (lambda: estimate(loss, W, X, donate=True), ValueError, "but got True"),
+        (lambda: estimate(loss, W, X, mesh={"data": 99}), ValueError, "A mesh of data=99 has 99"),
+        (lambda: estimate(loss, W, X, mesh=4), TypeError, "mesh should be a dict of axes and"),
+        (lambda: estimate(loss, W, X, on=4), TypeError, "A target is a text"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_users_own_error_is_raised_as_it_is():
+    with pytest.raises(ZeroDivisionError):
+        estimate(lambda x: x / (1 // 0), X)
+
+
+@pytest.mark.parametrize(
+    ("policies", "error", "message"),
+    [
+        ([], ValueError, "policies is empty: give at least one"),
+        (["f32", "float32"], ValueError, "Two rows are named 'float32': drop one"),
+        (3, TypeError, "policies should be a sequence of policies, or a mapping"),
+        ([("f32", 3)], TypeError, r"or a pair of a policy and a dict of options, as in .*'f32', 3"),
+        (["mixed_bflot16"], ValueError, "Unknown dtype 'mixed_bflot16'"),
+        ([4], TypeError, "A policy should be a Policy or its text form"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(policies, error, message):
+    with pytest.raises(error, match=message):
+        rows_of(policies)
+
+
+def test_rows_have_the_names_of_policies_and_options():
+    rows = rows_of(["mixed_bfloat16", ("p=bf16,c=bf16,o=f32", {"moment_dtype": "int8"}), None])
+    assert [row.name for row in rows] == [
+        "mixed_bfloat16",
+        "params=bfloat16,compute=bfloat16,output=float32, moment_dtype=int8",
+        "as written",
+    ]
+    assert [row.name for row in rows_of("bfloat16")] == ["bfloat16"]
+    assert [(r.name, r.policy_text) for r in rows_of({"a": None, "b": "bf16"})] == [
+        ("a", ""),
+        ("b", "bfloat16"),
+    ]

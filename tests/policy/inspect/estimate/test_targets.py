@@ -1,0 +1,205 @@
+"""Targets by name, and GPUs of one's own figures; nothing is compiled."""
+
+import json
+import os
+
+import jax
+import pytest
+
+from policy.inspect.estimate import targets
+from policy.inspect.estimate.chips import CHIPS
+from policy.inspect.estimate.gpu_configs import GPUS
+from policy.inspect.estimate.own_chips import own_gpu
+from policy.inspect.estimate.targets import Target
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v9:2x2", r"There is no target 'v9:2x2'\. Chips: v2, v3, v4, v5e"),
+        ("h10", r"There is no target 'h10'\. Did you mean 'h100'\?"),
+        ("v5e:4", r"'v5e:4' should have 2 axes of chips, as in v5e:4x4; v5e alone is one chip"),
+        ("v5e:4x4x4", "should have 2 axes of chips"),
+        ("v5p:4x4", "'v5p:4x4' should have 3 axes of chips, as in v5p:4x4x4"),
+        ("v5e:0x4", "should have 2 axes of chips"),
+        ("v5e:32x32", "has 1024 chips, but the largest topology of v5e has 256"),
+        ("h100:x", "'h100:x' should end in a number of devices, as in h100:8"),
+        ("h100:0", "should end in a number of devices"),
+        ("cpu:8", r"'cpu:8' should be 'cpu' alone: .* XLA_FLAGS=--xla_force_host"),
+        ("here:2", "'here:2' should be 'here' alone"),
+        ("", "There is no target ''"),
+        ("v5e:", "'v5e:' should have 2 axes of chips, as in v5e:4x4"),
+        ("H100:8", "There is no target 'H100:8'. Did you mean 'h100'?"),
+    ],
+)
+def test_a_target_that_there_is_not_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        Target(name)
+
+
+def test_a_target_is_a_text():
+    with pytest.raises(TypeError, match="A target is a text, such as 'v5e:4x4', but got 8"):
+        Target(8)  # type: ignore[arg-type]
+
+
+def test_every_chip_is_a_target_with_figures():
+    for name, chip in CHIPS.items():
+        target = Target(name)
+        assert target.kind == name and target.chip is chip and target.platform in ("tpu", "cuda")
+        assert chip.memory > 7e9 and chip.bandwidth > 1e11 and chip.link_bandwidth > 1e11
+        assert chip.peak("bfloat16") > 1e13 and (chip.clock > 0) == (chip.platform == "tpu")
+    assert set(GPUS) == {name for name, chip in CHIPS.items() if chip.platform == "cuda"}
+
+
+def test_a_tpus_clock_follows_from_its_peak():
+    units = {
+        "v2": 1 * 128**2,
+        "v3": 2 * 128**2,
+        "v4": 4 * 128**2,
+        "v5e": 4 * 128**2,
+        "v5p": 8 * 128**2,
+        "v6e": 4 * 256**2,
+        "tpu7x": 4 * 256**2,
+    }
+    for name, size in units.items():
+        chip = CHIPS[name]
+        assert 2 * size * chip.clock == pytest.approx(chip.peak("bfloat16"), rel=0.01), name
+
+
+def test_an_unlisted_dtype_has_the_peak_of_float32():
+    assert CHIPS["h100"].peak("complex64") == CHIPS["h100"].peaks["float32"]
+
+
+def test_cpu_is_the_processor_at_hand_and_its_memory():
+    target = Target("cpu")
+    assert target.platform == "cpu" and set(target.devices) == set(jax.devices("cpu"))
+    assert target.chip.memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert target.chip.clock == 0 and not target.chip.peaks
+    assert Target("here").devices.size == len(jax.devices())
+
+
+def test_a_backend_that_does_not_start_is_named(monkeypatch):
+    def absent(_):
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr(targets.jax, "devices", absent)
+    with pytest.raises(RuntimeError, match="There are no devices for 'here': Unable to init"):
+        _ = Target("here").devices
+
+
+def test_a_mesh_has_all_devices_of_a_target():
+    target = Target("cpu")
+    count = target.devices.size
+    assert dict(target.mesh().shape) == {"data": count}
+    assert dict(target.mesh({"a": count, "b": 1}).shape) == {"a": count, "b": 1}
+    with pytest.raises(ValueError, match="A mesh of data=3, fsdp=5 has 15 devices, but cpu has"):
+        target.mesh({"data": 3, "fsdp": 5})
+
+
+def test_a_missing_compiler_says_what_installs_it(monkeypatch):
+    def absent(**_):
+        raise RuntimeError("no plugin\nfurther lines")
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", absent)
+    targets._topology.cache_clear()
+    with pytest.raises(RuntimeError, match=r"No compiler for a100:4: no plugin\. .*pip install"):
+        _ = Target("a100:4").devices
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ or os.environ["TPU_SKIP_MDS_QUERY"]
+
+
+def test_a_topology_that_the_compiler_refuses_is_an_error_of_its_name(monkeypatch):
+    def refusing(**_):
+        raise RuntimeError("INVALID_ARGUMENT: not divisible")
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
+    targets._topology.cache_clear()
+    with pytest.raises(
+        ValueError,
+        match=r"There is no topology 'v5e:3x3': .*not divisible\. A host .* even, as in v5e:4x4\.",
+    ):
+        _ = Target("v5e:3x3").devices
+
+
+def test_the_compilers_environment_is_set_while_they_load_and_only_then(monkeypatch):
+    seen = {}
+
+    def recording(**given):
+        seen.update(given, skip=os.environ.get("TPU_SKIP_MDS_QUERY"))
+        raise RuntimeError("no plugin")
+
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", recording)
+    targets._topology.cache_clear()
+    with pytest.raises(RuntimeError, match="No compiler for v5e"):
+        _ = Target("v5e").devices
+    assert seen == {
+        "platform": "tpu",
+        "topology_name": "v5e:1x1",
+        "chips_per_host_bounds": (1, 1, 1),
+        "skip": "1",
+    }
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ
+
+
+# --------------------------------------------------------------------------------------------------
+# A file of one's own figures
+# --------------------------------------------------------------------------------------------------
+
+
+def written(folder, contents):
+    path = folder / "mine.json"
+    path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+    return str(path)
+
+
+def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
+    path = written(
+        tmp_path,
+        {
+            "like": "a100",
+            "memory": 4e10,
+            "peaks": {"bfloat16": 1e14},
+            "cores": 90,
+            "capability": [8, 6],
+            "accelerated": False,
+        },
+    )
+    chip, gpu = own_gpu(path)
+    assert chip.memory == 4e10 and chip.peaks == {**CHIPS["a100"].peaks, "bfloat16": 1e14}
+    assert chip.bandwidth == CHIPS["a100"].bandwidth and chip.source == path
+    assert gpu.cores == 90 and gpu.memory == 40000000000 and gpu.capability == (8, 6)
+    assert gpu.clock_ghz == GPUS["a100"].clock_ghz and "core_count: 90" in gpu.text()
+    target = Target(f"{path}:8")
+    assert target.kind == path and target.platform == "cuda" and target.chip == chip
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ("{", "can't be read as JSON: "),
+        ("[]", "should hold one JSON object, but holds a list"),
+        ({"like": "h1"}, "'like' should be one of h100, h200, a100, b200, but is 'h1'"),
+        ({"memroy": 1e9}, "unknown figure 'memroy'. Known figures: like, memory, "),
+        ({"memory": "80 GB"}, "'memory' should have the form of 84942979072, but is '80 GB'"),
+        ({"memory": -1}, "'memory' should have the form of 84942979072, but is -1"),
+        ({"peaks": {"bfloat16": 0}}, "'peaks' should have the form of "),
+        ({"accelerated": 1}, "'accelerated' should have the form of True, but is 1"),
+        ({"capability": [9]}, r"'capability' should have the form of \(9, 0\), but is \[9\]"),
+        (
+            {"source": 3},
+            "'source' should have the form of 'NVIDIA, H100 data sheet, 2024', but is 3",
+        ),
+    ],
+)
+def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message):
+    path = written(tmp_path, contents)
+    with pytest.raises(ValueError, match=message) as raised:
+        _ = Target(path).chip
+    assert path in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        _ = Target(path).devices
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none.json can't be read as JSON: .*No such file"):
+        _ = Target(f"{tmp_path}/none.json:2").chip

@@ -1,0 +1,122 @@
+"""Module paths of the operations of compiled programs."""
+
+import pytest
+
+from policy.inspect.hlo.costs import costs_of
+from policy.inspect.hlo.module_paths import by_spelled_path, path_in_program
+from policy.programs.paths import spelled
+
+
+@pytest.mark.parametrize(
+    ("op_name", "path"),
+    [
+        ("jit(step)/jvp(Net)/layer_0/Dense_0/dot_general", "layer_0/Dense_0"),
+        ("jit(step)/transpose(jvp(Net))/layer_0/Dense_0/dot_general", "layer_0/Dense_0"),
+        ("jit(step)/jvp(Net)/act/jit(relu)/max", "act"),
+        ("jit(step)/jvp(Net)/act/jit(relu)", "act"),
+        ("jit(step)/Net/attention/bqhd,bkhd->bhqk/dot_general", "attention"),
+        ("jit(step)/Net/convert_element_type", "Net:"),
+        (
+            "jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot_general",
+            "layers/block/mlp",
+        ),
+        (
+            "jit(step)/transpose(jvp(Net))/layers/while/body/closed_call/checkpoint/"
+            "rematted_computation/block/mlp/dot_general",
+            "layers/block/mlp",
+        ),
+        (
+            "jit(step)/transpose(jvp(Net))/layers/while/body/jit(dynamic_index_in_dim)/"
+            "dynamic_slice",
+            "layers",
+        ),
+        ("jit(step)/jvp(Net)/layers/while/cond/lt", "layers"),
+        ("jit(step)/jvp(Net)/layers/while/body/eval_jaxpr/block/mul", "layers/block"),
+        ("jit(step)/jvp(Net)/search/vmap()/while/body_pred/lt", "search"),
+        ("jit(step)/jvp(Net)/router/cond/branch_1_fun/expert/dot_general", "router/expert"),
+        ("jit(step)/shard_map/Net/layer/dot_general", "layer"),
+        ("jit(step)/jvp(Net)/while/body/cond/body/mul", "cond/body"),
+        ("jit(step)/jvp()/reduce_sum", ""),
+        ("jit(step)/mul", ""),
+        ("jit(step)/transpose(jvp(Net))/layers/norm/layers/norm/mul", "layers/norm"),
+        ("jit(step)/Net/layers/norm/layers/norm/mul", "layers/norm/layers/norm"),
+        ("params['layer']['kernel']", ""),
+        ("params['encoder/layer']['kernel']", ""),
+        ("x", ""),
+        ("reduce_sum", ""),
+        ("", ""),
+    ],
+)
+def test_an_operations_name_has_its_module_path(op_name, path):
+    assert spelled(path_in_program(op_name)) == path
+
+
+def test_names_inside_control_flow_are_relative_to_it_or_begin_with_the_model():
+    relative = "jit(step)/Net/layers/while/body/closed_call/block/mul"
+    whole = "jit(step)/Net/layers/while/body/closed_call/Net/layers/block/mul"
+    assert path_in_program(relative) == path_in_program(whole) == ("Net", "layers", "block")
+
+
+PROGRAM = """HloModule m
+%unnamed (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0), metadata={op_name="x"}
+  %b = f32[4]{0} sine(%a), metadata={op_name="jit(f)/jvp(Net)/first/sin"}
+  %c = f32[4]{0} cosine(%b), metadata={op_name="jit(f)/jvp(Net)/second/cos"}
+  ROOT %d = f32[4]{0} copy(%c)
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %forward = f32[4]{0} sine(%x), metadata={op_name="jit(f)/jvp(Net)/first/sin"}
+  %backward = f32[4]{0} cosine(%forward), \
+metadata={op_name="jit(f)/transpose(jvp(Net))/first/cos"}
+  %own = f32[4]{0} fusion(%backward), kind=kLoop, calls=%unnamed, \
+metadata={op_name="jit(f)/jvp(Net)/third/add"}
+  %loss = f32[4]{0} fusion(%own), kind=kLoop, calls=%unnamed, \
+metadata={op_name="jit(f)/jvp()/add"}
+  %of_last = f32[4]{0} fusion(%loss), kind=kLoop, calls=%unnamed
+  ROOT %copy = f32[4]{0} copy(%of_last)
+}
+"""
+
+
+def test_times_are_by_module_forward_and_backward_together():
+    costs = costs_of(PROGRAM, lambda flops, moved: moved)
+    each = 2 * 4 * 4
+    assert by_spelled_path(costs.by_path) == {
+        "first": 2 * each,
+        "": 2 * each,
+        "third": each,
+        "second": each,
+    }
+    assert sum(costs.by_path.values()) == costs.time == 6 * each
+
+
+def test_a_loops_body_counts_for_its_modules_as_often_as_it_runs():
+    text = """HloModule m
+%body (s: f32[4]) -> f32[4] {
+  %s = f32[4]{0} parameter(0)
+  ROOT %sine = f32[4]{0} sine(%s), metadata={op_name="jit(f)/Net/while/body/block/sin"}
+}
+%condition (s: f32[4]) -> pred[] {
+  %s.1 = f32[4]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %while.1 = f32[4]{0} while(%x), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+    assert costs_of(text, lambda flops, moved: moved).by_path == {("Net", "block"): 7 * 32}
+
+
+def test_programs_of_several_models_name_them():
+    paths = {("Actor", "head"): 1.0, ("Critic", "head"): 2.0, (): 4.0}
+    assert by_spelled_path(paths) == {"": 4.0, "Critic:head": 2.0, "Actor:head": 1.0}
+    assert list(by_spelled_path(paths)) == ["", "Critic:head", "Actor:head"]
+
+
+def test_a_path_that_lost_its_beginning_counts_for_the_whole_one():
+    text = PROGRAM.replace("jit(f)/jvp(Net)/third/add", "jit(f)/first/add")
+    costs = costs_of(text, lambda flops, moved: 1.0)
+    assert costs.by_path == {("Net", "first"): 3.0, ("Net", "second"): 1.0, (): 2.0}

@@ -1,0 +1,127 @@
+"""suggest against brute force: its rules cost at most 1.05 of the cheapest set of all that meets
+the budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.core.policy import get_policy
+from policy.inspect.suggest.applied import applied
+from policy.inspect.suggest.search import Search
+from policy.inspect.suggest.suggest import suggest
+from policy.inspect.suggest.trial import Trial
+from policy.inspect.traced.call import Call, program_of
+
+F32 = jnp.float32
+DEARER = 1.05
+
+
+def network(seed: int, modules: int) -> tuple[Any, Any, Any]:
+    """Modules of several widths, of which some lose digits in an offset, scale, or are skipped by a
+    residual.
+    """
+    generator = np.random.default_rng(seed)
+    kinds = [generator.choice(["dense", "offset", "scaled", "exp", "gate"]) for _ in range(modules)]
+    offsets, skips = 10 ** generator.uniform(0, 3, modules), generator.integers(2, size=modules)
+    widths = generator.choice([4, 8, 16], modules)
+    ws = [jnp.asarray(generator.normal(size=(2, 8, width)) / 3, F32) for width in widths]
+
+    def model(ws: Any, x: Any) -> Any:
+        for i, (kind, w) in enumerate(zip(kinds, ws, strict=True)):
+            with jax.named_scope(f"module_{i}"):
+                y = jnp.tanh(x @ w[0]) @ w[1].T
+                y = (y + F32(offsets[i])) - F32(offsets[i]) if kind == "offset" else y
+                y = y * F32(0.1) if kind == "scaled" else y
+                y = jnp.log1p(jnp.exp(y)) if kind == "exp" else y
+                y = y * jax.nn.sigmoid(y) if kind == "gate" else y
+                x = x + y if skips[i] else y
+        return x
+
+    return model, ws, jnp.asarray(generator.normal(size=(4, 8)), F32)
+
+
+def cost(trial: Trial, wide: Any) -> float:
+    return sum(trial.costs[i] for i in wide)
+
+
+def subsets(trial: Trial) -> list[frozenset[int]]:
+    every = range(len(trial.paths))
+    return [
+        frozenset(chosen)
+        for count in range(len(trial.paths) + 1)
+        for chosen in itertools.combinations(every, count)
+    ]
+
+
+def budgets(errors: dict[Any, float]) -> list[float]:
+    """Between the least and the largest error, and none that is one of them."""
+    found = sorted({error for error in errors.values() if 0 < error < math.inf})
+    return [1.001 * found[len(found) * k // 4] for k in range(1, 4)]
+
+
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+@pytest.mark.parametrize(("seed", "modules"), [(0, 4), (1, 6), (2, 8), (3, 8)])
+def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
+    seed: int, modules: int, policy: str
+) -> None:
+    model, *arguments = network(seed, modules)
+    trial = Trial(
+        program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)), None
+    )
+    assert len(trial.paths) == modules
+    errors = {wide: trial.measure(wide) for wide in subsets(trial)}
+    for budget in budgets(errors):
+        search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * modules - 1)
+        found = search.least(budget)
+        cheapest = min(
+            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
+        )
+        assert found is not None and errors[found] <= budget
+        assert cost(trial, found) <= DEARER * cost(trial, cheapest)
+
+
+def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget() -> None:
+    model, *arguments = network(4, 4)
+    policy = get_policy("mixed_bfloat16")
+    call = Call.of("suggest", model, arguments, {}, None, None)
+    program = program_of(call, policy)
+    trial = Trial(program, None)
+    errors = {
+        wide: trial.error(applied(call, policy, program, trial, wide)[1]) for wide in subsets(trial)
+    }
+    for budget in budgets(errors):
+        found = suggest(model, *arguments, error=budget, policy=policy)
+        wide = [i for i, path in enumerate(trial.paths) if "/".join(path) in found.paths]
+        cheapest = min(
+            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
+        )
+        assert found.error <= budget and cost(trial, wide) <= DEARER * cost(trial, cheapest)
+
+
+def test_of_many_candidates_none_is_kept_that_turned_out_superfluous() -> None:
+    model, *arguments = network(5, 10)
+    trial = Trial(
+        program_of(
+            Call.of("suggest", model, arguments, {}, None, None), get_policy("mixed_bfloat16")
+        ),
+        None,
+    )
+    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
+    budget = 0.3 * trial.measure(frozenset())
+    found = search.least(budget)
+    assert found and trial.measure(found) <= budget
+    assert all(trial.measure(found - {i}) > budget for i in found)
+
+
+def test_a_set_of_few_runs_left_is_pruned_with_runs_of_its_own() -> None:
+    errors = lambda wide: 0.0 if 0 in wide else 1.0  # noqa: E731
+    search = Search(errors, lambda i: 1.0, [1.0] * 12, 13)
+    assert search.least(0.5) == frozenset([0])

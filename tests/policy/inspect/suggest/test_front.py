@@ -1,0 +1,170 @@
+"""The front of error against cost: which points are on it, and which sets are compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from policy import PolicyRules
+from policy.inspect.suggest.front import (
+    FrontPoint,
+    chosen_sets,
+    front_lines,
+    measured_sets,
+    unbeaten,
+)
+from policy.inspect.suggest.search import Search
+from policy.inspect.suggest.suggestion import Suggestion
+
+NONE: frozenset[int] = frozenset()
+
+
+def point(error: float, seconds: float | None, **options: Any) -> FrontPoint:
+    rules = PolicyRules({f"layer_{error}".replace(".", "_"): "float32"})
+    return FrontPoint(rules, ("layer",), error, None, seconds, 0.0, **options)
+
+
+def test_the_front_has_what_nothing_beats_in_both_the_cheapest_first():
+    few, some, every = point(0.1, 1.0), point(0.01, 2.0), point(0.0, 3.0)
+    dear, worse = point(0.01, 2.5), point(0.2, 1.0)
+    assert unbeaten([every, worse, dear, few, some]) == (few, some, every)
+    assert dear.is_beaten_by(some) and not some.is_beaten_by(dear)
+    assert not few.is_beaten_by(few)
+
+
+def test_of_points_alike_the_first_stays():
+    first, second = point(0.1, 1.0), point(0.1, 1.0, is_emulated=False)
+    assert unbeaten([first, second]) == (first,)
+
+
+def test_a_point_that_does_not_fit_is_never_on_the_front():
+    lacking = point(0.001, 0.5, missing=2**30)
+    exhausted = point(0.001, None, missing=2**30)
+    fitting = point(0.1, 1.0)
+    assert not lacking.fits and not exhausted.fits
+    assert unbeaten([lacking, exhausted, fitting]) == (fitting,)
+    assert lacking.is_beaten_by(fitting) and not fitting.is_beaten_by(lacking)
+
+
+def test_the_table_says_who_is_chosen_beaten_and_lacks_memory():
+    chosen, other = point(0.1, 1.0, is_emulated=False), point(0.01, 2.0)
+    beaten, lacking = point(0.02, 3.0), point(0.0, None, missing=3 * 2**29)
+    lines = front_lines([chosen, other, beaten, lacking], chosen, "v5e", "cycles", 4)
+    text = "\n".join(lines)
+    assert lines[0] == "# on v5e, by cycles:"
+    assert lines[2].split() == ["#", "0", "0.1", "-", "1", "1.000", "1", "of", "4", "chosen"]
+    assert lines[3].split()[:5] == ["#", "1", "~0.01", "-", "2"]
+    assert "beaten by 1" in lines[4] and "lacks 1.50 GiB of memory" in lines[5]
+    assert '# 1: PolicyRules([ ("layer_0_01", "float32"), ])' in text
+    assert not any(line and not line.startswith("#") for line in lines), "it is no code"
+
+
+def test_a_time_that_leaves_something_out_is_printed_as_a_lower_bound():
+    bound = point(0.1, 1.5, is_lower_bound=True)
+    assert ">1.5" in "\n".join(front_lines([bound], None, "v5e", "cycles", 4))
+
+
+def additive(squares: list[float]) -> Search:
+    """A search of candidates whose errors add up in squares, each of the same cost."""
+    return Search(
+        lambda wide: math.sqrt(sum(e for i, e in enumerate(squares) if i not in wide)),
+        lambda i: math.sqrt(squares[i]),
+        [1.0] * len(squares),
+        2 * len(squares) - 1,
+    )
+
+
+def test_of_few_candidates_all_sets_are_measured():
+    search = additive([1.0, 2.0, 3.0, 4.0])
+    search.survey()
+    errors = measured_sets(search)
+    assert len(errors) == 16 and errors[frozenset([0, 2])] == math.sqrt(6)
+
+
+def test_of_many_candidates_sets_grow_by_the_error_removed_per_cost():
+    search = additive([float(i) for i in range(1, 10)])
+    search.costs = [1.0] * 8 + [100.0]
+    search.survey()
+    errors = measured_sets(search)
+    assert len(errors) == 10, "of 9 candidates, as many as there are, and none"
+    assert frozenset([7]) in errors and frozenset(range(8)) in errors
+    assert frozenset([8]) not in errors, "its error is the largest, but so is its cost"
+
+
+def test_the_chosen_sets_have_both_ends_and_are_far_from_each_other():
+    costs = [1.0] * 10
+    errors = {frozenset(range(count)): 10.0 ** (-count) for count in range(11)}
+    chosen = chosen_sets(errors, costs, 3)
+    assert chosen[:2] == [NONE, frozenset(range(10))]
+    assert chosen[2] == frozenset(range(5)), "the middle"
+    assert len(chosen_sets(errors, costs, 5)) == 5
+    assert len(set(chosen_sets(errors, costs, 99))) == 11
+
+
+def test_a_beaten_set_is_chosen_only_where_it_is_asked_for():
+    costs = [1.0, 1.0, 1.0]
+    errors = {
+        NONE: 1.0,
+        frozenset([0]): 2.0,  # costs more than none, with more error
+        frozenset([1]): 0.1,
+        frozenset([0, 1, 2]): 0.0,
+    }
+    assert frozenset([0]) not in chosen_sets(errors, costs, 5)
+    assert chosen_sets(errors, costs, 3, [frozenset([0])])[2] == frozenset([0])
+
+
+def test_sets_that_overflow_and_that_have_no_error_are_chosen_from_as_well():
+    errors = {NONE: math.inf, frozenset([0]): 0.1, frozenset([0, 1]): 0.0}
+    assert len(chosen_sets(errors, [1.0, 1.0], 5)) == 3
+
+
+def suggestion(points: tuple[FrontPoint, ...], budget: float = math.inf) -> Suggestion:
+    chosen = points[0] if points and points[0].fits else None
+    return Suggestion(
+        PolicyRules([]) if chosen is None else chosen.rules,
+        "mixed_bfloat16",
+        budget,
+        math.nan if chosen is None else chosen.error,
+        0.1,
+        0.1,
+        (),
+        target="v5e:1x1",
+        timing="the compiler's cycles",
+        points=points,
+        chosen=chosen,
+    )
+
+
+def test_the_headline_says_what_chose_the_rules():
+    points = (point(0.1, 1.0), point(0.01, 2.0))
+    assert "of the cheapest point; error= chooses another" in str(suggestion(points))
+    assert "# outputs within 0.2 of float32: 0.1 with" in str(suggestion(points, 0.2))
+    lacking = suggestion((point(0.1, None, missing=2**30),))
+    assert str(lacking).startswith("# no program fits on v5e:1x1") and lacking.front == ()
+
+
+def test_the_front_is_drawn_and_written(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    points = (point(0.1, 1e-4), point(0.01, 2e-4), point(0.02, 3e-4), point(math.inf, 0.5e-4))
+    figure = suggestion(points, 0.05).plot(tmp_path / "front.png")
+    (axes,) = figure.axes
+    front, beaten, chosen = axes.lines[:3]
+    assert (tmp_path / "front.png").stat().st_size > 1000
+    assert list(front.get_xdata()) == [50.0, 100.0, 200.0], "in microseconds"
+    assert list(beaten.get_xdata()) == [pytest.approx(300.0)]
+    assert list(chosen.get_ydata()) == [0.1] and axes.get_yscale() == "log"
+    assert "v5e:1x1" in axes.get_title()
+
+
+def test_without_matplotlib_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
+        suggestion((point(0.1, 1.0),)).plot()
+
+
+def test_without_a_target_there_is_no_front_to_plot():
+    plain = Suggestion(PolicyRules([]), "mixed_bfloat16", 0.1, 0.01, 0.01, 0.1, ())
+    with pytest.raises(ValueError, match="no front to plot: give suggest a target"):
+        plain.plot()

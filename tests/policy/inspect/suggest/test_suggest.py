@@ -1,0 +1,382 @@
+"""suggest: sensitive paths alone are kept in float32, and the rules have the predicted effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from jax import lax
+
+from mpmodules import linen as nn
+from mpmodules import nnx
+from policy import PolicyRules, autocast, use_policy
+from policy.inspect.suggest.rounding_emulator import Emulated
+from policy.inspect.suggest.suggest import suggest
+from policy.programs.placed_interpreter import PlacedValue
+from tests.programs import apply
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Any:
+    return jnp.asarray(scale * RNG.normal(size=shape), F32)
+
+
+def relative(value: Any, truth: Any) -> float:
+    value, truth = np.asarray(value, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
+
+
+def cancelling(planted: tuple[int, ...], layers: int = 6) -> Any:
+    """Residual layers of which some lose what they return in an offset."""
+
+    def model(ws: Any, x: Any) -> Any:
+        with jax.named_scope("Net"):
+            for i in range(layers):
+                with jax.named_scope(f"layer_{i}"):
+                    with jax.named_scope("dense"):
+                        y = jnp.tanh(x @ ws["w"][i])
+                    with jax.named_scope("out"):
+                        y = y @ ws["w"][i]
+                        y = (y + F32(1000)) - F32(1000) if i in planted else y
+                x = x + y
+        return x
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def residual() -> tuple[Any, Any]:
+    generator = np.random.default_rng(1)
+    return {"w": jnp.asarray(generator.normal(size=(6, 8, 8)) / 3, F32)}, jnp.asarray(
+        generator.normal(size=(4, 8)), F32
+    )
+
+
+def compilations(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("Finished XLA compilation" in record.getMessage() for record in caplog.records)
+
+
+def test_exactly_the_planted_layers_of_a_plain_function_are_kept(
+    residual: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cancelling((2, 4))
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        found = suggest(model, *residual, error=0.03, policy="mixed_bfloat16")
+    assert compilations(caplog) == 2 == found.compilations
+    assert found.runs <= 2 * len(found.evidence) and found.route == "autocast"
+    assert sorted(found.paths) == ["layer_2/out", "layer_4/out"]
+    assert found.rules == PolicyRules([("layer_2/out", "float32"), ("layer_4/out", "float32")])
+    assert found.without > 0.1 and found.error <= 0.03 and found.emulated <= 0.03
+    ruled = jax.jit(
+        autocast(model, "mixed_bfloat16", rules=found.rules),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(
+        found.error, rel=1e-2
+    )
+
+
+def test_what_is_printed_is_code_that_makes_the_rules(residual: Any) -> None:
+    found = suggest(cancelling((1, 2, 3)), *residual, error=0.03, policy="mixed_bfloat16")
+    scope: dict[str, Any] = {}
+    exec(str(found), scope)
+    assert scope["rules"] == found.rules == PolicyRules([("layer_(?:1|2|3)/out", "float32")])
+    assert 'autocast(fn, "mixed_bfloat16", rules=rules)' in str(found)
+    assert "layer_5/dense" in str(found) and "kept in float32" in str(found)
+
+
+class Branch(nn.Module):
+    """A Dense whose results float16 can't hold, if its kernel is large."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.LayerNorm(name="norm")(nn.Dense(8, name="up")(x))
+
+
+class Model(nn.Module):
+    """Layers of ours, which obey the scope."""
+
+    layers: int = 4
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for i in range(self.layers):
+            x = x + Branch(name=f"branch_{i}")(x)
+        return nn.Dense(4, name="head")(x)
+
+
+def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of_the_scope() -> (
+    None
+):
+    model, x = Model(), normal(4, 8)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    kernel = variables["params"]["branch_2"]["up"]["kernel"]
+    variables["params"]["branch_2"]["up"]["kernel"] = kernel * 1e5
+    found = suggest(model.apply, variables, x, error=0.01, policy="mixed_float16")
+    assert found.route == "scope" and found.without == np.inf and found.error <= 0.01
+    assert found.paths == ("branch_2/up",)
+    assert found.rules == PolicyRules([("branch_2/up", "float32")])
+    with use_policy("mixed_float16", found.rules):
+        ruled = jax.jit(
+            lambda v, x: apply(model, v, x), compiler_options={"xla_allow_excess_precision": False}
+        )(variables, x)
+    assert relative(ruled, jax.jit(lambda v, x: apply(model, v, x))(variables, x)) <= 0.01
+
+
+class Centred(nn.Module):
+    """Loses what its layer returns in an offset, or does not."""
+
+    offset: float
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return (nn.Dense(8, name="dense")(x) + self.offset) - self.offset
+
+
+class Sum(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for i in range(3):
+            x = x + jnp.tanh(Centred(3000.0 * (i == 1), name=f"layer_{i}")(x))
+        return x
+
+
+class KeptCentred(Centred):
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
+
+
+class KeptSum(nn.Module):
+    """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
+
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for i in range(3):
+            x = x + jnp.tanh(KeptCentred(3000.0 * (i == 1), name=f"layer_{i}")(x))
+        return x
+
+
+@pytest.mark.parametrize(("model", "output"), [(Sum(), "float32"), (KeptSum(), "bfloat16")])
+def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_is_strict(
+    model: Any, output: str
+) -> None:
+    x = normal(4, 8)
+    found = suggest(
+        model.apply,
+        jax.jit(model.init)(jax.random.key(0), x),
+        x,
+        error=0.03,
+        policy="mixed_bfloat16",
+    )
+    assert (
+        found.paths == ("layer_1",)
+        and found.error <= 0.03 < found.without
+        and found.compilations == 2
+    )
+    assert found.rules == PolicyRules(
+        [
+            ("layer_1", f"params=float32,compute=float32,output={output}"),
+            ("layer_1/dense", "mixed_bfloat16"),
+        ]
+    )
+
+
+class Offset(flax_nnx.Module):
+    """A linear layer that loses its result in an offset, or does not."""
+
+    def __init__(self, offset: float, rngs: flax_nnx.Rngs):
+        self.linear, self.offset = flax_nnx.Linear(8, 8, rngs=rngs), offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (self.linear(x) + self.offset) - self.offset
+
+
+class Stack(flax_nnx.Module):
+    def __init__(self, offsets: tuple[float, ...], rngs: flax_nnx.Rngs):
+        self.layers = flax_nnx.List([Offset(offset, rngs) for offset in offsets])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def test_exactly_the_planted_modules_of_an_nnx_model_of_flax_are_kept() -> None:
+    model = Stack((0.0, 2000.0, 0.0, 2000.0, 0.0), flax_nnx.Rngs(0))
+    found = suggest(model, normal(4, 8), error=0.02, policy="mixed_bfloat16")
+    assert found.route == "autocast" and found.error <= 0.02 < found.without
+    assert sorted(found.paths) == ["layers/1", "layers/3"]
+    assert model(normal(4, 8)).dtype == F32, "the model itself is as it was"
+
+
+def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
+    found = suggest(cancelling(()), *residual, error=0.03, policy="mixed_bfloat16")
+    assert found.rules == PolicyRules([]) and found.paths == () and found.runs == 2
+    assert "rules = PolicyRules([])" in str(found) and found.error == pytest.approx(
+        found.without, rel=0.5
+    )
+
+
+def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their_own() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            with jax.named_scope("block"):
+                with jax.named_scope("dense"):
+                    y = x @ w
+                with jax.named_scope("offset"):
+                    y = (jnp.tanh(y) * params["scale"] + F32(500)) - F32(500)
+            return x + y, None
+
+        with jax.named_scope("layers"):
+            x, _ = lax.scan(layer, x, params["w"])
+        with jax.named_scope("loss"):
+            return jnp.square(x).mean()
+
+    params = {"w": normal(3, 8, 8, scale=0.3), "scale": jnp.ones((4, 8))}
+    found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", backward=True)
+    assert (
+        found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
+    )
+
+
+def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
+    def model(w: Any, x: Any) -> Any:
+        with jax.named_scope("first"):
+            x = x.astype(F16) @ w.astype(F16)
+        with jax.named_scope("large"):
+            x = jnp.exp(x * F16(30)) / F16(1e3)
+        with jax.named_scope("last"):
+            return jnp.log1p(x.astype(F32))
+
+    w = jnp.eye(4)
+    found = suggest(model, w, jnp.asarray([[0.1, 0.2, 0.3, 0.5]]), error=0.1)
+    assert found.route == "as written" and found.policy == "" and found.paths == ("large",)
+    assert (
+        found.without == np.inf
+        and found.error <= 0.1
+        and found.rules == PolicyRules([("large", "float32")])
+    )
+
+
+def test_a_pool_that_adds_up_in_half_is_seen_though_a_rounded_sum_would_not_show_it() -> None:
+    def model(x: Any) -> Any:
+        with jax.named_scope("scaled"):
+            x = x.astype(BF16) * BF16(2)
+        with jax.named_scope("pool"):
+            return lax.reduce_window(x, BF16(0), lax.add, (64, 64), (64, 64), "VALID").astype(F32)
+
+    found = suggest(model, jnp.ones((64, 64)), error=0.01)
+    assert found.paths == ("pool",) and found.without > 0.5 and found.error == 0
+
+
+def _in_half(x: Any) -> Any:
+    with jax.named_scope("log"):
+        return jnp.log(x.astype(F16))
+
+
+def _half_outside(x: Any) -> Any:
+    with jax.named_scope("cast"):
+        x = x.astype(F16)
+    return x * F16(0.1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "options", "error", "text"),
+    [
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 0.0},
+            ValueError,
+            r"error should be a positive number.* but got 0\.0",
+        ),
+        (jnp.sin, (np.ones(3),), {"error": "1%"}, ValueError, "but got '1%'"),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0, "params": 1.5},
+            TypeError,
+            "params should select the arguments that are parameters, .* got a float",
+        ),
+        (jnp.sin, (np.ones(3),), {"error": 1.0, "policy": "f8"}, (ValueError, TypeError), "f8"),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0, "backward": True},
+            TypeError,
+            "backward=True differentiates a loss",
+        ),
+        (
+            jnp.sin,
+            (np.ones(3),),
+            {"error": 1.0},
+            ValueError,
+            "No part of this call runs in half precision",
+        ),
+        (
+            jnp.matmul,
+            (F32(np.ones((3, 3))),) * 2,
+            {"error": 1.0, "policy": "bf16"},
+            ValueError,
+            "Rules select module paths, and no operation in half precision",
+        ),
+        (
+            _in_half,
+            (F32(np.array([np.nan])),),
+            {"error": 1.0},
+            ValueError,
+            r"The inputs contain NaN: args\[0\]\. Give",
+        ),
+        (
+            _in_half,
+            (F32(np.array([-1.0])),),
+            {"error": 1.0},
+            ValueError,
+            r"The inputs contain no NaN\. Give",
+        ),
+        (
+            _half_outside,
+            (F32(np.full(3, 0.3)),),
+            {"error": 1e-9},
+            ValueError,
+            "No rules meet an error of 1e-09: with",
+        ),
+    ],
+)
+def test_what_no_rules_can_be_found_for_is_refused_by_name(
+    fn: Any, arguments: Any, options: Any, error: Any, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        suggest(fn, *arguments, **options)
+
+
+def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_out() -> None:
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
+    with pytest.raises(ValueError, match=r"No module .* obeys the policy given.* Leave out"):
+        suggest(model, jnp.ones((2, 3)), error=1.0, policy="mixed_float16")
+    assert suggest(model, jnp.ones((2, 3)), error=1.0).error < 1.0
+
+
+def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
+    def decayed(w: Any, x: Any) -> Any:
+        with jax.named_scope("Net"):
+            return lax.while_loop(lambda x: x.sum() > 1, lambda x: jnp.tanh(x @ w), x)
+
+    w, x = (0.5 * jnp.eye(4)).astype(BF16), jnp.linspace(0, 1, 4).astype(BF16)
+    program = jax.make_jaxpr(decayed)(w, x)
+
+    def emulated(is_wide: bool) -> Any:
+        flags = np.array([is_wide, is_wide, True])
+        values = [PlacedValue([array.astype(F32)]) for array in (w, x)]
+        return Emulated(flags, {("Net",): 1}).run(program.jaxpr, [], values)[0].arrays[0]
+
+    np.testing.assert_array_equal(emulated(False), decayed(w, x).astype(F32))
+    np.testing.assert_allclose(emulated(True), decayed(w.astype(F32), x.astype(F32)), rtol=1e-6)

@@ -1,0 +1,228 @@
+"""The table of primitives: against JAX's, against its own sets, and as the only place that lists
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import flax
+import jax
+import jax.extend.core
+import jax.extend.core.primitives
+import pytest
+
+import mpmodules
+import policy
+from policy.programs import primitives
+from policy.programs.primitives import (
+    CATEGORIES,
+    CATEGORY_OF,
+    HLO_COLLECTIVES,
+    PRIMITIVES,
+    category_of,
+)
+
+TABLE = pathlib.Path(primitives.__file__)
+# Readers of compiled programs: XLA's opcodes, of which some share a primitive's name.
+OPCODES = pathlib.Path(policy.__file__ or "").parent / "_hlo"
+PACKAGES = [pathlib.Path(package.__file__ or "").parent for package in (policy, mpmodules)]
+
+# Primitives of one end of the range of JAX versions that is supported, and not of the other.
+NOT_IN_THE_OLDEST = """
+    barrier_arrive_and_wait conv debug_barrier elementwise_inline_asm has_memory_space inline_mgpu
+    matmul_lhs_fifo matmul_pop_fifo mma mosaic_gpu_reduce_max mosaic_gpu_reduce_min
+    mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum one_minus_square pbroadcast_dynamic polynomial
+    relayout set_max_registers unreduced_pmax unreduced_pmin wait_gmem_to_smem
+    wgmma_accumulator_deref wgmma_accumulator_store
+"""
+NOT_IN_THE_NEWEST = """
+    box_get box_set closed_call core_call debug_barrier_p dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fwd_wrapper elementwise_inline_asm_p get_variable inline_mgpu_p
+    log_extend log_read new_box new_log new_variable pbroadcast_done pbroadcast_start psum_start
+    reduced_vary_cast_p set_max_registers_p set_variable unreduced_psum_start
+    unreduced_reduce_scatter_start vary_unreduced_cast_p wgmma_accumulator_deref_p
+    wgmma_accumulator_store_p
+"""
+OLDER_THAN_BOTH = "named_call"
+
+
+def installed() -> set[str]:
+    """Returns the names of the primitives in those public modules of JAX that are loaded."""
+    loaded = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("jax.") and "._" not in name
+    ]
+    found = [value for module in loaded for value in vars(module).values()]
+    return {
+        primitive.name for primitive in found if isinstance(primitive, jax.extend.core.Primitive)
+    }
+
+
+def test_every_primitive_of_jax_has_a_category():
+    names = installed()
+    assert len(names) > 150
+    unknown = sorted(name for name in names if category_of(name) is None)
+    assert unknown == []
+
+
+def test_every_name_is_a_primitive_of_some_supported_jax():
+    """Primitives of kernels are in no public module: their names are looked for in the sources."""
+    roots = [pathlib.Path(package.__file__ or "").parent for package in (jax, flax)] + PACKAGES
+    sources = (
+        path.read_text(errors="replace")
+        for root in roots
+        for path in root.rglob("*.py")
+        if path != TABLE
+    )
+    written = {name for source in sources for name in re.findall(r"[\"']([\w-]+)[\"']", source)}
+    elsewhere = {*NOT_IN_THE_OLDEST.split(), *NOT_IN_THE_NEWEST.split(), OLDER_THAN_BOTH}
+    assert set(CATEGORY_OF) - written <= elsewhere <= set(CATEGORY_OF)
+
+
+def test_a_primitive_stands_in_the_table_once():
+    assert len(PRIMITIVES) == len(CATEGORY_OF)
+    assert set(CATEGORIES) == {
+        *("compute", "fp32", "promote", "passthrough"),
+        *("explicit", "control", "opaque", "exempt"),
+    }
+    kinds = {(row.category, row.kind) for row in PRIMITIVES}
+    assert len(kinds) == len({kind for _, kind in kinds})
+
+
+def test_every_trait_is_a_set_of_its_name():
+    traits = {trait for row in PRIMITIVES for trait in row.traits}
+    assert {trait for trait in traits if "-" in trait} == set(HLO_COLLECTIVES.values())
+    for trait in traits - set(HLO_COLLECTIVES.values()):
+        assert getattr(primitives, trait.upper()) == {
+            row.name for row in PRIMITIVES if trait in row.traits
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("dot_general", "compute"),
+        ("conv_general_dilated", "compute"),
+        ("ragged_dot_general", "compute"),
+        ("exp", "fp32"),
+        ("reduce_sum", "fp32"),
+        ("scatter-add", "fp32"),
+        ("psum", "fp32"),
+        ("add", "promote"),
+        ("select_n", "promote"),
+        ("tanh", "passthrough"),
+        ("reduce_max", "passthrough"),
+        ("convert_element_type", "explicit"),
+        ("scan", "control"),
+        ("pallas_call", "opaque"),
+        ("random_bits", "exempt"),
+        ("never heard of", None),
+    ],
+)
+def test_a_category_is(name, category):
+    assert category_of(name) == category
+
+
+# --------------------------------------------------------------------------------------------------
+# Nothing else lists primitives
+# --------------------------------------------------------------------------------------------------
+
+
+def texts(nodes: list[ast.expr]) -> list[str]:
+    """Returns the strings among some expressions."""
+    starred = [
+        node.value.elts
+        for node in nodes
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple)
+    ]
+    flat = [*nodes, *(node for elements in starred for node in elements)]
+    return [
+        node.value
+        for node in flat
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+def words_of(node: ast.AST) -> list[str]:
+    """Returns the strings that a display, the arguments of a call, or a text that is split consist
+    of.
+
+    A mapping of names to functions is none: it is how a program is dispatched on, and says nothing
+    of the primitives.
+    """
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return texts(node.elts)
+    if isinstance(node, ast.Dict):
+        is_dispatch = not any(isinstance(value, ast.Constant) for value in node.values)
+        return [] if is_dispatch else texts([key for key in node.keys if key is not None])
+    if isinstance(node, ast.Call):
+        return texts(node.args)
+    if isinstance(node, ast.BoolOp):
+        compared = [test.comparators[0] for test in node.values if isinstance(test, ast.Compare)]
+        return texts(compared)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.split()
+    return []
+
+
+def collections_in(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
+    """Yields the line of each collection of strings of which two or more, and most, are names of
+    primitives.
+
+    Names of JAX's functions, and of the wrappers in name stacks, are other things: a few are called
+    as primitives are.
+    """
+    for node in ast.walk(tree):
+        words = words_of(node)
+        known = {word for word in words if word in CATEGORY_OF}
+        if len(known) > 1 and 2 * len(known) > len(set(words)):
+            yield getattr(node, "lineno", 0), sorted(known)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_no_collection_of_primitives_stands_beside_the_table(package):
+    found = {
+        f"{path.relative_to(package.parent)}:{line}": names
+        for path in sorted(package.rglob("*.py"))
+        if path != TABLE and not path.is_relative_to(OPCODES)
+        for line, names in collections_in(ast.parse(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'MOVES = frozenset(("reshape", "transpose"))',
+        'MOVES = frozenset((*("reshape", "transpose"), other))',
+        'MOVES = "reshape transpose".split()',
+        'if name in ("scan", "while"): pass',
+        'if name == "scan" or name == "while": pass',
+        'if name in {"scan", "while", "no primitive"}: pass',
+        'MOVES = MORE | {"reshape", "transpose"}',
+        'OPERAND = {"dynamic_update_slice": 1, "scatter": 2}',
+        '@handles("scan", "while")\ndef run(): pass',
+    ],
+)
+def test_a_collection_is_found_as(source):
+    assert list(collections_in(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if name == "scan": pass',
+        'HANDLERS = {"scan": run_scan, "while": self.run_while, "neg": lambda x: -x}',
+        'FUNCTIONS = ("sum", "mean", "var", "cumsum", "cumprod")',
+        'raise TypeError("a list or a tuple and not a set")',
+    ],
+)
+def test_no_collection_is(source):
+    assert not list(collections_in(ast.parse(source)))

@@ -1,0 +1,162 @@
+"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has
+eight.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from policy import mixed_precision, value_and_grad
+from policy.sharding import all_reduce, collectives_of, vary
+from tests.policy.sharding.across_devices import (
+    BATCH,
+    DEVICES,
+    EVERYWHERE,
+    F32,
+    MESH,
+    SPLIT,
+    curve,
+    f32_loss,
+    loss_fn,
+    placed,
+    plain_step,
+    replicated_step,
+)
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == DEVICES
+
+
+def test_eight_devices_and_one_agree_to_float32_rounding():
+    tx = mixed_precision(optax.adam(1e-2), "float32", loss_scale="dynamic", clip_global_norm=0.5)
+    state = tx.init(F32)
+    truth, end = curve(plain_step(tx, f32_loss, "float32"), F32, state, BATCH)
+    assert truth[-1] < truth[0]
+    others = [
+        curve(replicated_step(tx, f32_loss, "float32", "float32"), F32, state, BATCH),
+        curve(
+            replicated_step(tx, f32_loss, "float32", "float32", check_vma=False), F32, state, BATCH
+        ),
+        curve(
+            replicated_step(tx, f32_loss, "float32", "float32", microbatches=2), F32, state, BATCH
+        ),
+        curve(
+            plain_step(tx, f32_loss, "float32"),
+            placed(F32, EVERYWHERE),
+            placed(state, EVERYWHERE),
+            placed(BATCH, SPLIT),
+        ),
+    ]
+    for losses, params in others:
+        np.testing.assert_allclose(losses, truth, rtol=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, end
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(dtype, check_vma):
+    tx = mixed_precision(
+        optax.adam(1e-2), "mixed_bfloat16", loss_scale="dynamic", clip_global_norm=0.5
+    )
+    step = replicated_step(tx, loss_fn, dtype, check_vma=check_vma, microbatches=2)
+    args = F32, tx.init(F32), BATCH
+    for stage in ("traced", "partitioned"):
+        found = [(c.dtype, c.shape) for c in collectives_of(step, *args, stage=stage) if c.size > 1]
+        assert sorted(found) == [(dtype, (4, 16)), (dtype, (16, 1))]
+        assert all(c.axes == ("data",) for c in collectives_of(step, *args, stage=stage))
+    losses, _ = curve(step, *args)
+    np.testing.assert_allclose(losses, curve(plain_step(tx, loss_fn), *args)[0], rtol=0.01)
+
+
+def test_a_program_that_is_in_jaxs_compilation_cache_can_still_be_read():
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"], "the suite has a folder of compiled programs"
+    found = [
+        collectives_of(jax.jit(lambda x: x.sum()), placed(jnp.ones(8), SPLIT)) for _ in range(2)
+    ]
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_under_jit_gradients_cross_in_the_dtype_of_the_weight_gradients_dot(dtype):
+    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    state = placed(tx.init(F32), EVERYWHERE)
+    args = placed(F32, EVERYWHERE), state, placed(BATCH, SPLIT)
+    step = plain_step(tx, functools.partial(loss_fn, dtype=dtype))
+    found = collectives_of(step, *args)
+    assert {c.dtype for c in found if c.size > 1} == {jnp.dtype(dtype).name}
+    assert {(c.operation, c.axes) for c in found} == {("all-reduce", ("data",))}
+    assert sorted(c.size for c in found if c.size > 1) == [16, 64]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_half_precision_params_that_vary_inside_the_loss_cross_in_the_dtype_that_is_asked(dtype):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), F32)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=MESH,
+        in_specs=(EVERYWHERE, SPLIT),
+        out_specs=(EVERYWHERE, EVERYWHERE),
+        check_vma=True,
+    )
+    def gradients(params, batch):
+        return value_and_grad(lambda p, b: lax.pmean(loss_fn(vary(p, "data", dtype), b), "data"))(
+            params, batch
+        )
+
+    for stage in ("traced", "partitioned"):
+        found = [
+            (c.dtype, c.shape)
+            for c in collectives_of(gradients, params, BATCH, stage=stage)
+            if c.size > 1
+        ]
+        assert sorted(found) == [(dtype, (4, 16)), (dtype, (16, 1))]
+    (loss, mine), (whole_loss, truth) = (
+        gradients(params, BATCH),
+        value_and_grad(loss_fn)(params, BATCH),
+    )
+    np.testing.assert_allclose(loss, whole_loss, rtol=1e-3)
+    largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(truth))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=largest * 2**-7), mine, truth)
+    assert {g.dtype.name for g in jax.tree.leaves(mine)} == {"float32"}
+
+
+def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    part = PartitionSpec("data", "model")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=part, out_specs=PartitionSpec(), check_vma=False
+    )
+    def exchanges(x):
+        x = all_reduce(x, "data", "bfloat16")  # (4, 2)
+        x = lax.all_gather(x, "model", axis=1, tiled=True).astype(jnp.float16)  # (4, 4)
+        x = lax.psum_scatter(x, "data", tiled=True).astype(jnp.int16)  # (1, 4)
+        x = lax.ppermute(x, "model", [(0, 1), (1, 0)])
+        return lax.pmax(x.astype(jnp.float32), ("data", "model"))
+
+    expected = [
+        ("all-reduce", "bfloat16", (4, 2), ("data",)),
+        ("all-gather", "float32", (4, 4), ("model",)),
+        ("reduce-scatter", "float16", (1, 4), ("data",)),
+        ("collective-permute", "int16", (1, 4), ("model",)),
+        ("all-reduce", "float32", (1, 4), ("data", "model")),
+    ]
+    x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, part))
+    for stage in ("traced", "partitioned"):
+        found = [
+            (c.operation, c.dtype, c.shape, c.axes)
+            for c in collectives_of(jax.jit(exchanges), x, stage=stage)
+        ]
+        assert found == expected
