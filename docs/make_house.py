@@ -21,9 +21,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PICTURE, PAGE = ROOT / "docs" / "house.svg", ROOT / "docs" / "contributing.md"
 SOURCES = ("policy", "mpmodules", "examples", "benchmarks")
 BEGIN, END = "<!-- packages -->\n", "<!-- end of packages -->\n"
-# The modules of policy that import no package but `_jaxpr`.
-GROUND = "policy/*.py"
-
 Graph = Mapping[str, set[str]]
 
 
@@ -37,36 +34,43 @@ class Room(NamedTuple):
 
 # From the ground up.
 ROOMS: dict[str, Room] = {
-    "policy/programs": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 16),
-    GROUND: Room("the policy, rules and scope; casts; reductions and losses", 2, 15),
-    "policy/grads": Room("loss scales, microbatches, float32 sums", 2, 14),
-    "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 13),
-    "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 13),
-    "policy/autocasting/parameters.py": Room("which arguments are parameters", 2, 12),
-    "policy/autocasting": Room("half precision for functions as they are", 2, 11),
-    "policy/inspect/render": Room("parts of HTML pages", 3, 10),
-    "policy/inspect/traced": Room("a user's call, traced for a report", 2, 10),
-    "policy/inspect/hlo": Room("compiled programs: memory, cycles, traffic, exchanges", 3, 15),
-    "policy/inspect/estimate": Room("a policy's cost on devices that need not be there", 3, 7),
-    "policy/inspect/compare": Room("a function beside itself in float32", 2, 9),
-    "policy/inspect/suggest": Room("the cheapest rules within an error budget", 1, 6),
-    "policy/inspect/audit": Room("the dtypes of a program and its hazards", 2, 8),
-    "policy/command_line": Room("`python -m policy audit`", 3, 5),
-    "policy/__main__.py": Room("starts the command line", 3, 3),
-    "policy/inspect/testing.py": Room("assertions about programs, for test suites", 2, 5),
-    "policy/__init__.py": Room("the face: the names that `policy` exports", 0, 4),
-    "mpmodules/*.py": Room("maths, and rules of calls, that both wings share", 0.5, 3),
+    "policy/programs": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 13),
+    "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 12),
+    "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 11),
+    "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 10),
+    "policy/grads": Room("loss scales, microbatches, float32 sums", 0, 11),
+    "policy/sharding": Room("gradients across devices; the collectives of a program", 0, 10),
+    "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 10),
+    "policy/autocasting": Room("half precision for functions as they are", 2, 9),
+    "policy/inspect": Room("reports on programs: dtypes, hazards, errors and costs", 2, 8),
+    "policy/command_line": Room("`python -m policy`", 2, 7),
+    "policy": Room("the face: the names that `policy` exports", 1, 6),
+    "mpmodules/functions": Room("the maths of layers, arrays in and arrays out", 0, 5),
+    "mpmodules/calls": Room("calls of modules under a policy: boundaries, own code, ports", 1, 4),
+    "mpmodules/tracing": Room("Flax's modules as tracers read them", 2, 3),
+    "mpmodules/layers": Room("parts that layers of both wings share", 0, 3),
+    "mpmodules": Room("the face, checkpoints, and what is registered at import", 2, 2),
     "mpmodules/linen": Room("Flax's linen layers under a policy", 0, 2),
     "mpmodules/nnx": Room("Flax's nnx layers under a policy", 1, 2),
-    "examples": Room("one file each, to copy from", 0.5, 1),
-    "benchmarks": Room("ratios beside Flax and others", 0.5, 0),
+    "examples": Room("one file each, to copy from", 1, 1),
+    "benchmarks": Room("ratios beside Flax and others", 1, 0),
 }
 # Packages inside of others, which the picture has in their boxes.
 INNER: dict[str, str] = {
+    "policy/inspect/traced": "a user's call, traced for a report",
+    "policy/inspect/render": "parts of HTML pages",
+    "policy/inspect/hlo": "compiled programs: memory, cycles, traffic, exchanges",
+    "policy/inspect/audit": "the dtypes of a program and its hazards",
     "policy/inspect/audit/checks": "a function for each hazard",
     "policy/inspect/audit/render": "the report as text and as an HTML page",
-    "policy/inspect/estimate/render": "the table, the page and the plot",
+    "policy/inspect/compare": "a function beside itself in float32",
     "policy/inspect/compare/render": "the comparison as a table and a chart",
+    "policy/inspect/estimate": "a policy's cost on devices that need not be there",
+    "policy/inspect/estimate/render": "the table, the page and the plot",
+    "policy/inspect/suggest": "the cheapest rules within an error budget",
+    "mpmodules/functions/fused_attention": "attention in one kernel, on GPUs and TPUs",
+    "mpmodules/linen/_layers": "a file for each kind of layer",
+    "mpmodules/nnx/_layers": "a file for each kind of layer",
 }
 
 
@@ -76,16 +80,12 @@ INNER: dict[str, str] = {
 
 
 def part_of(file: pathlib.PurePath) -> str:
-    """Returns the package of a file, relative to the root; a top-level file of policy is its own.
+    """Returns the package of a file, relative to the root.
 
     Packages below examples and benchmarks are parts of those.
     """
     top = file.parts[0]
-    if top in ("examples", "benchmarks"):
-        return top
-    if file.parent.as_posix() == "policy":
-        return file.as_posix()
-    return "mpmodules/*.py" if file.parent.as_posix() == "mpmodules" else file.parent.as_posix()
+    return top if top in ("examples", "benchmarks") else file.parent.as_posix()
 
 
 def imported(tree: ast.Module, known: Mapping[str, object]) -> Iterator[str]:
@@ -99,8 +99,9 @@ def imported(tree: ast.Module, known: Mapping[str, object]) -> Iterator[str]:
                 yield from [name for name in names if name in known][:1]
 
 
-def imports_of_files(root: pathlib.Path) -> Graph:
-    """Returns the imports of each part, with every top-level file of policy for itself."""
+@functools.cache
+def imports(root: pathlib.Path = ROOT) -> Graph:
+    """Returns the imports of each package."""
     files = {}
     for path in sorted(path for source in SOURCES for path in root.glob(f"{source}/**/*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -133,19 +134,9 @@ def merged(graph: Graph, names: Mapping[str, str]) -> Graph:
     return joined
 
 
-@functools.cache
-def imports(root: pathlib.Path = ROOT) -> Graph:
-    """Returns the imports of each package; the files of `GROUND` are one."""
-    graph = imports_of_files(root)
-    files = {part for part in graph if part.startswith("policy/") and part.endswith(".py")}
-    packages = graph.keys() - files - {"policy/programs"}
-    ground = {file for file in files if not reached(graph, file) & packages}
-    return merged(graph, dict.fromkeys(ground, GROUND))
-
-
 def boxes(graph: Graph) -> Graph:
     """Returns the imports between boxes of the picture."""
-    return merged(graph, {inner: inner.rpartition("/")[0] for inner in INNER})
+    return merged(graph, {inner: "/".join(inner.split("/")[:2]) for inner in INNER})
 
 
 def arrows(graph: Graph) -> set[tuple[str, str]]:
@@ -181,11 +172,16 @@ def require_rooms(graph: Graph) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def inside(part: str) -> list[str]:
+    """Returns the packages that a box stands for beside its own."""
+    return [inner for inner in INNER if part.count("/") and inner.startswith(f"{part}/")]
+
+
 def table(graph: Graph) -> str:
     """Returns the table of packages, from the ground up, in Markdown."""
     order = []
     for part in ROOMS:
-        order += [part, *(inner for inner in INNER if inner.startswith(f"{part}/"))]
+        order += [part, *inside(part)]
     lines = ["| package | its idea | it may import |", "|---|---|---|"]
     for part in order:
         idea = INNER[part] if part in INNER else ROOMS[part].idea
@@ -221,9 +217,7 @@ def box(part: str) -> Iterator[str]:
         f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
         f'fill="{fill}" stroke="{stroke}"/>'
     )
-    inside = [inner.rpartition("/")[2] for inner in INNER if inner.startswith(f"{part}/")]
-    name = part if not inside else f"{part} ({', '.join(inside)})"
-    yield text(x + 10, y + 18, 12, name, ' font-weight="bold"')
+    yield text(x + 10, y + 18, 12, part, ' font-weight="bold"')
     for line, words in enumerate(textwrap.wrap(ROOMS[part].idea.replace("`", ""), 32)):
         yield text(x + 10, y + 34 + 14 * line, 11, words)
 
@@ -254,7 +248,7 @@ def svg(parts: Iterable[str], lines: Iterable[tuple[str, str]]) -> str:
         f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
         *(arrow(*line) for line in sorted(lines)),
         *(piece for part in parts for piece in box(part)),
-        *(text(MARGIN + ACROSS, 620 + 18 * i, 12, words) for i, words in enumerate(LEGEND)),
+        *(text(MARGIN, 380 + 18 * i, 12, words) for i, words in enumerate(LEGEND)),
         "</svg>",
     ]
     return "\n".join(drawn) + "\n"

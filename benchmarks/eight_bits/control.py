@@ -18,7 +18,7 @@ from policy.eight_bits.scaled_matmul import Quantised
 def quantise(
     x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
 ) -> Quantised:
-    """Returns an array in 8 bits as `policy.scaled_matmul.quantise` does where every scale is 1."""
+    """Acts as `policy.eight_bits.scaled_matmul.quantise` where every scale is 1."""
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     if dtype == INT8:

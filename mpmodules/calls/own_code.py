@@ -222,7 +222,8 @@ def _as_given(new: Any, given: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 _OURS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, policy_package.__file__)
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (os.path.dirname(__file__), policy_package.__file__)
 )
 
 

@@ -204,7 +204,7 @@ def accumulating_einsum(accumulator_dtype: DTypeLike) -> Callable[..., Array]:
 def scaled_dot_general(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
     """Makes a stand-in for `lax.dot_general` that multiplies in 8 bits and returns `dtype`.
 
-    See `policy.scaled_matmul.scaled_dot_general`. The right operand is the weight.
+    See `policy.eight_bits.scaled_matmul.scaled_dot_general`. The right operand is the weight.
 
     Example:
       >>> import policy, warnings
@@ -236,7 +236,7 @@ def scaled_einsum(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
 def scaled_conv(by: ScaledMatmul, dtype: DTypeLike) -> Callable[..., Array]:
     """Makes a stand-in for `lax.conv_general_dilated` that convolves in 8 bits and returns `dtype`.
 
-    See `policy.scaled_convolution.scaled_conv`.
+    See `policy.eight_bits.scaled_convolution.scaled_conv`.
 
     Example:
       >>> import policy, warnings

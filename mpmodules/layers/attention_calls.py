@@ -71,7 +71,7 @@ def weights_of_call(
       key: (B..., S, K, H), the same dtype.
       dropout: which weights to drop.
       sow: stores the weights before dropout; None does not.
-      **options: for `mpmodules.attention.dot_product_attention_weights`.
+      **options: for `mpmodules.functions.attention.dot_product_attention_weights`.
 
     Returns:
       (B..., N, T, S) in the `dtype` of the options.
@@ -149,7 +149,7 @@ def without_weights(
       needs_weights: whether the weights are sown, dropped, or computed by a function of the user's.
       query: (B..., T, N, H).
       key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
-      **options: for `mpmodules.attention.dot_product_attention`.
+      **options: for `mpmodules.functions.attention.dot_product_attention`.
 
     Returns:
       (B..., T, N, width of `value`) in the values' dtype, or None.

@@ -233,7 +233,6 @@ from mpmodules.nnx._layers.activations import PReLU as _PReLU
 from mpmodules.nnx._layers.normalization import RMSNorm as _RMSNorm
 from mpmodules.nnx._layers.recurrent import RNN as _RNN
 from mpmodules.nnx._layers.recurrent import RNNCellBase as RNNCellBase
-from mpmodules.nnx._layers.rotary import RoPE as _RoPE
 from mpmodules.nnx._layers.containers import Sequential as _Sequential
 from mpmodules.nnx._layers.recurrent import SimpleCell as _SimpleCell
 from mpmodules.nnx._layers.weight_norms import SpectralNorm as _SpectralNorm
@@ -242,9 +241,6 @@ from mpmodules.nnx._port import apply_policy as apply_policy
 from mpmodules.functions.pooling import avg_pool as avg_pool
 from mpmodules.nnx._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
-)
-from mpmodules.nnx._layers.rotary import (
-    dot_product_attention_with_rope as dot_product_attention_with_rope,
 )
 from mpmodules.nnx._gradients import grad as grad
 from mpmodules.functions.activations import log_sigmoid as log_sigmoid
@@ -719,16 +715,6 @@ class RNN(_RNN, metaclass=_LayerMeta):
         state_axes: _abc.Mapping[str, int | type[_nnx.Carry] | None] | None = None,
         broadcast_rngs: _filterlib.Filter = None,
         rngs: _nnx.Rngs | _nnx.RngStream | bool = True,
-        dtype_policy: _Policy | str | None = None,
-    ) -> None: ...
-
-class RoPE(_RoPE, metaclass=_LayerMeta):
-    def __init__(
-        self,
-        theta: float = 10000.0,
-        embedding_size: int | None = None,
-        max_seq_len: int | None = None,
-        *,
         dtype_policy: _Policy | str | None = None,
     ) -> None: ...
 

@@ -169,7 +169,7 @@ def backend_of(device: Any) -> tuple[str, str]:
 def assumed_backend(found: tuple[str, str]) -> Iterator[None]:
     """Makes `backend` return another than the default backend in a block.
 
-    The cache of traces does not know of it: see `policy.scope.traced_for`.
+    The cache of traces does not know of it: see `policy.core.scope.traced_for`.
     """
     token = _assumed.set(found)
     try:

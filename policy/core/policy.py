@@ -192,7 +192,8 @@ class Policy:
       cast_inputs: True if a boundary casts floating inputs to `compute_dtype`. False leaves them
         uncast (positions, rotary tables, diffusion times).
       matmul: the 8-bit dtypes of matmuls with weights, and how they are scaled; None for matmuls in
-        compute_dtype. A text such as ``f8`` is parsed by `policy.matmul_dtypes.scaled_matmul_of`.
+        compute_dtype. A text such as ``f8`` is parsed by
+        `policy.core.matmul_dtypes.scaled_matmul_of`.
       precision: the precision of matmuls and convolutions: "default", "high", "highest", or the
         name of a `jax.lax.DotAlgorithmPreset` that multiplies `compute_dtype`. None is JAX's
         default, but "highest" for a module in float32 inside a half-precision model: see the page

@@ -22,7 +22,7 @@ def warn_if_emulated(
 ) -> None:
     """Warns once if the backend has no 8-bit operation of this kind: it emulates one, slower.
 
-    The numbers are the same. The backend is that of `policy.matmul_dtypes.backend`.
+    The numbers are the same. The backend is that of `policy.core.matmul_dtypes.backend`.
     """
     platform, kind = backend()
     has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")

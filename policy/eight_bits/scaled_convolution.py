@@ -1,9 +1,9 @@
 """Convolutions in 8 bits, with scales that are computed from the operands at hand.
 
-As `policy.scaled_matmul`, by other rows: an input has a scale for each example, a kernel one for
-each output feature, and a cotangent one for each example where the input's gradient is computed,
-and for each output feature where the kernel's is. XLA convolves no two dtypes of float8: cotangents
-are quantised to the operands' dtype.
+As `policy.eight_bits.scaled_matmul`, by other rows: an input has a scale for each example, a kernel
+one for each output feature, and a cotangent one for each example where the input's gradient is
+computed, and for each output feature where the kernel's is. XLA convolves no two dtypes of float8:
+cotangents are quantised to the operands' dtype.
 """
 
 from __future__ import annotations

@@ -23,8 +23,13 @@ CodedSide = Literal["input", "weight", "cotangent"]
 
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = frozenset(
-    os.path.join(_POLICY, f"{name}.py")
-    for name in ("quantisation", "scaled_matmul", "scaled_convolution", "once_differentiable")
+    os.path.join(_POLICY, *name.split("/"))
+    for name in (
+        "eight_bits/quantisation.py",
+        "eight_bits/scaled_matmul.py",
+        "eight_bits/scaled_convolution.py",
+        "functions/once_differentiable.py",
+    )
 )
 """The files that the equations of operations in 8 bits come from."""
 

@@ -41,7 +41,10 @@ class PlacedValue:
 
 
 class Lane(Protocol):
-    """The values of a float32 program beside this one: see `policy.inspect.compare.float32_values`."""
+    """The values of a float32 program beside this one.
+
+    See `policy.inspect.compare.float32_values`.
+    """
 
     def enter(
         self, chain: EnclosingEquations, jaxpr: OpenJaxpr, args: Sequence[PlacedValue]

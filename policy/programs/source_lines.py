@@ -16,14 +16,7 @@ from policy.programs.protocols import Equation
 _POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 # Files that trace a call for an inspection tool: its caller is not the author of the code.
-_TOOLS = (
-    *(
-        os.path.join(_POLICY, room, "")
-        for room in ("audit", "compare", "estimate", "suggest", "traced")
-    ),
-    os.path.join(_POLICY, "_jaxpr", "trace.py"),
-    os.path.join(_POLICY, "testing.py"),
-)
+_TOOLS = (os.path.join(_POLICY, "inspect", ""), os.path.join(_POLICY, "programs", "trace.py"))
 _LIBRARIES = ("flax", "optax", "mpmodules")
 _BASES = frozenset(
     ("Module", "Scope", "Object", "Pytree")

@@ -14,10 +14,11 @@ ONLY_LINEN = {
     "_init_policy",  # a linen model is no state that could hold its policy
     "_half_states",  # nnx reads them through its variables
     "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
-    "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`, which lowers calls for `policy` too
-    "_lstm_gates",  # nnx adds the four biases itself
+    "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`
+    "_layers/lstm_gates",  # nnx adds the four biases itself
 }
-ONLY_NNX = {"_ema", "_gradients", "_lora", "_optimizer", "_rotary"}  # linen has none of these
+# Linen has none of these.
+ONLY_NNX = {"_gradients", "_optimizer", "_layers/ema", "_layers/lora", "_layers/rotary"}
 
 
 def name_of(path: Path) -> str:
@@ -53,7 +54,11 @@ def reachable(name: str) -> set[str]:
 
 
 def test_both_wings_have_the_same_files_for_the_same_jobs():
-    linen, nnx = ({path.stem for path in (ROOT / wing).glob("*.py")} for wing in ("linen", "nnx"))
+    linen, nnx = (
+        {path.relative_to(ROOT / wing).with_suffix("").as_posix() for path in files}
+        for wing in ("linen", "nnx")
+        if (files := (ROOT / wing).rglob("*.py"))
+    )
     assert linen - nnx == ONLY_LINEN
     assert nnx - linen == ONLY_NNX
 
@@ -73,8 +78,8 @@ def test_wings_import_shared_files_alone_and_shared_files_no_wing(wing: str, oth
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_a_dense_layer_needs_no_file_about_carries(wing: str):
-    assert "mpmodules.calls.carries" not in reachable(f"mpmodules.{wing}._linear")
-    assert "mpmodules.calls.carries" in reachable(f"mpmodules.{wing}._recurrent")
+    assert "mpmodules.calls.carries" not in reachable(f"mpmodules.{wing}._layers.linear")
+    assert "mpmodules.calls.carries" in reachable(f"mpmodules.{wing}._layers.recurrent")
 
 
 def test_no_module_is_imported_for_its_side_effects():

@@ -135,7 +135,7 @@ def test_one_file_decides_which_parameters_hold_programs():
 
 
 def node_of(module: str) -> str:
-    """Returns the top-level module or the package of policy that a module belongs to."""
+    """Returns the room or the top-level module of policy that a module belongs to."""
     return ".".join(module.split(".")[:2])
 
 

@@ -72,8 +72,8 @@ class Normalization(Layer):
 
     `use_fast_variance` is None by default: with no policy in force that is Flax's one-pass E[x^2] -
     E[x]^2, under a policy a variance that does not cancel: of half inputs exact sums in one pass
-    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
-    passes where there is a mask or an axis name. A value given by the user is obeyed.
+    (`mpmodules.functions.moments`), of others one pass over data shifted by a few of its elements,
+    and two passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     _region: ClassVar[Callable[..., Region | None]] = no_region

@@ -104,7 +104,7 @@ def dot_product_attention(
       query: (batch..., queries, heads, width).
       key, value: (batch..., keys, key heads, width).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
-        neither; None chooses (`mpmodules.fused_attention.fused_kernel` says when).
+        neither; None chooses (`mpmodules.functions.fused_attention.choose.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).

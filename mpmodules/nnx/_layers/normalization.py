@@ -68,8 +68,8 @@ class Normalization(Layer):
 
     Without `use_fast_variance`, Flax's one-pass E[x^2] - E[x]^2 runs where no policy holds, and
     under a policy a variance that does not cancel: of half inputs exact sums in one pass
-    (`mpmodules.moments`), of others one pass over data shifted by a few of its elements, and two
-    passes where there is a mask or an axis name. A value given by the user is obeyed.
+    (`mpmodules.functions.moments`), of others one pass over data shifted by a few of its elements,
+    and two passes where there is a mask or an axis name. A value given by the user is obeyed.
     """
 
     axis_name: str | None

@@ -54,8 +54,8 @@ class Target:
     Attributes:
       name: a TPU topology, ``v5e:2x2`` or ``v5p:4x4x4``, whose chip alone is one of them; a GPU,
         ``h100``, or several in one machine, ``h100:8``; a JSON file of a GPU's figures,
-        ``my.json:8`` (see `policy.inspect.estimate.own_chips`); ``cpu`` for the processor at hand, or
-        ``here`` for the devices of JAX's default backend.
+        ``my.json:8`` (see `policy.inspect.estimate.own_chips`); ``cpu`` for the processor at hand,
+        or ``here`` for the devices of JAX's default backend.
     """
 
     name: str

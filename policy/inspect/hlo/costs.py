@@ -107,9 +107,9 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
     Args:
       text: of `Compiled.as_text()`.
       kernel_time: of a kernel that the compiler gives no cycles for, from its FLOPs by dtype and
-        its bytes, those to and from the chip's own memory among them (`policy.inspect.estimate.roofline`).
-        It is in cycles for a program of a TPU, else in seconds. None leaves such kernels without a
-        time, and names those in a program of cycles.
+        its bytes, those to and from the chip's own memory among them
+        (`policy.inspect.estimate.roofline`). It is in cycles for a program of a TPU, else in
+        seconds. None leaves such kernels without a time, and names those in a program of cycles.
     """
     computations, entry = parse(text)
     anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))

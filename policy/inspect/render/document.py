@@ -31,14 +31,14 @@ def html_document(
             Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
             Markup(f'<meta http-equiv="Content-Security-Policy" content="{_NOTHING_FETCHED}">'),
             tag("title", title),
-            tag("style", Markup(resource("policy.render", "page.css") + style)),
+            tag("style", Markup(resource("policy.inspect.render", "page.css") + style)),
         )
     )
     body = join_markup(
         (
             tag("header", *header),
             tag("main", *sections),
-            tag("script", Markup(resource("policy.render", "page.js"))),
+            tag("script", Markup(resource("policy.inspect.render", "page.js"))),
         )
     )
     return f"<!DOCTYPE html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"

@@ -73,7 +73,7 @@ Block(rate=0.1)  # error: call-arg; reportCallIssue
 reveal_type(Block(3))  # reveal: linen_models.Block; Block
 reveal_type(Block(3)(x))  # reveal: jax._src.basearray.Array; Array
 reveal_type(Block(3, dtype_policy="bf16").features)  # reveal: int; int
-reveal_type(Block(3).dtype_policy)  # reveal: policy.policy.Policy | str | None; Policy | str | None
+reveal_type(Block(3).dtype_policy)  # reveal: policy.core.policy.Policy | str | None; Policy | str | None
 
 net = Net(dtype_policy="mixed_bfloat16")
 variables = net.init(key, x)

@@ -58,7 +58,7 @@ with use_policy("mixed_bfloat16"):
 # `__init__` doesn't declare dtype_policy. pyright, which obeys metaclasses, checks no other argument beside it.
 ours = MLP(8, rngs=rngs, dtype_policy="mixed_bfloat16")
 reveal_type(ours)  # reveal: nnx_models.MLP; MLP | Any
-reveal_type(ours.dtype_policy)  # reveal: policy.policy.Policy | None; Policy | Any | None
+reveal_type(ours.dtype_policy)  # reveal: policy.core.policy.Policy | None; Policy | Any | None
 ours.haed  # error: attr-defined; reportAttributeAccessIssue
 MLP(8, rngs=rngs, widht=3, dtype_policy="bf16")  # error: call-arg; -
 MLP(8, rngs=rngs, dtype_policy=16)  # error: arg-type; reportCallIssue

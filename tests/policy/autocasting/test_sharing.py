@@ -22,7 +22,7 @@ def doubled(x):
 
 
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
-# One trace for all calls, as `policy.checkpointing.cached_inline_jit` makes it.
+# One trace for all calls, as `policy.functions.checkpointing.cached_inline_jit` makes it.
 once = jax.jit(doubled, inline=True)
 rematerialised = jax.jit(jax.checkpoint(lambda x, scale: jnp.tanh(x) * scale), inline=True)
 

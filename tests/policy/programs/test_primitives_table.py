@@ -29,7 +29,7 @@ from policy.programs.primitives import (
 
 TABLE = pathlib.Path(primitives.__file__)
 # Readers of compiled programs: XLA's opcodes, of which some share a primitive's name.
-OPCODES = pathlib.Path(policy.__file__ or "").parent / "_hlo"
+OPCODES = pathlib.Path(policy.__file__ or "").parent / "inspect" / "hlo"
 PACKAGES = [pathlib.Path(package.__file__ or "").parent for package in (policy, mpmodules)]
 
 # Primitives of one end of the range of JAX versions that is supported, and not of the other.

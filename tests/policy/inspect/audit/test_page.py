@@ -19,7 +19,7 @@ from policy.inspect.compare.comparison import Comparison, Row
 from policy.inspect.render.markup import Markup, escaped, join_markup, tag
 from tests.policy.inspect.audit.browser import BROWSER, look
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 HOSTILE = (
     "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
 )
