@@ -119,7 +119,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::policy.precedence.DtypePolicyWarning")
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 @pytest.mark.parametrize(("given", "arguments", "fields"), FIELDS)
 @pytest.mark.parametrize("layer", ["Linear", "LayerNorm", "Embed", "MultiHeadAttention"])
 def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, fields):
