@@ -329,9 +329,10 @@ seen = table.splitlines()[-1].split()[-1]
         (
             ("policy/functions/losses.py", "def squared_error(", NEW_LOSS),
             (
-                "policy/functions/losses.py",
-                '    "squared_error",\n',
-                '    "squared_error",\n    "absolute_error",\n',
+                "policy/losses.py",
+                "\n\n__all__ = [\n",
+                "\nfrom policy.functions.losses import absolute_error as absolute_error\n\n"
+                '__all__ = [\n    "absolute_error",\n',
             ),
         ),
         """

@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 from mpmodules.functions import functional
 from policy.core.scope import current_policy
 from policy.functions import reductions
-from policy.functions.reductions import Axis, in_reduction_dtype
-from policy.functions.reductions import log_sigmoid as log_sigmoid
-from policy.functions.reductions import log_softmax as log_softmax
-from policy.functions.reductions import softmax as softmax
-from policy.functions.reductions import softplus as softplus
+from policy.functions.softmaxes import log_sigmoid as log_sigmoid
+from policy.functions.softmaxes import log_softmax as log_softmax
+from policy.functions.softmaxes import softmax as softmax
+from policy.functions.softmaxes import softplus as softplus
+from policy.functions.widening import Axis, in_reduction_dtype
 
 
 def logsumexp(

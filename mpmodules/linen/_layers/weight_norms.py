@@ -20,7 +20,7 @@ from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.functions.reductions import reduction_dtype_of
+from policy.functions.widening import reduction_dtype_of
 
 
 class ReparameterizedWeights(Module):

@@ -22,7 +22,7 @@ from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._resolution import viewed
 from policy.core.casting import cast_array
 from policy.core.precedence import Effective
-from policy.functions.reductions import reduction_dtype_of
+from policy.functions.widening import reduction_dtype_of
 
 
 class RoPE(Layer, flax_nnx.RoPE):

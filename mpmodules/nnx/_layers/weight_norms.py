@@ -19,7 +19,7 @@ from mpmodules.nnx._resolution import viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.provenance import Source
-from policy.functions.reductions import reduction_dtype_of
+from policy.functions.widening import reduction_dtype_of
 
 
 class ReparameterizedWeights(BuiltWithDtypes):
