@@ -35,7 +35,8 @@ from policy.optim import (
     master_params,
     mixed_precision,
 )
-from policy.core.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from policy.core.dtype_names import cast_to_full, cast_to_half, half_dtype
+from policy.core.policy import Policy, get_policy
 from policy.core.precedence import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.core.scope import current_policy, set_policy, use_policy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,21 +13,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.core.casting import cast_floating
-from policy.core.matmul_dtypes import ScaledMatmul, backend, scaled_matmul_of
+from policy.core.dtype_names import dtype_names, dtype_to_names, parse_dtype
+from policy.core.matmul_dtypes import ScaledMatmul, scaled_matmul_of
 from policy.core.precision import is_algorithm, precision_named
 
 T = TypeVar("T")
-
-# Every name in the text form, by dtype; `str(policy)` prints the first one.
-dtype_to_names: dict[Any, tuple[str, ...]] = {
-    jnp.bfloat16: ("bfloat16", "bf16"),
-    jnp.float16: ("float16", "f16"),
-    jnp.float32: ("float32", "f32", "full"),
-    jnp.float64: ("float64", "f64"),
-}
-_name_to_dtype = {
-    name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
-}
 
 _MIXED = {
     "mixed_bfloat16": (jnp.bfloat16, None),
@@ -37,7 +26,6 @@ _MIXED = {
     "mixed_int8": (jnp.bfloat16, "i8"),
 }
 _INSIDE = ("f32_inside", "float32_inside")
-_EIGHT_BITS = re.compile(r"(u?int8|float8|fp8|f8|i8)")
 # the output dtype of a policy that hands on the compute_dtype of the code around it
 CALLER = "caller"
 _KEYS = {
@@ -56,59 +44,6 @@ _KEYS = {
     "inputs": "cast_inputs",
 }
 _SHORT = {"precision": "x", "inputs": "inputs"}  # of other keys, the first letter
-
-
-def half_dtype() -> np.dtype:
-    """Returns the backend's 16-bit float, as in jmp: bfloat16 on TPU, float16 elsewhere.
-
-    >>> import policy
-    >>> policy.half_dtype().itemsize
-    2
-    """
-    return jnp.dtype(jnp.bfloat16 if backend()[0] == "tpu" else jnp.float16)
-
-
-def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of a tree to float32.
-
-    >>> import jax.numpy as jnp
-    >>> import policy
-    >>> policy.cast_to_full({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
-    dtype('float32')
-    """
-    return cast_floating(tree, jnp.float32)
-
-
-def cast_to_half(tree: T) -> T:
-    """Casts the floating arrays of a tree to `half_dtype()`.
-
-    >>> import jax.numpy as jnp
-    >>> import policy
-    >>> policy.cast_to_half(jnp.ones(2)).dtype == policy.half_dtype()
-    True
-    """
-    return cast_floating(tree, half_dtype())
-
-
-def dtype_names() -> tuple[str, ...]:
-    """Returns every name of a dtype that a policy takes."""
-    return ("half", *_name_to_dtype)
-
-
-def parse_dtype(name: str) -> np.dtype:
-    """Returns the dtype of a name such as ``bf16``, ``float32``, ``full`` or ``half``.
-
-    Raises:
-      ValueError: no dtype that a policy takes has this name.
-    """
-    if name == "half":
-        return half_dtype()
-    try:
-        return _name_to_dtype[name]
-    except KeyError:
-        known = ", ".join(dtype_names())
-        hint = " Matmuls in 8 bits are m=f8 and m=i8." if _EIGHT_BITS.match(name) else ""
-        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.{hint}") from None
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:

@@ -14,7 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.policy import Policy, dtype_to_names, get_policy, parse_dtype
+from policy.core.dtype_names import dtype_to_names, parse_dtype
+from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, matches
 from policy.core.scope import RulesLike
 from policy.inspect.audit.checks.sums import terms_of

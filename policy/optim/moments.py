@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from policy.core.policy import dtype_names, parse_dtype
+from policy.core.dtype_names import dtype_names, parse_dtype
 from policy.optim.blockwise import (
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from policy.core.callables import require_function
-from policy.core.policy import parse_dtype
+from policy.core.dtype_names import parse_dtype
 from policy.programs.module_names import make_jaxpr
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.primitives import HLO_COLLECTIVES
