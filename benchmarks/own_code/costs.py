@@ -7,7 +7,7 @@
 tracing  CPU seconds to trace the gradient of 12 layers, divided by those of the same model in plain
          Flax: the best of several, taken in turns. The decoder is of provided layers, or written by
          hand around parameters.
-calls    seconds of a repeated call without `jit`, divided by those in plain Flax: the median of
+calls    seconds of a repeated call without `jit`, divided by those in plain Flax: the best of
          many. The model is two provided layers with own code between them.
 """
 
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import statistics
 import sys
 import time
 import warnings
@@ -223,14 +222,14 @@ def traced(function: Callable[..., Any], params: Any) -> float:
 
 
 def called(function: Callable[..., Any], argument: Any, times: int = 40) -> float:
-    """Returns the median of the seconds of a repeated call."""
+    """Returns the best of the seconds of a repeated call."""
     jax.block_until_ready(function(argument))
     found = []
     for _ in range(times):
         start = time.perf_counter()
         jax.block_until_ready(function(argument))
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return min(found)
 
 
 def rows(repeats: int = 5) -> Iterator[Row]:

@@ -4,7 +4,6 @@ policies themselves.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
 import types
@@ -167,7 +166,7 @@ class _Kept:
     call: PureCall
 
 
-_kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
+_kept: dict[Hashable, _Kept] = {}
 _lock = threading.Lock()
 
 
@@ -196,13 +195,12 @@ def run(
     """
     arguments = Arguments.of(tuple(trees), {})
     key = _key(key, arguments, policy)
+    try:
+        kept = _kept.get(key)
+    except TypeError:  # it is not hashable
+        key = kept = None
     if key is None:
         return OwnCode.traced(call, trees, policy).run()
-    with _lock:
-        kept = _kept.pop(key, None)
-        known = kept is not None
-        if known:
-            _kept[key] = kept
     if kept is None:
         own = OwnCode.traced(call, trees, policy)
         _, consts = opened(own.call.jaxpr)
@@ -214,12 +212,15 @@ def run(
         with _lock:
             _kept[key] = kept
             if len(_kept) > _MOST_PROGRAMS:
-                _kept.popitem(last=False)
+                del _kept[next(iter(_kept))]
     return kept.call.returned(kept.program(*arguments.arrays))
 
 
 def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
-    """Returns a key for a call's program, or None for one that is not kept."""
+    """Returns a key for a call's program, or None for one that is not kept.
+
+    It may not be hashable.
+    """
     if key is None or not all(isinstance(leaf, _SIMPLE) for leaf in arguments.static):
         return None
     if not all(map(is_eager, arguments.arrays)):
@@ -233,19 +234,4 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
         config.jax_numpy_rank_promotion,
         jax.sharding.get_abstract_mesh(),
     )
-    full = key, arguments.key, avals, policy, current_scope(), settings
-    try:
-        return _Key(full, hash(full))
-    except TypeError:
-        return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    """A key whose hash is computed once."""
-
-    value: Hashable
-    hash: int
-
-    def __hash__(self) -> int:
-        return self.hash
+    return key, arguments.key, avals, policy, current_scope(), settings

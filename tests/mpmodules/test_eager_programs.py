@@ -71,6 +71,19 @@ def rngs() -> Any:
     return flax.nnx.Rngs(0)
 
 
+class Blocks(flax.linen.Module):
+    """Own code around layers that are alike."""
+
+    count: int
+
+    @flax.linen.compact
+    def __call__(self, x: Any) -> jax.Array:
+        for _ in range(self.count):
+            y = flax.linen.Dense(4)(x)
+            x = x + jax.nn.softmax(y * x / 3.0) * jnp.where(y > 0.0, jnp.sqrt(jnp.abs(y)), -y)
+        return x
+
+
 CASES: dict[str, tuple[str, Callable[[Any], Any], Any]] = {
     "Dense": ("linen", lambda nn: nn.Dense(3), jnp.float32),
     "LayerNorm": ("linen", lambda nn: nn.LayerNorm(), jnp.bfloat16),
@@ -108,3 +121,26 @@ def test_layers_that_are_alike_share_their_programs():
 
     one, _ = programs(lambda: lines(1), POLICY)
     assert programs(lambda: lines(4), POLICY) == (one, 0)
+
+
+def blocks(count: int) -> tuple[Any, Any]:
+    model = linen.apply_policy(Blocks(count), POLICY)
+    return model, model.init(jax.random.key(0), ROWS)
+
+
+def test_own_code_shares_the_programs_of_its_operations():
+    compiled = {}
+    for count in (1, 4):
+        model, variables = blocks(count)
+        compiled[count], again = programs(lambda: model.apply(variables, ROWS), None)  # noqa: B023
+        assert again == 0
+    assert compiled[4] <= 1.5 * compiled[1]
+
+
+def test_own_code_returns_the_numbers_of_its_operations_one_by_one():
+    model, variables = blocks(2)
+    one_by_one, _ = jax.vjp(lambda variables: model.apply(variables, ROWS), variables)
+    for _ in range(2):
+        np.testing.assert_array_equal(model.apply(variables, ROWS), one_by_one)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        model.apply(variables, ROWS * np.nan)
