@@ -21,7 +21,8 @@ from typing import Any
 
 from make_audit_page import photograph
 
-from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"

@@ -15,7 +15,8 @@ from policy.inspect.compare.compare import compare
 from policy.inspect.compare.comparison import Comparison
 from policy.core.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
 from policy.inspect.estimate.estimate import estimate
-from policy.inspect.estimate.report import Estimate, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import PolicyCost
 from policy.grads.loss_scale import (
     DynamicLossScale,
     LossScale,

@@ -24,7 +24,8 @@ from policy.command_line.layout import mesh_sizes
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import target_of
 from policy.inspect.estimate.candidates import rows_of
-from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 from policy.inspect.estimate.targets import Target
 
 CASES = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from policy.inspect.estimate.report import Buffer
+from policy.inspect.estimate.rows import Buffer
 from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.buffers import HeldBuffer, memory_of
 from policy.inspect.hlo.dump import compiled_with_dump

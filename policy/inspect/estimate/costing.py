@@ -11,8 +11,8 @@ from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.estimate.compilation import CompiledStep
 from policy.inspect.estimate.lowering import host_callbacks
 from policy.inspect.estimate.placement import Placement
-from policy.inspect.estimate.report import Exchange, PolicyCost
 from policy.inspect.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import Step
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.module_paths import by_spelled_path

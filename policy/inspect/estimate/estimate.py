@@ -27,7 +27,8 @@ from policy.inspect.estimate.placement import (
     placement_of,
     specs_of,
 )
-from policy.inspect.estimate.report import Estimate, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.steps import made_call, name_of, traced_step
 from policy.inspect.estimate.targets import Target
 

@@ -1,169 +1,22 @@
-"""The result of an estimate: the costs of a program under each policy."""
+"""The result of an estimate: its rows, and the ways to show them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from policy.core.policy import get_policy
-from policy.inspect.traced.call import short_text
+from policy.inspect.estimate.render.html import estimate_page
+from policy.inspect.estimate.render.plot import estimate_figure
+from policy.inspect.estimate.render.text import estimate_text, show_estimate
+from policy.inspect.estimate.rows import EstimateRows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array in a device's memory at the moment when the most of it is taken.
-
-    >>> from policy.inspect.estimate.report import Buffer
-    >>> Buffer(64, "bfloat16", (4, 8), "temporary", "net/head", "dot_general", "net.py:3 (f)").bytes
-    64
-
-    Attributes:
-      bytes: its size on one device.
-      dtype: its dtype, as in "bfloat16".
-      shape: on one device.
-      kind: "argument", "output" or "temporary".
-      path: the module path of the operation that makes it, or of an argument its name, as in
-        ``args[0]['params']['kernel']``; "" if there is none.
-      operation: the JAX operation that makes it, as in "dot_general"; "" of an argument.
-      source: the line of the user's code, as "model.py:12 (Net.__call__)"; "" if it is unknown.
-    """
-
-    bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    kind: str
-    path: str
-    operation: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Exchanges of one kind and dtype.
-
-    >>> from policy.inspect.estimate.report import Exchange
-    >>> Exchange("all-reduce", "bfloat16", 2e9, 0.01).dtype
-    'bfloat16'
-
-    Attributes:
-      operation: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute" or
-        "ragged-all-to-all".
-      dtype: the dtype that is exchanged.
-      bytes: of the results on one device, of a reduce-scatter of its operands.
-      seconds: what they take at the published bandwidth of the links, where an all-reduce sends its
-        result twice and the others once; None where none is published.
-    """
-
-    operation: str
-    dtype: str
-    bytes: float
-    seconds: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyCost:
-    """The costs of one step under one policy, on one of the target's devices unless said otherwise.
-
-    >>> import jax, jax.numpy as jnp, policy
-    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> row = policy.estimate(jnp.matmul, x, x, policies=["float32"], on="cpu")["float32"]
-    >>> row.arguments, row.outputs, dict(row.matmul_flops), row.fits
-    (512, 256, {'float32': 1024}, True)
-
-    Attributes:
-      name: the row's name.
-      policy: the policy's short form.
-      route: how the policy is applied: "scope" by layers that obey it, "autocast", or "as written".
-      memory: bytes that a step takes: arguments, temporaries, outputs that overwrite no argument,
-        and the program itself.
-      capacity: bytes that the device has; 0 if unknown.
-      arguments, temporaries, outputs, code: bytes of the parts of `memory`.
-      flops: floating-point operations of all devices together, by the widest dtype of the operands,
-        the largest first.
-      matmul_flops: those of matmuls and convolutions. Float32 on a GPU is "tf32" below the highest
-        precision; on a TPU "float32 x3" and "float32 x6" take three and six passes, and
-        operands of different precisions "x2", "x3" or "x5".
-      bytes: read from and written to the device's memory by kernels; None if the program didn't
-        compile.
-      cycles: the compiler's estimate; None where it gives none.
-      compute_seconds: the time of the kernels, exchanges left out; None where neither cycles nor
-        published peaks are known.
-      collectives: exchanges between devices.
-      kernels: how many kernels run; None if the program didn't compile.
-      uncounted: costs that the figures leave out.
-      buffers: the largest arrays when the most memory is taken, the largest first.
-      compile_seconds: CPU seconds of the compiler.
-      cost_by_path: cycles, or seconds where there are none, of each module path.
-      is_exhausted: whether the compiler ran out of memory.
-    """
-
-    name: str
-    policy: str
-    route: str
-    memory: int
-    capacity: int
-    arguments: int
-    temporaries: int
-    outputs: int
-    code: int
-    flops: Mapping[str, float]
-    matmul_flops: Mapping[str, float]
-    bytes: float | None
-    cycles: float | None
-    compute_seconds: float | None
-    collectives: tuple[Exchange, ...]
-    kernels: int | None
-    uncounted: tuple[str, ...]
-    buffers: tuple[Buffer, ...]
-    compile_seconds: float
-    cost_by_path: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    is_exhausted: bool = False
-
-    @property
-    def fits(self) -> bool | None:
-        """True if the step fits into the device's memory; None if that is unknown."""
-        if self.is_exhausted:
-            return False
-        return self.memory <= self.capacity if self.capacity else None
-
-    @property
-    def spare(self) -> int | None:
-        """Bytes of the device's memory that are left, negative where they lack; None if unknown."""
-        return self.capacity - self.memory if self.capacity else None
-
-    @property
-    def exchange_seconds(self) -> float | None:
-        """Seconds of the exchanges; None if any of them is unknown."""
-        seconds = [one.seconds for one in self.collectives]
-        return (
-            None
-            if any(one is None for one in seconds)
-            else float(sum(one or 0.0 for one in seconds))
-        )
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of the kernels, and of the exchanges after them where those are known."""
-        if self.compute_seconds is None:
-            return None
-        return self.compute_seconds + (self.exchange_seconds or 0.0)
-
-    @property
-    def is_lower_bound(self) -> bool:
-        """True if `seconds` leaves something out: exchanges, or kernels without an estimate."""
-        return self.exchange_seconds is None or bool(self.uncounted)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(EstimateRows):
     """The costs of a step under each policy on a target; returned by `policy.estimate`.
 
     >>> import jax, jax.numpy as jnp, policy
@@ -187,50 +40,8 @@ class Estimate:
       notes: remarks on the whole, as that nothing is sharded.
     """
 
-    name: str
-    target: str
-    devices: int
-    mesh: Mapping[str, int]
-    capacity: int
-    clock: float
-    timing: str
-    source: str
-    compiler: str
-    rows: tuple[PolicyCost, ...]
-    notes: tuple[str, ...] = ()
-
-    def __getitem__(self, name: str) -> PolicyCost:
-        """Returns a row by its name; "f32" and other texts of "float32" find the row "float32".
-
-        Raises:
-          KeyError: there is no such row; the message names those that there are.
-        """
-        names = [name]
-        with contextlib.suppress(ValueError, TypeError):  # a name of the caller's own
-            names.append(short_text(get_policy(name)))
-        for wanted in names:
-            for row in self.rows:
-                if row.name == wanted:
-                    return row
-        raise KeyError(
-            f"There is no row {name!r}. Rows: {', '.join(row.name for row in self.rows)}."
-        )
-
-    def to_json(self, *, indent: int | None = 1) -> str:
-        """Returns the estimate as JSON: one object.
-
-        Its members are ``version`` (1: names and meanings stay within a version), the attributes of
-        `Estimate`, and ``rows``: a list of objects with the attributes of `PolicyCost`, its
-        properties ``fits``, ``spare``, ``exchange_seconds``, ``seconds`` and ``is_lower_bound``,
-        and the attributes of `Exchange` and `Buffer` in ``collectives`` and ``buffers``. Dtypes
-        have their full names; what is unknown is null.
-        """
-        return json.dumps({"version": 1, **_plain(self)}, indent=indent, allow_nan=False)
-
     def to_html(self) -> str:
         """Returns the estimate as one self-contained HTML page."""
-        from policy.inspect.estimate.render.html import estimate_page
-
         return estimate_page(self)
 
     def plot(self, path: str | Path | None = None) -> Figure:
@@ -245,8 +56,6 @@ class Estimate:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from policy.inspect.estimate.render.plot import estimate_figure
-
         figure = estimate_figure(self)
         if path is not None:
             figure.savefig(path, bbox_inches="tight", dpi=120)
@@ -275,30 +84,7 @@ class Estimate:
 
         It is in colour on a terminal, unless NO_COLOR is set.
         """
-        from policy.inspect.estimate.render.text import show_estimate
-
         show_estimate(self, file)
 
     def __str__(self) -> str:
-        from policy.inspect.estimate.render.text import estimate_text
-
         return estimate_text(self)
-
-
-_DERIVED = ("fits", "spare", "exchange_seconds", "seconds", "is_lower_bound")
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it: infinite numbers and NaN are null."""
-    if isinstance(value, (Buffer, Exchange, PolicyCost, Estimate)):
-        names = [field.name for field in dataclasses.fields(value)]
-        names += _DERIVED if isinstance(value, PolicyCost) else ()
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    number = value.item() if hasattr(value, "item") else value  # of numpy
-    return None if isinstance(number, float) and not math.isfinite(number) else number

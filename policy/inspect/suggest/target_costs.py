@@ -20,8 +20,8 @@ from policy.inspect.estimate.compilation import compiled_step
 from policy.inspect.estimate.costing import cost_of
 from policy.inspect.estimate.lowering import lowered_step
 from policy.inspect.estimate.placement import Placement, placed_arrays, placement_of, specs_of
-from policy.inspect.estimate.report import PolicyCost
 from policy.inspect.estimate.roofline import kernel_time
+from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.steps import MadeCall, Step, name_of, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.costs import costs_of

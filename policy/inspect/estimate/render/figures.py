@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from policy.inspect.estimate.report import Buffer, Estimate, PolicyCost
+from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.render.terminal import short
 from policy.inspect.render.units import amount, bytes_text, duration
 
 UNKNOWN = "—"
 
 
-def facts_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
+def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
     """Yields the facts that hold for all rows: a word, and what there is to say of it."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in estimate.mesh.items())
     devices = f"{estimate.devices} device{'' if estimate.devices == 1 else 's'}"
@@ -31,7 +31,7 @@ def facts_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
         yield "counts", "FLOPs are of all devices together, all other figures per device"
 
 
-def _seconds_from(estimate: Estimate) -> str:
+def _seconds_from(estimate: EstimateRows) -> str:
     if not estimate.timing:
         return "unknown: this device has neither cycles nor published peaks"
     clock = f" at an assumed clock of {amount(estimate.clock, 'Hz')}" if estimate.clock else ""
@@ -49,7 +49,7 @@ def verdict(row: PolicyCost) -> str:
     return f"lacks {bytes_text(-spare)}" if spare < 0 else "does not fit"
 
 
-def count_that_fit(estimate: Estimate) -> str:
+def count_that_fit(estimate: EstimateRows) -> str:
     """Returns a sentence's part on how many rows fit; "" if that is unknown."""
     known = [row.fits for row in estimate.rows if row.fits is not None]
     if not known:
@@ -87,7 +87,7 @@ def memory_parts(row: PolicyCost, part: str = "memory") -> int | None:
     return None if row.is_exhausted and not row.memory else getattr(row, part)
 
 
-def has_exchanges(estimate: Estimate) -> bool:
+def has_exchanges(estimate: EstimateRows) -> bool:
     """Returns whether any row exchanges anything."""
     return any(row.collectives for row in estimate.rows)
 
@@ -105,7 +105,7 @@ def array_text(buffer: Buffer) -> str:
     return f"{short(buffer.dtype)}[{','.join(map(str, buffer.shape))}]"
 
 
-def uncounted_in(estimate: Estimate) -> list[tuple[str, str]]:
+def uncounted_in(estimate: EstimateRows) -> list[tuple[str, str]]:
     """Returns each cost that is left out, with the names of its rows; "" stands for all rows."""
     found: dict[str, list[str]] = {}
     for row in estimate.rows:

@@ -17,7 +17,7 @@ from policy.inspect.estimate.render.figures import (
     uncounted_in,
     verdict,
 )
-from policy.inspect.estimate.report import Estimate, PolicyCost
+from policy.inspect.estimate.rows import EstimateRows, PolicyCost
 from policy.inspect.render.document import html_document, resource, search_box, section
 from policy.inspect.render.markup import Markup, join_markup, tag
 from policy.inspect.render.parts import OUTSIDE, Cell, bar, chip, table
@@ -28,7 +28,7 @@ _CLASSES = {True: "fits", False: "lacks"}
 _MODULES = 30  # rows of the table of modules
 
 
-def estimate_page(estimate: Estimate) -> str:
+def estimate_page(estimate: EstimateRows) -> str:
     """Returns the page of an estimate: its rows, memory, FLOPs, exchanges, buffers and modules.
 
     It contains its own style and scripts and fetches nothing; names from the program are escaped.
@@ -47,7 +47,7 @@ def estimate_page(estimate: Estimate) -> str:
     return html_document(title, header, _sections(estimate), style)
 
 
-def _sections(estimate: Estimate) -> Iterator[Markup]:
+def _sections(estimate: EstimateRows) -> Iterator[Markup]:
     rows = estimate.rows
     yield section("costs", f"Policies ({len(rows)})", _costs(estimate))
     yield section("memory", "Memory of a device", *_memory(estimate))
@@ -70,7 +70,7 @@ def _sections(estimate: Estimate) -> Iterator[Markup]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _costs(estimate: Estimate) -> Markup:
+def _costs(estimate: EstimateRows) -> Markup:
     columns = [*_columns(estimate)]
     return table(
         [name for name, _ in columns],
@@ -78,7 +78,7 @@ def _costs(estimate: Estimate) -> Markup:
     )
 
 
-def _columns(estimate: Estimate) -> Iterator[tuple[str, Callable[[PolicyCost], Cell]]]:
+def _columns(estimate: EstimateRows) -> Iterator[tuple[str, Callable[[PolicyCost], Cell]]]:
     """Yields the headings of the columns that any row has, with the functions of their cells."""
     rows = estimate.rows
     first = rows[0] if rows else None
@@ -146,7 +146,7 @@ def _ratio(value: float, first: float | None) -> list[object]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _memory(estimate: Estimate) -> Iterator[Markup]:
+def _memory(estimate: EstimateRows) -> Iterator[Markup]:
     full = max([estimate.capacity, 1, *(row.memory for row in estimate.rows)])
     if estimate.capacity:
         memory = bytes_text(estimate.capacity)
@@ -251,7 +251,7 @@ def _cost(value: float | None, form: Callable[[float], str]) -> Cell:
     return (UNKNOWN, 0.0) if value is None else (form(value), value)
 
 
-def _remarks(estimate: Estimate) -> Iterator[Markup]:
+def _remarks(estimate: EstimateRows) -> Iterator[Markup]:
     uncounted = uncounted_in(estimate)
     if uncounted:
         yield tag("h3", "Not counted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import EstimateRows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ _MEMORY_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes",
 _SECOND_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-def estimate_figure(estimate: Estimate) -> Figure:
+def estimate_figure(estimate: EstimateRows) -> Figure:
     """Draws bars of memory, beside the device's, and of seconds where they are known.
 
     Raises:
@@ -50,7 +50,7 @@ def estimate_figure(estimate: Estimate) -> Figure:
     return figure
 
 
-def _memory(axes: Any, estimate: Estimate) -> None:
+def _memory(axes: Any, estimate: EstimateRows) -> None:
     largest = max([estimate.capacity, *(row.memory for row in estimate.rows)])
     unit, scale = _unit(largest, _MEMORY_UNITS)
     parts = {
@@ -64,7 +64,7 @@ def _memory(axes: Any, estimate: Estimate) -> None:
     _finish(axes)
 
 
-def _seconds(axes: Any, estimate: Estimate) -> None:
+def _seconds(axes: Any, estimate: EstimateRows) -> None:
     largest = max(row.seconds or 0.0 for row in estimate.rows)
     unit, scale = _unit(largest, _SECOND_UNITS)
     parts = {

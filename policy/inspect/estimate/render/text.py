@@ -22,7 +22,7 @@ from policy.inspect.estimate.render.figures import (
     uncounted_in,
     verdict,
 )
-from policy.inspect.estimate.report import Buffer, Estimate, PolicyCost
+from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.render.terminal import Paint, short, shows_colour
 from policy.inspect.render.units import amount, bytes_text, duration
 
@@ -32,12 +32,12 @@ _BUFFERS = 8
 _STYLES = {True: "good", False: "bad", None: "dim"}
 
 
-def show_estimate(estimate: Estimate, file: TextIO | None = None) -> None:
+def show_estimate(estimate: EstimateRows, file: TextIO | None = None) -> None:
     """Prints an estimate, in colour where `file` is a terminal."""
     print(estimate_text(estimate, colour=shows_colour(file or sys.stdout)), file=file)
 
 
-def estimate_text(estimate: Estimate, *, colour: bool = False) -> str:
+def estimate_text(estimate: EstimateRows, *, colour: bool = False) -> str:
     """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
     memory.
 
@@ -65,7 +65,7 @@ def _wrapped(text: str, first: str, indent: int) -> list[str]:
     )
 
 
-def _head(estimate: Estimate, paint: Paint) -> Iterator[str]:
+def _head(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
     fit = count_that_fit(estimate)
     title = f"estimate of {estimate.name or 'a function'}"
     lines = _wrapped(f"{title}: {fit}" if fit else title, "", 2)
@@ -127,7 +127,7 @@ class _Column:
         return shown + " " + paint("dim", f"{self.ratios[i]:<{self.behind - 1}}")
 
 
-def _columns(estimate: Estimate) -> Iterator[_Column]:
+def _columns(estimate: EstimateRows) -> Iterator[_Column]:
     rows = estimate.rows
     if any(row.fits is not None for row in rows):
         styles = [_STYLES[row.fits] for row in rows]
@@ -213,7 +213,7 @@ def _table(
 # --------------------------------------------------------------------------------------------------
 
 
-def _exchanges(estimate: Estimate, paint: Paint) -> Iterator[str]:
+def _exchanges(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
     if not has_exchanges(estimate):
         return
     yield paint("bold", "exchanges of a step")
@@ -250,7 +250,7 @@ def _buffer(buffer: Buffer) -> Iterator[str]:
         yield from _wrapped(part, " " * 14, 16)
 
 
-def _remarks(estimate: Estimate, paint: Paint) -> Iterator[str]:
+def _remarks(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
     uncounted = uncounted_in(estimate)
     if uncounted:
         yield paint("bold", "not counted")

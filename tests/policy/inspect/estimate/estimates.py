@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 
 GIB = 2**30
 HOSTILE = "<script>document.title='taken'</script>\"'& \x1b[31m$x_1$"

@@ -11,7 +11,7 @@ import pytest
 
 from policy.inspect.estimate.render.html import estimate_page
 from policy.inspect.estimate.render.text import estimate_text, show_estimate
-from policy.inspect.estimate.report import Exchange
+from policy.inspect.estimate.rows import Exchange
 from policy.inspect.render.units import duration
 from tests.policy.inspect.audit.test_page import Elements, all_of
 from tests.policy.inspect.estimate.estimates import (

@@ -9,7 +9,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from policy.inspect.estimate.report import Buffer, Estimate, Exchange, PolicyCost
+from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 from tests.policy.inspect.estimate.estimates import (
     GIB,
     cost,
