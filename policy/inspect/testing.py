@@ -5,42 +5,41 @@ All but `assert_close_in_ulps` only trace and run nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.dtype_names import dtype_to_names, parse_dtype
 from policy.core.policy import Policy, get_policy
-from policy.core.rules import PolicyRules, matches
 from policy.core.scope import RulesLike
-from policy.inspect.audit.checks.sums import terms_of
+from policy.inspect.audit.assertions import (
+    DTypes,
+    allowed,
+    dtype_names,
+    line,
+    line_of,
+    listed,
+    multiplies,
+    require_any,
+    require_dtypes,
+    rounds,
+)
+from policy.inspect.audit.audit import function_name
 from policy.inspect.audit.finding_kinds import MIXED, PROMOTION
 from policy.inspect.audit.findings import findings_of
-from policy.inspect.audit.report import Finding
-from policy.inspect.audit.weights import multiplied_dtypes, names_of, path_rules, policy_at
+from policy.inspect.audit.weights import multiplied_dtypes, path_rules, policy_at
 from policy.inspect.traced.gradients import parameter_places, traced_call
 from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
 from policy.inspect.ulps import ulp_error_message
-from policy.programs.graph import Graph, Node, is_joint
-from policy.programs.operations import (
-    HALVES,
-    accumulation_of,
-    is_inexact_name,
-    kind_of,
-    operands_of,
-    result_of,
-    sums,
-)
+from policy.programs.graph import Graph
+from policy.programs.operations import HALVES, accumulation_of, is_inexact_name, operands_of
 from policy.programs.paths import spelled
 from policy.programs.same_program import first_difference
 from policy.programs.trace import trace
-from policy.programs.walk import Site
-from policy.programs.weight_matmuls import are_codes, weight_matmuls
+from policy.programs.weight_matmuls import weight_matmuls
 
 __all__ = [
     "assert_close_in_ulps",
@@ -55,12 +54,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-DTypes = DTypeLike | Collection[DTypeLike]
-# As in a policy's text: NumPy's f8 and i8 are float64 and int64.
-_EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
-_KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
 
 
 def assert_reductions_in(
@@ -98,12 +91,11 @@ def assert_reductions_in(
         dtype; or the program has no sum, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
-    accepted = _names(dtype)
-    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
-    sites = [node.site for node in nodes if _rounds(node)]
-    _require_any(sites, "sum of floating numbers", allow)
-    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
-    _require_none(wrong, f"should be summed in {_listed(accepted)}")
+    accepted = dtype_names(dtype)
+    nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
+    sums_of_floats = [node for node in nodes if rounds(node)]
+    require_any(sums_of_floats, "sum of floating numbers", allow)
+    require_dtypes(sums_of_floats, accepted, "be summed in")
 
 
 def assert_dots_in(
@@ -137,16 +129,16 @@ def assert_dots_in(
     Raises:
       AssertionError, ValueError: as `assert_reductions_in`.
     """
-    accepted = _names(dtype)
-    nodes = _allowed(_nodes(_jaxpr(fn, args, kwargs, backward, params)), allow)
-    sites = [node.site for node in nodes if _multiplies(node)]
-    _require_any(sites, "matmul or convolution of floating numbers", allow)
-    wrong = [site for site in sites if not set(operands_of(site.equation)) <= accepted]
-    _require_none(wrong, f"should multiply {_listed(accepted)}")
+    accepted = dtype_names(dtype)
+    nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
+    matmuls = [node for node in nodes if multiplies(node)]
+    require_any(matmuls, "matmul or convolution of floating numbers", allow)
+    require_dtypes(matmuls, accepted, "multiply")
     if accumulation is not None:
-        declared = _names(accumulation)
-        wrong = [site for site in sites if accumulation_of(site.equation) not in declared]
-        _require_none(wrong, f"should accumulate in {_listed(declared)}", accumulation_of)
+        declared = dtype_names(accumulation)
+        require_dtypes(
+            matmuls, declared, "accumulate in", lambda equation: (accumulation_of(equation),)
+        )
 
 
 def assert_matmuls_obey(
@@ -187,18 +179,17 @@ def assert_matmuls_obey(
       ValueError: a pattern in `allow` matches no path; a rule is about a class.
     """
     obeyed, ruled = get_policy(policy), path_rules(rules)
-    jaxpr = _jaxpr(fn, args, kwargs, backward, params if backward else None)
+    graph = _graph(fn, args, kwargs, backward, params if backward else None)
     places = parameter_places(fn, tuple(args), dict(kwargs or {}), params)
-    graph = Graph(jaxpr)
-    allowed = {id(node) for node in _allowed(graph.nodes, allow)}
-    matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in allowed]
-    _require_any([one.node.site for one in matmuls], "matmul of a parameter", allow)
+    looked_at = set(map(id, allowed(graph, allow)))
+    matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in looked_at]
+    require_any(matmuls, "matmul of a parameter", allow)
     told = []
     for one in matmuls:
         expected = multiplied_dtypes(policy_at(obeyed, ruled, one.node.site.path), one)
         found = operands_of(one.node.site.equation)
         if not set(found) <= expected:
-            told.append(f"{_told(one.node.site, None)}\n    should be {_listed(expected)}")
+            told.append(f"{line_of(one.node.site, found)}\n    should be {listed(expected)}")
     if told:
         raise AssertionError(
             f"{len(told)} of {len(matmuls)} matmuls of parameters do not obey '{obeyed}':\n"
@@ -232,21 +223,20 @@ def assert_no_silent_promotion(
         nothing runs in half precision, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
-    jaxpr = _jaxpr(fn, args, kwargs, backward, params)
-    sites = [node.site for node in _allowed(_nodes(jaxpr), allow)]
-    _require_any(
-        [s for s in sites if HALVES & {*operands_of(s.equation), result_of(s.equation)}],
-        "half-precision value",
-        allow,
-    )
-    paths = {spelled(site.path) for site in sites}
-    findings = [
-        f for f in findings_of(Graph(jaxpr)) if f.kind in (PROMOTION, MIXED) and f.path in paths
+    graph = _graph(fn, args, kwargs, backward, params)
+    nodes = allowed(graph, allow)
+    values = (value for node in nodes for value in (*node.inputs, *node.outputs))
+    require_any([v for v in values if v.dtype in HALVES], "half-precision value", allow)
+    paths = {spelled(node.site.path) for node in nodes}
+    told = [
+        line(f.primitive, f.path, f.dtypes, f.is_backward, f.source)
+        for f in findings_of(graph)
+        if f.kind in (PROMOTION, MIXED) and f.path in paths
     ]
-    if findings:
+    if told:
         raise AssertionError(
             "bfloat16 or float16 is combined with float32 without an explicit cast:\n"
-            + "\n".join(map(_told_of_finding, findings))
+            + "\n".join(told)
         )
 
 
@@ -284,7 +274,7 @@ def assert_params_keep_dtype(
         that made it; or a parameter is not returned; or there is no floating one, so that nothing
         would be asserted.
     """
-    accepted = None if dtype is None else _names(dtype)
+    accepted = None if dtype is None else dtype_names(dtype)
     before, after, jaxpr = parameters_of(
         fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
     )
@@ -299,12 +289,12 @@ def assert_params_keep_dtype(
             continue
         place, now = after[name]
         if is_inexact_name(was) and now not in (accepted or {was}):
-            should = _listed(accepted) if accepted else was
+            should = listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
         raise AssertionError(
-            f"{len(told)} of {len(before)} parameters of {_name(fn)} do not come back in the right "
-            "dtype:\n" + "\n".join(told)
+            f"{len(told)} of {len(before)} parameters of {function_name(fn)} do not come back in "
+            "the right dtype:\n" + "\n".join(told)
         )
 
 
@@ -342,7 +332,8 @@ def assert_same_program(
     )
     difference = first_difference(*jaxprs)
     if difference is not None:
-        raise AssertionError(f"{_name(f)} and {_name(g)} are not the same program. {difference}")
+        names = f"{function_name(f)} and {function_name(g)}"
+        raise AssertionError(f"{names} are not the same program. {difference}")
 
 
 def assert_close_in_ulps(
@@ -392,138 +383,17 @@ def assert_close_in_ulps(
         raise AssertionError("\n".join(told))
 
 
-# --------------------------------------------------------------------------------------------------
-# Selection of equations, and messages about them
-# --------------------------------------------------------------------------------------------------
-
-
-def _jaxpr(
+def _graph(
     fn: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     backward: bool,
     params: ParamsArgument,
-) -> Any:
+) -> Graph:
     if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
         args, Sequence
     ):
         raise TypeError(
             f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
         )
-    return traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr
-
-
-def _nodes(jaxpr: Any) -> list[Node]:
-    """Returns the live nodes of a program: those that a result depends on."""
-    return [node for node in Graph(jaxpr).nodes if not is_joint(node)]
-
-
-def _rounds(node: Node) -> bool:
-    """Returns whether a node sums more than one floating number, as an audit checks."""
-    equation = node.site.equation
-    return (
-        sums(equation) and any(map(is_inexact_name, operands_of(equation))) and bool(terms_of(node))
-    )
-
-
-def _multiplies(node: Node) -> bool:
-    """Returns whether a node multiplies matrices of floating numbers, or int8 codes of them."""
-    is_floating = any(map(is_inexact_name, operands_of(node.site.equation)))
-    return kind_of(node.name) in ("dot", "convolution") and (is_floating or are_codes(node))
-
-
-def _allowed(nodes: list[Node], allow: Collection[str]) -> list[Node]:
-    """Returns the nodes that no pattern leaves out."""
-    if isinstance(allow, str):
-        raise TypeError(
-            f"allow should be a collection of path patterns, such as ({allow!r},), but got the "
-            "string itself."
-        )
-    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
-    known = {
-        path: list(names_of(path))
-        for path in ({node.site.path for node in nodes} if patterns else ())
-    }
-    matched = {
-        path: {
-            pattern
-            for pattern, _ in patterns
-            for name, model in names
-            if matches(pattern, name, model=model)
-        }
-        for path, names in known.items()
-    }
-    unmatched = sorted(set(allow).difference(*matched.values()))
-    if unmatched:
-        listed = ", ".join(sorted({spelled(path) for path in known if path})) or "none"
-        raise ValueError(f"allow: '{unmatched[0]}' matches no path. Paths: {listed}.")
-    return [node for node in nodes if not matched.get(node.site.path)]
-
-
-def _require_any(sites: list[Site], what: str, allow: Collection[str]) -> None:
-    if not sites:
-        but = f" apart from those that allow={tuple(allow)!r} excludes" if allow else ""
-        raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
-
-
-def _require_none(wrong: list[Site], should: str, of: Callable[[Any], str] | None = None) -> None:
-    if wrong:
-        told = dict.fromkeys(_told(site, of) for site in wrong)
-        raise AssertionError(
-            f"{len(wrong)} {'operation' if len(wrong) == 1 else 'operations'} {should}:\n"
-            + "\n".join(told)
-        )
-
-
-def _told(site: Site, of: Callable[[Any], str] | None) -> str:
-    path = f"at '{spelled(site.path)}'" if site.path else "outside of any module"
-    dtypes = of(site.equation) if of else ", ".join(operands_of(site.equation))
-    backward = ", backward" if site.is_backward else ""
-    return f"  {site.name} {path} in {dtypes}{backward}: {site.source or 'source line unknown'}"
-
-
-def _told_of_finding(finding: Finding) -> str:
-    path = f"at '{finding.path}'" if finding.path else "outside of any module"
-    backward = ", backward" if finding.is_backward else ""
-    dtypes = ", ".join(finding.dtypes)
-    source = finding.source or "source line unknown"
-    return f"  {finding.primitive} {path} in {dtypes}{backward}: {source}"
-
-
-def _names(dtype: DTypes) -> frozenset[str]:
-    """Returns the names of the accepted dtypes."""
-    given = (
-        [dtype]
-        if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection)
-        else list(dtype)
-    )
-    if not given:
-        raise ValueError("No accepted dtype was given: pass one or several, such as 'bf16'.")
-    names = [_EIGHT_BITS.get(one, ()) if isinstance(one, str) else () for one in given]
-    return frozenset(
-        name
-        for one, known in zip(given, names, strict=True)
-        for name in (known or (_dtype_name(one),))
-    )
-
-
-def _dtype_name(dtype: DTypeLike) -> str:
-    if isinstance(dtype, str) and (dtype in _KNOWN or dtype == "backend"):
-        return dtype if dtype == "backend" else parse_dtype(dtype).name
-    try:
-        return jnp.dtype(dtype).name
-    except TypeError:
-        raise TypeError(
-            "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "
-            f"{dtype!r}."
-        ) from None
-
-
-def _listed(dtypes: frozenset[str]) -> str:
-    return " or ".join(sorted(dtypes))
-
-
-def _name(fn: Any) -> str:
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
+    return Graph(traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr)

@@ -6,11 +6,19 @@ import enum
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from policy.inspect.audit.flow import is_cast, is_cotangent, reached, users
+from policy.inspect.audit.values import (
+    behind,
+    is_cotangent,
+    is_view,
+    made_of,
+    moved_from,
+    reached,
+    users,
+)
 from policy.programs.equations import combines_by
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import kind_of
-from policy.programs.primitives import ADDITIONS, EXTREMES, MOVES_DATA, PRODUCTS, UPDATES
+from policy.programs.primitives import ADDITIONS, EXTREMES, PRODUCTS, UPDATES
 
 _ZEROS = UPDATES | {"pad"}  # make arrays that are mostly zero
 _DEEP = 100  # the deepest nesting of sums that is followed
@@ -115,7 +123,7 @@ class Shares:
                 return None
             found = _times(found, step)
             below = _Below.SCALE if step.scaled and below is _Below.NOTHING else below
-            value = mine[0] if len(mine) == 1 else _counterpart(maker, value)
+            value = mine[0] if len(mine) == 1 else moved_from(maker, value)
         return found
 
     def _step(self, node: Node, mine: list[Value], below: _Below) -> Share | None:
@@ -143,7 +151,7 @@ class Shares:
         if node.name == "neg":
             return Share(-1.0)
         is_written_into = node.name in UPDATES and mine[0] is node.inputs[0]
-        return Share(1.0) if _is_view(node) or is_written_into else None
+        return Share(1.0) if is_view(node) or is_written_into else None
 
     def _chosen(self, cases: list[Value], below: _Below, depth: int) -> Share | None:
         """Returns the share in a result that is selected or assembled from several values."""
@@ -181,10 +189,10 @@ class Shares:
         """
         ends = {id(self.carry), *(id(out) for node in self.sums for out in node.outputs)}
         for value in (out for node in self.sums for out in node.outputs):
-            for reader in users(value, _is_view):
+            for reader in users(value, is_view):
                 if (
                     reader.name == "sub"
-                    and all(id(_uncast(v)) in ends for v in reader.inputs)
+                    and all(id(made_of(v, is_view)) in ends for v in reader.inputs)
                     and _goes_on(reader.out)
                 ):
                     return True
@@ -204,21 +212,18 @@ class Dependence:
         self._independent: set[int] = set()
 
     def __call__(self, value: Value) -> bool:
-        waiting, seen = [value], {id(value)}
-        while waiting:
-            value = waiting.pop()
-            if id(value) in self._on:
+        seen = set[int]()
+        for one in behind(value, self._operands):
+            if id(one) in self._on:
                 return True
-            maker = value.maker
-            if maker is None or maker.name == "carry" or self._hides(maker):
-                continue
-            fresh = [
-                v for v in maker.inputs if id(v) not in seen and id(v) not in self._independent
-            ]
-            seen.update(map(id, fresh))
-            waiting.extend(fresh)
+            seen.add(id(one))
         self._independent |= seen
         return False
+
+    def _operands(self, node: Node) -> list[Value]:
+        if node.name == "carry" or self._hides(node):
+            return []
+        return [value for value in node.inputs if id(value) not in self._independent]
 
 
 def _cases(node: Node, mine: list[Value]) -> list[Value]:
@@ -246,13 +251,6 @@ def _times(one: Share, other: Share) -> Share:
     )
 
 
-def _counterpart(node: Node, value: Value) -> Value:
-    """Returns the operand of a data movement that a result is made of."""
-    if len(node.outputs) == len(node.inputs):
-        return node.inputs[[out is value for out in node.outputs].index(True)]
-    return node.inputs[0]
-
-
 def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
     """Returns a factor, and whether it is known.
 
@@ -264,7 +262,7 @@ def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
     maker = value.maker
     if maker is None or is_joint(maker) or not maker.inputs or not depth:
         return 1.0, False
-    if _is_view(maker):
+    if is_view(maker):
         return _number(maker.inputs[0], depth - 1)
     if maker.name == "neg":
         number, is_exact = _number(maker.inputs[0], depth - 1)
@@ -288,20 +286,10 @@ def _is_sparse(value: Value) -> bool:
     return value.maker is not None and value.maker.name in _ZEROS
 
 
-def _uncast(value: Value) -> Value:
-    while value.maker is not None and _is_view(value.maker) and value.maker.inputs:
-        value = value.maker.inputs[0]
-    return value
-
-
-def _is_view(node: Node) -> bool:
-    return node.name in MOVES_DATA or is_cast(node)
-
-
 def _goes_on(value: Value) -> bool:
     """Returns whether a value reaches a carry or an output through sums, casts or selections."""
     passes = lambda node: (  # noqa: E731
-        node.name in ADDITIONS or node.name in ("select_n", "branch") or _is_view(node)
+        node.name in ADDITIONS or node.name in ("select_n", "branch") or is_view(node)
     )
     return any(
         each.is_output or any(node.name == "carry" for node in each.readers)

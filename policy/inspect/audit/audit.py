@@ -11,7 +11,8 @@ from policy.core.requested_dtypes import Asked, collecting
 from policy.core.scope import RulesLike, current_scope
 from policy.inspect.audit.findings import findings_of
 from policy.inspect.audit.lost_constants import noticing
-from policy.inspect.audit.report import Audit, Operation
+from policy.inspect.audit.operations import Operation
+from policy.inspect.audit.report import Audit
 from policy.inspect.audit.states import states_of
 from policy.inspect.traced.call import checked_policy, checked_rules, short_text
 from policy.inspect.traced.under_policy import traced_under
@@ -99,7 +100,7 @@ def audit(
     graph = Graph(traced.jaxpr)
     with naming(node.site.path for node in graph.nodes):
         findings = findings_of(graph, lost, states_of(traced), asked)
-        return Audit(operations_of(graph), findings, _name(fn), _in_force(asked, graph))
+        return Audit(operations_of(graph), findings, function_name(fn), _in_force(asked, graph))
 
 
 def _in_force(asked: Asked, graph: Graph) -> str:
@@ -116,7 +117,8 @@ def _in_force(asked: Asked, graph: Graph) -> str:
     )
 
 
-def _name(fn: Any) -> str:
+def function_name(fn: Any) -> str:
+    """Returns the name of a function, or of the class of a module."""
     while hasattr(fn, "func"):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)

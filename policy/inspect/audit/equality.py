@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policy.inspect.audit.values import made_of
 from policy.programs.graph import Value, is_joint
 from policy.programs.primitives import REARRANGES
 
@@ -15,7 +16,7 @@ def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
     Args:
       depth: the longest chain of operations that is compared.
     """
-    one, other = _in_any_shape(one), _in_any_shape(other)
+    one, other = (made_of(v, lambda node: node.name in REARRANGES) for v in (one, other))
     if one is other:
         return True
     first, second = one.maker, other.maker
@@ -26,12 +27,6 @@ def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
     if str(first.params) != str(second.params) or _index(one) != _index(other):
         return False
     return all(are_equal(a, b, depth - 1) for a, b in zip(first.inputs, second.inputs, strict=True))
-
-
-def _in_any_shape(value: Value) -> Value:
-    while value.maker is not None and value.maker.name in REARRANGES:
-        value = value.maker.inputs[0]
-    return value
 
 
 def _index(value: Value) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.operations import Finding
 from policy.programs.graph import Node, Value
 from policy.programs.operations import is_inexact_name
 from policy.programs.paths import spelled

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policy.core.requested_dtypes import Asked
 from policy.inspect.audit.checks.carries import narrowed_carries
-from policy.inspect.audit.checks.casts import repeated_casts, round_trips, roundings_twice
+from policy.inspect.audit.checks.casts import repeated_casts, round_trips
 from policy.inspect.audit.checks.chains import sums_by_hand
 from policy.inspect.audit.checks.constants import constants_out_of_range
 from policy.inspect.audit.checks.eight_bits import (
@@ -28,7 +28,7 @@ from policy.inspect.audit.checks.sums import low_precision_reductions
 from policy.inspect.audit.finding_kinds import FINDING_KINDS as FINDING_KINDS
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.lost_constants import Lost
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.states import State
 from policy.programs.graph import Graph
 
@@ -47,7 +47,6 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     float32_matmuls,
     default_precisions,
     round_trips,
-    roundings_twice,
     repeated_casts,
     float32_residuals,
 )

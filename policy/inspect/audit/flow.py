@@ -2,104 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from policy.core.requested_dtypes import Asked
 from policy.inspect.audit.lost_constants import Lost
 from policy.inspect.audit.states import State
-from policy.programs.codes import is_eight_bits as is_eight_bits
-from policy.programs.dependence import is_cotangent as is_cotangent
+from policy.inspect.audit.values import (
+    is_cast,
+    is_complex,
+    is_cotangent,
+    is_layout,
+    is_matmul,
+    is_narrow,
+    is_wide,
+    made_of,
+    narrows,
+    operands,
+    widens,
+)
 from policy.programs.graph import Graph, Node, Value, is_joint
-from policy.programs.operations import is_inexact_name, kind_of
-from policy.programs.primitives import MOVES_DATA
-
-_MATMULS = ("dot", "convolution")
-
-
-@functools.cache
-def bits(dtype: str) -> int:
-    """Returns the width in bits of a real floating dtype, by its name; 0 for any other."""
-    if not is_inexact_name(dtype) or dtype.startswith("complex"):
-        return 0
-    digits = "".join(c if c.isdigit() else " " for c in dtype.split("_")[0]).split()
-    return int(digits[0]) if digits else 0
-
-
-def is_narrow(dtype: str) -> bool:
-    """Returns whether a dtype is floating and narrower than float32."""
-    return 0 < bits(dtype) < 32
-
-
-def is_wide(dtype: str) -> bool:
-    """Returns whether a dtype is float32 or float64."""
-    return bits(dtype) >= 32
-
-
-def is_complex(dtype: str) -> bool:
-    """Returns whether a dtype is complex."""
-    return dtype.startswith("complex")
-
-
-def is_cast(node: Node) -> bool:
-    """Returns whether a node casts between real floating dtypes."""
-    return (
-        node.name == "convert_element_type"
-        and bits(node.inputs[0].dtype) > 0
-        and bits(node.out.dtype) > 0
-    )
-
-
-def widens(node: Node) -> bool:
-    return is_cast(node) and is_narrow(node.inputs[0].dtype) and is_wide(node.out.dtype)
-
-
-def narrows(node: Node) -> bool:
-    return is_cast(node) and is_wide(node.inputs[0].dtype) and is_narrow(node.out.dtype)
-
-
-def is_matmul(node: Node) -> bool:
-    return kind_of(node.name) in _MATMULS and not is_joint(node)
-
-
-def made_of(value: Value) -> Value:
-    """Returns the value that this one is a view of, through layout operations."""
-    while value.maker is not None and value.maker.name in MOVES_DATA and value.maker.inputs:
-        value = value.maker.inputs[0]
-    return value
-
-
-def is_layout(node: Node) -> bool:
-    """Returns whether a node moves numbers without changing any."""
-    return node.name in MOVES_DATA
-
-
-def reached(values: Iterable[Value], passes: Callable[[Node], bool] = is_layout) -> Iterator[Value]:
-    """Yields values, and all values derived from them through nodes that `passes` accepts."""
-    waiting = list(values)
-    seen = set(map(id, waiting))
-    while waiting:
-        value = waiting.pop()
-        yield value
-        fresh = [
-            out
-            for node in value.readers
-            if passes(node)
-            for out in node.outputs
-            if id(out) not in seen
-        ]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
-
-
-def users(value: Value, passes: Callable[[Node], bool] = is_layout) -> Iterator[Node]:
-    """Yields the nodes that compute with a value, looking through nodes that `passes` accepts."""
-    return (node for each in reached([value], passes) for node in each.readers if not passes(node))
-
-
-def is_returned(value: Value) -> bool:
-    """Returns whether the program returns a value or a view of it."""
-    return any(each.is_output for each in reached([value]))
 
 
 class Flow:
@@ -174,11 +95,6 @@ class Flow:
         return leaking
 
 
-def operands(node: Node) -> list[Value]:
-    """Returns the floating operands of a matmul."""
-    return [value for value in node.inputs if bits(value.dtype)]
-
-
 def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
     """Returns whether a value leaks through a reader; `leaking` holds later values that leak."""
     if is_cotangent(reader) and not (value.maker is not None and is_cotangent(value.maker)):
@@ -187,7 +103,7 @@ def _leaks(value: Value, reader: Node, leaking: set[int]) -> bool:
         return True
     if narrows(reader):
         return False
-    if reader.name in MOVES_DATA or is_cast(reader) or is_joint(reader):
+    if is_layout(reader) or is_cast(reader) or is_joint(reader):
         return any(id(out) in leaking for out in reader.outputs)
     results = [out for out in reader.outputs if is_wide(out.dtype) or is_complex(out.dtype)]
     if not results:  # a comparison, an index or an effect

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from jax.core import Tracer
 
+from policy.inspect.audit.values import moved_from
 from policy.programs.graph import Node, Value
-from policy.programs.primitives import INJECTIVE, KEEPS_AXES, RESHAPES, SELECTS_LITERALS
+from policy.programs.primitives import (
+    BROADCASTS,
+    CASTS,
+    INJECTIVE,
+    KEEPS_AXES,
+    RESHAPES,
+    SELECTS_LITERALS,
+)
 
 Axes = frozenset[int]
 _NONE: Axes = frozenset()
@@ -20,8 +27,8 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
     """Returns whether two rows of `indices` (..., k) may be equal.
 
     Rows are taken to differ along an axis that an `iota` counts along, even if it was moved,
-    permuted or wrapped around: reversals, permutations and `arange` have this form. Small arrays
-    that are computed from constants are compared by value, if there are no batching axes.
+    permuted or wrapped around: reversals, permutations and `arange` have this form. Small constants
+    are compared by value, if there are no batching axes.
 
     Args:
       indices: an integer array whose last axis holds the coordinates of one element.
@@ -35,59 +42,39 @@ def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
     return not rows_along <= _counting(indices, {})
 
 
+_LARGEST = 4096  # the size of the largest array whose numbers are compared
+
+
 def _known(value: Value) -> np.ndarray | None:
-    """Returns the numbers of a small integer array computed from constants alone, or None."""
-    if value.array is not None:
-        is_small = not isinstance(value.array, Tracer) and np.size(value.array) <= _LARGEST
-        return (
-            np.asarray(value.array)
-            if is_small and value.dtype.startswith(("int", "uint", "bool"))
-            else None
-        )
+    """Returns the integers of a small array that the program holds, in its own shape, or None.
+
+    A negative index is not replaced by the one that it stands for.
+    """
     maker = value.maker
-    if maker is None or maker.name not in _COMPUTED or math.prod(value.shape) > _LARGEST:
+    if maker is None:
+        is_read = value.dtype.startswith(("int", "uint")) and not isinstance(value.array, Tracer)
+        is_small = value.array is not None and is_read and np.size(value.array) <= _LARGEST
+        return np.asarray(value.array) if is_small else None
+    if _counts_from_end(maker):
+        return _known(maker.inputs[1])
+    if maker.name == "concatenate":
+        parts = [part for operand in maker.inputs if (part := _known(operand)) is not None]
+        is_whole = len(parts) == len(maker.inputs)
+        return np.concatenate(parts, maker.params["dimension"]) if is_whole else None
+    if maker.name not in CASTS | RESHAPES | BROADCASTS:
         return None
-    operands = [_known(operand) for operand in maker.inputs]
-    if any(operand is None for operand in operands):
+    found = _known(maker.inputs[0])
+    if found is None or found.size != math.prod(value.shape):
         return None
-    return np.asarray(_COMPUTED[maker.name](value, maker.params, *operands))
+    return found.reshape(value.shape)
 
 
-_LARGEST = 4096
-_COMPUTED: dict[str, Callable[..., Any]] = {
-    "iota": lambda out, params: np.broadcast_to(
-        np.expand_dims(
-            np.arange(out.shape[params["dimension"]]),
-            [axis for axis in range(len(out.shape)) if axis != params["dimension"]],
-        ),
-        out.shape,
-    ),
-    "add": lambda out, _, x, y: x + y,
-    "sub": lambda out, _, x, y: x - y,
-    "mul": lambda out, _, x, y: x * y,
-    "rem": lambda out, _, x, y: np.fmod(x, np.where(y == 0, 1, y)),
-    "neg": lambda out, _, x: -x,
-    "lt": lambda out, _, x, y: x < y,
-    "ne": lambda out, _, x, y: x != y,
-    "and": lambda out, _, x, y: np.logical_and(x, y),
-    "select_n": lambda out, _, which, *cases: np.choose(which.astype(int), cases),
-    "reshape": lambda out, _, x: x.reshape(out.shape),
-    "convert_element_type": lambda out, _, x: x,
-    "squeeze": lambda out, _, x: x.reshape(out.shape),
-    "rev": lambda out, params, x: np.flip(x, params["dimensions"]),
-    "concatenate": lambda out, params, *parts: np.concatenate(parts, params["dimension"]),
-    "broadcast_in_dim": lambda out, params, x: np.broadcast_to(
-        x.reshape(
-            [
-                x.shape[params["broadcast_dimensions"].index(axis)]
-                if axis in params["broadcast_dimensions"]
-                else 1
-                for axis in range(len(out.shape))
-            ]
-        ),
-        out.shape,
-    ),
-}
+def _counts_from_end(node: Node) -> bool:
+    """Returns whether a node selects an index, or where that is negative its sum with a size."""
+    if node.name != "select_n" or node.inputs[-1].maker is None:
+        return False
+    counted = node.inputs[-1].maker
+    return counted.name == "add" and any(one is node.inputs[1] for one in counted.inputs)
 
 
 def _counting(value: Value, known: dict[int, Axes]) -> Axes:
@@ -105,7 +92,7 @@ def _of_node(value: Value, node: Node, known: dict[int, Axes]) -> Axes:
     if name == "select_n":  # a negative index, and the same one counted from the end
         return frozenset.intersection(*(_counting(v, known) for v in node.inputs[1:]))
     if name == "sort":  # permutes numbers, as argsort does
-        return _counting(node.inputs[[out is value for out in node.outputs].index(True)], known)
+        return _counting(moved_from(node, value), known)
     if name == "concatenate":
         return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
     if name in INJECTIVE or (name == "mul" and any(v.is_literal for v in node.inputs)):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.audit.flow import bits
+from policy.inspect.audit.values import bits, moved_from
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import (
     ANNOTATES,
@@ -54,13 +54,16 @@ def interval_of(value: Value, depth: int = _DEEP) -> Interval:
     return Interval(max(held.low, found.low), min(held.high, found.high))
 
 
-def _of_array(array: np.ndarray) -> Interval:
-    is_read = isinstance(array, np.ndarray) and 0 < array.size <= _LARGEST
-    if not is_read or not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
-        return _ANY
-    if np.iscomplexobj(array):
-        return _ANY
-    numbers = array.astype(np.float64)
+def numbers_in(array: object) -> np.ndarray:
+    """Returns the numbers of a small real array, in float64; none of any other object."""
+    if not isinstance(array, np.ndarray) or array.size > _LARGEST or np.iscomplexobj(array):
+        return np.empty(0)
+    is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
+    return array.astype(np.float64).ravel() if is_number else np.empty(0)
+
+
+def _of_array(array: object) -> Interval:
+    numbers = numbers_in(array)
     numbers = numbers[~np.isnan(numbers)]
     return Interval(float(numbers.min()), float(numbers.max())) if numbers.size else _ANY
 
@@ -78,13 +81,6 @@ def _of_dtype(dtype: str) -> Interval:
     if info.bits > 8 and isinstance(info, jnp.finfo):
         return _ANY
     return Interval(float(info.min), float(info.max))
-
-
-def moved_from(node: Node, value: Value) -> Value:
-    """Returns the operand that a data movement makes a result of."""
-    if len(node.outputs) == len(node.inputs):
-        return next(v for v, out in zip(node.inputs, node.outputs, strict=True) if out is value)
-    return node.inputs[0]
 
 
 def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.inspect.audit.flow import is_matmul
-from policy.inspect.audit.ranges import moved_from
+from policy.inspect.audit.values import behind, is_matmul, made_of, moved_from, views
 from policy.programs.costs import size
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import kind_of
@@ -36,31 +35,24 @@ def is_scaled_by_itself(value: Value) -> bool:
     return any(_is_scaling(node) for node in _behind(value))
 
 
-def is_rescaled(value: Value) -> bool:
-    """Returns whether a value was divided or multiplied by another array at all."""
-    return any(
-        node.name in PRODUCTS and not any(map(is_constant, node.inputs)) for node in _behind(value)
-    )
-
-
 def _behind(value: Value) -> Iterator[Node]:
     """Yields the nodes that a value is made by, as far as they keep what was scaled."""
-    waiting, seen = [value], {id(value)}
-    while waiting and len(seen) < _FAR:
-        maker = waiting.pop().maker
-        if maker is None or not (maker.name in _BETWEEN or is_joint(maker)):
-            continue
-        yield maker
-        fresh = [one for one in maker.inputs if id(one) not in seen and not is_constant(one)]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
+
+    def keeps(node: Node) -> bool:
+        return node.name in _BETWEEN or is_joint(node)
+
+    def scaled(node: Node) -> list[Value]:
+        return [one for one in node.inputs if not is_constant(one)] if keeps(node) else []
+
+    makers = (one.maker for one in behind(value, scaled, _FAR))
+    return (maker for maker in makers if maker is not None and keeps(maker))
 
 
 def _is_scaling(node: Node) -> bool:
     if node.name not in PRODUCTS:
         return False
     array, scale = node.inputs
-    if node.name == "mul" and _least(array) < _least(scale):
+    if node.name == "mul" and least_size(array) < least_size(scale):
         array, scale = scale, array
     chain = set(map(id, _chain(array)))
     return any(id(one) in chain for found in _reductions(scale) for one in _chain(found.inputs[0]))
@@ -68,18 +60,16 @@ def _is_scaling(node: Node) -> bool:
 
 def _reductions(value: Value) -> Iterator[Node]:
     """Yields the reductions that a value depends on, the nearest ones."""
-    waiting, seen = [value], {id(value)}
-    while waiting and len(seen) < _FAR:
-        maker = waiting.pop().maker
-        if maker is None or maker.name == "carry" or is_matmul(maker):
-            continue
-        is_sum = kind_of(maker.name) == "reduction" and not is_joint(maker)
-        if (is_sum or maker.name in EXTREMES | ORDERS) and maker.inputs:
-            yield maker
-            continue
-        fresh = [one for one in maker.inputs if id(one) not in seen]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
+
+    def reduces(node: Node) -> bool:
+        is_sum = kind_of(node.name) == "reduction" and not is_joint(node)
+        return bool(node.inputs) and (is_sum or node.name in EXTREMES | ORDERS)
+
+    def others(node: Node) -> list[Value]:
+        return [] if node.name == "carry" or is_matmul(node) or reduces(node) else node.inputs
+
+    makers = (one.maker for one in behind(value, others, _FAR))
+    return (maker for maker in makers if maker is not None and reduces(maker))
 
 
 def _chain(value: Value) -> Iterator[Value]:
@@ -98,22 +88,11 @@ def _chain(value: Value) -> Iterator[Value]:
         (value,) = whole.values()
 
 
-def _least(value: Value) -> int:
+def least_size(value: Value) -> int:
     """Returns how many numbers an array has, before they were repeated."""
-    least = size(value.shape)
-    while value.maker is not None and value.maker.name in MOVES_DATA and value.maker.inputs:
-        value = moved_from(value.maker, value)
-        least = min(least, size(value.shape))
-    return least
+    return min(size(one.shape) for one in views(value))
 
 
 def is_constant(value: Value) -> bool:
     """Returns whether a value is a number that the program holds, cast or repeated."""
-    while value.array is None:
-        maker = value.maker
-        if maker is None or not maker.inputs:
-            return False
-        if maker.name not in MOVES_DATA and maker.name not in CASTS:
-            return False
-        value = moved_from(maker, value)
-    return True
+    return made_of(value, lambda node: node.name in MOVES_DATA | CASTS).array is not None

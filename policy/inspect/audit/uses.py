@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.inspect.audit.flow import is_cotangent, is_matmul, made_of, reached
+from policy.inspect.audit.values import is_cotangent, is_matmul, made_of, reached
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, sums
 from policy.programs.primitives import (
@@ -65,16 +65,15 @@ def _is_steep(node: Node) -> bool:
 
 def _is_softplus(node: Node) -> bool:
     """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
-    maker = made_of(node.inputs[0]).maker if node.name == "log1p" else None
-    return maker is not None and maker.name == "exp" and _is_never_positive(maker.inputs[0])
-
-
-def _is_never_positive(value: Value) -> bool:
-    negated = made_of(value).maker
-    if negated is None or negated.name != "neg":
+    if node.name != "log1p":
         return False
-    inner = made_of(negated.inputs[0]).maker
-    return inner is not None and inner.name == "abs"
+    value = node.inputs[0]
+    for name in ("exp", "neg", "abs"):
+        maker = made_of(value).maker
+        if maker is None or maker.name != name:
+            return False
+        value = maker.inputs[0]
+    return True
 
 
 def _is_judged(node: Node) -> bool:
@@ -132,8 +131,5 @@ def _passes(reader: Node, adds: bool) -> bool:
 
 def _is_guarded(value: Value) -> bool:
     """Returns whether a `where` or `minimum` keeps a value from being large, as in elu."""
-    while value.maker is not None and (
-        value.maker.name in MOVES_DATA or value.maker.name in SCALINGS
-    ):
-        value = value.maker.inputs[0]
-    return value.maker is not None and value.maker.name in LIMITS
+    maker = made_of(value, lambda node: node.name in MOVES_DATA | SCALINGS).maker
+    return maker is not None and maker.name in LIMITS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike
-from policy.inspect.audit.flow import is_cotangent
+from policy.inspect.audit.values import is_cotangent
 from policy.programs.paths import Path, divided, once
 from policy.programs.weight_matmuls import WeightMatmul
 

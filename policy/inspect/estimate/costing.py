@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policy.inspect.audit.audit import operations_of
-from policy.inspect.audit.report import Audit, Operation, is_matmul_operation, widest_dtype
+from policy.inspect.audit.operations import Operation, is_matmul_operation, widest_dtype
+from policy.inspect.audit.report import Audit
 from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.estimate.compilation import CompiledStep
 from policy.inspect.estimate.lowering import host_callbacks

@@ -71,9 +71,7 @@ def test_a_sum_in_half_is_named_with_its_path_dtype_and_line(pooled):
     with pytest.raises(AssertionError, match="1 operation should be summed in float32:") as error:
         assert_reductions_in(*pooled, dtype="f32")
     assert re.search(r"  reduce_window_sum at 'pool' in bfloat16: \S+\.py:\d+ \(.+\)", said(error))
-
-
-def test_the_sums_of_a_gradient_are_named_as_backward(pooled):
+    assert_reductions_in(*pooled, dtype=("bf16", F32))
     with pytest.raises(
         AssertionError, match=r"reduce_sum at 'up' in bfloat16, backward: test_testing.py:\d+"
     ):
@@ -122,15 +120,6 @@ def test_sums_of_one_number_and_of_integers_and_maxima_are_no_sums():
         assert_reductions_in(fn, (half(1, 4),), "f32")
 
 
-def test_sums_in_one_of_several_dtypes_are_right():
-    fn = lambda x: (jnp.sum(x), jnp.cumsum(x.astype(F16)))  # noqa: E731
-    assert_reductions_in(fn, (full(4),), (F16, "float32"))
-    with pytest.raises(
-        AssertionError, match=r"should be summed in bfloat16 or float32:\n  cumsum .* in float16"
-    ):
-        assert_reductions_in(fn, (full(4),), ("bf16", "f32"))
-
-
 # --- dots -----------------------------------------------------------------------------------------
 
 
@@ -165,40 +154,67 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
     conv = lambda x, w: jax.lax.conv(x, w, (1,), "SAME")  # noqa: E731
     with pytest.raises(AssertionError, match=r"conv_general_dilated .* in float16, float16"):
         assert_dots_in(conv, (half(1, 2, 4, dtype=F16), half(3, 2, 1, dtype=F16)), "bf16")
-    with pytest.raises(
-        AssertionError,
-        match="no matmul or convolution of floating numbers: nothing would be asserted",
-    ):
-        assert_dots_in(lambda x: x @ x, (half(2, 2, dtype=jnp.int8),), "bf16")
 
 
 # --- what all of them take ------------------------------------------------------------------------
 
 
-def test_allowing_everything_is_asserting_nothing_and_a_pattern_that_matches_nothing_is_refused(
-    pooled,
-):
-    with pytest.raises(
-        AssertionError,
-        match=r"apart from those that allow=\('Pooled:',\) excludes: nothing would be asserted",
-    ):
-        assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",))
-    with pytest.raises(ValueError, match=r"allow: 'haed' matches no path\. Paths: head, pool"):
-        assert_dots_in(*pooled, dtype="bf16", allow=("haed",))
-    with pytest.raises(
-        TypeError, match=r"allow should be a collection of path patterns, such as \('head',\)"
-    ):
-        assert_dots_in(*pooled, dtype="bf16", allow="head")
+SQUARE = lambda x: x @ x  # noqa: E731
 
 
-def test_arguments_that_are_no_tuple_and_no_dtype_are_refused():
-    with pytest.raises(
-        TypeError,
-        match="args should be a tuple of the function's arguments, but got a ShapeDtypeStruct",
-    ):
-        assert_dots_in(lambda x: x @ x, half(2, 2), "bf16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="No accepted dtype was given"):
-        assert_dots_in(lambda x: x @ x, (half(2, 2),), ())
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",)),
+            AssertionError,
+            r"apart from those that allow=\('Pooled:',\) excludes: nothing would be asserted",
+        ),
+        (
+            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("haed",)),
+            ValueError,
+            r"allow: 'haed' matches no path\. Paths: head, pool",
+        ),
+        (
+            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow="head"),
+            TypeError,
+            r"allow should be a collection of path patterns, such as \('head',\)",
+        ),
+        (
+            lambda _: assert_dots_in(SQUARE, half(2, 2), "bf16"),  # type: ignore[arg-type]
+            TypeError,
+            "args should be a tuple of the function's arguments, but got a ShapeDtypeStruct",
+        ),
+        (
+            lambda _: assert_dots_in(SQUARE, (half(2, 2),), ()),
+            ValueError,
+            "No accepted dtype was given",
+        ),
+        (
+            lambda _: assert_dots_in(SQUARE, (half(2, 2, dtype=jnp.int8),), "bf16"),
+            AssertionError,
+            "no matmul or convolution of floating numbers: nothing would be asserted",
+        ),
+        (
+            lambda _: assert_close_in_ulps({"a": jnp.ones(1)}, {"a": np.ones(3)}, 1),
+            ValueError,
+            r"\['a'\] should be of shape \(3,\), but is of shape \(1,\)",
+        ),
+        (
+            lambda _: assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1),
+            ValueError,
+            "The trees should have one structure, but have",
+        ),
+        (
+            lambda _: assert_close_in_ulps({}, {}, 1),
+            ValueError,
+            "was given no array: nothing would be asserted",
+        ),
+    ],
+)
+def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, call, error, message):
+    with pytest.raises(error, match=message):
+        call(pooled)
 
 
 def test_our_layers_and_nnx_modules_pass():
@@ -276,18 +292,9 @@ def test_parameters_that_change_their_dtype_in_a_step_are_named_with_what_made_t
     )
     assert_params_keep_dtype(jax.jit(lambda g, p: (p, g)), (full(), args[0]), params=1)
     assert_params_keep_dtype(lambda g, p: (p, g), args[::-1], params=0, returned=1)
-
-
-def test_a_parameter_that_does_not_come_back_is_named():
     with pytest.raises(AssertionError, match=r"\['b'\]: bfloat16 is not returned"):
         assert_params_keep_dtype(lambda p: {"a": p["a"]}, ({"a": half(2), "b": half(2)},))
-
-
-def test_the_operation_that_made_a_parameter_is_found_inside_of_a_jitted_step():
-    with pytest.raises(
-        AssertionError,
-        match=r"the parameter: float32 instead of float16, from convert_element_type, ",
-    ):
+    with pytest.raises(AssertionError, match=r"float32 instead of float16, from convert_element"):
         assert_params_keep_dtype(jax.jit(lambda p: p.astype(F32)), (half(2, dtype=F16),))
 
 
@@ -343,73 +350,47 @@ def test_the_same_program_under_other_names_and_lines_passes():
     assert_same_program(of_sum(program), of_sum(renamed), ARGS)
 
 
-def test_constants_count_by_value():
-    table = lambda: jnp.arange(4, dtype=F32) + 0.5  # noqa: E731
-    first, second, third = table(), table(), table() + 1
-    assert_same_program(lambda x: x + first, lambda x: x + second, (full(4),))
-    with pytest.raises(
-        AssertionError,
-        match="close over different constants: the values of constant 0 differ",
-    ):
-        assert_same_program(lambda x: x + first, lambda x: x + third, (full(4),))
+TABLES = np.arange(4, dtype=np.float32), np.arange(4, dtype=np.float32) + 1
+DIFFERENT = [
+    (
+        lambda x, w: program(x.astype(BF16), w.astype(BF16)),
+        r"Equation 0 is dot_general\(float32\[2,2\], float32\[2,2\]\) -> float32\[2,2\] "
+        r"in the first and convert_element_type\(.*at 'Net:'\. Source lines: "
+        r"test_testing.py:\d+ \(program\) and test_testing.py:\d+",
+    ),
+    (lambda x, w: program(w, x), "Equation 0 of dot_general takes different values as operand 0"),
+    (
+        lambda x, w: jax.nn.relu(jax.lax.dot(x, w, precision="highest")),
+        "Equation 0 of dot_general has precision=",
+    ),
+    (lambda x, w: (program(x, w), x), "They return 1 and 2 arrays"),
+    (
+        lambda x, w: jnp.exp(program(x, w)),
+        r"The second program continues after equation \d, with exp\(float32\[2,2\]\)",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            lambda x, w: program(x.astype(BF16), w.astype(BF16)),
-            r"Equation 0 is dot_general\(float32\[2,2\], float32\[2,2\]\) -> float32\[2,2\] "
-            r"in the first and convert_element_type\(",
-        ),
-        (
-            lambda x, w: program(w, x),
-            "Equation 0 of dot_general takes different values as operand 0",
-        ),
-        (
-            lambda x, w: jax.nn.relu(jax.lax.dot(x, w, precision="highest")),
-            "Equation 0 of dot_general has precision=",
-        ),
-        (lambda x, w: (program(x, w), x), "They return 1 and 2 arrays"),
-        (
-            lambda x, w: jnp.exp(program(x, w)),
-            r"The second program continues after equation \d, with exp\(float32\[2,2\]\)",
-        ),
-        (
-            lambda x, w: jax.lax.scan(
-                lambda c, row: (c + 1, row * jnp.asarray(3, row.dtype)), 0, jax.nn.relu(x @ w)
-            )[1],
-            "Equation 1 of mul takes different values as operand 1: the number 2.0 and the number "
-            "3.0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("other", "message"), DIFFERENT)
 def test_the_first_difference_is_shown_with_its_place(other, message):
     with pytest.raises(
         AssertionError, match=r"^program and .*lambda.* are not the same program\. .*" + message
-    ) as error:
+    ):
         assert_same_program(program, other, ARGS)
-    if "Equation 0" in message:
-        assert re.search(
-            r"at 'Net:'\. Source lines: test_testing.py:\d+ \(program\) and test_testing.py:\d+",
-            said(error),
-        )
 
 
-def test_other_arguments_outputs_and_dtypes_are_differences():
+def test_constants_count_by_value_and_other_arguments_and_outputs_are_differences():
+    first, second = map(jnp.asarray, TABLES)
+    again = jnp.asarray(TABLES[0])
+    assert_same_program(lambda x: x + first, lambda x: x + again, (full(4),))
     with pytest.raises(
-        AssertionError, match=r"take different arguments: float32\[2\] and bfloat16\[2\]"
+        AssertionError, match="different constants: the values of constant 0 differ"
     ):
+        assert_same_program(lambda x: x + first, lambda x: x + second, (full(4),))
+    with pytest.raises(AssertionError, match=r"different arguments: float32\[2\] and bfloat16"):
         assert_same_program(jnp.exp, jnp.exp, (full(2),), g_args=(half(2),))
-    with pytest.raises(
-        AssertionError,
-        match=r"return different values at position 0: a float32\[2\] and a float32\[2\]",
-    ):
+    with pytest.raises(AssertionError, match=r"return different values at position 0: a float32"):
         assert_same_program(lambda a, b: a, lambda a, b: b, (full(2), full(2)))
-    with pytest.raises(
-        AssertionError, match=r"new_dtype=dtype\(bfloat16\) and new_dtype=dtype\('float16'\)"
-    ):
-        assert_same_program(lambda x: x.astype(BF16), lambda x: x.astype(F16), (full(2),))
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -490,14 +471,3 @@ def test_the_worst_number_of_each_wrong_array_is_named():
         assert_close_in_ulps({"n": jnp.arange(3)}, {"n": np.arange(1, 4)}, 4)
     with pytest.raises(AssertionError, match=r"^The array.imag: 1 of 1 numbers"):
         assert_close_in_ulps(jnp.asarray(1 + 2j, jnp.complex64), 1 + 2.1j, 4)
-
-
-def test_trees_and_shapes_that_do_not_match_and_empty_ones_are_refused():
-    with pytest.raises(
-        ValueError, match=r"\['a'\] should be of shape \(3,\), but is of shape \(1,\)"
-    ):
-        assert_close_in_ulps({"a": jnp.ones(1)}, {"a": np.ones(3)}, 1)
-    with pytest.raises(ValueError, match="The trees should have one structure, but have"):
-        assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1)
-    with pytest.raises(ValueError, match="was given no array: nothing would be asserted"):
-        assert_close_in_ulps({}, {}, 1)

@@ -6,11 +6,21 @@ from collections.abc import Iterator
 
 from policy.inspect.audit.accumulations import Share, Shares
 from policy.inspect.audit.finding_kinds import CARRY, finding, shape_of
-from policy.inspect.audit.flow import Flow, is_cast, is_narrow, narrows, users, widens
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import (
+    behind,
+    is_narrow,
+    is_view,
+    made_of,
+    narrows,
+    users,
+    views,
+    widens,
+)
 from policy.programs.graph import Node, Value
 from policy.programs.operations import is_inexact_name, kind_of
-from policy.programs.primitives import ADDITIONS, MINMAX, MOVES_DATA, SCALINGS
+from policy.programs.primitives import ADDITIONS, MINMAX, SCALINGS
 
 _MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # operations of sums and averages
 
@@ -126,42 +136,17 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
 
 def _is_extreme(carry: Value, result: Value) -> bool:
     """Returns whether a carry is a running maximum or minimum."""
-    while result.maker is not None and (result.maker.name in MOVES_DATA or is_cast(result.maker)):
-        result = result.maker.inputs[0]
-    maker = result.maker
-    return (
-        maker is not None
-        and maker.name in MINMAX - {"clamp"}
-        and any(_is_view(v, carry) for v in maker.inputs)
-    )
-
-
-def _is_view(value: Value, of: Value) -> bool:
-    while value is not of:
-        if value.maker is None or not (value.maker.name in MOVES_DATA or is_cast(value.maker)):
-            return False
-        value = value.maker.inputs[0]
-    return True
+    maker = made_of(result, is_view).maker
+    if maker is None or maker.name not in MINMAX - {"clamp"}:
+        return False
+    return any(one is carry for value in maker.inputs for one in views(value, is_view))
 
 
 def _ends(value: Value, carries: set[int]) -> set[int]:
     """Returns the ids of the carries that a value is made of by sums, scaling and selections."""
-    found: set[int] = set()
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        value = waiting.pop()
-        if id(value) in carries:
-            found.add(id(value))
-        maker = value.maker
-        if maker is None or maker.name == "carry":
-            continue
-        if (
-            maker.name in MOVES_DATA
-            or maker.name in _MIXES
-            or is_cast(maker)
-            or kind_of(maker.name) == "scatter-add"
-        ):
-            fresh = [v for v in maker.inputs if id(v) not in seen]
-            seen.update(map(id, fresh))
-            waiting.extend(fresh)
-    return found
+
+    def terms(node: Node) -> list[Value]:
+        mixes = node.name in _MIXES or kind_of(node.name) == "scatter-add"
+        return node.inputs if mixes or is_view(node) else []
+
+    return {id(one) for one in behind(value, terms)} & carries

@@ -7,85 +7,69 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from policy.inspect.audit.finding_kinds import REPEATED, ROUND_TRIP, finding, shape_of
-from policy.inspect.audit.flow import Flow, bits, is_cast, is_cotangent, is_returned, narrows, users
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import (
+    bits,
+    is_cast,
+    is_cotangent,
+    is_returned,
+    made_of,
+    narrows,
+    users,
+)
 from policy.programs.graph import BranchesTaken, Node, Value
 from policy.programs.operations import HALVES
 from policy.programs.origins import author_of, authors_of, is_by_layers, is_ours, is_written
 from policy.programs.primitives import ANNOTATES, REARRANGES
 
-_SHAPES = REARRANGES | ANNOTATES
-
 
 def round_trips(flow: Flow) -> Iterator[Finding]:
-    """Yields casts that are read only by the cast back, in one module and one function.
+    """Yields casts that are read by casts only, back or to the other half dtype.
 
-    A value that one module narrows and the next one widens is not a round trip: it is stored in
-    half precision in between, as intended.
+    All of them are in one module and one function: a value that one module narrows and the next one
+    widens is stored in half precision in between, as intended.
     """
     functions = _Functions(flow)
     for node in flow.graph.nodes:
         if not is_cast(node) or is_cotangent(node) or node.site.is_placed or is_returned(node.out):
             continue
-        first, middle = node.inputs[0].dtype, node.out.dtype
-        back = list(users(node.out))
-        if (
-            not back
-            or not all(is_cast(b) and b.out.dtype == first for b in back)
-            or first == middle
-        ):
-            continue
-        if is_ours(node.site.equation) or any(
-            b.site.is_placed or not functions.belong_together(node, b) for b in back
-        ):
-            continue
-        # JAX's own sums cast to float32 and back: two in a row are not written as casts.
-        if not any(is_written(n.site.equation) for n in (node, *back)):
-            continue
-        loses = _is_lossy(first, middle)
-        cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
-        message = (
-            f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both "
-            "casts out."
-        )
-        yield finding(ROUND_TRIP, node, message, (first, middle, first))
-
-
-def roundings_twice(flow: Flow) -> Iterator[Finding]:
-    """Yields wide values that are cast to one half dtype and then to the other one.
-
-    Both casts are in one module and one function.
-    """
-    functions = _Functions(flow)
-    for node in flow.graph.nodes:
-        if (
-            not narrows(node)
-            or node.out.dtype not in HALVES
-            or is_cotangent(node)
-            or node.site.is_placed
-        ):
-            continue
         on = list(users(node.out))
-        if not on or is_returned(node.out) or not all(is_cast(o) and _is_other_half(o) for o in on):
+        if not on or not all(map(is_cast, on)):
             continue
-        if any(o.site.is_placed or not functions.belong_together(node, o) for o in on):
-            continue
-        first, middle, last = node.inputs[0].dtype, node.out.dtype, on[0].out.dtype
-        message = (
-            f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is "
-            f"rounded twice, and loses values that either dtype can't hold. Cast it to {last} "
-            "directly."
-        )
-        yield finding(ROUND_TRIP, node, message, (first, middle, last))
+        message = _back(node, on) or _twice(node, on)
+        if message and all(functions.belong_together(node, cast) for cast in on):
+            dtypes = (node.inputs[0].dtype, node.out.dtype, on[0].out.dtype)
+            yield finding(ROUND_TRIP, node, message, dtypes)
 
 
-def _is_other_half(cast: Node) -> bool:
-    return cast.out.dtype in HALVES and cast.out.dtype != cast.inputs[0].dtype
+def _back(node: Node, back: list[Node]) -> str:
+    """Returns the message about a cast that the next ones undo; "" if they do not.
+
+    JAX's own sums cast to float32 and back: two in a row are not written as casts.
+    """
+    first, middle = node.inputs[0].dtype, node.out.dtype
+    if first == middle or any(cast.out.dtype != first for cast in back):
+        return ""
+    if is_ours(node.site.equation) or not any(is_written(n.site.equation) for n in (node, *back)):
+        return ""
+    loses = bits(middle) <= bits(first)
+    cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
+    return (
+        f"{shape_of(node.inputs[0])} is cast to {middle} and straight back: {cost}. Leave both "
+        "casts out."
+    )
 
 
-def _is_lossy(dtype: str, through: str) -> bool:
-    """Returns whether a cast to another dtype loses digits or range."""
-    return bits(through) < bits(dtype) or (bits(through) == bits(dtype) and through != dtype)
+def _twice(node: Node, on: list[Node]) -> str:
+    """Returns the message about a cast between the two half dtypes; "" for others."""
+    middle, last = node.out.dtype, on[0].out.dtype
+    if not narrows(node) or any({middle, cast.out.dtype} != HALVES for cast in on):
+        return ""
+    return (
+        f"{shape_of(node.inputs[0])} is cast to {middle} and from there to {last}: it is rounded "
+        f"twice, and loses values that either dtype can't hold. Cast it to {last} directly."
+    )
 
 
 class _Functions:
@@ -102,7 +86,8 @@ class _Functions:
         )
 
     def belong_together(self, one: Node, other: Node) -> bool:
-        return one.site.path == other.site.path and self._of(one) == self._of(other)
+        is_near = one.site.path == other.site.path and not other.site.is_placed
+        return is_near and self._of(one) == self._of(other)
 
     def _of(self, node: Node) -> tuple[str, str]:
         authors = list(authors_of(node.site.equation))
@@ -143,8 +128,7 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
 
 def _stored(value: Value) -> Value | None:
     """Returns the argument, constant or scanned row that a value is a rearrangement of, or None."""
-    while value.maker is not None and value.maker.name in _SHAPES:
-        value = value.maker.inputs[0]
+    value = made_of(value, lambda node: node.name in REARRANGES | ANNOTATES)
     is_row = value.maker is not None and value.maker.name == "row"
     return value if value.shape and (value.maker is None or is_row) else None
 

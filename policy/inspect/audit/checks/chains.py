@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from policy.inspect.audit.equality import are_equal
 from policy.inspect.audit.finding_kinds import REDUCTION, finding
-from policy.inspect.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, users
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import is_cotangent, is_matmul, is_narrow, users
 from policy.programs.costs import size
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, PLACES

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspect.audit.finding_kinds import CONSTANT, finding
-from policy.inspect.audit.flow import Flow, bits, is_cotangent, is_narrow, made_of, users
+from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.lost_constants import Lost
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.ranges import numbers_in
+from policy.inspect.audit.values import bits, is_cotangent, is_narrow, made_of, users
 from policy.programs.graph import Node, Value
 from policy.programs.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
 
 Numbers = frozenset[float]  # values of an array's elements, or their nonzero extremes
 
 _MOST_NUMBERS = 8
-_LARGEST = 4096  # the size of the largest captured array that is read
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -55,7 +56,7 @@ def _is_to_floating(node: Node) -> bool:
 
 def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
     dtype = node.out.dtype
-    for number in sorted(_numbers(node.inputs[0], known) or ()):
+    for number in sorted(_numbers(node.inputs[0], known)):
         result = _as(number, dtype)
         if np.isfinite(number) and not np.isfinite(result) and bits(dtype) > 8:
             becomes = (
@@ -149,57 +150,30 @@ def _divides_by(node: Node, value: Value) -> bool:
     return node.name in INFINITE_AT_ZERO
 
 
-def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers | None:
-    """Returns the numbers that a value may hold, as far as they are known, or None."""
+def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers:
+    """Returns numbers that a value holds in some places, as far as they are known."""
     if value.array is None:
-        return known.get(id(value))
-    array = value.array
-    if (
-        not isinstance(array, np.ndarray)
-        or array.size > _LARGEST
-        or not array.size
-        or array.dtype == object
-    ):
-        return None
-    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)) or np.iscomplexobj(
-        array
-    ):
-        return None
-    if array.ndim == 0:
-        return frozenset((float(array),))
-    numbers = array.astype(np.float64)
-    numbers = numbers[numbers != 0]
-    return frozenset((float(np.min(numbers)), float(np.max(numbers)))) if numbers.size else None
+        return known.get(id(value), frozenset())
+    numbers = numbers_in(value.array)
+    if value.shape:
+        numbers = numbers[numbers != 0]
+    return frozenset(map(float, (numbers.min(), numbers.max()) if numbers.size else ()))
 
 
 def _propagate(node: Node, known: dict[int, Numbers]) -> None:
-    if len(node.outputs) != 1 or not node.inputs:
+    if len(node.outputs) != 1:
         return
-    found: Numbers | None = None
-    name = node.name
-    if name in MOVES_DATA or name == "branch":
-        found = _union(_numbers(value, known) for value in node.inputs[name == "branch" :])
-    elif name == "select_n":
-        found = _union(_numbers(value, known) for value in node.inputs[1:])
-    elif name == "convert_element_type":
-        found = (
-            frozenset((0.0, 1.0))
-            if node.inputs[0].dtype == "bool"
-            else _numbers(node.inputs[0], known)
-        )
-    elif name in _ARITHMETIC:
-        found = _computed(_ARITHMETIC[name], [_numbers(value, known) for value in node.inputs])
-    if found and len(found) <= _MOST_NUMBERS:
+    operands = [_numbers(value, known) for value in node.inputs]
+    found: Numbers = frozenset()
+    if node.name in MOVES_DATA:
+        found = found.union(*operands)
+    elif node.name in ("branch", "select_n"):
+        found = found.union(*operands[1:])
+    elif node.name == "convert_element_type":
+        found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else operands[0]
+    elif node.name in _ARITHMETIC:  # of no numbers, if those of an operand are unknown
+        function = _ARITHMETIC[node.name]
+        with np.errstate(all="ignore"):
+            found = frozenset(float(function(*each)) for each in itertools.product(*operands))
+    if len(found) <= _MOST_NUMBERS:
         known[id(node.out)] = found
-
-
-def _union(each: Iterator[Numbers | None]) -> Numbers | None:
-    return frozenset(itertools.chain.from_iterable(numbers for numbers in each if numbers)) or None
-
-
-def _computed(function: Callable[..., Any], operands: list[Numbers | None]) -> Numbers | None:
-    known = [numbers for numbers in operands if numbers is not None]
-    if len(known) < len(operands):
-        return None
-    with np.errstate(all="ignore"):
-        return frozenset(float(function(*numbers)) for numbers in itertools.product(*known))

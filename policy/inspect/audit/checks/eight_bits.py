@@ -7,12 +7,21 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from policy.inspect.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED, finding, shape_of
-from policy.inspect.audit.flow import Flow, bits, is_eight_bits, is_matmul, is_narrow, reached
-from policy.inspect.audit.ranges import interval_of, moved_from
-from policy.inspect.audit.report import Finding
-from policy.inspect.audit.scales import is_constant, is_rescaled, is_scaled_by_itself
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.ranges import interval_of
+from policy.inspect.audit.scales import is_constant, is_scaled_by_itself, least_size
+from policy.inspect.audit.values import (
+    bits,
+    followed,
+    is_eight_bits,
+    is_matmul,
+    is_narrow,
+    moved_from,
+    reached,
+)
 from policy.programs.costs import size
-from policy.programs.graph import Node, Value, is_joint
+from policy.programs.graph import Value, is_joint
 from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
 
 _FAR = 64  # values that are searched behind a matmul's operand
@@ -45,19 +54,15 @@ def _limits(dtype: str) -> tuple[float, float]:
 
 
 def _told(operand: Value, dtype: str, largest: float) -> str:
-    how = (
-        "with a scale that was not computed from it, and without clipping"
-        if is_rescaled(operand)
-        else "without a scale"
-    )
     if dtype == "int8":
         lost = "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
     else:
         lost = f"become {_beyond(dtype)}, and small ones become zero"
     return (
-        f"{shape_of(operand)} is cast to {dtype} {how}: numbers beyond {largest:g} {lost}. Divide "
-        f"by a scale computed from it (its largest magnitude / {largest:g}), clip, and multiply "
-        "the product by the scale; m= in a policy does all of this."
+        f"{shape_of(operand)} is cast to {dtype} without a scale that was computed from it, and "
+        f"without clipping: numbers beyond {largest:g} {lost}. Divide by a scale computed from it "
+        f"(its largest magnitude / {largest:g}), clip, and multiply the product by the scale; m= "
+        "in a policy does all of this."
     )
 
 
@@ -104,22 +109,18 @@ def _wide(codes: str) -> str:
 
 def _codes_of(value: Value) -> str:
     """Returns the dtype of the 8-bit codes that a value is, times a scale; "" if it is none."""
-    waiting, seen = [value], {id(value)}
-    while waiting and len(seen) < _FAR:
-        value = waiting.pop()
-        maker = value.maker
-        if maker is None:
-            continue
-        if maker.name in CASTS and is_eight_bits(maker.inputs[0].dtype):
+    for one in followed([value], _multiples, _FAR):
+        maker = one.maker
+        if maker is not None and maker.name in CASTS and is_eight_bits(maker.inputs[0].dtype):
             return maker.inputs[0].dtype
-        fresh = [one for one in _before(maker, value) if id(one) not in seen]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
     return ""
 
 
-def _before(node: Node, value: Value) -> list[Value]:
+def _multiples(value: Value) -> list[Value]:
     """Returns the operands of which a value may be a multiple, shifted by a zero point."""
+    node = value.maker
+    if node is None:
+        return []
     if node.name in MOVES_DATA:
         return [moved_from(node, value)]
     if node.name in CASTS or node.name in ("row", "rows"):
@@ -135,13 +136,7 @@ def _before(node: Node, value: Value) -> list[Value]:
 
 def _is_scale(value: Value, of: Value) -> bool:
     """Returns whether a value is a constant, or has fewer numbers than an array until repeated."""
-    if is_constant(value):
-        return True
-    least = size(value.shape)
-    while value.maker is not None and value.maker.name in MOVES_DATA:
-        value = moved_from(value.maker, value)
-        least = min(least, size(value.shape))
-    return least < max(size(of.shape), 2)
+    return is_constant(value) or least_size(value) < max(size(of.shape), 2)
 
 
 def narrow_accumulators(flow: Flow) -> Iterator[Finding]:

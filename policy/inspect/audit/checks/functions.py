@@ -6,12 +6,20 @@ from collections.abc import Callable, Iterator
 
 from policy.inspect.audit.equality import are_equal
 from policy.inspect.audit.finding_kinds import FUNCTION, finding
-from policy.inspect.audit.flow import Flow, is_cotangent, is_matmul, is_narrow, made_of
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.uses import is_summed, matters
+from policy.inspect.audit.values import (
+    behind,
+    is_cotangent,
+    is_layout,
+    is_matmul,
+    is_narrow,
+    made_of,
+)
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, kind_of
-from policy.programs.primitives import MOVES_DATA, PERIODIC, RESCALES, ROOTS
+from policy.programs.primitives import PERIODIC, RESCALES, ROOTS
 
 _STEEPNESS = (
     "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
@@ -55,7 +63,7 @@ def _reason(node: Node) -> str:
             f"a variance or norm in {dtype} {limit}. Keep statistics in float32, and cast the "
             "normalised result back."
         )
-    if name == "div" and _is_statistic(node.inputs[1], through_root=True):
+    if name == "div" and _is_root_of_statistic(node.inputs[1]):
         return (
             f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and "
             "cast the result back."
@@ -76,13 +84,14 @@ def _divides_by_dot(node: Node) -> bool:
     if node.inputs[0].dtype != "float16":
         return False
     if node.name == "div":
-        return _is_statistic(
-            node.inputs[1], through_root=True, of=_is_dot_of_squares
-        ) or _is_statistic(node.inputs[1], of=_is_dot_of_squares)
+        divisor = node.inputs[1]
+        return _is_root_of_statistic(divisor, _is_dot_of_squares) or _is_statistic(
+            divisor, _is_dot_of_squares
+        )
     exponent = node.params.get("y")
     is_root = node.name in ROOTS or node.name.startswith("log")
     is_reciprocal = node.name == "integer_pow" and isinstance(exponent, int) and exponent < 0
-    return (is_root or is_reciprocal) and _is_statistic(node.inputs[0], of=_is_dot_of_squares)
+    return (is_root or is_reciprocal) and _is_statistic(node.inputs[0], _is_dot_of_squares)
 
 
 def _is_dot_of_squares(node: Node) -> bool:
@@ -105,30 +114,22 @@ def _squares(node: Node) -> bool:
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 
-def _is_statistic(
-    value: Value, through_root: bool = False, of: Callable[[Node], bool] = _is_reduction
-) -> bool:
-    """Returns whether a value is a sum, possibly cast, shifted or scaled.
+def _is_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:
+    """Returns whether a value is a sum by a node that `of` accepts; cast, shifted or scaled."""
+    return any(
+        one.maker is not None and not is_joint(one.maker) and of(one.maker)
+        for one in behind(value, _rescaled)
+    )
 
-    Args:
-      through_root: whether to look for the square root of a sum instead.
-      of: tells which nodes sum.
-    """
-    waiting, seen = [(value, False)], {id(value)}
-    while waiting:
-        value, has_root = waiting.pop()
-        maker = value.maker
-        if maker is None:
-            continue
-        if not is_joint(maker) and of(maker):
-            if has_root or not through_root:
-                return True
-            continue
-        is_root = through_root and maker.name == "sqrt"
-        for operand in (
-            maker.inputs if is_root or maker.name in MOVES_DATA or maker.name in RESCALES else ()
-        ):
-            if id(operand) not in seen:
-                seen.add(id(operand))
-                waiting.append((operand, has_root or is_root))
-    return False
+
+def _is_root_of_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:
+    """Returns whether a value is a square root of such a sum; cast, shifted or scaled."""
+    roots = (one.maker for one in behind(value, _rescaled))
+    return any(
+        root is not None and root.name == "sqrt" and _is_statistic(root.inputs[0], of)
+        for root in roots
+    )
+
+
+def _rescaled(node: Node) -> list[Value]:
+    return node.inputs if is_layout(node) or node.name in RESCALES else []

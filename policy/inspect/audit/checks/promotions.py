@@ -15,8 +15,10 @@ from policy.inspect.audit.finding_kinds import (
     finding,
     shape_of,
 )
-from policy.inspect.audit.flow import (
-    Flow,
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import (
+    behind,
     is_complex,
     is_cotangent,
     is_matmul,
@@ -25,14 +27,14 @@ from policy.inspect.audit.flow import (
     made_of,
     operands,
     users,
+    views,
     widens,
 )
-from policy.inspect.audit.report import Finding
 from policy.programs.costs import flops_of, size
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import float32_precision_of
 from policy.programs.origins import is_promotion
-from policy.programs.primitives import MOVES_DATA, SQUARE_ROOTS
+from policy.programs.primitives import SQUARE_ROOTS
 
 _FAR = 64  # values that are searched behind a matmul's operand
 
@@ -49,7 +51,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
             continue
         if is_wide(node.out.dtype) and flow.asked.is_wide(node.site.path):
             continue
-        met = next((pair for pair in _meetings(node.out)), None)
+        met = next(_meetings(node.out), None)
         if met is None or not is_promotion(node.site.equation):
             continue
         reader, other = met
@@ -151,17 +153,14 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
 
 def _is_normalised(value: Value) -> bool:
     """Returns whether a wide value depends on a square root, as a normalised one does."""
-    waiting, seen = [value], {id(value)}
-    while waiting and len(seen) < _FAR:
-        maker = waiting.pop().maker
-        if maker is None or is_joint(maker) or is_matmul(maker):
-            continue
-        if maker.name in SQUARE_ROOTS:
-            return True
-        fresh = [v for v in maker.inputs if is_wide(v.dtype) and id(v) not in seen]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
-    return False
+
+    def wide(node: Node) -> list[Value]:
+        if is_joint(node) or is_matmul(node):
+            return []
+        return [value for value in node.inputs if is_wide(value.dtype)]
+
+    makers = (one.maker for one in behind(value, wide, _FAR))
+    return any(maker is not None and maker.name in SQUARE_ROOTS for maker in makers)
 
 
 def _leak(node: Node, origin: Node) -> Finding:
@@ -204,15 +203,7 @@ def _has_leaked(node: Node, origin: Node) -> bool:
         return False
     if origin.site.path != node.site.path:
         return not origin.site.is_placed
-    views = {id(value) for operand in operands(node) for value in _views(operand)}
-    return id(origin.out) not in views
-
-
-def _views(value: Value) -> Iterator[Value]:
-    yield value
-    while value.maker is not None and value.maker.name in MOVES_DATA:
-        value = value.maker.inputs[0]
-        yield value
+    return not any(one is origin.out for operand in operands(node) for one in views(operand))
 
 
 def _was_computed(origin: Node) -> bool:

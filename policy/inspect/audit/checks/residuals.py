@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from policy.inspect.audit.finding_kinds import RESIDUAL, finding
-from policy.inspect.audit.flow import Flow, is_cast, is_cotangent, is_matmul, is_wide
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import is_cast, is_cotangent, is_matmul, is_wide
 from policy.programs.costs import array_bytes
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, kind_of, sums

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from policy.inspect.audit.accumulations import Dependence, Share, Shares
 from policy.inspect.audit.checks.carries import gates_of
 from policy.inspect.audit.finding_kinds import CARRY, finding, shape_of
-from policy.inspect.audit.flow import Flow, is_cotangent, is_matmul, is_narrow
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.flow import Flow
+from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.states import State
+from policy.inspect.audit.values import behind, is_cotangent, is_matmul, is_narrow
 from policy.programs.graph import Node, Value
 from policy.programs.primitives import DRAWS
 from policy.programs.walk import written_at
@@ -84,15 +85,9 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
 
 def _makers(value: Value) -> Iterator[Node]:
     """Yields the nodes of the forward pass that a value depends on."""
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        maker = waiting.pop().maker
-        if maker is None or is_cotangent(maker):
-            continue
-        yield maker
-        fresh = [v for v in maker.inputs if id(v) not in seen]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
+    for one in behind(value, lambda node: [] if is_cotangent(node) else node.inputs):
+        if one.maker is not None and not is_cotangent(one.maker):
+            yield one.maker
 
 
 def _is_kept(share: Share) -> bool:
@@ -104,21 +99,13 @@ def _is_new(value: Value, state: Value) -> bool:
 
     Constants and random noise do not count: images are shifted and perturbed, too.
     """
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        value = waiting.pop()
-        if value is state or value.array is not None:
-            continue
-        if value.maker is None:
-            return True
-        fresh = (
-            [v for v in value.maker.inputs if id(v) not in seen]
-            if value.maker.name not in DRAWS
-            else []
-        )
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
-    return False
+
+    def others(node: Node) -> list[Value]:
+        return [] if node.name in DRAWS else [v for v in node.inputs if v is not state]
+
+    return value is not state and any(
+        one.maker is None and one.array is None for one in behind(value, others)
+    )
 
 
 def _message(flow: Flow, states: list[State]) -> str:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from policy.inspect.audit.finding_kinds import REDUCTION, finding
-from policy.inspect.audit.flow import Flow, is_narrow
+from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.indices import may_repeat
-from policy.inspect.audit.report import Finding
+from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.values import is_narrow
 from policy.programs.equations import combines_by
 from policy.programs.graph import Node, is_joint
 from policy.programs.operations import kind_of, sums

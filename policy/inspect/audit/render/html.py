@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.operations import (
+    AuditFigures,
+    Finding,
+    Operation,
+    is_matmul_operation,
+    operation_name,
+)
 from policy.inspect.audit.render.tree import ModuleNode, tree_of
-from policy.inspect.audit.report import is_matmul_operation, operation_name
+from policy.inspect.compare.comparison import Comparison, Row
 from policy.inspect.render.document import html_document, search_box, section
 from policy.inspect.render.markup import Markup, join_markup, tag
 from policy.inspect.render.parts import (
@@ -22,16 +30,12 @@ from policy.inspect.render.parts import (
     pieces,
     table,
 )
-from policy.inspect.render.units import amount
-
-if TYPE_CHECKING:
-    from policy.inspect.audit.report import Audit, Finding, Operation
-    from policy.inspect.compare.comparison import Comparison, OperandCodes, Row
+from policy.inspect.render.units import amount, bytes_text
 
 _PLACES = 6  # how many places of one finding are shown at once
 
 
-def page(audit: Audit, comparison: Comparison | None = None) -> str:
+def page(audit: AuditFigures, comparison: Comparison | None = None) -> str:
     """Returns the page of an audit: findings, tree of modules, shares by dtype and operations.
 
     It contains its own style and scripts and fetches nothing; names from the program are escaped.
@@ -51,20 +55,19 @@ def page(audit: Audit, comparison: Comparison | None = None) -> str:
     return html_document(f"Audit of {name}", header, _sections(audit, tree, comparison))
 
 
-def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> Iterable[Markup]:
+def _sections(
+    audit: AuditFigures, tree: ModuleNode, comparison: Comparison | None
+) -> Iterable[Markup]:
     yield section(
         "findings",
         f"Findings ({len(audit.findings)})",
         _findings(audit.findings, tree, audit.policy),
     )
-    shares = join_markup(
-        (
-            bar("FLOPs", audit.flops_by_dtype, amount),
-            *_of_matmuls(audit),
-            bar("Bytes", audit.bytes_by_dtype, _memory),
-        )
-    )
-    yield section("shares", "Shares by dtype", shares)
+    shares = [bar("FLOPs", audit.flops_by_dtype, amount)]
+    if audit.eight_bit_matmul_share:
+        shares.append(bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount))
+    shares.append(bar("Bytes", audit.bytes_by_dtype, bytes_text))
+    yield section("shares", "Shares by dtype", *shares)
     buttons = tag(
         "p",
         tag("button", "Unfold all", type="button", data_fold="open"),
@@ -72,10 +75,8 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
         tag("button", "Fold all", type="button", data_fold="closed"),
         class_="buttons",
     )
-    total = max(sum(tree.flops.values()), 1)
-    yield section(
-        "modules", "Modules", buttons, tag("div", _node(tree, total, depth=0), class_="tree")
-    )
+    modules = _node(tree, max(tree.flops, 1), depth=0)
+    yield section("modules", "Modules", buttons, tag("div", modules, class_="tree"))
     if comparison is not None:
         yield section("comparison", "Against float32", *_comparison(comparison, tree))
     yield section(
@@ -83,27 +84,22 @@ def _sections(audit: Audit, tree: ModuleNode, comparison: Comparison | None) -> 
     )
 
 
-def _of_matmuls(audit: Audit) -> Iterable[Markup]:
-    if audit.eight_bit_matmul_share:
-        yield bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount)
-
-
-def _summary(audit: Audit) -> Markup:
-    matmuls = [op for op in audit.operations if is_matmul_operation(op)]
-    share = (
-        f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
-        if matmuls
-        else "no matmul"
-    )
-    eight = audit.eight_bit_matmul_share
-    found = len(audit.findings)
-    parts = (
-        f"{found} finding{'' if found == 1 else 's'}",
+def _summary(audit: AuditFigures) -> Markup:
+    parts = [
+        _counted(len(audit.findings), "finding"),
         f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs",
-        *([f"{eight:.0%} of matmul FLOPs in 8 bits"] if eight else []),
-        share,
-    )
+    ]
+    if audit.eight_bit_matmul_share:
+        parts.append(f"{audit.eight_bit_matmul_share:.0%} of matmul FLOPs in 8 bits")
+    if any(map(is_matmul_operation, audit.operations)):
+        parts.append(f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider")
+    else:
+        parts.append("no matmul")
     return tag("p", " · ".join(parts), class_="summary")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,16 +123,9 @@ def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str])
 
     Findings that differ in their place only, as in repeated layers, are one item.
     """
-    said: dict[tuple[object, ...], list[Finding]] = {}
+    said: dict[Finding, list[Finding]] = {}
     for finding in findings:
-        key = (
-            finding.primitive,
-            finding.dtypes,
-            finding.message,
-            finding.source,
-            finding.is_backward,
-        )
-        said.setdefault(key, []).append(finding)
+        said.setdefault(dataclasses.replace(finding, path="", count=0), []).append(finding)
     title = tag("summary", tag("strong", kind), f" ({len(findings)})")
     meaning = tag("p", FINDING_KINDS[kind], class_="meaning") if kind in FINDING_KINDS else ""
     items = [_finding(alike, ids) for alike in said.values()]
@@ -178,12 +167,9 @@ def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
 
 def _node(node: ModuleNode, total: int, *, depth: int) -> Markup:
     """Renders a module with those below it, as `details` that fold without scripts too."""
-    summary = tag("summary", *_of_node(node, total), class_=colour(node.dtype))
+    summary = tag("summary", *_of_node(node, total), class_=colour(next(iter(node.dtypes), "")))
     children = [_node(child, total, depth=depth + 1) for child in node.children.values()]
-    rows = (
-        f"{len(node.operations)} row{'' if len(node.operations) == 1 else 's'} "
-        f"{'here' if node.path else OUTSIDE}"
-    )
+    rows = f"{_counted(len(node.operations), 'row')} {'here' if node.path else OUTSIDE}"
     shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
     own = tag("p", shown, class_="own") if node.operations else ""
     is_open = depth < 2 or (depth == 2 and node.findings > 0)
@@ -200,23 +186,16 @@ def _node(node: ModuleNode, total: int, *, depth: int) -> Markup:
 
 
 def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
-    flops = sum(node.flops.values())
     yield tag("span", node.name or "all", class_="name")
     yield join_markup(chip(dtype) for dtype in node.dtypes)
-    if flops:
-        yield tag("span", f"{flops / total:.1%} of FLOPs", class_="amount")
-        yield tag(
-            "span",
-            *pieces(dict(node.flops.most_common()), total),
-            class_="bar small",
-            aria_hidden="true",
-        )
+    if node.flops:
+        yield tag("span", f"{node.flops / total:.1%} of FLOPs", class_="amount")
+        parts = pieces(node.figures.flops_by_dtype, total)
+        yield tag("span", *parts, class_="bar small", aria_hidden="true")
     if node.matmul_shares:
         yield tag("span", f"matmuls: {node.matmul_shares}", class_="amount")
     if node.findings:
-        yield tag(
-            "span", f"{node.findings} finding{'' if node.findings == 1 else 's'}", class_="mark"
-        )
+        yield tag("span", _counted(node.findings, "finding"), class_="mark")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,37 +203,30 @@ def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
 # --------------------------------------------------------------------------------------------------
 
 
+Columns = Mapping[str, Callable[[Any], Cell]]
+"""The cells of a row, by their columns' names."""
+
+
+def _table(columns: Columns, rows: Iterable[Any]) -> Markup:
+    return table(tuple(columns), ([cell(row) for cell in columns.values()] for row in rows))
+
+
 def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
-    columns = (
-        "path",
-        "kind",
-        "primitive",
-        "operands",
-        "accumulation",
-        "result",
-        "pass",
-        "runs",
-        "FLOPs",
-        "bytes",
-    )
     ids = tree.ids()
-    return table((*columns, "source"), (_operation(op, ids) for op in operations))
-
-
-def _operation(op: Operation, ids: Mapping[str, str]) -> Sequence[Cell]:
-    return (
-        (link(op.path, ids), None),
-        (op.kind, None),
-        (tag("code", operation_name(op)), None),
-        (join_markup(chips(op.operands)), None),
-        (chip(op.accumulation), None),
-        (chip(op.result), None),
-        ("backward" if op.is_backward else "forward", None),
-        (f"{op.count:,}", op.count),
-        (amount(op.flops), op.flops),
-        (_memory(op.bytes), op.bytes),
-        (tag("span", op.source, class_="source"), None),
-    )
+    columns: Columns = {
+        "path": lambda op: (link(op.path, ids), None),
+        "kind": lambda op: (op.kind, None),
+        "primitive": lambda op: (tag("code", operation_name(op)), None),
+        "operands": lambda op: (join_markup(chips(op.operands)), None),
+        "accumulation": lambda op: (chip(op.accumulation), None),
+        "result": lambda op: (chip(op.result), None),
+        "pass": lambda op: ("backward" if op.is_backward else "forward", None),
+        "runs": lambda op: (f"{op.count:,}", op.count),
+        "FLOPs": lambda op: (amount(op.flops), op.flops),
+        "bytes": lambda op: (bytes_text(op.bytes), op.bytes),
+        "source": lambda op: (tag("span", op.source, class_="source"), None),
+    }
+    return _table(columns, operations)
 
 
 def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
@@ -276,51 +248,42 @@ def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")
-    columns = (
-        "path",
-        "values",
-        "dtype",
-        "error",
-        "cosine",
-        "underflow",
-        "subnormal",
-        "overflow",
-        "of limit",
-    )
-    yield table(columns, (_compared(row, ids) for row in comparison.rows))
+    yield _table(_row_columns(ids), comparison.rows)
     if comparison.codes:
-        columns = ("path", "operand", "dtype", "saturated", "underflow")
         yield tag("h3", "Operands in 8 bits")
-        yield table(columns, (_of_codes(codes, ids) for codes in comparison.codes))
+        yield _table(_code_columns(ids), comparison.codes)
 
 
-def _of_codes(codes: OperandCodes, ids: Mapping[str, str]) -> Sequence[Cell]:
-    return (
-        (link(codes.path, ids), None),
-        (codes.operand, None),
-        (chip(codes.dtype), None),
-        (figure(codes.saturated, ".2%"), codes.saturated),
-        (figure(codes.underflow, ".2%"), codes.underflow),
-    )
+def _row_columns(ids: Mapping[str, str]) -> Columns:
+    def where(row: Row) -> Markup:
+        mark = tag("span", "jump", class_="mark") if row.is_jump else ""
+        # others are named, as the function's result is not
+        is_module = row.kind in ("activation", "gradient")
+        path = link(row.path, ids) if is_module else tag("code", row.path or "the result")
+        return join_markup((path, " ", mark))
+
+    return {
+        "path": lambda row: (where(row), None),
+        "values": lambda row: (row.kind, None),
+        "dtype": lambda row: (chip(row.dtype), None),
+        "error": lambda row: (figure(row.error, ".2e"), row.error),
+        "cosine": lambda row: (figure(row.cosine, ".6f"), row.cosine),
+        "underflow": lambda row: _share(row.underflow),
+        "subnormal": lambda row: _share(row.subnormal),
+        "overflow": lambda row: _share(row.overflow),
+        "of limit": lambda row: _share(row.headroom),
+    }
 
 
-def _compared(row: Row, ids: Mapping[str, str]) -> Sequence[Cell]:
-    mark = tag("span", "jump", class_="mark") if row.is_jump else ""
-    # others are named, as the function's result is not
-    of_module = row.kind in ("activation", "gradient")
-    where = link(row.path, ids) if of_module else tag("code", row.path or "the result")
-    return (
-        (join_markup((where, " ", mark)), None),
-        (row.kind, None),
-        (chip(row.dtype), None),
-        (figure(row.error, ".2e"), row.error),
-        (figure(row.cosine, ".6f"), row.cosine),
-        (figure(row.underflow, ".2%"), row.underflow),
-        (figure(row.subnormal, ".2%"), row.subnormal),
-        (figure(row.overflow, ".2%"), row.overflow),
-        (figure(row.headroom, ".2%"), row.headroom),
-    )
+def _code_columns(ids: Mapping[str, str]) -> Columns:
+    return {
+        "path": lambda codes: (link(codes.path, ids), None),
+        "operand": lambda codes: (codes.operand, None),
+        "dtype": lambda codes: (chip(codes.dtype), None),
+        "saturated": lambda codes: _share(codes.saturated),
+        "underflow": lambda codes: _share(codes.underflow),
+    }
 
 
-def _memory(number: float) -> str:
-    return amount(number, "B", binary=True)
+def _share(number: float) -> Cell:
+    return figure(number, ".2%"), number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -11,14 +10,14 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from policy.inspect.audit.render.tree import ModuleNode, tree_of
-from policy.inspect.audit.report import (
-    Audit,
+from policy.inspect.audit.operations import (
+    AuditFigures,
     Finding,
     Operation,
     is_matmul_operation,
     operation_name,
 )
+from policy.inspect.audit.render.tree import ModuleNode, tree_of
 from policy.inspect.render.terminal import Paint, short, shows_colour
 from policy.inspect.render.units import amount
 
@@ -35,12 +34,12 @@ _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
 
 
-def show(audit: Audit, file: TextIO | None = None) -> None:
+def show(audit: AuditFigures, file: TextIO | None = None) -> None:
     """Prints an audit, in colour where `file` is a terminal."""
     print(text(audit, colour=shows_colour(file or sys.stdout)), file=file)
 
 
-def text(audit: Audit, *, colour: bool = False) -> str:
+def text(audit: AuditFigures, *, colour: bool = False) -> str:
     """Returns an audit as text: a summary, its findings, and a tree of the modules.
 
     Modules whose names differ in a number and whose contents are equal are shown as one pattern, as
@@ -57,7 +56,7 @@ def text(audit: Audit, *, colour: bool = False) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _summary(audit: Audit, paint: Paint) -> Iterator[str]:
+def _summary(audit: AuditFigures, paint: Paint) -> Iterator[str]:
     count = len(audit.findings)
     clean = "no findings" if audit.policy else "no findings, and no policy was in force"
     verdict = (
@@ -85,18 +84,6 @@ def _summary(audit: Audit, paint: Paint) -> Iterator[str]:
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A path split at its numbers: ``("block_", "/Dense_", "")`` and (3, 0)."""
-
-    between: tuple[str, ...]
-    numbers: tuple[int, ...]
-
-    @classmethod
-    def of(cls, path: str) -> _Place:
-        return cls(tuple(_NUMBER.split(path)), tuple(map(int, _NUMBER.findall(path))))
-
-
 def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     r"""Returns paths that differ in numbers only as one pattern for rules, or as several if one
     would match other paths.
@@ -109,43 +96,43 @@ def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
         than ten numbers.
     """
     groups, known = _by_form(paths), _by_form(among)
-    patterns = (
-        _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
+    return ", ".join(
+        pattern
         for between, rows in groups.items()
+        for pattern in _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
     )
-    return ", ".join(itertools.chain.from_iterable(patterns))
 
 
-def _by_form(paths: Iterable[str]) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for place in dict.fromkeys(map(_Place.of, paths)):
-        groups.setdefault(place.between, []).append(place.numbers)
+Form = tuple[str, ...]
+"""A path without its numbers: ``("block_", "/Dense_", "")``."""
+
+
+def _form(path: str) -> Form:
+    return tuple(_NUMBER.split(path))
+
+
+def _by_form(paths: Iterable[str]) -> dict[Form, list[tuple[int, ...]]]:
+    """Returns the numbers in paths, by their forms."""
+    groups: dict[Form, list[tuple[int, ...]]] = {}
+    for path in dict.fromkeys(paths):
+        groups.setdefault(_form(path), []).append(tuple(map(int, _NUMBER.findall(path))))
     return groups
 
 
-def _patterns(
-    between: tuple[str, ...], rows: list[tuple[int, ...]], is_all: bool = False
-) -> list[str]:
+def _patterns(between: Form, rows: list[tuple[int, ...]], is_all: bool = False) -> list[str]:
     """Returns patterns for paths of one form with the numbers `rows`.
 
     There are several if a combination of numbers is missing.
     """
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
-    if is_all and any(len(column) > _FEW for column in columns):
-        spans = [_span(column) if len(column) == 1 else r"\d+" for column in columns]
-        return [
-            "".join(
-                map("".join, itertools.zip_longest(map(re.escape, between), spans, fillvalue=""))
-            )
-        ]
-    if math.prod(map(len, columns)) != len(rows):
+    is_many = is_all and any(len(column) > _FEW for column in columns)
+    if not is_many and math.prod(map(len, columns)) != len(rows):
         differing = next(i for i, column in enumerate(columns) if len(column) > 1)
         apart = ([row for row in rows if row[differing] == number] for number in columns[differing])
         return [pattern for alike in apart for pattern in _patterns(between, alike)]
+    spans = [r"\d+" if is_many and column[1:] else _span(column) for column in columns]
     escaped = map(re.escape, between) if len(rows) > 1 else between  # a single path is no pattern
-    return [
-        "".join(map("".join, itertools.zip_longest(escaped, map(_span, columns), fillvalue="")))
-    ]
+    return ["".join(map("".join, itertools.zip_longest(escaped, spans, fillvalue="")))]
 
 
 def _span(numbers: list[int]) -> str:
@@ -156,10 +143,10 @@ def _span(numbers: list[int]) -> str:
     return f"(?:{'|'.join(map(str, numbers))})"
 
 
-def _findings(audit: Audit, paint: Paint) -> Iterator[str]:
+def _findings(audit: AuditFigures, paint: Paint) -> Iterator[str]:
     groups: dict[Any, list[Finding]] = {}
     for f in audit.findings:
-        key = (f.kind, _Place.of(f.path).between, f.primitive, f.dtypes, f.source, f.is_backward)
+        key = (f.kind, _form(f.path), f.primitive, f.dtypes, f.source, f.is_backward)
         groups.setdefault(key, []).append(f)
     if groups:
         yield paint("bold", "findings")
@@ -183,7 +170,7 @@ def _findings(audit: Audit, paint: Paint) -> Iterator[str]:
 
 def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
     root = tree_of(operations)
-    lines = list(_lines(root, 0, sum(root.flops.values()), paint))
+    lines = list(_lines(root, 0, root.flops, paint))
     if lines:
         header = (
             f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}"
@@ -232,7 +219,7 @@ def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator
         )
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
-        flops = sum(child.flops.values()) * len(names)
+        flops = child.flops * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
         share += f"; matmuls: {child.matmul_shares}" if child.matmul_shares else ""
         shown = paint("bold", folded_pattern(names, module.children))
@@ -244,6 +231,6 @@ def _alike(module: ModuleNode) -> Iterator[tuple[list[str], ModuleNode]]:
     """Yields the modules below one, grouped by equal content and names that differ in a number."""
     groups: dict[Any, tuple[list[str], ModuleNode]] = {}
     for name, child in module.children.items():
-        key = (_Place.of(name).between, _contents(child))
+        key = (_form(name), _contents(child))
         groups.setdefault(key, ([], child))[0].append(name)
     yield from groups.values()

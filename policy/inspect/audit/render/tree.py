@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import functools
 from collections.abc import Iterable, Iterator
 
-from policy.inspect.audit.report import Audit, Finding, Operation, by_width
+from policy.inspect.audit.operations import AuditFigures, Finding, Operation
 from policy.programs.paths import parts_of
 
 
@@ -20,8 +20,6 @@ class ModuleNode:
       id: the HTML id of its place on a page.
       operations: the operations in the module itself.
       children: the modules directly below, by name, in program order.
-      flops, bytes: by dtype, in the module and below.
-      matmuls: FLOPs of matmuls by dtype, in the module and below.
       findings: the number of findings in the module and below.
     """
 
@@ -30,39 +28,40 @@ class ModuleNode:
     id: str = ""
     operations: list[Operation] = dataclasses.field(default_factory=list)
     children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
-    flops: Counter[str] = dataclasses.field(default_factory=Counter)
-    bytes: Counter[str] = dataclasses.field(default_factory=Counter)
-    matmuls: Counter[str] = dataclasses.field(default_factory=Counter)
     findings: int = 0
+
+    @functools.cached_property
+    def figures(self) -> AuditFigures:
+        """The totals of the operations in the module and below."""
+        return AuditFigures(tuple(op for node in self.walk() for op in node.operations))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs in the module and below."""
+        return sum(self.figures.flops_by_dtype.values())
 
     @property
     def dtypes(self) -> list[str]:
         """The dtypes of its FLOPs, or of its bytes if it has none; the largest first."""
-        amounts = self.flops if any(self.flops.values()) else self.bytes
-        return [dtype for dtype, amount in amounts.most_common() if amount]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype with the largest share; "" if nothing runs."""
-        return next(iter(self.dtypes), "")
+        return list(self.figures.flops_by_dtype or self.figures.bytes_by_dtype)
 
     @property
     def matmul_shares(self) -> str:
         """The shares of its matmul FLOPs by width, "8 bits 67%, half 33%"; "" without 8 bits."""
-        widths = by_width(self.matmuls)
-        if "8 bits" not in widths:
+        shares = self.figures.matmul_shares
+        if "8 bits" not in shares:
             return ""
-        total = sum(widths.values())
-        return ", ".join(f"{width} {flops / total:.0%}" for width, flops in widths.items())
+        return ", ".join(f"{width} {share:.0%}" for width, share in shares.items())
 
-    def at(self, path: str) -> ModuleNode:
-        """Returns the node at a path below, creating it if needed."""
+    def at(self, path: str) -> Iterator[ModuleNode]:
+        """Yields this node and those on the way to a path below, creating them if needed."""
         node = self
+        yield node
         for name in parts_of(path):
             between = "" if node.path.endswith(":") or not node.path else "/"
             above = f"{node.path}{between}{name}"
             node = node.children.setdefault(name, ModuleNode(above, name))
-        return node
+            yield node
 
     def walk(self) -> Iterator[ModuleNode]:
         """Yields this node and all below it, each before its children."""
@@ -76,30 +75,17 @@ class ModuleNode:
 
 
 def tree_of(operations: Iterable[Operation], findings: Iterable[Finding] = ()) -> ModuleNode:
-    """Returns the tree of all paths of operations and findings."""
+    """Returns the tree of all paths of operations and findings.
+
+    Operations of a model's own code come before those of its modules.
+    """
     root = ModuleNode("", "")
-    for operation in _models_first(operations):
-        root.at(operation.path).operations.append(operation)
+    for operation in sorted(operations, key=lambda one: not one.path.endswith(":")):
+        *_, node = root.at(operation.path)
+        node.operations.append(operation)
     for finding in findings:
-        root.at(finding.path).findings += 1
+        for node in root.at(finding.path):
+            node.findings += 1
     for i, node in enumerate(root.walk()):
         node.id = f"m{i}"
-    _add_up(root)
     return root
-
-
-def _models_first(operations: Iterable[Operation]) -> list[Operation]:
-    """Returns operations with those of a model's own code before those of its modules."""
-    return sorted(operations, key=lambda operation: not operation.path.endswith(":"))
-
-
-def _add_up(node: ModuleNode) -> None:
-    own = Audit(tuple(node.operations), ())
-    node.flops, node.bytes = Counter(own.flops_by_dtype), Counter(own.bytes_by_dtype)
-    node.matmuls = Counter(own.matmul_flops_by_dtype)
-    for child in node.children.values():
-        _add_up(child)
-        node.flops += child.flops
-        node.bytes += child.bytes
-        node.matmuls += child.matmuls
-        node.findings += child.findings

@@ -32,29 +32,19 @@ def codes(x: Any, dtype: Any = E4M3) -> tuple[Any, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("operands that are cast to float8 as they are", UNSCALED, CAST, F32)
-def _as_they_are(x):
-    return dot(x.astype(E4M3), x.astype(E4M3), F32)
-
-
-@fault("a cast to float8_e5m2", UNSCALED, CAST)
-def _e5m2(x):
-    return jnp.tanh(x).astype(BF16) * (x * 2).astype(E5M2).astype(BF16)
-
-
-@fault("weights that are cast to int8 without a scale", UNSCALED, CAST, F32)
-def _truncated(x):
-    return dot(x.astype(I8), codes(x, I8)[0], jnp.int32)
-
-
-@fault("int8 codes that are returned", UNSCALED, CAST, F32)
-def _returned(x):
-    return jnp.round(x * 10).astype(I8)
-
-
-@fault("a scale that was stored, without a clip", UNSCALED, CAST, F32, F32)
-def _stored_scale(x, scale):
-    return (x / scale[0, 0]).astype(E4M3).astype(F32) * scale[0, 0]
+fault("operands that are cast to float8 as they are", UNSCALED, CAST, F32)(
+    lambda x: dot(x.astype(E4M3), x.astype(E4M3), F32)
+)
+fault("a cast to float8_e5m2", UNSCALED, CAST)(
+    lambda x: jnp.tanh(x).astype(BF16) * (x * 2).astype(E5M2).astype(BF16)
+)
+fault("weights that are cast to int8 without a scale", UNSCALED, CAST, F32)(
+    lambda x: dot(x.astype(I8), codes(x, I8)[0], jnp.int32)
+)
+fault("int8 codes that are returned", UNSCALED, CAST, F32)(lambda x: jnp.round(x * 10).astype(I8))
+fault("a scale that was stored, without a clip", UNSCALED, CAST, F32, F32)(
+    lambda x, scale: (x / scale[0, 0]).astype(E4M3).astype(F32) * scale[0, 0]
+)
 
 
 @fault("the scale of another array", UNSCALED, CAST, F32, F32)
@@ -69,24 +59,18 @@ def _after(x):
     return narrow / jnp.max(jnp.abs(narrow))
 
 
-@fault("limits beyond those of float8_e4m3fn", UNSCALED, CAST, F32)
-def _wide_limits(x):
-    return jnp.clip(x, -57344, 57344).astype(E4M3).astype(F32)
-
-
-@fault("a limit at one end only", UNSCALED, CAST, F32)
-def _one_end(x):
-    return jnp.minimum(x, 448).astype(E4M3).astype(F32)
-
-
-@fault("a clip before a product", UNSCALED, CAST, F32)
-def _clipped_too_early(x):
-    return (jnp.clip(x, -1, 1) * 1000).astype(E4M3).astype(F32)
-
-
-@fault("cotangents of a widening cast", UNSCALED, CAST, E4M3, backward=True)
-def _of_cotangents(x):
-    return jnp.tanh(x.astype(F32))
+fault("limits beyond those of float8_e4m3fn", UNSCALED, CAST, F32)(
+    lambda x: jnp.clip(x, -57344, 57344).astype(E4M3).astype(F32)
+)
+fault("a limit at one end only", UNSCALED, CAST, F32)(
+    lambda x: jnp.minimum(x, 448).astype(E4M3).astype(F32)
+)
+fault("a clip before a product", UNSCALED, CAST, F32)(
+    lambda x: (jnp.clip(x, -1, 1) * 1000).astype(E4M3).astype(F32)
+)
+fault("cotangents of a widening cast", UNSCALED, CAST, E4M3, backward=True)(
+    lambda x: jnp.tanh(x.astype(F32))
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,9 +93,9 @@ for _dtype in (E4M3, I8):
         )
 
 
-@fault("codes that are widened, and their product scaled", DEQUANTISED, DOT, I8, I8)
-def _scaled_after(x, w):
-    return x.astype(BF16) @ w.astype(BF16) * BF16(0.01)
+fault("codes that are widened, and their product scaled", DEQUANTISED, DOT, I8, I8)(
+    lambda x, w: x.astype(BF16) @ w.astype(BF16) * BF16(0.01)
+)
 
 
 @fault("codes with a zero point, by rows", DEQUANTISED, DOT, I8, I8, F32)
@@ -134,16 +118,10 @@ def _convolution(x):
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("an int8 dot that returns int8", ACCUMULATOR, DOT, I8, I8)
-def _int8(x, w):
-    return x @ w
-
-
-@fault("a float8 dot that returns float8", ACCUMULATOR, DOT, F32)
-def _float8(x):
-    return dot(codes(x)[0], codes(x + 1)[0], E4M3).astype(F32)
-
-
-@fault("a float8 dot that returns float16", ACCUMULATOR, DOT, F32)
-def _float16(x):
-    return dot(codes(x)[0], codes(x + 1, E5M2)[0], F16)
+fault("an int8 dot that returns int8", ACCUMULATOR, DOT, I8, I8)(lambda x, w: x @ w)
+fault("a float8 dot that returns float8", ACCUMULATOR, DOT, F32)(
+    lambda x: dot(codes(x)[0], codes(x + 1)[0], E4M3).astype(F32)
+)
+fault("a float8 dot that returns float16", ACCUMULATOR, DOT, F32)(
+    lambda x: dot(codes(x)[0], codes(x + 1, E5M2)[0], F16)
+)

@@ -68,14 +68,10 @@ def fault(
     return add
 
 
-@fault("a softmax in bfloat16", FUNCTION, "exp")
-def _softmax(x):
-    return jax.nn.softmax(x)
-
-
-@fault("an average pool in bfloat16", REDUCTION, "reduce_window_sum")
-def _pool(x):
-    return lax.reduce_window(x, x.dtype.type(0), lax.add, (2, 2), (1, 1), "VALID") / 4
+fault("a softmax in bfloat16", FUNCTION, "exp")(jax.nn.softmax)
+fault("an average pool in bfloat16", REDUCTION, "reduce_window_sum")(
+    lambda x: lax.reduce_window(x, x.dtype.type(0), lax.add, (2, 2), (1, 1), "VALID") / 4
+)
 
 
 @fault("a normalisation in float16", FUNCTION, "rsqrt", F16)
@@ -84,29 +80,23 @@ def _norm(x):
     return centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-3)
 
 
-@fault("a matmul of bfloat16 and float32", MIXED, "dot_general", BF16, F32, mixes=True)
-def _mixed(x, w):
-    return (x @ w).astype(BF16)
-
-
-@fault("a matmul of bfloat16 and float32 in lax", MIXED, "dot_general", BF16, F32)
-def _mixed_in_lax(x, w):
-    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=F32).astype(BF16)
-
-
-@fault("a weight that is cast twice", REPEATED, "convert_element_type", BF16, F32)
-def _twice(x, w):
-    return jnp.tanh(x @ w.astype(BF16)) @ w.astype(BF16)
-
-
-@fault("a cast there and back that loses digits", ROUND_TRIP, "convert_element_type", F32)
-def _lossy(x):
-    return jnp.tanh(x.astype(BF16).astype(F32))
-
-
-@fault("a cast there and back for nothing", ROUND_TRIP, "convert_element_type")
-def _idle(x):
-    return jnp.tanh(x.astype(F32).reshape(2, 8).astype(BF16))
+fault("a matmul of bfloat16 and float32", MIXED, "dot_general", BF16, F32, mixes=True)(
+    lambda x, w: (x @ w).astype(BF16)
+)
+fault("a matmul of bfloat16 and float32 in lax", MIXED, "dot_general", BF16, F32)(
+    lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=F32).astype(
+        BF16
+    )
+)
+fault("a weight that is cast twice", REPEATED, "convert_element_type", BF16, F32)(
+    lambda x, w: jnp.tanh(x @ w.astype(BF16)) @ w.astype(BF16)
+)
+fault("a cast there and back that loses digits", ROUND_TRIP, "convert_element_type", F32)(
+    lambda x: jnp.tanh(x.astype(BF16).astype(F32))
+)
+fault("a cast there and back for nothing", ROUND_TRIP, "convert_element_type")(
+    lambda x: jnp.tanh(x.astype(F32).reshape(2, 8).astype(BF16))
+)
 
 
 @fault("float32 that leaks from a normalisation", LEAK, "dot_general", BF16, BF16, BF16)
@@ -116,9 +106,9 @@ def _leak(x, up, down):
     return (wide @ down.astype(F32)).astype(BF16)
 
 
-@fault("a sum that a scan carries in bfloat16", CARRY, "scan")
-def _carry(x):
-    return lax.scan(lambda total, row: (total + row, None), jnp.zeros(4, x.dtype), x)[0]
+fault("a sum that a scan carries in bfloat16", CARRY, "scan")(
+    lambda x: lax.scan(lambda total, row: (total + row, None), jnp.zeros(4, x.dtype), x)[0]
+)
 
 
 @fault("a sum that a loop rounds to bfloat16", CARRY, "scan", F32)
@@ -144,21 +134,17 @@ def _running_mean(x):
     return lax.scan(step, (jnp.int32(0), jnp.zeros(4, BF16)), x)[0][1]
 
 
-@fault("a product that a scan carries where it is not skipped", CARRY, "scan")
-def _product(x):
-    return lax.scan(
+fault("a product that a scan carries where it is not skipped", CARRY, "scan")(
+    lambda x: lax.scan(
         lambda total, row: (jnp.where(row > 0, total * row, total), None), jnp.ones(4, BF16), x
     )[0]
-
-
-@fault("a mask of -1e9 in float16", CONSTANT, "convert_element_type", F16)
-def _mask(x):
-    return jnp.tanh(jnp.where(x > 0, x, -1e9))
-
-
-@fault("an epsilon that float16 has no number for", CONSTANT, "add", F16)
-def _epsilon(x):
-    return x / (jnp.abs(x) + 1e-9)
+)
+fault("a mask of -1e9 in float16", CONSTANT, "convert_element_type", F16)(
+    lambda x: jnp.tanh(jnp.where(x > 0, x, -1e9))
+)
+fault("an epsilon that float16 has no number for", CONSTANT, "add", F16)(
+    lambda x: x / (jnp.abs(x) + 1e-9)
+)
 
 
 @fault("the gradient of a lookup in bfloat16", REDUCTION, "scatter-add", backward=True)
@@ -167,34 +153,20 @@ def _lookup(table):
     return jnp.tanh(table[tokens])
 
 
-@fault("the gradient of the largest numbers", REDUCTION, "scatter-add", backward=True)
-def _largest(x):
-    return jnp.tanh(lax.top_k(x, 2)[0])
-
-
-@fault("a silu by hand", FUNCTION, "exp")
-def _silu(x):
-    return x / (1 + jnp.exp(-x))
-
-
-@fault("the gradient of a bias in bfloat16", REDUCTION, "reduce_sum", BF16, backward=True)
-def _bias(x):
-    return jnp.tanh(x[:1] + jnp.zeros((8, 4), BF16)) * 0.5
-
-
-@fault("a promotion that nobody asked for", PROMOTION, "add", BF16, F32, mixes=True)
-def _promotion(x, bias):
-    return x + bias
-
-
-@fault("a cumulative sum in bfloat16", REDUCTION, "cumsum")
-def _cumulative(x):
-    return lax.cumsum(x, 1)
-
-
-@fault("squares in float16 that are summed", FUNCTION, "mul", F16)
-def _squares(x):
-    return jnp.sqrt(jnp.sum((x * x).astype(F32)))
+fault("the gradient of the largest numbers", REDUCTION, "scatter-add", backward=True)(
+    lambda x: jnp.tanh(lax.top_k(x, 2)[0])
+)
+fault("a silu by hand", FUNCTION, "exp")(lambda x: x / (1 + jnp.exp(-x)))
+fault("the gradient of a bias in bfloat16", REDUCTION, "reduce_sum", BF16, backward=True)(
+    lambda x: jnp.tanh(x[:1] + jnp.zeros((8, 4), BF16)) * 0.5
+)
+fault("a promotion that nobody asked for", PROMOTION, "add", BF16, F32, mixes=True)(
+    lambda x, bias: x + bias
+)
+fault("a cumulative sum in bfloat16", REDUCTION, "cumsum")(lambda x: lax.cumsum(x, 1))
+fault("squares in float16 that are summed", FUNCTION, "mul", F16)(
+    lambda x: jnp.sqrt(jnp.sum((x * x).astype(F32)))
+)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,34 +16,20 @@ E4M3, E5M2, C64 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("a norm by einsum", FUNCTION, "sqrt", F16)
-def _norm(x):
-    return jnp.sqrt(jnp.einsum("bd,bd->b", x, x))
-
-
-@fault("a division by a norm by einsum", FUNCTION, "div", F16)
-def _normalised(x):
-    return x / jnp.sqrt(jnp.einsum("bd,bd->b", x, x) + 1e-3)[:, None]
-
-
-@fault("a division by a squared norm by vdot", FUNCTION, "div", F16)
-def _projected(x):
-    return x / jnp.vdot(x, x)
-
-
-@fault("the reciprocal of a squared norm", FUNCTION, "integer_pow", F16)
-def _reciprocal(x):
-    return x * jnp.reciprocal(jnp.vdot(x, x) + 1)
-
-
-@fault("a power of a squared norm", FUNCTION, "pow", F16)
-def _power(x):
-    return (x * jnp.power(jnp.vdot(x, x) + 1, -0.5)) @ x
-
-
-@fault("the logarithm of a squared norm", FUNCTION, "log", F16)
-def _logarithm(x):
-    return (x * jnp.log(jnp.vdot(x, x) + 1)) @ x
+fault("a norm by einsum", FUNCTION, "sqrt", F16)(lambda x: jnp.sqrt(jnp.einsum("bd,bd->b", x, x)))
+fault("a division by a norm by einsum", FUNCTION, "div", F16)(
+    lambda x: x / jnp.sqrt(jnp.einsum("bd,bd->b", x, x) + 1e-3)[:, None]
+)
+fault("a division by a squared norm by vdot", FUNCTION, "div", F16)(lambda x: x / jnp.vdot(x, x))
+fault("the reciprocal of a squared norm", FUNCTION, "integer_pow", F16)(
+    lambda x: x * jnp.reciprocal(jnp.vdot(x, x) + 1)
+)
+fault("a power of a squared norm", FUNCTION, "pow", F16)(
+    lambda x: (x * jnp.power(jnp.vdot(x, x) + 1, -0.5)) @ x
+)
+fault("the logarithm of a squared norm", FUNCTION, "log", F16)(
+    lambda x: (x * jnp.log(jnp.vdot(x, x) + 1)) @ x
+)
 
 
 @fault("a deviation by an inner product of what is centred twice", FUNCTION, "sqrt", F16)
@@ -52,9 +38,9 @@ def _deviation(x):
     return x / jnp.sqrt(jnp.inner(row - row.mean(), row - row.mean()) / 4)
 
 
-@fault("squares that a matmul sums", FUNCTION, "sqrt", F16)
-def _squares_times_ones(x):
-    return x / jnp.sqrt((x * x) @ jnp.ones((4, 1), F16))
+fault("squares that a matmul sums", FUNCTION, "sqrt", F16)(
+    lambda x: x / jnp.sqrt((x * x) @ jnp.ones((4, 1), F16))
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,14 +48,12 @@ def _squares_times_ones(x):
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("a cast to bfloat16 through float16", ROUND_TRIP, "convert_element_type", F32)
-def _through_float16(x):
-    return jnp.tanh(x.astype(F16).astype(BF16))
-
-
-@fault("a cast to float16 through bfloat16", ROUND_TRIP, "convert_element_type", F32)
-def _through_bfloat16(x):
-    return jnp.tanh(x.astype(BF16).reshape(2, 8).astype(F16))
+fault("a cast to bfloat16 through float16", ROUND_TRIP, "convert_element_type", F32)(
+    lambda x: jnp.tanh(x.astype(F16).astype(BF16))
+)
+fault("a cast to float16 through bfloat16", ROUND_TRIP, "convert_element_type", F32)(
+    lambda x: jnp.tanh(x.astype(BF16).reshape(2, 8).astype(F16))
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -77,34 +61,20 @@ def _through_bfloat16(x):
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("a constant array beyond float8_e4m3fn", CONSTANT, "broadcast_in_dim", F32)
-def _full(x):
-    return x.astype(E4M3).astype(BF16) * jnp.full(x.shape, 1000.0, E4M3).astype(BF16)
-
-
-@fault("a number that is chosen beyond float8_e5m2", CONSTANT, "broadcast_in_dim", F32)
-def _chosen(x):
-    return jnp.where(x > 0, x.astype(E5M2), jnp.asarray(1e6, E5M2))
-
-
-@fault("a factor beyond float8_e4m3fn", CONSTANT, "mul", E4M3)
-def _factor(x):
-    return x * 1000.0
-
-
-@fault("a factor that vanishes in float8_e4m3fn", CONSTANT, "mul", E4M3)
-def _small_factor(x):
-    return x * 1e-4
-
-
-@fault("limits that are integers beyond float8_e4m3fn", CONSTANT, "convert_element_type", E4M3)
-def _limits(x):
-    return jnp.clip(x, -1000, 1000)
-
-
-@fault("a mask of -inf in a dtype without infinity", CONSTANT, "convert_element_type", F32)
-def _infinite(x):
-    return jnp.where(x > 0, x, -jnp.inf).astype(E4M3)
+fault("a constant array beyond float8_e4m3fn", CONSTANT, "broadcast_in_dim", F32)(
+    lambda x: x.astype(E4M3).astype(BF16) * jnp.full(x.shape, 1000.0, E4M3).astype(BF16)
+)
+fault("a number that is chosen beyond float8_e5m2", CONSTANT, "broadcast_in_dim", F32)(
+    lambda x: jnp.where(x > 0, x.astype(E5M2), jnp.asarray(1e6, E5M2))
+)
+fault("a factor beyond float8_e4m3fn", CONSTANT, "mul", E4M3)(lambda x: x * 1000.0)
+fault("a factor that vanishes in float8_e4m3fn", CONSTANT, "mul", E4M3)(lambda x: x * 1e-4)
+fault("limits that are integers beyond float8_e4m3fn", CONSTANT, "convert_element_type", E4M3)(
+    lambda x: jnp.clip(x, -1000, 1000)
+)
+fault("a mask of -inf in a dtype without infinity", CONSTANT, "convert_element_type", F32)(
+    lambda x: jnp.where(x > 0, x, -jnp.inf).astype(E4M3)
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,33 +82,15 @@ def _infinite(x):
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("half times complex", PROMOTION, "mul", BF16, C64, mixes=True)
-def _half_times_complex(x, z):
-    return x * z
-
-
-@fault(
+fault("half times complex", PROMOTION, "mul", BF16, C64, mixes=True)(lambda x, z: x * z)
+fault(
     "half times a complex number, of which the real part goes on",
     PROMOTION,
     "mul",
     F16,
     C64,
     mixes=True,
+)(lambda x, z: (z * x).real)
+fault("a matmul of half and complex", MIXED, "dot_general", BF16, C64, mixes=True)(
+    lambda x, z: x @ z
 )
-def _real_part(x, z):
-    return (z * x).real
-
-
-@fault("half times the imaginary unit", PROMOTION, "mul", BF16, mixes=True)
-def _half_times_i(x):
-    return x * 1j
-
-
-@fault("half plus complex", PROMOTION, "add", F16, C64, mixes=True)
-def _half_plus_complex(x, z):
-    return x + z
-
-
-@fault("a matmul of half and complex", MIXED, "dot_general", BF16, C64, mixes=True)
-def _complex_matmul(x, z):
-    return x @ z

@@ -67,14 +67,12 @@ def gradients(params: Any, x: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-@state_fault("an average of parameters", {"ema['w']": "add"}, W, W)
-def _average(ema, params):
-    return jax.tree.map(lambda ema, p: ema * 0.99 + p * 0.01, ema, params)
-
-
-@state_fault("an average of Optax's", {"ema['w']": "add"}, W, W)
-def _average_of_optax(ema, params):
-    return optax.incremental_update(params, ema, 0.01)
+state_fault("an average of parameters", {"ema['w']": "add"}, W, W)(
+    lambda ema, params: jax.tree.map(lambda ema, p: ema * 0.99 + p * 0.01, ema, params)
+)
+state_fault("an average of Optax's", {"ema['w']": "add"}, W, W)(
+    lambda ema, params: optax.incremental_update(params, ema, 0.01)
+)
 
 
 @state_fault(
@@ -105,14 +103,12 @@ class Statistics:
     count: Any
 
 
-@state_fault(
+state_fault(
     "totals of a metric in float16",
     {"state.total": "add"},
     Statistics(shape(4, dtype=F16), STEPS),
     X,
-)
-def _totals(state, x):
-    return state.replace(total=state.total + x.max(0).astype(F16), count=state.count + 1)
+)(lambda state, x: state.replace(total=state.total + x.max(0).astype(F16), count=state.count + 1))
 
 
 @state_fault("a state that is a tuple of arrays", {"state[0]": "add"}, (X, STEPS), X)
@@ -121,14 +117,12 @@ def _tuple(state, x):
     return (average * 0.9 + x * 0.1, count + 1), jnp.max(x)
 
 
-@state_fault("a number of tokens", {"state['seen']": "add"}, {"seen": shape()}, STEPS)
-def _tokens(state, tokens):
-    return {"seen": state["seen"] + tokens.astype(BF16)}
-
-
-@state_fault("a counter of calls", {"state['calls']": "add"}, {"calls": shape()}, X)
-def _calls(state, x):
-    return {"calls": state["calls"] + 1}, jnp.tanh(x)
+state_fault("a number of tokens", {"state['seen']": "add"}, {"seen": shape()}, STEPS)(
+    lambda state, tokens: {"seen": state["seen"] + tokens.astype(BF16)}
+)
+state_fault("a counter of calls", {"state['calls']": "add"}, {"calls": shape()}, X)(
+    lambda state, x: ({"calls": state["calls"] + 1}, jnp.tanh(x))
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,9 +130,9 @@ def _calls(state, x):
 # --------------------------------------------------------------------------------------------------
 
 
-@state_fault("parameters less gradients", {"params['w']": "sub"}, W, X)
-def _sgd(params, x):
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients(params, x))
+state_fault("parameters less gradients", {"params['w']": "sub"}, W, X)(
+    lambda params, x: jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients(params, x))
+)
 
 
 @state_fault("momentum by hand", {"params['w']": "sub", "moments['w']": "add"}, W, W, X)
@@ -148,14 +142,12 @@ def _momentum(params, moments, x):
     return params, moments, jnp.max(x)
 
 
-@state_fault(
+state_fault(
     "float32 updates of parameters in float16",
     {"params['w']": "add"},
     {"w": shape(4, 4, dtype=F16)},
     X,
-)
-def _wide_updates(params, x):
-    return {"w": (params["w"].astype(F32) + 1e-3 * x.astype(F32)).astype(F16)}
+)(lambda params, x: {"w": (params["w"].astype(F32) + 1e-3 * x.astype(F32)).astype(F16)})
 
 
 @state_fault(
@@ -167,11 +159,13 @@ def _skipped(params, x):
     return {"w": jnp.where(is_finite, params["w"] - 0.1 * found["w"], params["w"])}
 
 
-@state_fault(
+state_fault(
     "rows of a table", {"params['w']": "scatter-add"}, W, shape(3, dtype=jnp.int32), shape(3, 4)
+)(
+    lambda params, rows, updates: {
+        "w": params["w"].at[rows].add(-0.1 * updates, unique_indices=True)
+    }
 )
-def _rows(params, rows, updates):
-    return {"w": params["w"].at[rows].add(-0.1 * updates, unique_indices=True)}
 
 
 def _step_of(tx: Any) -> Any:
@@ -195,7 +189,7 @@ for _name, _tx, _moments in (
     )
 
 
-@state_fault(
+state_fault(
     "a train state of Flax's",
     {
         "state.params['w']": "add",
@@ -208,9 +202,7 @@ for _name, _tx, _moments in (
         )
     ),
     X,
-)
-def _train_state(state, x):
-    return state.apply_gradients(grads=gradients(state.params, x))
+)(lambda state, x: state.apply_gradients(grads=gradients(state.params, x)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,14 +42,6 @@ def _in_a_switch(x):
     return lax.while_loop(lambda state: state[0] < 4, add, (0, _row(x)))[1]
 
 
-@fault("a sum that starts again in a branch", CARRY, "scan")
-def _that_starts_again(x):
-    def add(total, row):
-        return lax.cond(row[0] > 0, lambda total: total + row, jnp.zeros_like, total), None
-
-    return lax.scan(add, _row(x), x)[0]
-
-
 @fault("sums that are set in their places", CARRY, "scan")
 def _set_in_places(x):
     def add(i, totals):
@@ -58,9 +50,11 @@ def _set_in_places(x):
     return lax.fori_loop(0, 4, add, jnp.zeros_like(x))
 
 
-@fault("places that a function adds to", CARRY, "scan")
-def _applied(x):
-    return lax.fori_loop(0, 4, lambda i, counts: counts.at[i % 2].apply(lambda count: count + 1), x)
+fault("places that a function adds to", CARRY, "scan")(
+    lambda x: lax.fori_loop(
+        0, 4, lambda i, counts: counts.at[i % 2].apply(lambda count: count + 1), x
+    )
+)
 
 
 @fault("a histogram that is set where its numbers are", CARRY, "scan", F16)
@@ -81,18 +75,11 @@ def _updated_slice(x):
     return lax.fori_loop(0, 4, add, jnp.zeros_like(x))
 
 
-@fault("sums that swap places", CARRY, "scan")
-def _swapped(x):
-    return lax.scan(lambda sums, row: ((sums[1] + row, sums[0]), None), (_row(x), _row(x)), x)[0][0]
-
-
-@fault("sums that take turns", CARRY, "while", F16)
-def _in_turns(x):
-    def add(state):
-        i, (first, second, third) = state
-        return i + 1, (second, third, first + x[i])
-
-    return lax.while_loop(lambda state: state[0] < 4, add, (0, (_row(x), _row(x), _row(x))))[1][0]
+fault("sums that swap places", CARRY, "scan")(
+    lambda x: lax.scan(lambda sums, row: ((sums[1] + row, sums[0]), None), (_row(x), _row(x)), x)[
+        0
+    ][0]
+)
 
 
 @fault("a softmax that is computed row by row", CARRY, "scan")
@@ -136,29 +123,12 @@ def _steps(w, x):
 # --------------------------------------------------------------------------------------------------
 
 
-@fault("a scan of pairs that adds", REDUCTION, "add")
-def _associative_scan(x):
-    return lax.associative_scan(jnp.add, x)
-
-
-@fault("a scan of pairs that adds from the end", REDUCTION, "add", F16)
-def _associative_scan_in_reverse(x):
-    return lax.associative_scan(lambda a, b: a + b, x, reverse=True, axis=1)
-
-
-@fault("a chain of additions", REDUCTION, "add")
-def _chain(x):
-    return functools.reduce(jnp.add, [x[i] for i in range(4)])
-
-
-@fault("a sum of Python's", REDUCTION, "add", F16)
-def _sum_of_python(x):
-    return sum(x) / 4
-
-
-@fault("an alternating chain", REDUCTION, "sub")
-def _alternating(x):
-    return x[0] + x[1] - x[2] - x[3]
+fault("a scan of pairs that adds", REDUCTION, "add")(lambda x: lax.associative_scan(jnp.add, x))
+fault("a chain of additions", REDUCTION, "add")(
+    lambda x: functools.reduce(jnp.add, [x[i] for i in range(4)])
+)
+fault("a sum of Python's", REDUCTION, "add", F16)(lambda x: sum(x) / 4)
+fault("an alternating chain", REDUCTION, "sub")(lambda x: x[0] + x[1] - x[2] - x[3])
 
 
 @fault("a tree of additions", REDUCTION, "add")
@@ -175,19 +145,15 @@ def _doubling(x):
     return x
 
 
-@fault("corners that are added up", REDUCTION, "add", F16)
-def _corners(x):
-    return (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
-
-
-@fault("squares of rows that are added up", REDUCTION, "add")
-def _squares_of_rows(x):
-    return sum(x[i] * x[i] for i in range(4))
-
-
-@fault("eight terms that are added up", REDUCTION, "add")
-def _eight_terms(x):
-    return sum(jnp.tanh(x * i) for i in range(1, 9))
+fault("corners that are added up", REDUCTION, "add", F16)(
+    lambda x: (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
+)
+fault("squares of rows that are added up", REDUCTION, "add")(
+    lambda x: sum(x[i] * x[i] for i in range(4))
+)
+fault("eight terms that are added up", REDUCTION, "add")(
+    lambda x: sum(jnp.tanh(x * i) for i in range(1, 9))
+)
 
 
 # --------------------------------------------------------------------------------------------------

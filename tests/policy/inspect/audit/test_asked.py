@@ -14,7 +14,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
-from policy import Policy, audit, autocast, compare, full_precision, set_policy, use_policy
+from policy import audit, autocast, compare, full_precision, set_policy, use_policy
 from policy.inspect.audit.render.html import page
 
 X = jnp.ones((2, 4))
@@ -22,21 +22,23 @@ HALF = "mixed_bfloat16"
 RULES: Any = {"head": "f32"}
 
 
-def linen_model(nn: Any, **head: Any) -> tuple[Any, Any]:
+def linen_model(nn: Any, up: Any = None, cast: Any = None, **head: Any) -> tuple[Any, Any]:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(3, name="head", **head)(nn.Dense(8, name="up")(x))
+            x = nn.Dense(8, name="up", **(up or {}))(x)
+            return nn.Dense(3, name="head", **head)(x if cast is None else x.astype(cast))
 
     model = Net()
     return model, jax.eval_shape(model.init, jax.random.key(0), X)
 
 
-def nnx_model(mod: Any, **head: Any) -> Any:
+def nnx_model(mod: Any, up: Any = None, **head: Any) -> Any:
     class Net(mod.Module):
         def __init__(self):
             rngs = flax_nnx.Rngs(0)
-            self.up, self.head = mod.Linear(4, 8, rngs=rngs), mod.Linear(8, 3, rngs=rngs, **head)
+            self.up = mod.Linear(4, 8, rngs=rngs, **(up or {}))
+            self.head = mod.Linear(8, 3, rngs=rngs, **head)
 
         def __call__(self, x):
             return self.head(self.up(x))
@@ -56,26 +58,36 @@ def kinds(report: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("nn", [flax_linen, linen])
+HALF_ARGUMENT, FLOAT32_ARGUMENT = {"dtype": jnp.bfloat16}, {"dtype": jnp.float32}
+
+
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_rule_makes_float32_no_finding(nn, backward):
+@pytest.mark.parametrize("nn", [flax_linen, linen])
+def test_a_rule_or_a_dtype_argument_makes_float32_no_finding(nn, backward):
     model, variables = linen_model(nn)
-    fn = model.apply
-    assert not kinds(audit(fn, variables, X, policy=HALF, rules=RULES, backward=backward)) - {
-        "low-precision-reduction"
-    }
-    ruled = autocast(fn, HALF, rules=RULES)
-    assert not kinds(audit(ruled, variables, X, backward=backward)) - {"low-precision-reduction"}
+    told, _ = linen_model(nn, HALF_ARGUMENT, **FLOAT32_ARGUMENT)
     ported = linen.apply_policy(model, HALF, RULES)
-    assert not kinds(audit(ported.apply, variables, X, backward=backward)) - {
-        "low-precision-reduction"
-    }
+    for fn, options in (
+        (model.apply, {"policy": HALF, "rules": RULES}),
+        (autocast(model.apply, HALF, rules=RULES), {}),
+        (ported.apply, {}),
+        (told.apply, {}),
+    ):
+        report = audit(fn, variables, X, backward=backward, **options)
+        assert not kinds(report) - {"low-precision-reduction"}
 
 
 @pytest.mark.parametrize("mod", [flax_nnx, nnx])
-def test_a_rule_makes_float32_no_finding_in_nnx(mod):
+def test_a_rule_or_a_dtype_argument_makes_float32_no_finding_in_nnx(mod):
     assert not kinds(audit(nnx.apply_policy(nnx_model(mod), HALF, RULES), X))
     assert not kinds(audit(nnx_model(mod), X, policy=HALF, rules=RULES))
+    assert not kinds(audit(nnx_model(mod, HALF_ARGUMENT, **FLOAT32_ARGUMENT), X))
+
+
+@pytest.mark.parametrize("nn", [flax_linen, linen])
+def test_float32_that_nobody_asked_for_is_a_finding_still(nn):
+    model, variables = linen_model(nn, HALF_ARGUMENT, jnp.float32)
+    assert {"float32-leak", "float32-matmul"} <= kinds(audit(model.apply, variables, X))
 
 
 def test_a_rule_of_a_scope_holds_for_what_was_traced_before():
@@ -84,32 +96,6 @@ def test_a_rule_of_a_scope_holds_for_what_was_traced_before():
     with use_policy(HALF, RULES):
         step.lower(variables, X)
         assert not kinds(audit(step, variables, X))
-
-
-@pytest.mark.parametrize("nn", [flax_linen, linen])
-def test_a_dtype_argument_makes_float32_no_finding(nn):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, dtype=jnp.bfloat16, name="up")(x)
-            return nn.Dense(3, dtype=jnp.float32, name="head")(x)
-
-    model = Net()
-    assert not kinds(audit(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X))
-
-
-@pytest.mark.parametrize("mod", [flax_nnx, nnx])
-def test_a_dtype_argument_makes_float32_no_finding_in_nnx(mod):
-    class Net(mod.Module):
-        def __init__(self):
-            rngs = flax_nnx.Rngs(0)
-            self.up = mod.Linear(4, 8, dtype=jnp.bfloat16, rngs=rngs)
-            self.head = mod.Linear(8, 3, dtype=jnp.float32, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(self.up(x))
-
-    assert not kinds(audit(Net(), X))
 
 
 def test_a_policy_of_a_layer_and_an_island_make_float32_no_finding():
@@ -123,19 +109,6 @@ def test_a_policy_of_a_layer_and_an_island_make_float32_no_finding():
             return full_precision(lambda x: x @ w)(x)
 
     assert not kinds(audit(autocast(fn, HALF), jnp.eye(4), X))
-
-
-@pytest.mark.parametrize("nn", [flax_linen, linen])
-def test_float32_that_nobody_asked_for_is_a_finding_still(nn):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, dtype=jnp.bfloat16, name="up")(x)
-            return nn.Dense(3, name="head")(x.astype(jnp.float32))
-
-    model = Net()
-    report = audit(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X)
-    assert {"float32-leak", "float32-matmul"} <= kinds(report)
 
 
 def test_no_findings_without_a_policy_says_so():
@@ -155,6 +128,9 @@ def test_no_findings_without_a_policy_says_so():
         (audit(nnx_model(nnx, dtype_policy=HALF), X), "of modules"),
     ):
         assert found.policy == policy and "no policy" not in str(found) + page(found)
+    jitted = jax.jit(linen.apply_policy(model, HALF).apply)
+    jitted.lower(variables, X)  # what was traced before is known by its casts
+    assert audit(jitted, variables, X).policy == "of modules"
     with use_policy(HALF):
         assert audit(model.apply, variables, X).policy == HALF
     set_policy(HALF)
@@ -162,14 +138,6 @@ def test_no_findings_without_a_policy_says_so():
         assert audit(model.apply, variables, X).policy == HALF
     finally:
         set_policy(None)
-
-
-def test_what_ran_under_a_policy_before_is_known_by_its_casts():
-    model, variables = linen_model(linen)
-    fn = linen.apply_policy(model, Policy("f32", "bf16", "f32")).apply
-    step = jax.jit(fn)
-    step.lower(variables, X)
-    assert audit(step, variables, X).policy == "of modules"
 
 
 @pytest.mark.parametrize("tool", [audit, compare])
@@ -187,12 +155,3 @@ def test_rules_go_with_a_policy(tool):
         tool(model.apply, variables, X, policy=HALF, rules={"haed": "f32"})
     with pytest.raises(ValueError, match="nonsense"):
         tool(model.apply, variables, X, policy="nonsense")
-
-
-@pytest.mark.parametrize("nn", [flax_linen, linen])
-def test_compare_takes_rules_as_audit_does(nn):
-    model, _ = linen_model(nn)
-    variables = model.init(jax.random.key(0), X)
-    both: Any = {"": "p=f32,c=f32,o=f32"}
-    assert compare(model.apply, variables, X / 3, policy=HALF).error > 1e-4
-    assert compare(model.apply, variables, X / 3, policy=HALF, rules=both).error < 1e-6

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.command_line.command import CommandError, main, parse_argument
+from policy.command_line.command import main, parse_argument
 from tests.eight_devices import ROOT
 
 MODEL = """
@@ -36,9 +36,6 @@ MODEL = """
 
     def with_keywords():
         return (*example(), {"scale": 2.0})
-
-    def wrong():
-        return loss, 3
 
     def broken():
         raise RuntimeError("no weights here")
@@ -137,17 +134,12 @@ def test_a_policy_or_rule_that_is_none_is_refused(model, capsys, options, messag
     assert message in capsys.readouterr().err
 
 
-def test_a_function_without_arguments_and_an_nnx_module(model, capsys):
+def test_a_function_without_arguments_and_an_nnx_module_of_a_module(model, capsys, monkeypatch):
     assert run(f"{model}:no_arguments") == 0
-    assert run(f"{model}:net", "--arg", "f32[2,4]") == 0
+    monkeypatch.chdir(os.path.dirname(model))
+    assert run("audited_model:net", "--arg", "f32[2,4]") == 0
     out = capsys.readouterr().out
     assert "low-precision-function  Net:  exp bf16" in out and "\n  head  " in out
-
-
-def test_a_module_by_its_name(model, capsys, monkeypatch):
-    monkeypatch.chdir(os.path.dirname(model))
-    assert run("audited_model:clean", "--arg", "f32[4,4]") == 0
-    assert "no findings" in capsys.readouterr().out
 
 
 def test_findings_fail_where_that_is_asked_for(model, capsys):
@@ -168,46 +160,14 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
     ("arguments", "message"),
     (
         (
-            ["loss"],
-            r"error: 'loss' should be module:function or file.py:function, as in train:loss_fn.",
-        ),
-        (
             ["no_such_module:f"],
             r"error: there is no module 'no_such_module', neither installed nor in this folder.",
         ),
-        (
-            ["no_such.module:f"],
-            r"error: there is no module 'no_such', neither installed nor in this folder.",
-        ),
-        (["missing.py:f"], r"error: there is no file 'missing.py' here."),
-        (["MODEL:los"], r"MODEL' has no 'los'. Did you mean 'loss'\?"),
         (["MODEL:number"], r"MODEL:number' is 3, of type int: it can't be called."),
-        (
-            ["MODEL:loss"],
-            r"takes params, x: give each with --arg, as in --arg bf16\[8,128\]; "
-            r"or name a function without",
-        ),
-        (
-            ["MODEL:wrong"],
-            r"should return \(function, args\) or \(function, args, kwargs\), .* "
-            r"but returned function, int",
-        ),
         (["MODEL:broken"], r"error: MODEL:broken\(\) failed: RuntimeError, see above."),
         (
             ["MODEL:clean", "--arg", "bf16[2,3]"],
             r"error: MODEL:clean can't be traced: TypeError, see above.",
-        ),
-        (
-            ["MODEL:clean", "--arg", "bf17[2]"],
-            r"'bf17' is not a dtype. Known are bf16, f16, f32, f64, i8 to i64",
-        ),
-        (
-            ["MODEL:clean", "--arg", "bf16[2,n]"],
-            r"dimensions in 'bf16\[2,n\]' should be whole numbers",
-        ),
-        (
-            ["MODEL:clean", "--arg", "two words"],
-            r"--arg 'two words' can't be read: give a shape such as bf16\[8,128\]",
         ),
         (
             ["MODEL:example", "--ignore", "repeated-casts"],
@@ -221,19 +181,7 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
 )
 def test_errors_name_the_value_and_the_way_out(model, capsys, arguments, message):
     assert run(*(text.replace("MODEL", model) for text in arguments)) == 2
-    error = capsys.readouterr().err.replace(model, "MODEL")
-    assert "error: " in error
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(error)
-
-
-def test_a_module_that_does_not_import_says_so(tmp_path, capsys):
-    (tmp_path / "does_not_import.py").write_text("1 / 0\n")
-    assert run(f"{tmp_path / 'does_not_import.py'}:f") == 2
-    assert (
-        "'does_not_import' can't be imported: ZeroDivisionError, see above."
-        in capsys.readouterr().err
-    )
+    assert re.search(message, capsys.readouterr().err.replace(model, "MODEL"))
 
 
 @pytest.mark.parametrize(
@@ -242,9 +190,7 @@ def test_a_module_that_does_not_import_says_so(tmp_path, capsys):
         ("bf16[8,128]", jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)),
         ("f32[]", jax.ShapeDtypeStruct((), jnp.float32)),
         ("float8_e4m3fn[2]", jax.ShapeDtypeStruct((2,), jnp.float8_e4m3fn)),
-        ("u8[3]", jax.ShapeDtypeStruct((3,), jnp.uint8)),
         ("bool[2]", jax.ShapeDtypeStruct((2,), np.bool_)),
-        ("3", 3),
         ("'mean'", "mean"),
         ("[1.5, None, True]", [1.5, None, True]),
         ("{'w': f16[2], 'deep': [i32[1], (f32[2],)]}", None),
@@ -266,11 +212,6 @@ def test_arguments_are_shapes_keys_numbers_and_containers_of_these(text, expecte
         assert value == expected
 
 
-def test_code_is_no_argument():
-    with pytest.raises(CommandError, match=r"can't be read"):
-        parse_argument("__import__('os')")
-
-
 def test_from_the_shell(model):
     """The one test in a process of its own."""
     command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
@@ -288,14 +229,9 @@ def test_from_the_shell(model):
 
 HOSTILE = {
     "exits.py": "import sys\nsys.exit(0)\n",
-    "exits_with_text.py": "import sys\nsys.exit('bye')\n",
-    "raises_no_exception.py": "raise BaseException('odd')\n",
     "needs_more.py": "import not_installed_anywhere\n",
-    "is_no_python.py": "def (\n",
     "package_that_exits/__init__.py": "raise SystemExit\n",
     "package_that_exits/inner.py": "",
-    "package_that_needs_more/__init__.py": "import not_installed_anywhere\n",
-    "package_that_needs_more/inner.py": "",
     "raises_when_asked.py": "def __getattr__(name):\n    raise RuntimeError(name)\n",
     "examples.py": """
         import sys
@@ -307,19 +243,9 @@ HOSTILE = {
 
         X = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
         good_example = lambda: (f, (X,))
-        function_example = lambda: f
         one_example = lambda: (f,)
-        list_example = lambda: [f, (X,)]
-        dict_example = lambda: {"fn": f}
-        none_example = lambda: None
-        arrays_example = lambda: (jnp.ones(3), jnp.ones(3))
         swapped_example = lambda: ((X,), f)
-        array_example = lambda: (f, jnp.ones((4, 4)))
         long_example = lambda: (f, (X,), {}, 3)
-        no_keywords_example = lambda: (f, (X,), None)
-        empty_example = lambda: ()
-        shapes = lambda: X
-        number = lambda: 3.0
 
         def exits():
             sys.exit(0)
@@ -329,16 +255,6 @@ HOSTILE = {
 
         def interrupted():
             raise KeyboardInterrupt
-
-        def odd():
-            raise BaseException("odd")
-
-        class Properties:
-            @property
-            def f(self):
-                raise RuntimeError("no")
-
-        properties = Properties()
     """,
 }
 SHOULD_RETURN = r"should return \(function, args\) or \(function, args, kwargs\), .* but returned "
@@ -363,68 +279,20 @@ def hostile(tmp_path, monkeypatch):
     ("arguments", "message"),
     (
         (["exits.py:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
-        (["exits:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
-        (
-            ["exits_with_text.py:f"],
-            r"'exits_with_text' can't be imported: it calls sys.exit\('bye'\)\.",
-        ),
-        (
-            ["raises_no_exception:f"],
-            r"'raises_no_exception' can't be imported: BaseException, see above\.",
-        ),
         (["needs_more:f"], r"'needs_more' can't be imported: ModuleNotFoundError, see above\."),
-        (["is_no_python.py:f"], r"'is_no_python' can't be imported: SyntaxError, see above\."),
-        (
-            ["package_that_exits.inner:f"],
-            r"'package_that_exits.inner' can't be imported: it calls sys.exit\(\)\.",
-        ),
-        (
-            ["package_that_needs_more.inner:f"],
-            r"can't be imported: ModuleNotFoundError, see above\.",
-        ),
-        (
-            ["package_that_is_none.inner:f"],
-            r"there is no module 'package_that_is_none', neither installed",
-        ),
-        (
-            ["raises_when_asked.py:f"],
-            r"'raises_when_asked.py:f' can't be read: RuntimeError, see above\.",
-        ),
-        (
-            ["examples.py:properties.f"],
-            r"'examples.py:properties.f' can't be read: RuntimeError, see above\.",
-        ),
-        (["examples.py:f:f"], r"should be module:function or file.py:function"),
-        ([".examples:f"], r"should be module:function or file.py:function"),
+        (["package_that_exits.inner:f"], r"can't be imported: it calls sys.exit\(\)\."),
+        (["raises_when_asked.py:f"], r"'raises_when_asked.py:f' can't be read: RuntimeError"),
         (["examples.py:X"], r"of type ShapeDtypeStruct: it can't be called\."),
         (["examples.py:exits"], r"examples.py:exits\(\) failed: it calls sys.exit\(0\)\."),
         (
             ["examples.py:exits_in_trace", "--arg", "f32[2]"],
             r"exits_in_trace can't be traced: it calls sys.exit\(3\)\.",
         ),
-        (["examples.py:odd"], r"examples.py:odd\(\) failed: BaseException, see above\."),
-        (["examples.py:function_example"], SHOULD_RETURN + r"function\."),
         (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of 1\."),
-        (["examples.py:list_example"], SHOULD_RETURN + r"list\."),
-        (["examples.py:dict_example"], SHOULD_RETURN + r"dict\."),
-        (["examples.py:none_example"], SHOULD_RETURN + r"NoneType\."),
-        (["examples.py:arrays_example"], SHOULD_RETURN + r"ArrayImpl, ArrayImpl\."),
         (["examples.py:swapped_example"], SHOULD_RETURN + r"tuple, function\."),
-        (["examples.py:array_example"], SHOULD_RETURN + r"function, ArrayImpl\."),
         (["examples.py:long_example"], SHOULD_RETURN + r"function, tuple, dict, int\."),
-        (["examples.py:no_keywords_example"], SHOULD_RETURN + r"function, tuple, NoneType\."),
-        (["examples.py:empty_example"], SHOULD_RETURN + r"a tuple of 0\."),
-        (["examples.py:shapes"], SHOULD_RETURN + r"ShapeDtypeStruct\."),
-        (["examples.py:number"], SHOULD_RETURN + r"float\."),
-        (["examples.py:f", "--arg", "{[1]: 2}"], r"--arg '{\[1\]: 2}' can't be read"),
         (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' can't be read"),
-        (
-            ["examples.py:f", "--arg", "f32[²]"],
-            r"the dimensions in 'f32\[²\]' should be whole numbers",
-        ),
-        (["examples.py:f", "--arg", "f32[99999999999999999999]"], r"should be whole numbers"),
-        (["examples.py:f", "--arg", "object[3]"], r"'object' is not a dtype"),
-        (["examples.py:f", "--arg", "str[3]"], r"'str' is not a dtype"),
+        (["examples.py:f", "--arg", "f32[²]"], r"the dimensions in .* should be whole numbers"),
         (
             ["examples.py:f", "--arg", "f64[4,4]"],
             r"JAX uses float32 instead of float64 here. Set JAX_ENABLE_X64=1",
@@ -449,9 +317,7 @@ def test_an_interrupt_stays_one(hostile):
         run("examples.py:interrupted")
 
 
-@pytest.mark.parametrize(
-    "name", ["a.b.py", "with space.py", "class.py", "1x.py", "json.py", "jax.py", "a.b.c.py"]
-)
+@pytest.mark.parametrize("name", ["a.b.py", "with space.py", "jax.py"])
 def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
     (hostile / "inside").mkdir()
     (hostile / "inside" / name).write_text(textwrap.dedent(HOSTILE["examples.py"]))

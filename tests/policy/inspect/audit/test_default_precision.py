@@ -60,12 +60,8 @@ def test_the_authors_default_precision_in_a_float32_rule_is_found_with_its_line(
     (forward,) = found("default", "float32")
     assert forward.path == "router" and "test_default_precision.py" in forward.source
     assert "x=default" in forward.message and forward.primitive == "dot_general"
-    assert [each.is_backward for each in found("default", "float32", backward=True)].count(True) > 0
-
-
-def test_an_operand_at_the_default_precision_is_found():
-    assert found(("highest", "default"), "float32") and found(("default", "high"), "float32")
-    assert found(("highest", "high"), "float32") == []
+    assert any(each.is_backward for each in found("default", "float32", backward=True))
+    assert found(("highest", "default"), "float32") and not found(("highest", "high"), "float32")
 
 
 def test_it_is_found_in_nnx_and_in_islands():
@@ -93,23 +89,11 @@ def test_it_is_found_in_nnx_and_in_islands():
         (None, "c=f32,o=f32,x=default", MIXED),
         ("default", "float32", "float32"),
         ("default", MIXED, MIXED),
+        (None, MIXED, "float32"),
     ],
 )
 def test_other_precisions_and_whole_float32_models_are_no_finding(precision, rule, base):
     assert found(precision, rule, base) == []
-
-
-def test_a_float32_model_around_a_half_module_is_no_finding():
-    assert found(None, MIXED, "float32", backward=True) == []
-
-    class Beside(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.Dense(8, dtype_policy=MIXED)(x)
-            return linen.Dense(8, dtype=jnp.float32)(x)
-
-    variables = Beside().init(jax.random.key(0), X)
-    assert [f.kind for f in audit(Beside().apply, variables, X).findings] == []
 
 
 def test_an_operation_shows_the_precision_of_its_float32_matmul():

@@ -115,28 +115,12 @@ def test_params_names_the_arguments_that_gradients_are_taken_by():
             ("b", [(5,)]),
             (("w", 1), [(3, 5), (5,)]),
             (None, [(3, 5), (4, 3), (5,)]),
+            (lambda leaf: leaf.shape == (3, 5), [(3, 5)]),
         ):
             rows = compare(
                 fn, *args, policy="mixed_bfloat16", backward=True, params=params
             ).parameters
             assert len(rows) == len(shapes) and _gradients_of_audit(fn, args, params) == shapes
-        dots = [
-            sum(
-                op.count
-                for op in audit(fn, *args, backward=True, params=p).operations
-                if op.kind == "dot"
-            )
-            for p in ("b", "w", None)
-        ]
-    assert dots == [1, 2, 3]
-
-
-def test_a_predicate_chooses_leaves_of_modules_too():
-    fn, net, x = _of_nnx()
-    is_matrix = lambda leaf: jnp.ndim(leaf) == 2 and leaf.shape == (3, 5)  # noqa: E731
-    rows = compare(fn, net, x, policy="mixed_bfloat16", backward=True, params=is_matrix).parameters
-    assert [row.path for row in rows] == ["dense/kernel"]
-    assert _gradients_of_audit(fn, (net, x), is_matrix) == [(3, 5)]
 
 
 def test_suggest_and_the_assertions_take_the_same_keywords():
@@ -159,32 +143,11 @@ def test_suggest_and_the_assertions_take_the_same_keywords():
     assert_no_silent_promotion(lambda w, x: x @ w, half, backward=True, params="w")
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "error", "text"),
-    [
-        (
-            (X,),
-            {"params": 0},
-            ValueError,
-            r"params=0 selects the arguments to differentiate, so it needs backward=True",
-        ),
-        (
-            (X,),
-            {"params": {"w": X}, "backward": True},
-            TypeError,
-            r"but got a dict\. If the function has an argument",
-        ),
-        (
-            (X,),
-            {"params": 1, "backward": True},
-            ValueError,
-            r"params names argument 1, but the function was called",
-        ),
-    ],
-)
-def test_params_that_say_nothing_are_refused(args, options, error, text):
-    with pytest.raises(error, match=text):
-        audit(jnp.sum, *args, **options)
+def test_params_that_say_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"params=0 selects .* so it needs backward=True"):
+        audit(jnp.sum, X, params=0)
+    with pytest.raises(TypeError, match=r"but got a dict\. If the function has an argument"):
+        audit(jnp.sum, X, params={"w": X}, backward=True)  # type: ignore[arg-type]
 
 
 def test_modules_hold_their_parameters_themselves():

@@ -6,12 +6,10 @@ import pathlib
 import re
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from policy.inspect.audit.audit import audit as policy_audit
 from policy.inspect.audit.render.html import page
 from policy.inspect.audit.render.tree import tree_of
 from policy.inspect.audit.report import Audit, Finding, Operation
@@ -71,6 +69,12 @@ AUDIT = Audit(
 )
 
 
+def row(path, error, *, kind: Any = "activation", largest=1.0, is_jump=False):
+    return Row(
+        path, kind, error, 1.0, 0.0, 0.0, 0.0, largest, 65504.0, "float16", largest, is_jump=is_jump
+    )
+
+
 class Elements(HTMLParser):
     """The elements of a page, each with its attributes, and the text of those that are no scripts
     or styles.
@@ -108,30 +112,17 @@ def test_markup_is_escaped_unless_it_is_markup_already():
     assert escaped(Markup("<b>")) == "<b>" and join_markup(("<", 1)) == "&lt;1"
 
 
-def test_hostile_names_are_text_and_nothing_else():
-    elements = Elements(page(AUDIT))
+def test_hostile_names_are_text_and_nothing_is_fetched():
+    text = page(AUDIT)
+    elements = Elements(text)
     assert not elements.open
     assert len(all_of(elements, "script")) == 1 and not all_of(elements, "img")
     assert HOSTILE in elements.text
-    assert not [
-        attributes
-        for _, attributes in elements.elements
-        if any(name.startswith("on") for name in attributes)
-    ]
-
-
-def test_nothing_is_fetched_and_a_policy_of_the_page_forbids_it():
-    text = page(AUDIT)
-    elements = Elements(text)
+    names = [name for _, attributes in elements.elements for name in attributes]
+    assert not [name for name in names if name.startswith("on")]
+    assert not {"src", "srcset", "data", "action"} & set(names)
     policies = [meta["content"] for meta in all_of(elements, "meta") if "http-equiv" in meta]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"]
-    assert not [
-        a
-        for _, attributes in elements.elements
-        for a in attributes
-        if a in ("src", "srcset", "data", "action")
-    ]
-    assert all(link["href"].startswith("#") for link in all_of(elements, "a"))
     assert not re.search(r"https?:|url\(|@import", text.replace("http-equiv", ""))
 
 
@@ -139,37 +130,28 @@ def test_every_link_leads_to_a_place_on_the_page_and_ids_stand_once():
     elements = Elements(page(AUDIT))
     ids = [attributes["id"] for _, attributes in elements.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    links = {link["href"][1:] for link in all_of(elements, "a")}
-    assert links and links <= set(ids)
+    links = {link["href"] for link in all_of(elements, "a")}
+    assert links and links <= {f"#{each}" for each in ids}
 
 
 def test_the_tree_adds_up_what_is_below():
     tree = tree_of(AUDIT.operations, AUDIT.findings)
     assert [node.path for node in tree.walk()][:4] == ["", "Net", "Net/layer_0", "Net/layer_0/attn"]
     layer = tree.children["Net"].children["layer_1"]
-    assert layer.flops == {"bfloat16": 2_000_000}
-    assert tree.flops == AUDIT.flops_by_dtype and tree.bytes == AUDIT.bytes_by_dtype
-    assert (layer.dtype, layer.findings, tree.findings) == ("bfloat16", 1, 3)
-    assert tree.children["Net"].children["head"].dtype == "float32"
-    assert tree.children["Net"].children["nowhere"].dtype == ""
+    assert layer.figures.flops_by_dtype == {"bfloat16": 2_000_000}
+    assert tree.figures.flops_by_dtype == AUDIT.flops_by_dtype and tree.flops == 11_000_000
+    assert tree.figures.bytes_by_dtype == AUDIT.bytes_by_dtype
+    assert (layer.dtypes, layer.findings, tree.findings) == (["bfloat16"], 1, 3)
+    assert tree.children["Net"].children["head"].dtypes == ["float32"]
+    assert tree.children["Net"].children["nowhere"].dtypes == []
 
 
 def test_findings_come_first_and_say_where_what_and_how_often():
     text = Elements(page(AUDIT)).text
-    assert (
-        text.index("Findings (3)")
-        < text.index("Shares by dtype")
-        < text.index("Modules")
-        < text.index("Operations")
-    )
-    for part in (
-        "Net/layer_1/attn/query",
-        "Sums 4096 terms in bfloat16.",
-        "model.py:3 (f)",
-        "backward",
-        " 12 times",
-    ):
-        assert part in text
+    places = [text.index(title) for title in ("Findings (3)", "Shares by", "Modules", "Operations")]
+    assert places == sorted(places)
+    said = ("Net/layer_1/attn/query", "Sums 4096 terms in bfloat16.", "model.py:3 (f)", "backward")
+    assert all(part in text for part in (*said, " 12 times"))
 
 
 @pytest.mark.parametrize(
@@ -199,21 +181,10 @@ def test_an_audit_of_nothing_is_a_page_too():
 
 
 def test_a_comparison_is_shown_beside_the_audit():
-    row = Row(
-        "Net/layer_1",
-        "activation",
-        0.25,
-        0.9,
-        0.5,
-        0.0,
-        0.125,
-        6e4,
-        65504.0,
-        "float16",
-        6e4,
-        is_jump=True,
+    rows = (
+        row("Net/layer_1", 0.25, largest=6e4, is_jump=True),
+        row("", math.inf, kind="output"),
     )
-    rows = (row, Row("", "output", float("inf"), 0.0, 0.0, 0.0, 1.0, 1.0, 65504.0, "float16", 1.0))
     compared = Comparison(
         rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16"
     )
@@ -344,39 +315,6 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     assert seen["filled"] == "(outside of any module)"
 
 
-@needs_browser
-def test_the_page_of_a_real_model_is_alive_in_a_browser(example):
-    def loss(params, tokens):
-        return example.loss(params, tokens, 1)
-
-    loss.__name__ = HOSTILE
-    tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
-    with jax.numpy_dtype_promotion("standard"):  # the example's model promotes, as many do
-        params = jax.eval_shape(example.Transformer(layers=1).init, jax.random.key(0), tokens)[
-            "params"
-        ]
-        audit = policy_audit(loss, params, tokens, backward=True)
-    assert {"low-precision-reduction", "silent-promotion", "float32-leak"} <= {
-        f.kind for f in audit.findings
-    }
-    seen, console = look(
-        page(audit),
-        """
-        const all = (selector) => [...document.querySelectorAll(selector)];
-        return {
-          ready: document.documentElement.dataset.ready, title: document.title,
-          findings: all(".finding .places li").length, rows: all("#operations tbody tr").length,
-          nodes: all(".node").map((node) => node.dataset.path),
-        };
-        """,
-    )
-    assert console == [] and seen["fetched"] == []
-    assert (seen["ready"], seen["title"]) == ("true", f"Audit of {HOSTILE}")
-    assert (seen["findings"], seen["rows"]) == (len(audit.findings), len(audit.operations))
-    assert {"", "layer_0/attn/query", "head"} <= set(seen["nodes"])
-    assert set(audit.paths) <= set(seen["nodes"])
-
-
 # What a reader sees: words that are broken in two, bars, and whether the page is wider than its
 # window.
 LOOK = """
@@ -413,7 +351,7 @@ return {
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [420, 1000, 1300, 1900])
+@pytest.mark.parametrize("width", [420, 1300])
 def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
     primitives = (
         "convert_element_type",
@@ -430,25 +368,9 @@ def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
         ),
         (),
     )
-    infinite = Row(
-        "layer_1",
-        "activation",
-        math.inf,
-        0.0,
-        0.0,
-        0.0,
-        0.5,
-        math.inf,
-        65504.0,
-        "float16",
-        7e4,
-        is_jump=True,
-    )
-    small = Row("layer_0", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
-    large = Row("layer_2", "activation", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
-    seen, console = look(
-        page(audit, Comparison((small, infinite, large), first_jump="layer_1")), LOOK, width=width
-    )
+    errors = {"layer_0": 1e-3, "layer_1": math.inf, "layer_2": 1.0}
+    compared = tuple(row(path, error, is_jump=error > 1) for path, error in errors.items())
+    seen, console = look(page(audit, Comparison(compared, first_jump="layer_1")), LOOK, width=width)
     assert (
         console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
     )
@@ -458,20 +380,3 @@ def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
     assert drawn["layer_1: error ∞, underflow 0.00%"] == axis["∞"] > axis["1e0"] + 20
     assert drawn["layer_2: error 1.00e+00, underflow 0.00%"] == axis["1e0"]
     assert "inf" not in seen["text"].replace("infinity", "") and "∞" in seen["text"]
-
-
-def test_a_drawing_names_what_was_measured_and_has_infinity_where_there_is_one():
-    forward = Row("layer", "activation", 1e-3, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
-    alone = Comparison((forward,)).to_svg()
-    assert "activations" in alone and "gradients" not in alone and "∞" not in alone
-    backward = Row("layer", "gradient", math.inf, 1.0, 0.0, 0.0, 0.0, 1.0, 65504.0, "float16", 1.0)
-    both = Comparison((forward, backward)).to_svg()
-    assert "activations" in both and "gradients" in both and "∞" in both
-
-
-@needs_browser
-def test_the_look_into_the_browser_sees_errors_and_fetches():
-    broken = "<html><body><img src='http://127.0.0.1:9/x.png'><script>undefined_name()</script></body></html>"
-    seen, console = look(broken)
-    assert seen["fetched"] == ["http://127.0.0.1:9/x.png"]
-    assert any("undefined_name is not defined" in line for line in console)

@@ -54,16 +54,6 @@ def test_sites_say_where_they_stand():
     assert forward.source.startswith("test_reading.py:")
 
 
-def test_the_line_of_a_function_of_jax_is_the_caller_s():
-    first = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
-    second = jax.make_jaxpr(lambda x: jnp.where(x > 0, x, 2.0))(jnp.ones(3))
-    lines = [
-        next(site.source for site in walk(jaxpr) if site.name == "select_n")
-        for jaxpr in (first, second)
-    ]
-    assert lines[0] != lines[1]
-
-
 @pytest.mark.parametrize(
     ("indices", "repeats"),
     (
@@ -118,26 +108,10 @@ def test_a_mask_that_overflows_is_found_however_it_is_written(mask):
     assert CONSTANT not in {finding.kind for finding in audit(mask, half).findings}
 
 
-@pytest.mark.parametrize(
-    "fine",
-    (
-        lambda x: jnp.where(x > 0, x, -jnp.inf),
-        lambda x: jnp.where(x > 0, x, -6e4),
-        lambda x: jax.nn.relu(x) + 0.0,
-        lambda x: sum([x, x]) / 2,
-        lambda x: x * 1e-4,
-    ),
-)
-def test_numbers_that_float16_has_are_no_finding(fine):
-    assert not audit(fine, jax.ShapeDtypeStruct((2, 4), F16)).findings
-
-
-def test_the_lowest_float32_overflows_in_bfloat16():
-    x = jax.ShapeDtypeStruct((2, 4), BF16)
-    (finding,) = audit(lambda x: jnp.where(x > 0, x, float(jnp.finfo(F32).min)), x).findings
-    assert finding.kind == CONSTANT and finding.message.startswith(
-        "-3.40282e+38 in bfloat16 is -inf: it overflows."
-    )
+def test_numbers_that_float16_has_are_no_finding():
+    x = jax.ShapeDtypeStruct((2, 4), F16)
+    for number in (-jnp.inf, -6e4, 1e-4):
+        assert not audit(lambda x, n=number: jnp.where(x > 0, x, n), x).findings
 
 
 def test_what_numpy_loses_is_noticed_by_its_line_and_warns_nobody():

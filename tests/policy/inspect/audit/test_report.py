@@ -14,7 +14,7 @@ from jax import lax
 
 from policy import PolicyRules, audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
-from policy.inspect.audit.render.text import folded_pattern, show, text
+from policy.inspect.audit.render.text import folded_pattern, text
 from policy.inspect.audit.report import Audit, Finding, Operation, named
 from tests.eight_devices import ROOT
 
@@ -77,24 +77,12 @@ def test_an_operation_says_what_it_multiplies_sums_and_returns():
     )
 
 
-def test_figures_are_sums_over_operations(report):
-    dots = {
-        dtype: sum(op.flops for op in report.operations if op.operands[:1] == (dtype,))
-        for dtype in ("float32",)
-    }
-    assert report.flops_by_dtype["float32"] == dots["float32"]
+def test_figures_are_sums_over_operations_and_equal_ones_on_one_line_are_one_row(report):
     assert report.f32_matmul_share == pytest.approx(1024 / (1024 + 13 * 64))
     assert sum(report.bytes_by_dtype.values()) == sum(op.bytes for op in report.operations)
     assert report.paths[0] == "block_0/attention" and "head" in report.paths
-
-
-def test_equal_operations_on_one_line_are_one_row(report):
-    exps = [
-        op for op in report.operations if op.primitive == "exp" and op.path == "block_3/attention"
-    ]
-    assert [(op.count, op.kind, op.operands) for op in exps] == [
-        (1, "transcendental", ("bfloat16",))
-    ]
+    found = [op for op in report.operations if op.path == "block_3/attention"]
+    assert [op.count for op in found if op.primitive == "exp"] == [1]
 
 
 def test_findings_come_the_gravest_first(report):
@@ -124,18 +112,8 @@ def test_the_docs_list_every_kind_of_finding_in_this_order():
 def test_json_has_everything_and_keeps_its_names(report):
     read = json.loads(report.to_json())
     assert list(read) == [
-        *(
-            "version",
-            "name",
-            "policy",
-            "flops_by_dtype",
-            "bytes_by_dtype",
-            "matmul_flops_by_dtype",
-            "f32_matmul_share",
-            "eight_bit_matmul_share",
-            "findings",
-            "operations",
-        )
+        *("version", "name", "policy", "flops_by_dtype", "bytes_by_dtype", "matmul_flops_by_dtype"),
+        *("f32_matmul_share", "eight_bit_matmul_share", "findings", "operations"),
     ]
     assert read["version"] == 1 and read["name"] == "network"
     assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
@@ -233,11 +211,6 @@ def test_colours_are_for_terminals_and_for_nobody_who_said_no(
     assert not coloured or "\x1b[31m13 findings\x1b[0m" in out.getvalue()
 
 
-def test_a_report_is_shown_on_the_standard_output(report, capsys):
-    show(report)
-    assert capsys.readouterr().out == text(report) + "\n"
-
-
 def test_findings_of_kinds_that_are_known_are_left_out(report):
     other = named(report, "mine", without=["low-precision-function"])
     assert other.name == "mine" and [finding.kind for finding in other.findings] == [
@@ -251,49 +224,6 @@ def test_what_can_not_be_called_or_differentiated_is_refused():
     ):
         audit(3)
     with pytest.raises(
-        ValueError,
-        match=r"respect to floating arguments, but the function is called with none",
-    ):
-        audit(lambda x: x, shape(2, dtype=jnp.int32), backward=True)
-    with pytest.raises(
         ValueError, match=r"differentiates floating outputs, but the function returns none"
     ):
         audit(lambda x: jnp.argmax(x), shape(2), backward=True)
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "gradients"),
-    (
-        (lambda p, x: (x @ p["w"], {"stats": x}), ({"w": shape(4, 4)}, shape(2, 4)), 1),
-        (
-            lambda v, x: x @ v["params"]["w"] * v["stats"],
-            ({"params": {"w": shape(4, 4)}, "stats": shape(4)}, shape(2, 4)),
-            1,
-        ),
-        (lambda w, x: x @ w, (shape(4, 4), shape(2, 4)), 2),
-        (lambda n, x: x @ x * 2.0, ([3], shape(4, 4)), 2),
-    ),
-    ids=(
-        "by a container",
-        "by the collection of parameters",
-        "by every array",
-        "no array in the container",
-    ),
-)
-def test_what_is_differentiated(fn, args, gradients):
-    with jax.numpy_rank_promotion("allow"):
-        report = audit(fn, *args, backward=True)
-    assert (
-        sum(op.count for op in report.operations if op.kind == "dot" and op.is_backward)
-        == gradients
-    )
-
-
-def test_of_a_pair_of_a_loss_and_anything_else_the_loss_is_differentiated():
-    report = audit(
-        lambda p, x: (jnp.sum(p["w"] * x), p["v"] @ x),
-        {"w": shape(4), "v": shape(4, 4)},
-        shape(4),
-        backward=True,
-    )
-    assert not any(op.is_backward for op in report.operations if op.kind == "dot")

@@ -12,7 +12,6 @@ import flax.linen as flax_linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx as flax_nnx
 
@@ -112,19 +111,6 @@ def test_a_scan_of_a_model_names_the_line_in_the_body():
     dots = {op.source for op in report.operations if op.kind == "dot"}
     (number,) = line("# in the body")
     assert dots == {f"test_source_lines.py:{number} (Step.__call__)"}
-
-
-def test_an_update_of_optax_is_of_the_line_that_asked_for_it():
-    tx = optax.adam(1e-3)
-    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state)  # asks
-        return optax.apply_updates(params, updates), state
-
-    with jax.numpy_dtype_promotion("standard"):
-        report = audit(step, params, jax.eval_shape(tx.init, params), params)
-    assert report.findings and all(HERE.fullmatch(finding.source) for finding in report.findings)
 
 
 @pytest.mark.parametrize("nn", [flax_linen, linen])

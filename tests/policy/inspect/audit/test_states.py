@@ -53,8 +53,8 @@ def test_what_a_call_adds_to_its_state_is_found(fault, place):
 
 
 MODES = [
-    *((mode, BF16) for mode in ("auto", "remainder", "kahan", "stochastic", "full")),
-    *((mode, F16) for mode in ("auto", "kahan", "stochastic", "full")),
+    *((mode, BF16) for mode in ("remainder", "kahan", "stochastic", "full")),
+    ("auto", F16),
 ]
 
 
@@ -104,12 +104,6 @@ def gated(state: Any, x: Any) -> Any:
     return {**state, "h": (1 - gate) * jnp.tanh(x @ state["w"] + state["h"]) + gate * state["h"]}
 
 
-def long_and_short(state: Any, x: Any) -> Any:
-    gates = x @ state["w"] + state["h"] @ state["w"]
-    c = jax.nn.sigmoid(gates) * state["c"] + jnp.tanh(gates)
-    return {**state, "c": c, "h": jnp.tanh(c)}
-
-
 def cached(state: Any, x: Any) -> Any:
     return {
         **state,
@@ -132,13 +126,11 @@ def normalised(state: Any, x: Any) -> Any:
 
 CLEAN: dict[str, tuple[Any, ...]] = {
     "a residual block": (lambda x, w: x + jnp.tanh(x @ w), X, X),
-    "a residual block of a dictionary": (residual, {"x": X, **W}, X),
     "a residual block of a mean": (
         lambda state: {**state, "x": state["x"] + (state["x"].mean(0, keepdims=True) @ state["w"])},
         {"x": X, **W},
     ),
     "a gated unit": (gated, {"h": X, **W}, X),
-    "long short-term memory": (long_and_short, {"h": X, "c": X, **W}, X),
     "a cache of keys": (cached, {"keys": X, "at": shape(dtype=jnp.int32), **W}, X),
     "a compensated sum": (compensated, {"total": X, "lost": X}, X),
     "an average in float32": (
@@ -148,7 +140,6 @@ CLEAN: dict[str, tuple[Any, ...]] = {
     ),
     "a largest number": (lambda state, x: {"most": jnp.maximum(state["most"], x)}, {"most": X}, X),
     "decay alone": (lambda state, x: {"w": state["w"] * 0.99}, W, X),
-    "an image that is scaled": (lambda batch: {**batch, "x": (batch["x"] - 0.5) / 0.25}, {"x": X}),
     "an image that is standardised": (
         lambda batch: {"x": batch["x"] - batch["x"].mean()},
         {"x": X},
@@ -159,7 +150,6 @@ CLEAN: dict[str, tuple[Any, ...]] = {
         jax.eval_shape(lambda: jax.random.key(0)),
     ),
     "a normalisation": (normalised, {"x": X}, X),
-    "gradients": (gradients, W, X),
     "gradients with weight decay": (
         lambda params, x: jax.tree.map(lambda g, p: g + 0.01 * p, gradients(params, x), params),
         W,
@@ -167,7 +157,6 @@ CLEAN: dict[str, tuple[Any, ...]] = {
     ),
     "what is returned as it came": (lambda state, x: (state, x + 1), W, X),
     "indices into a tuple that is no state": (lambda pair, x: (pair[0] + x,), (X, X), X),
-    "another shape": (lambda state, x: {"w": state["w"][:2] + x[:2]}, W, X),
 }
 
 
@@ -208,14 +197,3 @@ def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
     assert finding.message.startswith(
         "layers[0][0], bfloat16[4,4] and 3 more: each call adds to it"
     )
-
-
-@pytest.mark.parametrize("length", (20, 400))
-def test_long_sums_of_a_state_with_itself_end(length):
-    def grow(state, x):
-        total = state["total"]
-        for _ in range(length):
-            total = total + total * 0.01
-        return {"total": total + x}
-
-    audit(grow, {"total": X}, X)
