@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from policy.autocasting.values import CastValue, as_dtype, cast
+from policy.autocasting.values import CastValue, as_dtype, cast, is_half_value
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs import broadcasting
 from policy.programs.dtypes import F32, is_floating_dtype
@@ -20,10 +20,6 @@ from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind
 
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times
-
-
-def is_half_value(value: CastValue) -> bool:
-    return is_floating_dtype(value.dtype) and value.dtype.itemsize < F32.itemsize
 
 
 def is_broadcast(value: CastValue, shape: tuple[Any, ...] | None) -> bool:

@@ -7,16 +7,23 @@ from typing import Any
 
 import jax
 
-from policy.autocasting.broadcast_operands import is_half_value
 from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
-from policy.autocasting.evaluator import AutocastHandler, Evaluator, as_traced, traced_kind
+from policy.autocasting.evaluator import AutocastHandler, Evaluator
 from policy.autocasting.memoization import once_for_all_alike
-from policy.autocasting.values import CastValue, widened_param
+from policy.autocasting.scanned_layers import carries_handed_on
+from policy.autocasting.values import (
+    CastValue,
+    as_traced,
+    floats_of,
+    is_half_value,
+    traced_kind,
+    widened_param,
+)
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs import control_flow
 from policy.programs.control_flow import Body
-from policy.programs.dtypes import F32, is_floating_dtype
-from policy.programs.equations import equations_within, runs_any
+from policy.programs.dtypes import F32
+from policy.programs.equations import equations_within
 from policy.programs.primitives import (
     BOUNDED,
     CALLS,
@@ -24,11 +31,10 @@ from policy.programs.primitives import (
     ELEMENTWISE,
     FORWARDS,
     INLINED,
-    MATMULS,
     REMATS,
     TRANSCENDENTALS,
 )
-from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind, subprogram, subprograms, with_subprograms
 
 
@@ -55,9 +61,8 @@ def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[Ca
     """
     if not equation.outvars:
         return False
-    floats = [value for value in values if is_floating_dtype(value.dtype)]
     shape = equation.outvars[0].aval.shape
-    is_half = [v.narrows or is_half_value(v) for v in floats if v.array.shape == shape]
+    is_half = [v.narrows or is_half_value(v) for v in floats_of(values) if v.array.shape == shape]
     if not is_half or not all(is_half) or evaluator.place_of(equation).compute == F32:
         return False
     names = {each.primitive.name for each in equations_within(subprogram(equation, "call").body)}
@@ -87,7 +92,8 @@ def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> 
             values[i] = widened_param(values[i])  # read in every step
     before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
     values = [*before[: carry.start], *values[carry], *before[carry.start :]]
-    return control_flow.scan(evaluator, equation, values)
+    carried = carries_handed_on(evaluator, equation, values)
+    return control_flow.scan(evaluator, equation, values, carried)
 
 
 def _while(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
@@ -116,8 +122,6 @@ def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> 
 def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
-    if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
-        return [CastValue(output) for output in bind(equation, arrays)]
     inputs = list(map(CastValue, operands))
     branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
@@ -125,13 +129,6 @@ def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list
         CastValue(output)
         for output in bind(equation, arrays, with_subprograms(equation, rewritten))
     ]
-
-
-def _may_narrow(evaluator: Evaluator, program: OpenJaxpr) -> bool:
-    """Returns whether a program has to be rewritten or reported if its operands are as traced."""
-    settings = evaluator.settings
-    names = MATMULS | settings.allow
-    return settings.strict or evaluator.report is not None or runs_any(program, names)
 
 
 HANDLERS: Mapping[str, AutocastHandler] = {

@@ -8,28 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from policy.autocasting.evaluator import Evaluator, as_traced, opaque_kind
+from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.operations import opaque_kind
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, cast
 from policy.programs.control_flow import Body
 from policy.programs.dtypes import float_dtype
 from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind, subprogram
-
-
-def _dtypes(atoms: Sequence[Any]) -> list[Any]:
-    return [float_dtype(atom.aval) for atom in atoms]
-
-
-def _floats(arrays: Sequence[Any]) -> list[int]:
-    return [i for i, array in enumerate(arrays) if jax.numpy.issubdtype(array.dtype, np.inexact)]
-
-
-def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) -> list[Any]:
-    filled = list(arrays)
-    for i, array in zip(floats, given, strict=True):
-        filled[i] = array
-    return filled
 
 
 def custom_jvp(
@@ -47,9 +33,10 @@ def custom_jvp(
 
     def original(given: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         before = [given[i] for i in floats]
-        return jax.jvp(
-            lambda *before: bind(equation, _filled(given, floats, before)), before, moved
-        )
+        with evaluator.tracing_rules(equation):
+            return jax.jvp(
+                lambda *before: bind(equation, _filled(given, floats, before)), before, moved
+            )
 
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -60,16 +47,10 @@ def custom_jvp(
         run = Body(inside, rule, [*values, *[CastValue(t) for t in moved]])
         outputs = run.arrays(*primals, *moved)
         half = len(outputs) // 2
-        if not body.outputs:  # an eager derivative asks for the rule alone
-            jax.eval_shape(body.arrays, *primals)
-        primals_out = [
-            cast(o, known.dtype) for o, known in zip(outputs[:half], body.outputs, strict=True)
-        ]
-        tangents_out = [
-            cast(o, known.dtype) if jax.numpy.issubdtype(known.dtype, np.inexact) else o
-            for o, known in zip(outputs[half:], body.outputs, strict=True)
-        ]
-        return primals_out, tangents_out
+        return (
+            _of_dtypes(body, outputs[:half], primals),
+            _of_dtypes(body, outputs[half:], primals),
+        )
 
     results = function(*arrays)
     return evaluator.refilled(body.outputs, results)
@@ -78,49 +59,14 @@ def custom_jvp(
 def custom_vjp(
     evaluator: Evaluator, equation: Equation, values: list[CastValue]
 ) -> list[CastValue]:
-    """Rebuilds a function with custom_vjp rules, or leaves it as traced if that fails."""
+    """Rebuilds a function with custom_vjp rules.
+
+    The rules are rebuilt only if it is differentiated, as a rule may call it. If that fails, they
+    run as they were written.
+    """
     values = evaluator.saved(equation, values)
-    try:
-        return _rebuilt_vjp(evaluator, equation, values)
-    except UnknownPrimitiveError:
-        raise
-    except (
-        Exception
-    ):  # the author's rules may raise anything on abstract values: then they run as written
-        if evaluator.report is not None:
-            evaluator.report.note(
-                evaluator.path, "custom_vjp_call", opaque_kind(equation), evaluator.flat(values)
-            )
-        return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
-
-
-def _rebuilt_vjp(
-    evaluator: Evaluator, equation: Equation, values: list[CastValue]
-) -> list[CastValue]:
-    """Rebuilds the rules only if the function is differentiated, as a rule may call it."""
-    inside = evaluator.inside(equation)
-    arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
-    closed_over = equation.params.get("num_consts", 0)  # the rules do not take these
-    floats = [i for i in _floats(arrays) if i >= closed_over]
-    body = Body.of(inside, subprogram(equation, "call"), values)
-    backward: list[Any] = []
-
-    def original(*given: Any) -> tuple[list[Any], Any]:
-        moved = [given[i] for i in floats]
-        return jax.vjp(lambda *moved: bind(equation, _filled(given, floats, moved)), *moved)
-
-    def rewritten(*given: Any) -> tuple[list[Any], list[Any]]:
-        forward, (outputs, pullback) = jax.make_jaxpr(original, return_shape=True)(
-            *_in(like_traced, given)
-        )
-        residuals, treedef = jax.tree.flatten(pullback)
-        backward[:] = [
-            jax.make_jaxpr(lambda saved, ct: jax.tree.unflatten(treedef, saved)(ct))(
-                residuals, outputs
-            )
-        ]
-        results = Body(inside, forward, values).arrays(*given)
-        return results[: len(outputs)], results[len(outputs) :]
+    rules = _VjpRules(evaluator, equation, values)
+    body = Body.of(rules.inside, subprogram(equation, "call"), values)
 
     @jax.custom_vjp
     def function(*given: Any) -> list[Any]:
@@ -128,51 +74,120 @@ def _rebuilt_vjp(
 
     def fwd(*primals: Any) -> tuple[list[Any], Any]:
         given = [primal.value for primal in primals]
-        if any(primal.perturbed for primal in primals[:closed_over]):
+        if any(primal.perturbed for primal in primals[: rules.closed_over]):
             raise TypeError(
                 "A function with a custom_vjp rule is differentiated with respect to a value that "
                 "it closes over: pass that value as an argument."
             )
         try:
-            outputs, saved = rewritten(*given)
+            outputs, saved = rules.forward(*given)
         except UnknownPrimitiveError:
             raise
-        except (
-            Exception
-        ):  # the author's rules may raise anything on abstract values: then they run as written
+        except Exception:  # the author's rules may raise anything on abstract values
             if evaluator.report is not None:
-                evaluator.report.note(
-                    evaluator.path, "custom_vjp_call", opaque_kind(equation), given
-                )
-            outputs, saved = original(*_in(like_traced, given))
-        if not body.outputs:  # outside of a trace the rule alone is asked for
-            jax.eval_shape(body.arrays, *given)
-        return [
-            cast(output, known.dtype) for output, known in zip(outputs, body.outputs, strict=True)
-        ], saved
+                kind = opaque_kind(equation)
+                evaluator.report.note(evaluator.path, "custom_vjp_call", kind, given)
+            outputs, saved = rules.original(*given)
+        return _of_dtypes(body, outputs, given), saved
 
     def bwd(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        cotangents = [
-            jax.numpy.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in cotangents
-        ]
-        if isinstance(saved, list):
-            given = [*saved, *cotangents]
-            found = Body(inside, backward[0], list(map(CastValue, given))).arrays(*given)
-        else:
-            found = saved(_in(_dtypes(equation.outvars), cotangents))
-        gradients: list[Any] = [None] * len(arrays)
-        for i, gradient in zip(floats, found, strict=True):
-            gradients[i] = cast(gradient, arrays[i].dtype)
-        return tuple(gradients)
+        found = rules.pulled_back(saved, list(map(_materialised, cotangents)))
+        gradients = _filled([None] * len(values), rules.floats, found)
+        return tuple(
+            None if gradient is None else cast(gradient, array.dtype)
+            for gradient, array in zip(gradients, rules.arrays, strict=True)
+        )
 
     function.defvjp(fwd, bwd, symbolic_zeros=True)
-    results = function(*arrays)
+    results = function(*rules.arrays)
     return evaluator.refilled(body.outputs, results)
 
 
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+class _VjpRules:
+    """The author's rules of a function, over values of the dtypes that it was traced with.
+
+    Attributes:
+      floats: the operands that it is differentiated by, by index. The rules do not take those that
+        it closes over.
+      backward: the rule of the backward pass as a program, once the function was differentiated.
+    """
+
+    def __init__(self, evaluator: Evaluator, equation: Equation, values: list[CastValue]):
+        self.equation, self.values = equation, values
+        self.inside, self.arrays = evaluator.inside(equation), evaluator.flat(values)
+        self.scope = lambda: evaluator.tracing_rules(equation)
+        self.closed_over = equation.params.get("num_consts", 0)
+        self.floats = [i for i in _floats(self.arrays) if i >= self.closed_over]
+        self.backward: Any = None
+
+    def original(self, *given: Any) -> tuple[list[Any], Any]:
+        """Returns the results and the pullback of the function as its author wrote them."""
+        given = tuple(_in(_dtypes(self.equation.invars), given))
+        moved = [given[i] for i in self.floats]
+        with self.scope():
+            return jax.vjp(
+                lambda *moved: bind(self.equation, _filled(given, self.floats, moved)), *moved
+            )
+
+    def forward(self, *given: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the results and the residuals of the rewritten function."""
+        before = _in(_dtypes(self.equation.invars), given)
+        forward, (outputs, pullback) = jax.make_jaxpr(self.original, return_shape=True)(*before)
+        residuals, treedef = jax.tree.flatten(pullback)
+
+        def pulled_back(saved: list[Any], cotangents: list[Any]) -> Any:
+            return self.pulled_back(jax.tree.unflatten(treedef, saved), cotangents)
+
+        self.backward = jax.make_jaxpr(pulled_back)(residuals, outputs)
+        results = Body(self.inside, forward, self.values).arrays(*given)
+        return results[: len(outputs)], results[len(outputs) :]
+
+    def pulled_back(self, saved: Any, cotangents: Sequence[Any]) -> Any:
+        """Returns the cotangents of `floats`, for residuals of `forward` or `original`'s
+        pullback.
+        """
+        if isinstance(saved, list):
+            given = [*saved, *cotangents]
+            return Body(self.inside, self.backward, list(map(CastValue, given))).arrays(*given)
+        with self.scope():
+            return saved(_in(_dtypes(self.equation.outvars), cotangents))
+
+
+def _materialised(cotangent: Any) -> Any:
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jax.numpy.zeros(aval.shape, aval.dtype)
+
+
+def _of_dtypes(body: Body[CastValue], outputs: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Returns the results of a rule, or their tangents, in the dtypes of those of the function."""
+    if not body.outputs:  # an eager derivative asks for the rule alone
+        jax.eval_shape(body.arrays, *given)
+    return [
+        cast(output, known.dtype) if _is_inexact(known) else output
+        for output, known in zip(outputs, body.outputs, strict=True)
+    ]
 
 
 def _in(dtypes: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     return [a if dtype is None else cast(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
+
+
+def _dtypes(atoms: Sequence[Any]) -> list[Any]:
+    return [float_dtype(atom.aval) for atom in atoms]
+
+
+def _floats(arrays: Sequence[Any]) -> list[int]:
+    return [i for i, array in enumerate(arrays) if _is_inexact(array)]
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, np.inexact))
+
+
+def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    filled = list(arrays)
+    for i, array in zip(floats, given, strict=True):
+        filled[i] = array
+    return filled

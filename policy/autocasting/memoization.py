@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,22 +14,6 @@ from policy.autocasting.evaluator import AutocastHandler, Evaluator
 from policy.autocasting.values import CastValue
 from policy.programs.equations import held_program
 from policy.programs.protocols import Equation
-
-
-@dataclasses.dataclass
-class _Shared:
-    """The rewritten program of an equation.
-
-    Attributes:
-      equation: the first of the equal equations. It keeps its parameters alive, whose identities
-        are part of the key.
-      call: the program as a function of arrays.
-      known: the outputs without their arrays, set by the trace.
-    """
-
-    equation: Equation
-    call: Any = None
-    known: list[CastValue] = dataclasses.field(default_factory=list)
 
 
 def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> AutocastHandler:
@@ -51,35 +34,35 @@ def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> Autoc
         values = evaluator.saved(equation, values) if saves else values
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
-        key = _key(evaluator, equation, values)
-        found = evaluator.places.shared.get(key)
-        if found is None:
-            found = evaluator.places.shared[key] = _Shared(equation)
-            found.call = _call(
-                handler, evaluator, found, [_without_array(value) for value in values]
-            )
-        outputs = found.call(*(value.array for value in values))
-        return [
-            _with_array(output, known) for output, known in zip(outputs, found.known, strict=True)
-        ]
+        programs, key = evaluator.places.shared, _key(evaluator, equation, values)
+        if key not in programs:
+            programs[key] = _rewritten(handler, evaluator, equation, values)
+        call, outputs = programs[key]
+        arrays = call(*evaluator.flat(values))
+        return evaluator.refilled(outputs, arrays)
 
     return shared
 
 
-def _call(
-    handler: AutocastHandler, evaluator: Evaluator, found: _Shared, inputs: Sequence[CastValue]
-) -> Any:
-    def rewritten(*arrays: Any) -> list[Any]:
-        values = [_with_array(array, known) for array, known in zip(arrays, inputs, strict=True)]
-        with (
-            source_info_util.reset_name_stack()
-        ):  # the names around the first equation do not apply to the others
-            outputs = handler(evaluator, found.equation, values)
-        found.known = [_without_array(output) for output in outputs]
-        return [output.array for output in outputs]
+def _rewritten(
+    handler: AutocastHandler, evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]
+) -> tuple[Any, list[CastValue]]:
+    """Returns the program of an equation as a function of arrays, and its outputs without arrays.
 
-    rewritten.__name__ = rewritten.__qualname__ = found.equation.primitive.name
-    return jax.jit(rewritten, inline=True)
+    The outputs are known once it was traced. The function keeps the equation's parameters alive,
+    whose identities are part of the key.
+    """
+    inputs, known = [value.with_array(None) for value in values], []
+
+    def rewritten(*arrays: Any) -> list[Any]:
+        # The names around the first equation do not apply to the others.
+        with source_info_util.reset_name_stack():
+            outputs = handler(evaluator, equation, evaluator.refilled(inputs, arrays))
+        known[:] = [output.with_array(None) for output in outputs]
+        return evaluator.flat(outputs)
+
+    rewritten.__name__ = rewritten.__qualname__ = equation.primitive.name
+    return jax.jit(rewritten, inline=True), known
 
 
 def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> Hashable:
@@ -100,11 +83,3 @@ def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) 
 
 def _exactly(constant: Any) -> Hashable:
     return None if constant is None else (jnp.result_type(constant), str(constant))
-
-
-def _without_array(value: CastValue) -> CastValue:
-    return _with_array(None, value)
-
-
-def _with_array(array: Any, known: CastValue) -> CastValue:
-    return dataclasses.replace(known, array=array, narrowed=None, widened=None, transposed=None)

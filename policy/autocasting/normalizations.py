@@ -49,7 +49,8 @@ class Regions:
     rewriting.
 
     Attributes:
-      measures: the identities of equations of statistics, which run in float32.
+      measures: the identities of equations of statistics, and of those that hold nothing but
+        normalisations: they run in float32.
       applies: the identities of equations whose results are as large as x. They run in float32
         and return half precision.
       programs: the regions of nested programs, by the identities of the equation and the program.
@@ -108,14 +109,14 @@ def _regions(frame: Frame, found: _Found) -> Regions:
     programs = {key: _regions(inner, found) for key, inner in frame.programs.items()}
     kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
     own = [op for op in frame.operations if op.equation is not None]
-    measures = frozenset(id(op.equation) for op in own if op in found.measures)
+    in_part = {equation for (equation, _), regions in programs.items() if not regions.is_whole}
+    whole = {equation for equation, _ in programs} - in_part
+    measures = whole.union(id(op.equation) for op in own if op in found.measures)
     applies = frozenset(id(op.equation) for op in own if op in found.applies)
     floats = [op for op in own if True in [data.is_float for data in op.outputs]]
     is_whole = all(op in found.measures or op in found.applies for op in floats)
-    is_whole = (
-        is_whole and all(regions.is_whole for regions in programs.values()) and bool(floats or kept)
-    )
-    return Regions(measures, applies, kept, is_whole)
+    is_whole = is_whole and not in_part and bool(floats or kept)
+    return Regions(frozenset(measures), applies, kept, is_whole)
 
 
 def _look_at(root: FrameOperation, found: _Found) -> None:
@@ -128,23 +129,18 @@ def _look_at(root: FrameOperation, found: _Found) -> None:
     is_running = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
     if not moments and not (is_running and root.inputs[0].shape):
         return
-    quotients = _quotients(root, is_inverse)
-    for quotient in quotients.operations:
+    quotients, of_root = _quotients(root, is_inverse)
+    for quotient in quotients:
         numerator = chain_of(quotient.numerator)
         chosen = next((m for m in moments if meeting(numerator, chain_of(m.of)) is not None), None)
-        affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, quotients.made)
-        if chosen is None and not (is_running and _is_centred(numerator, affine, quotients.made)):
+        affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, of_root)
+        if chosen is None and not (is_running and _is_centred(numerator, affine, of_root)):
             continue
-        is_plain = not (affine or quotient.is_scaled)
-        if is_plain and chosen is not None and not chosen.is_mean:
+        is_norm = chosen is not None and not chosen.is_mean
+        is_data = numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.outputs[0])
+        if (is_norm or is_data) and not (affine or quotient.is_scaled):
             continue
-        if (
-            is_plain
-            and numerator.data[-1].given
-            and not _feeds_a_matmul(quotient.operation.outputs[0])
-        ):
-            continue
-        found.measures.update((root, *quotients.made, *statistics.operations))
+        found.measures.update((root, *of_root, *statistics.operations))
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
         for moment in moments:
             found.measures.update(moment.operations)
@@ -225,33 +221,29 @@ class _Quotient:
     is_scaled: bool
 
 
-@dataclasses.dataclass
-class _Quotients:
-    """The quotients by a root.
+def _quotients(
+    root: FrameOperation, is_inverse: bool
+) -> tuple[list[_Quotient], set[FrameOperation]]:
+    """Returns the quotients by a root, and the operations on the root before.
 
-    Attributes:
-      operations: divisions by the root, or products with its reciprocal.
-      made: operations on the root before: broadcasts, the addition of an epsilon, scaling.
+    Quotients are divisions by the root, or products with its reciprocal. Before them are
+    broadcasts, the addition of an epsilon, and scaling.
     """
-
-    operations: list[_Quotient] = dataclasses.field(default_factory=list)
-    made: set[FrameOperation] = dataclasses.field(default_factory=set)
-
-
-def _quotients(root: FrameOperation, is_inverse: bool) -> _Quotients:
-    found, left = _Quotients(), [(root.outputs[0], is_inverse, False)]
+    found: list[_Quotient] = []
+    before: set[FrameOperation] = set()
+    left = [(root.outputs[0], is_inverse, False)]
     while left:
         data, is_inverse, is_scaled = left.pop()
         for operation in data.readers:
-            if operation in found.made or operation.is_backward:
+            if operation in before or operation.is_backward:
                 continue
             quotient, after = _read(operation, data, is_inverse, is_scaled)
             if quotient is not None:
-                found.operations.append(quotient)
+                found.append(quotient)
             elif after is not None:
-                found.made.add(operation)
+                before.add(operation)
                 left += [(output, *after) for output in operation.outputs]
-    return found
+    return found, before
 
 
 def _read(

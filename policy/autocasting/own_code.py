@@ -5,7 +5,6 @@ policies themselves.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,10 +15,11 @@ import jax.extend.core as jex_core
 
 from policy.autocasting.calls import HANDLERS
 from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.recent import Recent
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy
-from policy.core.scope import current_scope, enter
+from policy.core.scope import Scope, current_scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.equations import is_unwritten, repeated_programs
@@ -38,8 +38,6 @@ CANNOT_BE_TRACED = (
 )
 """Errors of code that needs the values of arrays, or returns an object that may hold some."""
 
-_MOST_PROGRAMS = 256
-
 ModuleCall = Callable[[Any, Any, Any], Any]
 """A pure function of parameters, other state and inputs."""
 
@@ -52,11 +50,13 @@ class OwnCode:
       call: the program, and its operands in the dtypes that they are stored in.
       policy: the policy of the outermost module.
       kinds: for each operand, 0 of a parameter, 1 of other state, 2 of an input.
+      scope: the one that it was traced in.
     """
 
     call: PureCall
     policy: Policy
     kinds: Sequence[int]
+    scope: Scope
 
     @classmethod
     def traced(cls, call: ModuleCall, trees: Sequence[Any], policy: Policy) -> OwnCode:
@@ -81,19 +81,16 @@ class OwnCode:
                 for array, kind in zip(arrays, kinds, strict=True)
             ]
 
+        scope = dataclasses.replace(current_scope(), traces_own_code=True)
+
         def inside(*trees: Any) -> Any:
-            scope = dataclasses.replace(current_scope(), traces_own_code=True)
             inputs = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
             wide = [x for x, is_one in zip(inputs, is_wide, strict=True) if is_one]
             with enter(scope), marks.noting_wide_results(wide):
                 return call(*trees)
 
         traced = PureCall.of(inside, *trees, traced_as=in_float32)
-        return cls(dataclasses.replace(traced, jaxpr=outlined(traced.jaxpr)), policy, kinds)
-
-    def run(self) -> Any:
-        """Evaluates the call."""
-        return self.call.returned(self.evaluated(*self.call.arrays))
+        return cls(dataclasses.replace(traced, jaxpr=outlined(traced.jaxpr)), policy, kinds, scope)
 
     def evaluated(self, *arrays: Any) -> list[Any]:
         """Returns the results of the program on operands as they are stored.
@@ -117,18 +114,16 @@ class OwnCode:
                 arrays, body.invars, self.kinds, is_unwritten(body, outputs), strict=True
             )
         ]
-        evaluator = Evaluator(settings, places, HANDLERS)
+        evaluator = Evaluator(settings, places, HANDLERS, scope=self.scope)
         evaluated = evaluator.run(body, list(map(evaluator.constant, consts)), values)
-        results: list[Any] = []
-        for i, (atom, value) in enumerate(zip(body.outvars, evaluated, strict=True)):
-            dtype = float_dtype(atom.aval)
+
+        def result(i: int, atom: Any, value: CastValue) -> Any:
             if not isinstance(atom, jex_core.Literal) and atom in given:
-                results.append(given[atom])
-            else:
-                results.append(
-                    value.array if i < outputs or dtype is None else cast(value.array, dtype)
-                )
-        return results
+                return given[atom]
+            dtype = None if i < outputs else float_dtype(atom.aval)
+            return value.array if dtype is None else cast(value.array, dtype)
+
+        return list(map(result, range(len(evaluated)), body.outvars, evaluated))
 
 
 def _is_float(array: Any) -> bool:
@@ -153,21 +148,8 @@ def _narrow(array: Any, variable: Any) -> Any:
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """A call that was traced.
-
-    Attributes:
-      program: the evaluated program.
-      call: the call, without its operands.
-    """
-
-    program: Callable[..., list[Any]]
-    call: PureCall
-
-
-_kept: dict[Hashable, _Kept] = {}
-_lock = threading.Lock()
+_kept: Recent[tuple[Callable[..., list[Any]], PureCall]] = Recent(256)
+"""Evaluated programs, and the calls that they are of, without their operands."""
 
 
 def run(
@@ -196,24 +178,20 @@ def run(
     arguments = Arguments.of(tuple(trees), {})
     key = _key(key, arguments, policy)
     try:
-        kept = _kept.get(key)
+        kept = None if key is None else _kept.get(key)
     except TypeError:  # it is not hashable
         key = kept = None
-    if key is None:
-        return OwnCode.traced(call, trees, policy).run()
     if kept is None:
         own = OwnCode.traced(call, trees, policy)
         _, consts = opened(own.call.jaxpr)
-        if own.call.mutations.changed or any(isinstance(c, jax.core.Tracer) for c in consts):
-            return own.run()
+        of_a_trace = any(isinstance(const, jax.core.Tracer) for const in consts)
+        if key is None or own.call.mutations.changed or of_a_trace:
+            return own.call.returned(own.evaluated(*arguments.arrays))
         own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
-        program = jax.make_jaxpr(own.evaluated)(*arguments.arrays)
-        kept = _Kept(run_at_once(program), own.call)
-        with _lock:
-            _kept[key] = kept
-            if len(_kept) > _MOST_PROGRAMS:
-                del _kept[next(iter(_kept))]
-    return kept.call.returned(kept.program(*arguments.arrays))
+        program = run_at_once(jax.make_jaxpr(own.evaluated)(*arguments.arrays))
+        kept = _kept.keep(key, (program, own.call))
+    program, pure = kept
+    return pure.returned(program(*arguments.arrays))
 
 
 def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:

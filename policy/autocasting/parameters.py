@@ -56,15 +56,7 @@ def other_state(
     """Returns, for each leaf of ``(args, kwargs)``, whether it is state of a module beside its
     parameters: in another collection of a mapping with `params`, or in an argument at `positions`.
     """
-
-    def marks(arg: Any, is_state: bool) -> list[bool]:
-        if not (isinstance(arg, Mapping) and "params" in arg):
-            return [is_state] * len(jax.tree.leaves(arg))
-        paths = jax.tree_util.tree_flatten_with_path(arg)[0]
-        return [getattr(path[0], "key", None) != "params" for path, _ in paths]
-
-    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i in positions)]
-    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+    return _marked(args, kwargs, lambda key: key != "params", lambda i, _: i in positions)
 
 
 def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
@@ -85,22 +77,36 @@ def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
 
 
 def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    has_collection = any(
-        isinstance(arg, Mapping) and "params" in arg for arg in (*args, *kwargs.values())
-    )
+    has_collection = any(map(_holds_params, (*args, *kwargs.values())))
 
-    def marks(arg: Any, is_first: bool) -> list[bool]:
-        if has_collection and isinstance(arg, Mapping) and "params" in arg:
-            paths = jax.tree_util.tree_flatten_with_path(arg)[0]
-            return [getattr(path[0], "key", None) == "params" for path, _ in paths]
-        leaves = jax.tree.leaves(arg)
-        is_container = (
-            is_first and not has_collection and not (len(leaves) == 1 and leaves[0] is arg)
-        )
-        return [is_container] * len(leaves)
+    def is_params(i: int | None, arg: Any) -> bool:
+        is_container = not jax.tree_util.all_leaves([arg])
+        return i == 0 and is_container and not has_collection
 
-    found = [mark for i, arg in enumerate(args) for mark in marks(arg, i == 0)]
-    return found + [mark for _, arg in sorted(kwargs.items()) for mark in marks(arg, False)]
+    return _marked(args, kwargs, lambda key: key == "params", is_params)
+
+
+def _holds_params(arg: Any) -> bool:
+    return isinstance(arg, Mapping) and "params" in arg
+
+
+def _marked(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of_collection: Callable[[Any], bool],
+    of_argument: Callable[[int | None, Any], bool],
+) -> list[bool]:
+    """Returns a mark for each leaf of ``(args, kwargs)``: by its collection in a mapping with
+    `params`, otherwise by its argument and the position of that, None for keywords.
+    """
+    found: list[bool] = []
+    for i, arg in (*enumerate(args), *((None, arg) for _, arg in sorted(kwargs.items()))):
+        holds_params = _holds_params(arg)
+        found += [
+            of_collection(getattr(path[0], "key", None)) if holds_params else of_argument(i, arg)
+            for path, _ in jax.tree_util.tree_leaves_with_path(arg)
+        ]
+    return found
 
 
 def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

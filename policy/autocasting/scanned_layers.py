@@ -1,25 +1,23 @@
-"""Dtypes of the carry between scanned layers."""
+"""Scans: dtypes of the carry between scanned layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
+from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.values import CastValue, cast
 from policy.programs.control_flow import Body
 from policy.programs.dtypes import F32, float_dtype
+from policy.programs.equations import runs_any
 from policy.programs.paths import scanned_path
 from policy.programs.primitives import MATMULS
 from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import subprogram
-from policy.programs.walk import walk
-
-if TYPE_CHECKING:
-    from policy.autocasting.evaluator import Evaluator
 
 
 def carries_handed_on(
@@ -33,7 +31,7 @@ def carries_handed_on(
     program = subprogram(equation, "loop")
     carried = [variable.aval for variable in equation.outvars[: program.carried]]
     given, traced = program.given(values), list(map(float_dtype, carried))
-    half = _handed_on_in(evaluator, equation, given[program.rows])
+    half = _half_carry(evaluator, equation, given[program.rows])
     out = traced
     if half is not None and equation.params["length"]:
         out = _stable(evaluator, equation, given, traced, half)
@@ -43,7 +41,7 @@ def carries_handed_on(
     ]
 
 
-def _handed_on_in(evaluator: Evaluator, equation: Equation, xs: Sequence[CastValue]) -> Any:
+def _half_carry(evaluator: Evaluator, equation: Equation, xs: Sequence[CastValue]) -> Any:
     """Returns the half dtype of the carry between layers, or None."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
@@ -52,6 +50,11 @@ def _handed_on_in(evaluator: Evaluator, equation: Equation, xs: Sequence[CastVal
         compute = evaluator.places[above].compute
         half = compute if compute.itemsize < F32.itemsize else half
     return half
+
+
+def _has_layers(body: OpenJaxpr, xs: Sequence[CastValue]) -> bool:
+    """Returns whether each step has weights of its own and a matmul."""
+    return any(x.yields and np.ndim(x.array) > 2 for x in xs) and runs_any(body, MATMULS)
 
 
 def _stable(
@@ -93,9 +96,3 @@ def _stable(
         if stable == out:
             return out
         out = stable
-
-
-def _has_layers(body: OpenJaxpr, xs: Sequence[CastValue]) -> bool:
-    """Returns whether each step has weights of its own and a matmul."""
-    has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)
-    return has_weights and any(site.name in MATMULS for site in walk(body))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +23,7 @@ from policy.autocasting.parameters import (
     warn_of_nnx_optimizer,
     warn_of_optimizer,
 )
+from policy.autocasting.recent import Recent
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
@@ -225,8 +225,8 @@ class _Autocast:
 
     def __init__(self, fn: Any, options: _Options):
         self.fn, self.options = fn, options
-        self.programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        self.pure: collections.OrderedDict[Any, _Autocast] = collections.OrderedDict()
+        self.programs: Recent[Any] = Recent(_MOST_PROGRAMS)
+        self.pure: Recent[_Autocast] = Recent(_MOST_PROGRAMS)
 
     def wrapper(self) -> Callable[..., Any]:
         names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)]
@@ -274,29 +274,22 @@ class _Autocast:
         It is not cached if its key has no hash.
         """
         options = dataclasses.replace(self.options, params=0, states=call.states)
-        key, fresh = call.key, _Autocast(call.pure, options)
+        fresh = _Autocast(call.pure, options)
         try:
-            target = self.pure.pop(key, fresh)
+            return self.pure.get(call.key) or self.pure.keep(call.key, fresh)
         except TypeError:
             return fresh
-        self.pure[key] = target
-        if len(self.pure) > _MOST_PROGRAMS:
-            self.pure.popitem(last=False)
-        return target
 
     def _program(self, arguments: Arguments, settings: Settings) -> Any:
         key = (arguments.key, settings)
         try:
-            program = self.programs.pop(key, None)
+            program = self.programs.get(key)
         except TypeError:  # a static argument that has no hash
             return self._rewritten(arguments, settings)
         if program is None:
             # the program outlives the arrays of its first call
             fixed = dataclasses.replace(arguments, arrays=[])
-            program = jax.jit(self._rewritten(fixed, settings))
-        self.programs[key] = program
-        if len(self.programs) > _MOST_PROGRAMS:
-            self.programs.popitem(last=False)
+            program = self.programs.keep(key, jax.jit(self._rewritten(fixed, settings)))
         return program
 
     def _rewritten(

@@ -153,12 +153,18 @@ def _bound(
     return run.refilled(body.outputs, outputs)
 
 
-def scan(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
-    """Rebuilds a scan. Notes of its body are stacked along a new first axis."""
+def scan(
+    run: Interpreter[V], equation: Equation, values: list[V], carried: Sequence[V] = ()
+) -> list[V]:
+    """Rebuilds a scan. Notes of its body are stacked along a new first axis.
+
+    Args:
+      carried: a value like each carry, where `run.merge` is not to be asked.
+    """
     params, program = equation.params, subprogram(equation, "loop")
     given, inner = program.given(values), run.inside(equation)
     fixed, xs = given[program.fixed], given[program.rows]
-    like = run.merge(equation, values)
+    like = [*carried, *run.merge(equation, values)[len(carried) :]]
     init = settled(run, given[program.carry], like[: program.carried])
     body = Body.of(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
     width, rows = len(run.flat(init)), run.flat(xs)

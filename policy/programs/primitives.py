@@ -89,7 +89,7 @@ _TABLE: dict[str, dict[str, str]] = {
             reduce_window_sum: accumulates
         """,
     },
-    # Operands that mix: the rules of `policy.autocasting.values.common_dtype`.
+    # Operands that mix: the rules of `policy.autocasting.mixing.common_dtype`.
     "promote": {
         "addition": """
             add: elementwise injective rescales of_moments joins_roots

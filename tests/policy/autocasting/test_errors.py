@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from policy import DtypePolicyWarning, full_precision, mixed_precision, use_policy
+from policy import DtypePolicyWarning, full_precision, mixed_precision
 from policy.autocasting.transform import autocast
 from policy.programs.primitives import CATEGORY_OF
 from tests.policy.autocasting.models import SQUARE, normal
@@ -23,85 +23,90 @@ def layer(params: Any, x: Any) -> Any:
         return jnp.tanh(x @ params)
 
 
-@pytest.mark.parametrize("options", [{}, {"enabled": False}])
-def test_what_is_no_function_is_refused(options):
-    with pytest.raises(TypeError, match=r"autocast takes a function, but got 3 of type int\."):
-        autocast(3, BF16, **options)
-    with pytest.raises(
-        TypeError, match=r"autocast takes a function, but got None of type NoneType\."
-    ):
-        autocast(BF16, **options)(None)
-    with pytest.raises(
-        TypeError, match=r"full_precision takes a function, but got 3 of type int\."
-    ):
-        full_precision(3)  # type: ignore[arg-type]
+def given(policy: Any = BF16, **options: Any) -> Any:
+    return lambda: autocast(layer, policy, **options)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "complex64", "p=f32,c=int32"])
-def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"int8|complex64|int32"):
-        autocast(layer, dtype)
+def called(**options: Any) -> Any:
+    return lambda: autocast(layer, BF16, **options)(W, X)
 
 
-def test_float64_is_refused_where_it_is_not_available():
-    with pytest.raises(ValueError, match="float64"):
-        autocast(layer, "float64")(W, X)
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no function": (
+        lambda: autocast(3, BF16),
+        TypeError,
+        r"autocast takes a function, but got 3 of type int\.",
+    ),
+    "an island of none": (lambda: full_precision(3), TypeError, "full_precision takes a function"),  # type: ignore[arg-type]
+    "a policy of integers": (given("int8"), ValueError, "int8"),
+    "float64": (lambda: autocast(layer, "float64")(W, X), ValueError, "float64"),
+    "a primitive that is none": (
+        given(allow=["tanh", "dot_generl"]),
+        ValueError,
+        r"allow names 'dot_generl'.*Nearest: dot_general",
+    ),
+    "a string of primitives": (
+        given(deny="tanh"),
+        TypeError,
+        r"deny should be a collection of primitive names, such as \('tanh',\)",
+    ),
+    "a number for a primitive": (given(opaque=[3]), TypeError, "should hold names of primitives"),
+    "a primitive given twice": (given(allow=["tanh"], deny=["tanh"]), ValueError, "more than one"),
+    "rules that match nothing": (
+        called(rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"}),
+        ValueError,
+        r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\.",
+    ),
+    "rules that are none": (given(rules=3), TypeError, "rule"),
+    "a preset": (
+        given(preset="fast"),
+        ValueError,
+        "preset should be 'memory' or 'conservative', but got 'fast'",
+    ),
+    "a way with unknown primitives": (
+        given(on_unknown="warn"),
+        ValueError,
+        "on_unknown should be 'opaque' or 'raise', but got 'warn'",
+    ),
+    "a name of params": (
+        called(params="weights"),
+        ValueError,
+        "params names the argument 'weights', but the function takes params, x",
+    ),
+    "a position of params": (
+        called(params=(0, 2)),
+        ValueError,
+        "params names argument 2, but the function was called with 2 positional",
+    ),
+    "params of another kind": (given(params=3.5), TypeError, "params should be"),
+    "a path that matches nothing": (
+        called(normalises=("elsewhere",)),
+        ValueError,
+        "Rule 'elsewhere' matched no module",
+    ),
+    "paths that are none": (
+        given(normalises="layer"),
+        TypeError,
+        "normalises should be a collection of module paths, such as .*, but got",
+    ),
+    "a result that is no array": (
+        lambda: autocast(lambda x: {"h": x, "name": "h"}, BF16)(X),
+        TypeError,
+        "not a valid JAX type",
+    ),
+    "a mistake in the function": (
+        lambda: autocast(layer, BF16)(W[:3], X),
+        TypeError,
+        "dot_general",
+    ),
+}
 
 
-@pytest.mark.parametrize("what", ["allow", "deny", "opaque"])
-def test_an_unknown_primitive_is_refused_with_the_nearest(what):
-    def given(names: Any) -> Any:
-        options: dict[str, Any] = {what: names}
-        return autocast(layer, BF16, **options)
-
-    with pytest.raises(ValueError, match=rf"{what} names 'dot_generl'.*Nearest: dot_general"):
-        given(["tanh", "dot_generl"])
-    with pytest.raises(ValueError, match=rf"{what} names 'qqqqqq'.*Nearest: none\."):
-        given({"qqqqqq"})
-    with pytest.raises(
-        TypeError, match=rf"{what} should be a collection of primitive names, such as \('tanh',\)"
-    ):
-        given("tanh")
-    with pytest.raises(TypeError, match=rf"{what} should hold names of primitives, but got 3"):
-        given([3])
-
-
-def test_a_rule_that_matches_nothing_is_refused_with_the_paths_there_are():
-    fn = autocast(layer, BF16, rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"})
-    with pytest.raises(
-        ValueError, match=r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\."
-    ):
-        fn(W, X)
-    with pytest.raises(ValueError, match="no module"):
-        jax.grad(lambda w: fn(w, X).sum())(W)
-
-
-@pytest.mark.parametrize("rules", ["layer", 3, [("layer",)], [(3, "f32")]])
-def test_rules_that_are_none_are_refused(rules):
-    with pytest.raises(TypeError, match="rule"):
-        autocast(layer, BF16, rules=rules)
-
-
-def test_an_unknown_preset_or_way_with_unknown_primitives_is_refused():
-    with pytest.raises(
-        ValueError, match="preset should be 'memory' or 'conservative', but got 'fast'"
-    ):
-        autocast(layer, BF16, preset="fast")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match="on_unknown should be 'opaque' or 'raise', but got 'warn'"
-    ):
-        autocast(layer, BF16, on_unknown="warn")  # type: ignore[arg-type]
-
-
-def test_params_that_are_no_argument_are_refused():
-    with pytest.raises(
-        ValueError, match="params names the argument 'weights', but the function takes params, x"
-    ):
-        autocast(layer, BF16, params="weights")(W, X)
-    with pytest.raises(
-        ValueError, match="params names argument 2, but the function was called with 2 positional"
-    ):
-        autocast(layer, BF16, params=(0, 2))(W, X)
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_input_is_refused(name):
+    call, error, match = REFUSED[name]
+    with pytest.raises(error, match=match):
+        call()
 
 
 @pytest.mark.parametrize("params", [-2, "params", ["params"], (0,)])
@@ -110,43 +115,19 @@ def test_params_are_named_by_position_or_name(params):
     assert autocast(layer, BF16, params="params")(params=W, x=X).shape == (4, 8)
 
 
-@pytest.mark.parametrize("params", [3.5, [3.5], b"w", True])
-def test_params_of_another_kind_are_refused(params):
-    with pytest.raises(TypeError, match="params should be"):
-        autocast(layer, BF16, params=params)
-
-
 def test_an_unknown_primitive_is_opaque_or_refused(monkeypatch):
     monkeypatch.delitem(CATEGORY_OF, "tanh")
     assert autocast(layer, BF16)(W, X).dtype == jnp.float32
-    strict = autocast(layer, BF16, on_unknown="raise")
     with pytest.raises(
         NotImplementedError, match=r"no category for the primitive 'tanh'.*opaque=, allow= or deny="
     ):
-        strict(W, X)
+        autocast(layer, BF16, on_unknown="raise")(W, X)
     ruled = jax.custom_vjp(jnp.sin)
     ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.tanh(x),))
     inside = autocast(lambda w, x: ruled(x @ w).sum(), BF16, on_unknown="raise")
     assert inside(W, X).shape == ()
     with pytest.raises(NotImplementedError, match="no category for the primitive 'tanh'"):
         jax.grad(inside)(W, X)
-    # What is given by name needs no category.
-    monkeypatch.setitem(CATEGORY_OF, "tanh", "passthrough")
-    named = autocast(layer, BF16, on_unknown="raise", opaque=["tanh"])
-    monkeypatch.delitem(CATEGORY_OF, "tanh")
-    assert named(W, X).shape == (4, 8)
-
-
-def test_a_result_that_is_no_array_is_refused_by_name():
-    with pytest.raises(TypeError, match="not a valid JAX type"):
-        autocast(lambda x: {"h": x, "name": "h"}, BF16)(X)
-
-
-def test_a_mistake_in_the_function_is_told_as_ever():
-    with use_policy(BF16), pytest.raises(TypeError, match="missing 1 required positional argument"):
-        autocast(layer)(W)
-    with pytest.raises(TypeError, match="dot_general"):
-        autocast(lambda w, x: x @ w, BF16)(W[:3], X)
 
 
 @pytest.mark.parametrize(

@@ -57,36 +57,6 @@ def test_a_sum_carried_through_4096_steps_is_float32s(policy):
 
 
 @POLICIES
-def test_a_sum_of_half_matmuls_is_carried_in_float32(policy):
-    ops = operations(
-        autocast(
-            lambda w, xs: lax.scan(lambda s, x: (s + x @ w, s @ w), jnp.zeros((4, 8)), xs)[0],
-            policy,
-            params=0,
-        ),
-        W,
-        jnp.ones((3, 4, 8)),
-    )
-    assert {op.inputs for op in named(ops, "dot_general")} == {(half_of(policy),) * 2}
-    assert [op.inputs for op in named(ops, "add") if op.outputs == ("float32",)] == [
-        ("float32", "float32")
-    ]
-
-
-@POLICIES
-def test_an_average_over_time_keeps_float32(policy):
-    xs = jnp.asarray(1 + 0.1 * RNG.normal(size=(1000, 4)), jnp.float32)
-
-    def ema(state, xs):
-        return lax.fori_loop(0, 1000, lambda i, state: 0.999 * state + 0.001 * xs[i], state)
-
-    found, truth = autocast(ema, policy)(jnp.ones(4), xs), np.ones(4)
-    for x in np.asarray(xs, np.float64):
-        truth = 0.999 * truth + 0.001 * x
-    assert error(found, truth) < 1e-4
-
-
-@POLICIES
 def test_an_average_given_as_an_input_is_not_narrowed_by_half_activations(policy):
     def step(w, x, state):
         return 0.999 * state + 0.001 * (x @ w)
@@ -119,8 +89,6 @@ def test_batch_statistics_are_float32s(policy):
 
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT = jnp.where(MASK, 0.0, LOWEST)
-SCALAR = jnp.asarray(LOWEST, jnp.float32)
-FULL = np.full((4, 4), LOWEST, np.float32)
 
 
 def sliced(logits: Any) -> Any:
@@ -133,39 +101,23 @@ def carried_into_a_scan(logits: Any) -> Any:
     return lax.scan(lambda carry, row: (carry, jnp.where(row[1], row[0], lowest)), None, rows)[1]
 
 
-def made_in_a_checkpoint(logits: Any) -> Any:
-    return jnp.where(
-        MASK, logits, jax.checkpoint(lambda x: jnp.full((4, 4), LOWEST) + 0 * x[0, 0])(logits)
-    )
-
-
 MASKS: dict[str, Any] = {
     "a literal": lambda logits: jnp.where(MASK, logits, LOWEST),
-    "a literal, not nested": lambda logits: lax.select(MASK, logits, jnp.full((4, 4), LOWEST)),
     "minus a billion": lambda logits: jnp.where(MASK, logits, -1e9),
     "a constant": lambda logits: logits + CONSTANT,
-    "a constant scalar": lambda logits: jnp.where(MASK, logits, SCALAR),
-    "a constant of numpy": lambda logits: lax.select(MASK, logits, jnp.asarray(FULL)),
-    "ones and zeros": lambda logits: logits + (1.0 - MASK.astype(jnp.float32)) * -1e9,
     "ones and zeros, lowest": lambda logits: logits + (1.0 - MASK.astype(jnp.float32)) * LOWEST,
     "integers": lambda logits: logits + (1 - MASK.astype(jnp.int32)).astype(jnp.float32) * LOWEST,
     "sliced": sliced,
-    "negated": lambda logits: jnp.where(MASK, logits, lax.neg(jnp.full((4, 4), -LOWEST))),
     "joined": lambda logits: jnp.where(
         MASK, logits, jnp.concatenate([jnp.full((4, 2), LOWEST)] * 2, 1)
     ),
-    "given to a checkpoint": lambda logits: jax.checkpoint(jnp.where)(MASK, logits, LOWEST),
     "carried into a scan": carried_into_a_scan,
-    "made in a checkpoint": made_in_a_checkpoint,
     "in a branch": lambda logits: lax.cond(
         logits[0, 0] < 1e9, lambda x: jnp.where(MASK, x, LOWEST), lambda x: x, logits
     ),
     "given to a branch": lambda logits: lax.cond(
         logits[0, 0] < 1e9, lambda x, low: jnp.where(MASK, x, low), lambda x, low: x, logits, LOWEST
     ),
-    "given to a jit that donates": lambda logits: jax.jit(
-        lambda logits, low: jnp.where(MASK, logits @ jnp.eye(4), low), donate_argnums=0
-    )(logits + 0.0, LOWEST),
     "given to a jit": lambda logits: jax.jit(jnp.where)(MASK, logits, jnp.full((4, 4), LOWEST)),
 }
 
@@ -193,17 +145,6 @@ def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
     assert np.all(np.isfinite(fn(W, X, CONSTANT)))
 
 
-@pytest.mark.parametrize("lowest", [LOWEST, -1e9])
-@POLICIES
-def test_the_number_of_a_mask_given_as_an_input_keeps_its_range(policy, lowest):
-    fn = autocast(
-        lambda w, x, lowest: jax.nn.softmax(jnp.where(MASK, (x @ w) @ x.T, lowest)) @ x,
-        policy,
-        params=0,
-    )
-    assert np.all(np.isfinite(fn(W, X, jnp.float32(lowest))))
-
-
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-12])
 def test_a_small_number_does_not_vanish_in_float16(epsilon):
     def normalised(w, x):
@@ -225,12 +166,6 @@ def test_dropout_masks_are_bit_identical():
     _, *expected = jax.jit(dropped)(W, X)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_the_gradient_of_relu_at_zero_stays_zero():
-    fn = autocast(lambda w, x: jax.nn.relu(x @ w).sum(), "mixed_bfloat16")
-    np.testing.assert_array_equal(jax.grad(fn, 1)(W, jnp.zeros((4, 8))), 0.0)
-    np.testing.assert_array_equal(jax.grad(autocast(jax.nn.relu, "mixed_bfloat16"))(0.0), 0.0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,21 +277,6 @@ def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
-def test_the_cotangents_of_activations_stay_half(inside):
-    def loss(w, x):
-        h = x @ w
-        return jnp.sum(jnp.tanh(h) @ w + h)
-
-    fn = (
-        autocast(jax.grad(loss), "mixed_bfloat16", params=0)
-        if inside
-        else jax.grad(autocast(loss, "mixed_bfloat16"))
-    )
-    dots = named(operations(fn, W, X), "dot_general")
-    assert {op.inputs for op in dots} == {("bfloat16",) * 2}
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
 def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     xs = normal(512, 2, 8)
 
@@ -409,19 +329,6 @@ def test_autocast_twice_is_autocast_once(policy):
     assert casts(twice, W, X) == casts(once, W, X)
     assert casts(jax.grad(twice), W, X) == casts(jax.grad(once), W, X)
     np.testing.assert_array_equal(twice(W, X), once(W, X))
-
-
-def test_results_and_gradients_do_not_depend_on_argnums():
-    def fn(params, x, scale):
-        return jnp.sum(jax.nn.silu(x @ params["w"]) * scale)
-
-    args = ({"w": W}, X, jnp.ones((4, 8)))
-    cast = autocast(fn, "mixed_bfloat16")
-    value, every = jax.value_and_grad(cast, (0, 1, 2))(*args)
-    for argnum in range(3):
-        alone_value, alone = jax.value_and_grad(cast, argnum)(*args)
-        np.testing.assert_array_equal(alone_value, value)
-        jax.tree.map(np.testing.assert_array_equal, alone, every[argnum])
 
 
 def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
