@@ -40,36 +40,21 @@ def _text(layout: Layout) -> str:
     return f"master_weights={layout.master_weights!r}, params {', '.join(layout.dtypes or ())}"
 
 
-_FIELDS = ("master_weights", "dtypes", "optimizer")
-
-
 def _layout_to(layout: Layout) -> dict[str, Any]:
     # as numbers: what maps over a state dict expects arrays
-    texts = (layout.master_weights, ",".join(layout.dtypes or ()), layout.optimizer)
-    return {
-        name: np.frombuffer(text.encode(), np.uint8)
-        for name, text in zip(_FIELDS, texts, strict=True)
-    }
+    texts = {"master_weights": layout.master_weights, "dtypes": ",".join(layout.dtypes or ())}
+    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}
 
 
 def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
-    mode, dtypes, optimizer = (
-        bytes(np.asarray(state[name], np.uint8)).decode() for name in _FIELDS
+    mode, dtypes = (
+        bytes(np.asarray(state[name], np.uint8)).decode() for name in ("master_weights", "dtypes")
     )
-    saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None, optimizer)
-    if (saved.storage, saved.dtypes, saved.optimizer) != (
-        target.storage,
-        target.dtypes,
-        target.optimizer,
-    ):
-        by = (
-            ""
-            if saved.optimizer == target.optimizer
-            else f" It was made by {saved.optimizer}, not {target.optimizer}."
-        )
+    saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None)
+    if (saved.storage, saved.dtypes) != (target.storage, target.dtypes):
         raise ValueError(
             f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
-            f"with {_text(target)}.{by} Restore it into a state of the transform that saved it, "
+            f"with {_text(target)}. Restore it into a state of the transform that saved it, "
             "then migrate that with convert(state, params, to=tx)."
         )
     return target

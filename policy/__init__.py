@@ -17,25 +17,15 @@ from policy.core.dtypes_in_force import compute_dtype, output_dtype, param_dtype
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
-from policy.grads.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    all_finite,
-    select_tree,
-)
-from policy.grads.value_and_grad import ScaledGradients, grad, value_and_grad
+from policy.grads.finiteness import all_finite, select_tree
+from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from policy.grads.scaled_gradients import ScaledGradients
+from policy.grads.value_and_grad import grad, value_and_grad
 from policy.core.islands import full_precision
 from policy.core.matmul_dtypes import ScaledMatmul
-from policy.optim import (
-    MixedPrecision,
-    MixedPrecisionState,
-    apply_gradients,
-    loss_scale_of,
-    master_params,
-    mixed_precision,
-)
+from policy.optim.master_weights import master_params
+from policy.optim.state import MixedPrecisionState, loss_scale_of
+from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precision
 from policy.core.dtype_names import cast_to_full, cast_to_half, half_dtype
 from policy.core.policy import Policy, get_policy
 from policy.core.precedence import DtypePolicyWarning

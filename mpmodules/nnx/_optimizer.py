@@ -9,8 +9,8 @@ from flax import nnx as flax_nnx
 
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.nnx._resolution import viewed
-from policy.grads.value_and_grad import ScaledGradients
-from policy.optim import MixedPrecision
+from policy.grads.scaled_gradients import ScaledGradients
+from policy.optim.wrapper import MixedPrecision
 
 M = TypeVar("M")
 

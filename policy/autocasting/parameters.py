@@ -10,7 +10,7 @@ import jax
 
 from policy.core.precedence import warn_once
 from policy.core.trees import nnx_files
-from policy.optim import MixedPrecisionState
+from policy.optim.state import MixedPrecisionState
 
 ParamsArgument = int | str | Sequence[int | str] | Callable[[Any], bool] | None
 

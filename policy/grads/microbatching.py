@@ -21,7 +21,7 @@ from policy.core.trees import (
     shortened,
     working_dtype,
 )
-from policy.grads.value_and_grad import ScaledGradients
+from policy.grads.scaled_gradients import ScaledGradients
 
 T = TypeVar("T")
 

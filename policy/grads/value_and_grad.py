@@ -1,30 +1,22 @@
-"""Gradients under a loss scale: `value_and_grad`, `grad` and the type `ScaledGradients`.
-
-A plain tree of gradients is unscaled and float32. Scaled gradients have another type,
-`ScaledGradients`, which carries its scale and which only `mixed_precision`'s optimizers accept. So
-gradients can't be unscaled twice, or not at all.
-"""
+"""Gradients under a policy and a loss scale: `value_and_grad` and `grad`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.random import define_prng_impl
 from jax.typing import ArrayLike
 
+from policy.core.callables import shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.core.trees import (
-    OVERWRITE_WITH_GRADIENT,
     is_inexact,
     is_overwritten,
     map_gradients,
@@ -34,180 +26,11 @@ from policy.core.trees import (
 )
 from policy.grads.float32_sums import with_float32_sums
 from policy.grads.known_gradients import note_gradients
-from policy.grads.loss_scale import (
-    LossScale,
-    get_loss_scale,
-    require_positive,
-    scale_tree,
-    unscale_tree,
-)
+from policy.grads.loss_scale import LossScale, get_loss_scale
+from policy.grads.scaled_gradients import ScaledGradients, require_positive
+from policy.grads.scaling import scale_tree, unscale_tree
 
 GradientKind = Literal["float32", "accumulator", "compute"]
-
-_WAY_OUT = (
-    "ScaledGradients are still multiplied by the loss scale: hand them whole to "
-    "apply_gradients(tx, params, opt_state, grads), or to the update of a mixed_precision "
-    "transform. For a plain tree of unscaled gradients, leave out grads='compute'."
-)
-
-
-class _SaysItsUse(type):
-    """A metaclass whose repr names the class's use, for JAX's errors on tree structures."""
-
-    def __repr__(cls) -> str:
-        return f"<class '{cls.__module__}.{cls.__qualname__}': hand it whole to apply_gradients>"
-
-
-def _refuses(operation: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"{operation} of ScaledGradients is refused. {_WAY_OUT}")
-
-    return refuse
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class ScaledGradients(metaclass=_SaysItsUse):
-    """Gradients of a scaled loss, with their scale.
-
-    `apply_gradients`, and `update` of `mixed_precision`, divide them by the scale, once. Everything
-    else refuses them. The type is a pytree node of its own, so its structure differs from a
-    parameter tree's. The scale is sealed: its bits are the data of a PRNG key array, so that
-    arithmetic mapped over the leaves, a sum over devices included, raises instead of changing it.
-
-    Under a `flax.training.train_state.TrainState` a tree with the collection
-    `_overwrite_with_gradient` may be indexed.
-
-    >>> import jax.numpy as jnp
-    >>> import policy
-    >>> grads = policy.ScaledGradients({"w": jnp.array([8.0])}, 4.0)
-    >>> grads.scale
-    Array(4., dtype=float32)
-    >>> grads * 2
-    Traceback (most recent call last):
-        ...
-    TypeError: Arithmetic of ScaledGradients is refused. ...
-
-    Args:
-      tree: the scaled gradients, in any floating dtype.
-      scale: () float32, positive.
-
-    Raises:
-      ValueError: `scale` is not a scalar, or is concrete and not positive and finite.
-    """
-
-    __slots__ = ("_sealed_scale", "_tree")
-    carries_its_scale = True
-
-    def __init__(self, tree: Any, scale: ArrayLike):
-        require_positive(scale)
-        if jnp.ndim(scale):
-            raise ValueError(f"scale should be a scalar, but got shape {jnp.shape(scale)}.")
-        self._tree = tree
-        self._sealed_scale = _seal(jnp.asarray(scale, jnp.float32))
-
-    @property
-    def tree(self) -> Any:
-        """The gradients, scaled."""
-        return self._tree
-
-    @property
-    def scale(self) -> jax.Array:
-        """The () float32 factor that the gradients were multiplied by."""
-        bits = jax.random.key_data(self._sealed_scale)[..., 0]
-        return lax.bitcast_convert_type(bits, jnp.float32)
-
-    def with_tree(self, tree: Any) -> ScaledGradients:
-        """Returns another tree of gradients with this scale."""
-        return ScaledGradients.tree_unflatten(None, (tree, self._sealed_scale))
-
-    def tree_flatten_with_keys(self):
-        _refuse_optax(sys._getframe().f_back)
-        keys = jax.tree_util.GetAttrKey("tree"), jax.tree_util.GetAttrKey("scale")
-        return tuple(zip(keys, (self._tree, self._sealed_scale), strict=True)), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> ScaledGradients:
-        made = object.__new__(cls)
-        made._tree, made._sealed_scale = children
-        return made
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(self._tree, Mapping) and key in self._tree
-
-    def __getitem__(self, key: Any) -> Any:
-        """Returns the part of the tree under `key`, still scaled.
-
-        The overwritten collection of fp8 is returned as it is, since it is not scaled.
-
-        Raises:
-          TypeError: the tree has no overwritten collection, so that Flax has no reason to look
-            inside.
-        """
-        if OVERWRITE_WITH_GRADIENT not in self:
-            raise TypeError(f"Indexing ScaledGradients with [{key!r}] is refused. {_WAY_OUT}")
-        part = self._tree[key]
-        if key == OVERWRITE_WITH_GRADIENT:
-            return part
-        return ScaledGradients.tree_unflatten(None, (part, self._sealed_scale))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(
-                f"'ScaledGradients' object has no attribute {name!r}", name=name, obj=self
-            )
-        raise AttributeError(
-            f"ScaledGradients have no attribute {name!r}. {_WAY_OUT}", name=name, obj=self
-        )
-
-    __iter__ = _refuses("Iteration")
-    __array__ = __float__ = _refuses("A conversion")
-    __neg__ = __pos__ = __abs__ = _refuses("Arithmetic")
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuses("Arithmetic")
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuses(
-        "Arithmetic"
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = _refuses("A comparison")
-
-    def __repr__(self) -> str:
-        return f"ScaledGradients({self._tree!r})"
-
-
-def _refuse_optax(frame: Any) -> None:
-    """Raises if optax's own code flattens the gradients.
-
-    Its errors on the sealed scale wouldn't say what to do instead.
-
-    Args:
-      frame: the caller's; frames of JAX are skipped.
-    """
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
-        frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
-        name = frame.f_code.co_name
-        raise TypeError(f"optax's {name} does not take ScaledGradients. {_WAY_OUT}")
-
-
-def _unused(*_: Any) -> Any:
-    raise TypeError(
-        "The scale of ScaledGradients is not a PRNG key: only mixed_precision reads it."
-    )
-
-
-# Keys of a kind of their own: JAX's errors on arithmetic show the tag, `multiply does not accept
-# dtypes float32, key<ScaledGradients: hand them whole to apply_gradients>`.
-_SEAL: Any = define_prng_impl(
-    key_shape=(1,),
-    seed=_unused,
-    split=_unused,
-    random_bits=_unused,
-    fold_in=_unused,
-    name="ScaledGradients",
-    tag="ScaledGradients: hand them whole to apply_gradients",
-)
-
-
-def _seal(scale: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(lax.bitcast_convert_type(scale, jnp.uint32)[None], impl=_SEAL)
 
 
 def value_and_grad(
@@ -389,19 +212,16 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:
-    hint = "return the mean or the sum, and use has_aux=True to return more"
-    try:
-        loss = jnp.asarray(loss)
-    except (TypeError, ValueError):
+    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
+    if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        given = type(loss).__name__
+        if is_number:
+            given = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
         raise TypeError(
-            f"loss_fn should return a floating scalar, but got {type(loss).__name__}: {hint}."
-        ) from None
-    if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"loss_fn should return a floating scalar, but got {loss.dtype}{list(loss.shape)}: "
-            f"{hint}."
+            f"loss_fn should return a floating scalar, but got {given}: return the mean or the "
+            "sum, and use has_aux=True to return more."
         )
-    return loss
+    return jnp.asarray(loss)
 
 
 def _require_loss(loss_fn: Any, argnums: Any) -> None:
@@ -416,17 +236,9 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
     ):
         raise TypeError(
             "argnums should be the position of an argument, or several, but got "
-            f"{_shortened(argnums)}: pass arguments to the result, value_and_grad(loss_fn)(params, "
+            f"{shown(argnums)}: pass arguments to the result, value_and_grad(loss_fn)(params, "
             "batch), and a policy as policy=."
         )
-
-
-def _shortened(x: Any) -> str:
-    return (
-        repr(x)
-        if isinstance(x, (str, float, bool, tuple)) and len(repr(x)) < 80
-        else f"a {type(x).__name__}"
-    )
 
 
 def _scale_value(loss_scale: Any) -> ArrayLike:

@@ -1,24 +1,26 @@
-"""Mixed precision around optax: float32 steps, master weights, loss scales, skipped steps."""
+"""Mixed precision around optax: the states of `policy.mixed_precision`, beside its steps.
+
+`mixed_precision`, `apply_gradients`, `master_params`, `loss_scale_of` and the types of a transform
+and its state are names of `policy` itself; importing them from here works too.
+"""
 
 from policy.optim.conversion import convert, init_from_master
-from policy.optim.master_weights import master_params, resync
+from policy.optim.master_weights import master_params as master_params
+from policy.optim.master_weights import resync
 from policy.optim.shardings import state_shardings
-from policy.optim.state import MixedPrecisionState, finite_of, loss_scale_of
-from policy.optim.update import apply_gradients
+from policy.optim.state import MixedPrecisionState as MixedPrecisionState
+from policy.optim.state import finite_of
+from policy.optim.state import loss_scale_of as loss_scale_of
 from policy.optim.update_dtypes import match_updates
-from policy.optim.wrapper import MixedPrecision, mixed_precision
+from policy.optim.wrapper import MixedPrecision as MixedPrecision
+from policy.optim.wrapper import apply_gradients as apply_gradients
+from policy.optim.wrapper import mixed_precision as mixed_precision
 
 __all__ = [
-    "MixedPrecision",
-    "MixedPrecisionState",
-    "apply_gradients",
     "convert",
     "finite_of",
     "init_from_master",
-    "loss_scale_of",
-    "master_params",
     "match_updates",
-    "mixed_precision",
     "resync",
     "state_shardings",
 ]

@@ -25,13 +25,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy.optim.explicit_sharding import explicit_spec, reshape, with_spec
 from policy.optim.rounding import random_bits
 
 BLOCK = 128
@@ -215,14 +216,14 @@ def _of_elements(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _in_blocks(x: jax.Array) -> jax.Array:
     """Returns (..., n) as (..., blocks, width), filled up with zeros."""
     *lead, n = x.shape
-    *spec, last = explicit_spec(x)
+    *spec, last = _explicit_spec(x)
     if n % BLOCK or n < BLOCK:
-        x, last = with_spec(x, (*spec, None)), None
+        x, last = _with_spec(x, (*spec, None)), None
     if n <= BLOCK:
         return x[..., None, :]
     if n % BLOCK:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % BLOCK)])
-    return reshape(x, (*lead, -(-n // BLOCK), BLOCK), (*spec, last, None))
+    return _reshape(x, (*lead, -(-n // BLOCK), BLOCK), (*spec, last, None))
 
 
 def _from_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -230,7 +231,7 @@ def _from_blocks(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jnp.broadcast_to(scales, shape)
     wide = jnp.broadcast_to(scales[..., None], (*scales.shape, BLOCK))
     blocks = scales.shape[-1]
-    return reshape(wide, (*shape[:-1], blocks * BLOCK), explicit_spec(scales))[..., : shape[-1]]
+    return _reshape(wide, (*shape[:-1], blocks * BLOCK), _explicit_spec(scales))[..., : shape[-1]]
 
 
 def _has_tiles(shape: tuple[int, ...]) -> bool:
@@ -244,14 +245,53 @@ def _in_tiles(x: jax.Array, width: int = BLOCK) -> jax.Array:
     reductions and broadcasts of tiles, and writes those of (..., rows, blocks, 128) to memory.
     """
     *more, rows, n = x.shape
-    *spec, row, last = explicit_spec(x)
+    *spec, row, last = _explicit_spec(x)
     split = (*more, rows // _ROWS, _ROWS, n // width, width)
-    return reshape(x, split, (*spec, row, None, last, None)).swapaxes(-3, -2)
+    return _reshape(x, split, (*spec, row, None, last, None)).swapaxes(-3, -2)
 
 
 def _from_tiles(x: jax.Array) -> jax.Array:
     """Undoes `_in_tiles`."""
     *more, groups, blocks, rows, width = x.shape
-    *spec, row, last, _, _ = explicit_spec(x)
+    *spec, row, last, _, _ = _explicit_spec(x)
     merged = (*more, groups * rows, blocks * width)
-    return reshape(x.swapaxes(-3, -2), merged, (*spec, row, last))
+    return _reshape(x.swapaxes(-3, -2), merged, (*spec, row, last))
+
+
+# Reshapes of arrays whose types say how they are sharded, on a mesh of explicit axes
+
+
+def _explicit_spec(x: jax.Array) -> tuple[Any, ...]:
+    """Returns the names of the mesh axes that each axis of `x` is sharded over by its type.
+
+    They are None off a mesh of explicit axes.
+    """
+    spec = jax.typeof(x).sharding.spec if _is_explicit(x) else ()
+    return (*spec, *[None] * (x.ndim - len(spec)))
+
+
+def _with_spec(x: jax.Array, spec: tuple[Any, ...]) -> jax.Array:
+    """Returns `x` sharded over the mesh axes of `spec`, on a mesh of explicit axes."""
+    return jax.reshard(x, PartitionSpec(*spec)) if _is_explicit(x) else x
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...], spec: tuple[Any, ...]) -> jax.Array:
+    """Returns `x` in another shape, on a mesh of explicit axes sharded over those of `spec`.
+
+    An axis whose length they don't divide is replicated.
+    """
+    if not _is_explicit(x):
+        return x.reshape(shape)
+    mesh = jax.typeof(x).sharding.mesh
+    fits = [n % _devices(mesh, axes) == 0 for n, axes in zip(shape, spec, strict=True)]
+    kept = [axes if is_fit else None for axes, is_fit in zip(spec, fits, strict=True)]
+    return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _devices(mesh: Any, axes: Any) -> int:
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return int(np.prod([mesh.shape[name] for name in names], dtype=int))

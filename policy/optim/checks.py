@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -98,20 +99,42 @@ def _can_step(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and is_inexact(leaf) and np.dtype(leaf.dtype).itemsize >= 2
 
 
-def check_number(name: str, value: Any) -> float:
-    """Returns `value` as a Python float.
-
-    Raises:
-      ValueError: it is no positive finite number.
-    """
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < np.inf:
-        raise ValueError(f"{name} should be a positive finite number, but got {value!r}.")
-    return float(value)
-
-
 def is_transform(tx: Any) -> bool:
     """Returns whether `tx` has the methods of an optax gradient transformation."""
     return isinstance(tx, optax.GradientTransformation) or (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     )
+
+
+def require_outermost(make_state: Callable[..., Any]) -> None:
+    """Refuses an `init` that is called by one of optax's transforms.
+
+    A wrapped transform can't see its wrapper, but each wrapper makes its state by calling the
+    wrapped `init`. So one look at the callers, once for each state, covers every later use of it.
+
+    Args:
+      make_state: the function by which a `mixed_precision` calls its inner transform's `init`, and
+        refuses another `mixed_precision` in there itself.
+
+    Raises:
+      TypeError: by the wrapper's name.
+    """
+    frame, name = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code is make_state.__code__:
+            return
+        if _defines_transforms(frame.f_globals.get("__name__", "")):
+            # the last one found is the outermost: partition calls masked
+            name = frame.f_code.co_qualname.partition(".")[0]
+        frame = frame.f_back
+    if name is not None:
+        raise TypeError(
+            f"mixed_precision should be outermost, but is inside optax's {name}, which would see "
+            "the gradients of skipped steps and change updates after they were rounded. "
+            f"Put it outermost: mixed_precision(optax.{name}(...), policy)."
+        )
+
+
+def _defines_transforms(module: str) -> bool:
+    """Returns whether a module of optax defines transforms, and not only functions on trees."""
+    return module.startswith("optax.") and not module.startswith("optax.tree_utils")

@@ -3,18 +3,98 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from policy.optim.moment_storage import StoredInner
-from policy.optim.param_update import ParamUpdate
-from policy.optim.storage_modes import Encoded
+from policy.core.trees import working_dtype
+from policy.optim.finiteness import agreed, stays_finite
+from policy.optim.moments import StoredInner
+from policy.optim.state import MixedPrecisionState, incremented
+from policy.optim.storage_modes import (
+    Encoded,
+    MasterWeights,
+    StorageMode,
+    Stored,
+    storage_mode,
+)
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamUpdate:
+    """The update of one param, whose float32 value is stored in a mode.
+
+    Attributes:
+      mode: the storage mode of the param's dtype.
+      dtype: the param's dtype.
+      as_update: True where the result is a difference for `optax.apply_updates` to add, instead of
+        the param itself.
+    """
+
+    mode: StorageMode
+    dtype: np.dtype
+    as_update: bool
+
+    @classmethod
+    def of(cls, param: jax.Array, master_weights: MasterWeights, as_update: bool) -> ParamUpdate:
+        """Returns the update of `param` for the mode that `master_weights` stores its dtype in."""
+        return cls(storage_mode(param.dtype, master_weights), np.dtype(param.dtype), as_update)
+
+    @property
+    def is_wide(self) -> bool:
+        """True where the param is its own float32 value; its update is the inner transform's."""
+        return self.dtype == working_dtype(self.dtype)
+
+    @property
+    def is_packed(self) -> bool:
+        """True where a branch returns the param packed with its stored array."""
+        return self.mode.is_packed and not self.as_update
+
+    def applied(
+        self, param: jax.Array, value: jax.Array, update: jax.Array, key: jax.Array | None
+    ) -> Encoded:
+        """Returns the result of the branch that steps to a float32 `value`."""
+        if self.as_update and self.is_wide:
+            return update, optax.MaskedNode()
+        return self._in_branch(self.mode.encode(value, self.dtype, key), param)
+
+    def skipped(self, param: jax.Array, stored: Stored) -> Encoded:
+        """Returns the result of the branch that changes nothing, of the same types."""
+        if self.as_update and self.is_wide:
+            return jnp.zeros_like(param), optax.MaskedNode()
+        return self._in_branch(self.mode.encode_same(param, stored), param)
+
+    def _in_branch(self, encoded: Encoded, param: jax.Array) -> Encoded:
+        # a packed pair leaves the branch as one array, and is taken apart outside
+        if self.mode.is_packed or not self.as_update:
+            return encoded
+        new, stored = encoded
+        return _difference(new, param), stored
+
+    def unpacked(self, encoded: Encoded) -> Encoded:
+        """Takes a branch's result apart where it is a packed param."""
+        return self.mode.decode(encoded, self.dtype) if self.is_packed else encoded
+
+    def result(self, unpacked: Encoded, param: jax.Array) -> tuple[jax.Array, Stored]:
+        """Returns the param, or its update, and its stored array, from an `unpacked` result."""
+        if not self.mode.is_packed or self.is_packed:
+            new, stored = unpacked
+            return new, stored
+        new, stored = self.mode.decode(unpacked, self.dtype)
+        return _difference(new, param), stored
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the float32 difference of two half-precision arrays; infinities stay infinite."""
+    wide = new.astype(jnp.float32) - old.astype(jnp.float32)
+    return jnp.where(new == old, jnp.zeros_like(wide), wide)
 
 
 class Operands(NamedTuple):
@@ -161,3 +241,27 @@ def _unpacked_by_platform(
 def selected(flag: jax.Array, new: T, old: T) -> T:
     """Returns the leaves of `new` where `flag`, () bool, is True, else those of `old`."""
     return jax.tree.map(lambda x, y: lax.select(flag, x, y), new, old)
+
+
+def unless_not_finite(
+    before: tuple[optax.Params, MixedPrecisionState],
+    after: tuple[optax.Params, MixedPrecisionState],
+    gradients: optax.Updates,
+    axis_name: Sequence[Hashable],
+    as_updates: bool,
+) -> tuple[optax.Params, MixedPrecisionState]:
+    """Returns the results of a step, or those of a skipped one where a finite leaf becomes
+    infinite or NaN.
+    """
+    (params, state), (new, new_state) = before, after
+    moved = jax.tree.map(lambda p, u: p.astype(u.dtype) + u, params, new) if as_updates else new
+    parts = [(params, state.masters, state.inner, state.moment_scales)]
+    parts += [(moved, new_state.masters, new_state.inner, new_state.moment_scales)]
+    sound = agreed(stays_finite(*parts), gradients, axis_name)
+    skipped = state._replace(
+        loss_scale=state.loss_scale.adjust(jnp.array(False)),
+        finite=jnp.zeros_like(new_state.finite),
+        skipped=incremented(state.skipped, jnp.array(True)),
+    )
+    same = jax.tree.map(jnp.zeros_like, new) if as_updates else params
+    return selected(sound, after, (same, skipped))

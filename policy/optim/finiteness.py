@@ -1,4 +1,4 @@
-"""Finiteness of a step's gradients and results, agreed on by all devices."""
+"""Gradients of a step: unscaled, their finiteness and norm agreed on by all devices, clipping."""
 
 from __future__ import annotations
 
@@ -11,10 +11,55 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from policy.core.mapped_axes import is_typed, varying_axes
 from policy.core.trees import working_dtype
-from policy.grads.loss_scale import all_finite, all_squares_finite, unscale_by_reciprocal
-from policy.optim.clipping import mapped_axes
-from policy.optim.gradient_checks import differentiated
+from policy.grads.finiteness import all_finite, all_squares_finite
+from policy.grads.scaling import unscale_by_reciprocal
+
+
+def differentiated(params: Any) -> Any:
+    """Returns the params that are differentiated: all, or the fast ones of `optax.lookahead`."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def mapped_axes(tree: optax.Updates, axis_name: Sequence[Hashable]) -> list[frozenset[Hashable]]:
+    """Returns, for each leaf, the mapped axes over which devices hold different parts of it.
+
+    Inside `jax.shard_map` the type of each leaf says so. Axes that types say nothing about
+    (`check_vma=False`, `jax.vmap`) are those of `axis_name`, for every leaf.
+    """
+    untyped = frozenset(axis for axis in axis_name if not is_typed(axis))
+    return [varying_axes(leaf) | untyped for leaf in jax.tree.leaves(tree)]
+
+
+def gradient_norm(gradients: optax.Updates, axis_name: Sequence[Hashable] = ()) -> jax.Array:
+    """Returns the norm of all leaves, () float32, the same on every device.
+
+    Args:
+      gradients: a tree of unscaled gradients, float32 or wider.
+      axis_name: see `mapped_axes`; squares are summed over them.
+
+    Returns:
+      The norm: not finite where a gradient is not, or where squares overflow float32 (norms from
+      1.8e19 on).
+    """
+    squares, axes_of = [], mapped_axes(gradients, axis_name)
+    for leaf, axes in zip(jax.tree.leaves(gradients), axes_of, strict=True):
+        square = jnp.sum(jnp.square(jnp.abs(leaf))).astype(jnp.float32)
+        squares.append(lax.psum(square, tuple(sorted(axes, key=str))) if axes else square)
+    return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.zeros((), jnp.float32)
+
+
+def clip_to_norm(gradients: optax.Updates, norm: jax.Array, largest: float) -> optax.Updates:
+    """Scales gradients down where their norm is above `largest`: g · largest / max(norm, largest).
+
+    Args:
+      gradients: a tree of unscaled gradients; dtypes stay.
+      norm: their `gradient_norm`, () float32.
+      largest: the largest norm that is let through.
+    """
+    factor = jnp.float32(largest) / jnp.maximum(norm, jnp.float32(largest))
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
 
 
 def true_gradients(

@@ -7,43 +7,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from policy.core.mapped_axes import varying_axes
 from policy.core.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
 from policy.grads.known_gradients import are_swapped
-from policy.grads.value_and_grad import ScaledGradients
+from policy.optim.finiteness import differentiated
 from policy.optim.state import MixedPrecisionState
+from policy.optim.state_checks import differences
 
 
 def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState; a ScaledGradients lies inside of the gradients,
-        or was taken apart; params and gradients are swapped.
-      ValueError: `params` are missing; an array was donated; the gradients' tree or shapes are not
-        the params', or they are no numbers, or differ between devices where the params don't. Each
-        may have one axis more in front, of one length for all: gradients per example.
+      TypeError: `state` is no MixedPrecisionState; a ScaledGradients was taken apart; params and
+        gradients are swapped.
+      ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they
+        are no numbers, or differ between devices where the params don't. Each may have one axis
+        more in front, of one length for all: gradients per example.
     """
     if not isinstance(state, MixedPrecisionState):
         holder = " Pass its opt_state." if hasattr(state, "opt_state") else ""
         raise TypeError(
             f"state should be a MixedPrecisionState, but got {type(state).__name__}. "
-            f"tx.init(params) makes one, if tx is a mixed_precision transform.{holder}"
+            f"tx.init(params) makes one, if tx is a mixed_precision transform.{holder} Call "
+            "apply_gradients(tx, params, opt_state, grads), or tx.update(grads, opt_state, params)."
         )
     if params is None:
         raise ValueError(
             "params are needed, because the step is computed on float32 weights. Call "
             "update(gradients, state, params)."
-        )
-    _check_buffers(params=params, opt_state=state, grads=gradients)
-    is_scaled = lambda node: isinstance(node, ScaledGradients)  # noqa: E731
-    if any(map(is_scaled, jax.tree.leaves(gradients, is_leaf=is_scaled))):
-        raise TypeError(
-            "gradients contain a ScaledGradients inside their tree, but it should be the whole "
-            "argument. Pass the gradients as value_and_grad returned them."
         )
     if are_swapped(params, gradients):
         raise TypeError(
@@ -52,29 +46,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             "or tx.update(grads, opt_state, params)."
         )
     params = differentiated(params)
-    if jax.tree.structure(gradients) != jax.tree.structure(params):
-        structures = map(jax.tree.structure, gradients) if isinstance(gradients, tuple) else ()
-        if jax.tree.structure(params) in structures:
-            raise ValueError(
-                "gradients should have the tree of the params, but got a tuple of "
-                f"{len(gradients)} items, one of which has that tree. Unpack it: loss, grads = "
-                "value_and_grad(loss_fn)(params)."
-            )
-        ours, theirs = leaf_names(params), leaf_names(gradients)
-        if theirs == [f"tree/{name}" for name in ours]:
-            raise TypeError(
-                "gradients are the tree inside a ScaledGradients, without its scale: "
-                "flax.nnx.Optimizer unpacked it. Use mpmodules.nnx.Optimizer, which keeps the "
-                "scale."
-            )
-        missing = [name for name in ours if name not in theirs]
-        extra = [name for name in theirs if name not in ours]
-        raise ValueError(
-            "gradients should have the tree of the params. "
-            f"Missing: {shortened(missing) or 'nothing'}. Unexpected: "
-            f"{shortened(extra) or 'nothing'}. Containers: "
-            f"{type(gradients).__name__} instead of {type(params).__name__}."
-        )
+    _check_tree(gradients, params)
     examples = _examples(gradients, params)
     wrong = [
         f"{path_name(path)} is {_shown(g)} for a param of {_shown(p)}"
@@ -92,21 +64,20 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     _check_devices(gradients, params)
 
 
-def _check_buffers(**trees: Any) -> None:
-    """Refuses arrays that were donated to an earlier step, and are deleted."""
-    for name, tree in trees.items():
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        gone = [path_name(path) for path, leaf in leaves if _is_deleted(leaf)]
-        if gone:
-            raise ValueError(
-                f"{name} was donated to an earlier step, and its arrays are deleted ({gone[0]}). "
-                "Continue with what that step returned: params, opt_state, finite = step(params, "
-                "opt_state, batch)."
-            )
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+def _check_tree(gradients: Any, params: Any) -> None:
+    if jax.tree.structure(gradients) == jax.tree.structure(params):
+        return
+    ours, theirs = leaf_names(params), leaf_names(gradients)
+    if theirs == [f"tree/{name}" for name in ours]:
+        raise TypeError(
+            "gradients are the tree inside a ScaledGradients, without its scale: "
+            "flax.nnx.Optimizer unpacked it. Use mpmodules.nnx.Optimizer, which keeps the scale."
+        )
+    raise ValueError(
+        f"gradients should have the tree of the params. {differences(theirs, ours)} Containers: "
+        f"{type(gradients).__name__} instead of {type(params).__name__}. value_and_grad returns "
+        "them second: loss, grads = value_and_grad(loss_fn)(params)."
+    )
 
 
 def _pairs(params: optax.Params, gradients: optax.Updates) -> list[tuple[KeyPath, Any, Any]]:
@@ -133,11 +104,6 @@ def _check_devices(gradients: optax.Updates, params: optax.Params) -> None:
         )
 
 
-def differentiated(params: Any) -> Any:
-    """Returns the params that are differentiated: all, or the fast ones of `optax.lookahead`."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
 def per_example(gradients: optax.Updates, params: Any) -> bool:
     """Returns whether gradients are per example, as `optax.contrib.dpsgd` takes them.
 
@@ -155,7 +121,6 @@ def _examples(gradients: optax.Updates, params: optax.Params) -> tuple[int, ...]
 
 
 def check_stepped(
-    tx: optax.GradientTransformation,
     gradients: optax.Updates,
     updates: optax.Updates,
     wide: optax.Params,
@@ -165,7 +130,6 @@ def check_stepped(
     """Refuses results of an inner transform that have other trees or shapes than its arguments.
 
     Args:
-      tx: the inner transform.
       gradients: the gradients that it was given.
       updates: the updates that it returned.
       wide: the float32 params that it was given.
@@ -173,35 +137,24 @@ def check_stepped(
       inner: the state that it was given.
 
     Raises:
-      ValueError: by the transform's name.
+      ValueError: they differ.
     """
-    name = _name_of(tx)
-    if jax.tree.structure(new_inner) != jax.tree.structure(inner):
+    wrong = []
+    for name, new, old in (("updates", updates, wide), ("state", new_inner, inner)):
+        if jax.tree.structure(new) != jax.tree.structure(old):
+            raise ValueError(
+                f"tx can't be wrapped: its update should return {name} of the tree "
+                f"{jax.tree.structure(old)}, but got {jax.tree.structure(new)}."
+            )
+        wrong += [f"{name} {text}" for text in _other_shapes(new, old)]
+    if wrong and per_example(gradients, wide):
         raise ValueError(
-            f"{name} can't be wrapped: its update changed the tree of its state, "
-            f"from {jax.tree.structure(inner)} to {jax.tree.structure(new_inner)}."
+            "tx does not take gradients per example: average them over their first axis, or put "
+            "optax.contrib.dpsgd or differentially_private_aggregate first. Wrong shapes: "
+            f"{shortened(wrong)}."
         )
-    if jax.tree.structure(updates) != jax.tree.structure(wide):
-        raise ValueError(
-            f"{name} can't be wrapped: its updates should have the tree of the params, "
-            f"{jax.tree.structure(wide)}, but got {jax.tree.structure(updates)}."
-        )
-    steps, states = _other_shapes(updates, wide), _other_shapes(new_inner, inner)
-    if (steps or states) and per_example(gradients, wide):
-        raise ValueError(
-            f"{name} does not take gradients per example: average them over their first axis, or "
-            "put optax.contrib.dpsgd or differentially_private_aggregate first. Wrong shapes in "
-            f"its updates and state: {shortened(steps + states)}."
-        )
-    if states:
-        raise ValueError(
-            f"{name} can't be wrapped: its update changed shapes in its state: {shortened(states)}."
-        )
-    if steps:
-        raise ValueError(
-            f"{name} can't be wrapped: its updates should have the params' shapes, but "
-            f"{shortened(steps)}."
-        )
+    if wrong:
+        raise ValueError(f"tx can't be wrapped: its update changed shapes: {shortened(wrong)}.")
 
 
 def _other_shapes(new: Any, old: Any) -> list[str]:
@@ -211,12 +164,6 @@ def _other_shapes(new: Any, old: Any) -> list[str]:
         for (path, a), b in zip(leaves, jax.tree.leaves(old), strict=True)
         if a.shape != b.shape
     ]
-
-
-def _name_of(tx: optax.GradientTransformation) -> str:
-    """Returns `tx (adamw)`, from the qualified name of the transform's `init`."""
-    made_by = getattr(tx.init, "__qualname__", "").partition(".<locals>")
-    return f"tx ({made_by[0]})" if made_by[1] else "tx"
 
 
 def _is_complex(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -19,12 +20,24 @@ from policy.core.trees import (
     unboxed,
     working_dtype,
 )
+from policy.grads.scaled_gradients import ScaledGradients
+from policy.optim.finiteness import differentiated
 from policy.optim.rounding import round_to
-from policy.optim.state import Layout, MixedPrecisionState, find_state, states_in
+from policy.optim.state import (
+    Layout,
+    MixedPrecisionState,
+    find_state,
+    states_in,
+    strong_copy,
+)
 from policy.optim.state_checks import check_tree, has_mode, require_storage
-from policy.optim.state_leaves import strong_copy
-from policy.optim.storage_code import HALF_DTYPES
-from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, Stored, storage_mode
+from policy.optim.storage_modes import (
+    HALF_DTYPES,
+    STORAGE_MODES,
+    MasterWeights,
+    Stored,
+    storage_mode,
+)
 
 Params = TypeVar("Params")
 
@@ -39,13 +52,30 @@ def without_overwritten(tree: Any) -> Any:
     )
 
 
-def layout_of(params: optax.Params, master_weights: MasterWeights, optimizer: str) -> Layout:
+def with_overwritten(
+    result: optax.Params,
+    params: Any,
+    gradients: Any,
+    overwrite: Callable[[jax.Array, jax.Array], jax.Array],
+) -> optax.Params:
+    """Fills the empty nodes of `result` from the gradients: those are the leaves' new values."""
+    gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
+    if differentiated(params) is not params:
+        gradients = type(params)(gradients, gradients)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r,
+        params,
+        gradients,
+        result,
+    )
+
+
+def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
     """Returns the layout of params without their overwritten leaves.
 
     Args:
       params: a tree of arrays.
       master_weights: the mode's name, or "auto".
-      optimizer: the inner transform's name.
 
     Raises:
       ValueError: the mode can't store a param's dtype, such as float16 in "remainder".
@@ -53,7 +83,7 @@ def layout_of(params: optax.Params, master_weights: MasterWeights, optimizer: st
     leaves = jax.tree.leaves(params)
     _check_mode(leaf_names(params), [leaf.dtype for leaf in leaves], master_weights)
     names = tuple(np.dtype(leaf.dtype).name for leaf in leaves)
-    return Layout(master_weights, names or None, optimizer)
+    return Layout(master_weights, names or None)
 
 
 def _check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: MasterWeights) -> None:
@@ -107,7 +137,7 @@ def master_params(params: Params, state: Any) -> Params:
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import apply_gradients, master_params, mixed_precision
+      >>> from policy import apply_gradients, master_params, mixed_precision
       >>> tx = mixed_precision(optax.sgd(1e-3), "bfloat16")
       >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
       >>> grads = {"w": jnp.ones(2)}
@@ -159,7 +189,8 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import master_params, mixed_precision, resync
+      >>> from policy import master_params, mixed_precision
+      >>> from policy.optim import resync
       >>> tx = mixed_precision(optax.adam(1e-3), "float16", loss_scale="dynamic")
       >>> params = {"w": jnp.ones(2, jnp.float16)}
       >>> opt_state = tx.init(params)
@@ -178,7 +209,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     master_weights = state.layout.master_weights
     is_stored = has_mode(state, state.layout.storage)
     check_tree(params, state)
-    layout = layout_of(params, master_weights, state.layout.optimizer)
+    layout = layout_of(params, master_weights)
 
     def follow(p: jax.Array, stored: Any) -> Stored:
         mode = storage_mode(p.dtype, master_weights)

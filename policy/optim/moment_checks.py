@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,8 +81,9 @@ def _check_field(
     form, is_first = FORMATS.get(dtype), name in FIRST_MOMENTS
     try:
         with jax.ensure_compile_time_eval():
-            is_copy, kept = _probe(tx, params, name)
-            is_signed = form is not None and not is_first and _is_signed(tx, params, name)
+            field = _Field.of(tx, params, name)
+            is_copy, kept = field.is_copy(), field.kept()
+            is_signed = form is not None and not is_first and field.is_signed()
     except Exception as error:
         # a transform that needs more arguments: a first moment is one by its name
         if is_first and (form is None or stochastic):
@@ -89,90 +92,87 @@ def _check_field(
             f"moment_dtype for {name!r} can't be checked: a trial step on params of one element "
             f"failed ({error}). Leave it float32."
         ) from error
-    if is_copy:
+    shown = "bfloat16" if form is None else "8 bits"
+    if is_copy or kept >= 1 - 2.0**-22:
+        what = "copy of the params" if is_copy else "running sum"
         raise ValueError(
-            f"moment_dtype for {name!r} is refused: the field is a copy of the params. Leave it "
-            "float32."
-        )
-    if kept >= 1 - 2.0**-22:
-        raise ValueError(
-            f"moment_dtype for {name!r} is refused: the field is a running sum. Leave it float32."
+            f"moment_dtype for {name!r} is refused: the field is a {what}. Leave it float32."
         )
     if is_signed:
         raise ValueError(
             f"moment_dtype for {name!r} is 8 bits, which store a sign for first moments only, but "
             "a step makes this field negative: make it bfloat16, or leave it float32."
         )
-    if form is not None and not stochastic and kept > form.largest_retention:
+    largest = 1.0 if is_first else LARGEST_RETENTION
+    largest = largest if form is None else form.largest_retention
+    if kept > largest and not stochastic:
         raise ValueError(
-            f"moment_dtype for {name!r} is 8 bits, but its decay rate is {kept:.6g}. Above "
-            f"{form.largest_retention:.2g}, rounding to nearest loses what a step adds or removes: "
-            "pass key=jax.random.key(0) for stochastic rounding, or leave it float32."
-        )
-    if form is None and not (is_first or stochastic) and kept > LARGEST_RETENTION:
-        raise ValueError(
-            f"moment_dtype for {name!r} is bfloat16, but its decay rate is {kept:.6g}. Above "
-            f"{LARGEST_RETENTION}, rounding to nearest undoes the decay: leave it float32, or pass "
-            "key= for stochastic rounding."
+            f"moment_dtype for {name!r} is {shown}, but its decay rate is {kept:.6g}. Above "
+            f"{largest:.2g}, rounding to nearest undoes the decay: leave it float32, or pass "
+            "key=jax.random.key(0) for stochastic rounding."
         )
 
 
-def _probe(
-    tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
-) -> tuple[bool, float]:
-    """Returns whether a field starts as the params, and the largest share of it that is kept."""
-    small, fresh, is_field = _one_element(tx, params, name)
-    zero = jax.tree.map(jnp.zeros_like, small)
-    start = [x for x, mine in zip(jax.tree.leaves(fresh), is_field, strict=True) if mine]
-    if all(bool(jnp.all(x == np.float32(_PROBE_PARAM))) for x in start):
-        return True, 1.0
-    return False, max(_kept(tx, fresh, is_field, small, zero, count) for count in (1, 10**5))
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """A field of the state that a transform makes of params of one element.
 
+    Attributes:
+      tx: the transform.
+      params: the params.
+      state: the state.
+      is_mine: for each leaf of the state, whether it is of the field.
+    """
 
-def _one_element(
-    tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
-) -> tuple[optax.Params, optax.OptState, list[bool]]:
-    """Returns params of one element, their state, and for each of its leaves if it is the field."""
-    small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
-    suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(small)}
-    fresh = tx.init(small)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(fresh)]
-    return small, fresh, [field_of(path, suffixes) == name for path in paths]
+    tx: optax.GradientTransformationExtraArgs
+    params: optax.Params
+    state: optax.OptState
+    is_mine: list[bool]
 
+    @classmethod
+    def of(
+        cls, tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
+    ) -> _Field:
+        small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
+        suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(small)}
+        state = tx.init(small)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        return cls(tx, small, state, [field_of(path, suffixes) == name for path in paths])
 
-def _is_signed(tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str) -> bool:
-    """Returns whether steps of gradients of both signs make a field negative."""
-    small, state, is_field = _one_element(tx, params, name)
-    for value in _PROBE_SIGNS:
-        gradients = jax.tree.map(lambda p, value=value: jnp.full_like(p, value), small)
-        _, state = tx.update(gradients, state, small)
-        pairs = zip(jax.tree.leaves(state), is_field, strict=True)
-        if any(bool(jnp.any(x < 0)) for x, mine in pairs if mine):
-            return True
-    return False
+    def leaves(self, state: optax.OptState) -> list[jax.Array]:
+        """Returns the field's leaves of a state."""
+        return [x for x, mine in zip(jax.tree.leaves(state), self.is_mine, strict=True) if mine]
 
+    def stepped(self, state: optax.OptState, gradient: float) -> optax.OptState:
+        """Returns a state after a step of gradients of one value."""
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self.params)
+        return self.tx.update(gradients, state, self.params)[1]
 
-def _kept(
-    tx: optax.GradientTransformationExtraArgs,
-    state: optax.OptState,
-    is_field: list[bool],
-    params: optax.Params,
-    zero: optax.Updates,
-    count: int,
-) -> float:
-    """Returns the largest share of itself that a field keeps on a step of gradients of 0."""
-    leaves, tree = jax.tree.flatten(state)
-    state = tree.unflatten(
-        jnp.full_like(x, _PROBE_VALUE if mine else count) if mine or _is_count(x) else x
-        for x, mine in zip(leaves, is_field, strict=True)
-    )
-    for _ in range(_PROBE_STEPS):  # several, for transforms that accumulate gradients first
-        _, state = tx.update(zero, state, params)
-        pairs = zip(jax.tree.leaves(state), is_field, strict=True)
-        after = [float(jnp.max(x)) for x, mine in pairs if mine]
-        if max(after) != _PROBE_VALUE:
-            return max(after) / _PROBE_VALUE
-    return 1.0
+    def is_copy(self) -> bool:
+        """Returns whether the field starts as the params."""
+        return all(bool(jnp.all(x == np.float32(_PROBE_PARAM))) for x in self.leaves(self.state))
+
+    def is_signed(self) -> bool:
+        """Returns whether steps of gradients of both signs make the field negative."""
+        states = itertools.accumulate(_PROBE_SIGNS, self.stepped, initial=self.state)
+        return any(bool(jnp.any(x < 0)) for state in states for x in self.leaves(state))
+
+    def kept(self) -> float:
+        """Returns the largest share of itself that the field keeps on a step of gradients of 0."""
+        return max(self._kept(count) for count in (1, 10**5))
+
+    def _kept(self, count: int) -> float:
+        leaves, tree = jax.tree.flatten(self.state)
+        state = tree.unflatten(
+            jnp.full_like(x, _PROBE_VALUE if mine else count) if mine or _is_count(x) else x
+            for x, mine in zip(leaves, self.is_mine, strict=True)
+        )
+        for _ in range(_PROBE_STEPS):  # several, for transforms that accumulate gradients first
+            state = self.stepped(state, 0)
+            largest = max(float(jnp.max(x)) for x in self.leaves(state))
+            if largest != _PROBE_VALUE:
+                return largest / _PROBE_VALUE
+        return 1.0
 
 
 def _is_count(x: Any) -> bool:

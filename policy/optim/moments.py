@@ -1,10 +1,10 @@
-"""Moments of optax states that are stored in 16 or 8 bits: the fields that can be, and dtypes."""
+"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,18 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from policy.core.dtype_names import dtype_names, parse_dtype
+from policy.core.mapped_axes import varying_axes
+from policy.core.trees import working_dtype
 from policy.optim.blockwise import (
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,
     FORMATS,
     INT8_POSITIVE,
     INT8_SIGNED,
+    decode,
+    encode,
 )
+from policy.optim.rounding import round_stochastically, round_to
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
 """Fields of optax's states that hold a running mean of gradients.
@@ -143,3 +148,80 @@ def field_of(path: KeyPath, suffixes: set[KeyPath]) -> str:
     cut = next((i for i in range(len(path) + 1) if path[i:] in suffixes), len(path))
     names = [key.name for key in path[:cut] if isinstance(key, jax.tree_util.GetAttrKey)]
     return names[-1] if names else ""
+
+
+class StoredInner(NamedTuple):
+    """The state of an inner transform, with moments as they are stored.
+
+    Attributes:
+      state: the transform's own state; moments in 8 bits are codes of their shapes.
+      scales: a tree like the state, of the scales of 8-bit moments, and an empty
+        `optax.MaskedNode` for every other leaf; or one such node if no moment may be in 8 bits.
+    """
+
+    state: optax.OptState
+    scales: Any
+
+
+def widen_moments(stored: StoredInner, targets: list[np.dtype | None]) -> optax.OptState:
+    """Returns a state whose moments are float32, in which the inner transform computes."""
+    leaves, tree = jax.tree.flatten(stored.state)
+    each = zip(leaves, scales_of(stored), targets, strict=True)
+    return tree.unflatten(x if t is None else _widen(x, s) for x, s, t in each)
+
+
+def scales_of(stored: StoredInner) -> list[Any]:
+    """Returns, for each leaf of the state, its scales or an empty `optax.MaskedNode`."""
+    leaves, tree = jax.tree.flatten(stored.state)
+    if isinstance(stored.scales, optax.MaskedNode):
+        return [optax.MaskedNode()] * len(leaves)
+    return tree.flatten_up_to(stored.scales)
+
+
+def _widen(x: jax.Array, scales: Any) -> jax.Array:
+    form = FORMATS.get(np.dtype(x.dtype))
+    return x.astype(working_dtype(x.dtype)) if form is None else decode(x, scales, form)
+
+
+def narrow_moments(
+    inner: optax.OptState,
+    targets: list[np.dtype | None],
+    keys: list[jax.Array | None] | None = None,
+    like: StoredInner | None = None,
+    *,
+    with_scales: bool,
+) -> StoredInner:
+    """Rounds the moments of a state to the dtypes that they are stored in.
+
+    A finite moment beyond float16 becomes its largest number: an infinite one would stay for good.
+
+    Args:
+      inner: a state of an optax transform.
+      targets: see `moment_targets`.
+      keys: PRNG keys of stochastic rounding, one for each leaf; None rounds to nearest.
+      like: the state before. Leaves without a target keep their scales, and where devices that
+        hold different parts of a moment share a scale, they compute it together again.
+      with_scales: True if a moment may be in 8 bits.
+    """
+    leaves, tree = jax.tree.flatten(inner)
+    draws: list[jax.Array | None] = keys or [None] * len(leaves)
+    before = [optax.MaskedNode()] * len(leaves) if like is None else scales_of(like)
+    each = zip(leaves, targets, draws, before, strict=True)
+    pairs = [(x, old) if t is None else _narrow(x, t, key, old) for x, t, key, old in each]
+    scales = tree.unflatten(s for _, s in pairs) if with_scales else optax.MaskedNode()
+    return StoredInner(tree.unflatten(x for x, _ in pairs), scales)
+
+
+def _narrow(x: jax.Array, dtype: np.dtype, key: jax.Array | None, before: Any) -> tuple[Any, Any]:
+    form = FORMATS.get(dtype)
+    if form is not None:
+        is_new = isinstance(before, optax.MaskedNode)
+        shared = frozenset() if is_new else varying_axes(x) - varying_axes(before)
+        return encode(x.astype(jnp.float32), form, key, tuple(sorted(shared, key=str)))
+    if dtype.itemsize >= 4:
+        return x.astype(dtype), optax.MaskedNode()
+    largest = np.float32(jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    rounded = round_to(x, dtype) if key is None else round_stochastically(x, dtype, key)
+    return rounded, optax.MaskedNode()

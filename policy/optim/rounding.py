@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.optim.clipping import mapped_axes
+from policy.optim.finiteness import mapped_axes
 
 _HALF = 0x8000  # half of a bfloat16 ulp, in the bits of a float32
 

@@ -39,7 +39,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     Example:
 
       >>> import jax, jax.numpy as jnp, optax
-      >>> from policy.optim import mixed_precision, state_shardings
+      >>> from policy import mixed_precision
+      >>> from policy.optim import state_shardings
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> rows = jax.NamedSharding(mesh, jax.P("data"))

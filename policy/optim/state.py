@@ -6,12 +6,15 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
+from jax.typing import ArrayLike
 
 from policy.core.trees import unboxed
 from policy.grads.loss_scale import LossScale
-from policy.optim.storage_code import storage_code
-from policy.optim.storage_modes import MasterWeights
+from policy.optim.storage_modes import MasterWeights, storage_code
 
 
 @jax.tree_util.register_static
@@ -24,12 +27,10 @@ class Layout:
       dtypes: the name of each param's dtype, in flattening order; None stands for any, where the
         state was made from a tree without leaves (`optax.tree_map_params` does that to learn where
         the params are).
-      optimizer: the inner transform, by the names of the functions that make its state.
     """
 
     master_weights: MasterWeights
     dtypes: tuple[str, ...] | None
-    optimizer: str
 
     @property
     def storage(self) -> int:
@@ -37,24 +38,20 @@ class Layout:
         return storage_code(self.dtypes or (), self.master_weights)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout) or self._named() != other._named():
+        if not isinstance(other, Layout) or self.master_weights != other.master_weights:
             return False
         return self.dtypes is None or other.dtypes is None or self.dtypes == other.dtypes
 
     def __hash__(self) -> int:
-        return hash(self._named())  # without dtypes: a layout of any dtypes equals each of them
-
-    def _named(self) -> tuple[str, str]:
-        return self.master_weights, self.optimizer
+        return hash(self.master_weights)  # a layout of any dtypes equals each of them
 
 
 class MixedPrecisionState(NamedTuple):
     """The state of `mixed_precision`.
 
     Attributes:
-      layout: each param's dtype when the state was made, the mode by name, and the inner
-        transform's name. It comes first, so that libraries which restore a state field by field
-        compare it first.
+      layout: each param's dtype when the state was made, and the mode by name. It comes first, so
+        that libraries which restore a state field by field compare it first.
       inner: the wrapped transform's own state; it was made from float32 params.
       loss_scale: the current scale. It lives here and nowhere else.
       finite: () bool, True if the last step's gradients were finite.
@@ -70,7 +67,7 @@ class MixedPrecisionState(NamedTuple):
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import MixedPrecisionState, mixed_precision
+      >>> from policy import MixedPrecisionState, mixed_precision
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
       >>> opt_state = tx.init({"w": jnp.ones(2)})
       >>> isinstance(opt_state, MixedPrecisionState)
@@ -103,7 +100,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import loss_scale_of, mixed_precision
+      >>> from policy import loss_scale_of, mixed_precision
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16", loss_scale=1024.0)
       >>> opt_state = tx.init({"w": jnp.ones(2)})
       >>> loss_scale_of(opt_state).loss_scale
@@ -126,7 +123,8 @@ def finite_of(opt_state: Any) -> jax.Array:
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import apply_gradients, finite_of, mixed_precision
+      >>> from policy import apply_gradients, mixed_precision
+      >>> from policy.optim import finite_of
       >>> tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
       >>> params = {"w": jnp.ones(2)}
       >>> grads = {"w": jnp.array([1.0, jnp.inf])}
@@ -159,3 +157,51 @@ def states_in(tree: Any) -> list[MixedPrecisionState]:
     """Returns every MixedPrecisionState in a tree, outermost ones only."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState))
     return [leaf for leaf in leaves if isinstance(leaf, MixedPrecisionState)]
+
+
+def strong_copy(x: ArrayLike) -> jax.Array:
+    """Returns a copy of an array in a dtype that is not weak.
+
+    The first update would change a weak type. A buffer that is a param and a state leaf can't be
+    donated, and an argument's buffer isn't ours to donate.
+    """
+    return jnp.array(x, dtype=jnp.result_type(x), copy=True)
+
+
+def strongly_typed(leaf: jax.Array | float) -> jax.Array:
+    """Returns a state leaf in a dtype that is not weak, without a copy where it has one already.
+
+    Python numbers, which `optax.tree_utils.tree_set` puts in from outside, have none.
+    """
+    if isinstance(leaf, (float, int)):
+        is_float = isinstance(leaf, float)
+        return jnp.asarray(leaf, jnp.float32 if is_float else jnp.result_type(type(leaf)))
+    return lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
+
+
+def owned(leaf: ArrayLike, seen: set[int]) -> jax.Array:
+    """Returns a state leaf that is strongly typed and shares its buffer with no leaf in `seen`.
+
+    Args:
+      leaf: a leaf as an `init` made it.
+      seen: identities of params and of leaves before; that of `leaf` is added.
+    """
+    if not isinstance(leaf, jax.Array) or jax.typeof(leaf).weak_type or id(leaf) in seen:
+        return strong_copy(leaf)
+    seen.add(id(leaf))
+    return leaf
+
+
+def as_type_of(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new` in the dtype of `old`; keys and other extended dtypes as they are."""
+    is_extended = jnp.issubdtype(old.dtype, jax.dtypes.extended)
+    return new if is_extended else lax.convert_element_type(new, old.dtype)
+
+
+def incremented(count: jax.Array, by: jax.Array) -> jax.Array:
+    """Increments a () int32 counter where a () bool is True; it stays at the largest integer.
+
+    Optax's counters saturate too: one that wrapped around would go on below 0.
+    """
+    room = count < np.iinfo(np.int32).max
+    return count + (room & by).astype(jnp.int32)

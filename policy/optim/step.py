@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -21,38 +20,54 @@ from jax.typing import ArrayLike
 
 from policy.core.mapped_axes import varying_axes
 from policy.core.policy import Policy
-from policy.core.trees import is_overwritten, working_dtype
-from policy.grads.loss_scale import LossScale, fusion_barrier, require_positive
+from policy.core.trees import working_dtype
+from policy.grads.finiteness import fusion_barrier
+from policy.grads.loss_scale import LossScale
+from policy.grads.scaled_gradients import ScaledGradients, require_positive
 from policy.grads.scaled_losses import warn_if_scaled
-from policy.grads.value_and_grad import ScaledGradients
-from policy.optim.checks import check_initial_params, warn_of_wide_params
-from policy.optim.clipping import clip_to_norm, gradient_norm
-from policy.optim.conditional_step import ConditionalStep, Operands, Results, selected
-from policy.optim.finiteness import agreed, gradients_finite, stays_finite, true_gradients
-from policy.optim.gradient_checks import (
-    check_gradients,
-    check_stepped,
-    differentiated,
-    per_example,
+from policy.optim.checks import check_initial_params, require_outermost, warn_of_wide_params
+from policy.optim.conditional_step import (
+    ConditionalStep,
+    Operands,
+    ParamUpdate,
+    Results,
+    unless_not_finite,
 )
-from policy.optim.master_weights import inner_params, layout_of, make_masters, without_overwritten
+from policy.optim.finiteness import (
+    agreed,
+    clip_to_norm,
+    gradient_norm,
+    gradients_finite,
+    true_gradients,
+)
+from policy.optim.gradient_checks import check_gradients, check_stepped, per_example
+from policy.optim.master_weights import (
+    inner_params,
+    layout_of,
+    make_masters,
+    with_overwritten,
+    without_overwritten,
+)
 from policy.optim.moment_checks import check_moments
-from policy.optim.moment_storage import StoredInner, narrow_moments, widen_moments
-from policy.optim.moments import has_codes, moment_targets
-from policy.optim.nesting import require_outermost
-from policy.optim.param_update import ParamUpdate
-from policy.optim.rounding import rounding_keys
-from policy.optim.state import MixedPrecisionState, states_in
-from policy.optim.state_checks import (
-    InnerLike,
-    check_inner,
-    check_loss_scale,
-    inner_like,
-    require_storage,
+from policy.optim.moments import (
+    StoredInner,
+    has_codes,
+    moment_targets,
+    narrow_moments,
+    widen_moments,
 )
-from policy.optim.state_leaves import as_type_of, incremented, owned, strong_copy, strongly_typed
-from policy.optim.storage_modes import MasterWeights, Stored, storage_mode
-from policy.optim.transform_names import optimizer_name
+from policy.optim.rounding import rounding_keys
+from policy.optim.state import (
+    MixedPrecisionState,
+    as_type_of,
+    incremented,
+    owned,
+    states_in,
+    strong_copy,
+    strongly_typed,
+)
+from policy.optim.state_checks import check_inner, check_loss_scale, require_storage
+from policy.optim.storage_modes import MasterWeights, storage_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +90,7 @@ class Stepper:
     axis_name: tuple[Hashable, ...]
     skip_nonfinite: bool
     check_results: bool
-    _inner_likes: dict[Hashable, InnerLike | None] = dataclasses.field(
+    _made: dict[Hashable, optax.OptState | None] = dataclasses.field(
         default_factory=dict, repr=False
     )
 
@@ -96,25 +111,24 @@ class Stepper:
                 "tx already contains a mixed_precision: wrap once, outermost, as in "
                 "mixed_precision(optax.chain(...), policy)."
             )
-        scales: Any = optax.MaskedNode()
+        stored = StoredInner(inner, optax.MaskedNode())
         if self.moment_dtypes is not None:
             by_chance = self.key is not None
             _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, by_chance)
             targets = moment_targets(inner, params, self.moment_dtypes)
-            with_scales = has_codes(self.moment_dtypes)
-            inner, scales = narrow_moments(inner, targets, with_scales=with_scales)
-        self._inner_likes[_shapes_of(wide)] = InnerLike.of(inner, wide, self.moment_dtypes)
-        layout = layout_of(params, self.master_weights, optimizer_name(self.inner, inner))
+            stored = narrow_moments(inner, targets, with_scales=has_codes(self.moment_dtypes))
+        layout = layout_of(params, self.master_weights)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
+        stored = jax.tree.map(lambda leaf: owned(leaf, seen), stored)
         return MixedPrecisionState(
-            inner=jax.tree.map(lambda leaf: owned(leaf, seen), inner),
+            inner=stored.state,
             loss_scale=jax.tree.map(strong_copy, self.loss_scale),
             finite=jnp.array(True),
             skipped=jnp.zeros((), jnp.int32),
             count=jnp.zeros((), jnp.int32),
             masters=masters,
             mode=jnp.array(layout.storage, jnp.int32),
-            moment_scales=jax.tree.map(lambda leaf: owned(leaf, seen), scales),
+            moment_scales=stored.scales,
             layout=layout,
         )
 
@@ -132,20 +146,31 @@ class Stepper:
           says.
 
         Raises:
-          ValueError: the params' tree or dtypes, the storage mode, the inner transform, a moment's
-            dtype, or the kind of loss scale differ.
+          ValueError: the params' tree or dtypes, the storage mode, the inner state's tree, a
+            moment's dtype, or the kind of loss scale differ.
         """
         is_stored = require_storage(params, state, self.master_weights)
         check_loss_scale(state.loss_scale, self.loss_scale)
         wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, working_dtype(p.dtype)), params)
-        key = _shapes_of(wide)
-        if key not in self._inner_likes:
-            made = _run_optax(inner_like, self.inner.init, wide, self.moment_dtypes)
-            self._inner_likes[key] = made
-        like = self._inner_likes[key]
-        stored = StoredInner(state.inner, state.moment_scales)
-        check_inner(stored, like, state.layout, self.inner, self.moment_dtypes)
+        made = self._made_for(wide)
+        if made is not None:
+            stored = StoredInner(state.inner, state.moment_scales)
+            check_inner(stored, made, wide, self.moment_dtypes)
         return is_stored
+
+    def _made_for(self, wide: optax.Params) -> optax.OptState | None:
+        """Returns the shapes of the inner state for params of these shapes.
+
+        None where `init` can't be traced: it reads values, or more than shapes.
+        """
+        leaves = jax.tree.leaves(wide)
+        key = jax.tree.structure(wide), tuple((x.shape, np.dtype(x.dtype).name) for x in leaves)
+        if key not in self._made:
+            try:
+                self._made[key] = _run_optax(jax.eval_shape, self.inner.init, wide)
+            except Exception:
+                self._made[key] = None
+        return self._made[key]
 
     def update(
         self,
@@ -160,7 +185,7 @@ class Stepper:
         """
         differences, new_state = self.step(updates, state, params, extra_args, as_updates=True)
         overwrite = lambda p, g: jnp.where(new_state.finite, g - p, jnp.zeros_like(p))  # noqa: E731
-        return _with_overwritten(differences, params, updates, overwrite), new_state
+        return with_overwritten(differences, params, updates, overwrite), new_state
 
     def apply(
         self,
@@ -172,7 +197,7 @@ class Stepper:
         """Returns the new params themselves, and the state."""
         rounded, state = self.step(gradients, state, params, extra_args, as_updates=False)
         overwrite = lambda p, g: jnp.where(state.finite, g, p)  # noqa: E731
-        return _with_overwritten(rounded, params, gradients, overwrite), state
+        return with_overwritten(rounded, params, gradients, overwrite), state
 
     def step(
         self,
@@ -195,16 +220,15 @@ class Stepper:
         warn_if_scaled(state.loss_scale.loss_scale)
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)
-        scales = [
-            require_positive(each)
-            for each in (scale, state.loss_scale.loss_scale)
-            if each is not None
-        ]
-        if self.skip_nonfinite:
-            belongs = _all_of(belongs, *scales)
+        for each in (scale, state.loss_scale.loss_scale):
+            is_positive = True if each is None else require_positive(each)
+            if self.skip_nonfinite and is_positive is not True:
+                belongs = is_positive if belongs is True else belongs & is_positive
         state = state._replace(inner=jax.tree.map(strongly_typed, state.inner))
+        modes = [storage_mode(leaf.dtype, self.master_weights) for leaf in jax.tree.leaves(params)]
+        has_branches = self.skip_nonfinite or any(mode.is_packed for mode in modes)
         if (
-            self._has_branches(params)
+            has_branches
             and not isinstance(scale, Tracer)
             and _is_eager((gradients, state, params), extra_args)
         ):
@@ -216,10 +240,6 @@ class Stepper:
         return self._step(
             gradients, scale, state, params, extra_args, belongs=belongs, as_updates=as_updates
         )
-
-    def _has_branches(self, params: optax.Params) -> bool:
-        modes = [storage_mode(leaf.dtype, self.master_weights) for leaf in jax.tree.leaves(params)]
-        return self.skip_nonfinite or any(mode.is_packed for mode in modes)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., tuple[optax.Params, MixedPrecisionState]]:
@@ -242,32 +262,10 @@ class Stepper:
           belongs: True, or a () bool: the step is left out where it is False.
         """
         norm = self._norm(gradients, scale, params)
-        leaves, tree = jax.tree.flatten(params)
-        param_updates = [ParamUpdate.of(leaf, self.master_weights, as_updates) for leaf in leaves]
-
-        # Gradients are cast and unscaled again inside: that fuses into the operations that read
-        # them, and a skipped step pays for the flag only.
-        def apply_step(operands: Operands) -> Results:
-            params, gradients, inner, masters = operands
-            wide = inner_params(params, masters, self.master_weights)
-            true = true_gradients(gradients, scale, params)
-            if norm is not None and self.clip_global_norm is not None:
-                true = clip_to_norm(true, norm, self.clip_global_norm)
-            updates, inner = self.inner_step(true, inner, wide, state.count, extra_args)
-            new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
-            keys = rounding_keys(self.key, new, state.count, self.axis_name)
-            each = param_updates, jax.tree.leaves(params), new, jax.tree.leaves(updates), keys
-            applied = [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)]
-            return Results(applied, inner)
-
-        def skip_step(operands: Operands) -> Results:
-            leaves, stored = jax.tree.leaves(operands.params), tree.flatten_up_to(operands.masters)
-            each = zip(param_updates, leaves, stored, strict=True)
-            return Results([d.skipped(p, kept) for d, p, kept in each], operands.inner)
-
-        stored = StoredInner(state.inner, state.moment_scales)
-        operands = Operands(params, gradients, stored, state.masters)
-        step = ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
+        operands = Operands(
+            params, gradients, StoredInner(state.inner, state.moment_scales), state.masters
+        )
+        step = self._branches(operands, scale, norm, state.count, extra_args, as_updates)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
@@ -286,20 +284,60 @@ class Stepper:
         else:
             finite = jnp.array(True)
             results = step.applied()
-        pairs = zip(param_updates, results.params, leaves, strict=True)
-        new, inner = [d.result(encoded, p) for d, encoded, p in pairs], results.inner
-        if self.check_results:
-            sound, new, inner = self._sound(step, (new, inner))
-            finite = finite & sound
-        return jax.tree.unflatten(tree, [result for result, _ in new]), state._replace(
-            inner=inner.state,
-            moment_scales=inner.scales,
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(step.param_updates, results.params, leaves, strict=True)
+        new = [d.result(encoded, p) for d, encoded, p in pairs]
+        after = state._replace(
+            inner=results.inner.state,
+            moment_scales=results.inner.scales,
             loss_scale=state.loss_scale.adjust(finite),
             finite=finite,
             skipped=incremented(state.skipped, ~finite),
             count=incremented(state.count, finite),
-            masters=jax.tree.unflatten(tree, [stored for _, stored in new]),
+            masters=tree.unflatten(stored for _, stored in new),
         )
+        returned = tree.unflatten(result for result, _ in new), after
+        if self.check_results:
+            before = params, state
+            return unless_not_finite(before, returned, gradients, self.axis_name, as_updates)
+        return returned
+
+    def _branches(
+        self,
+        operands: Operands,
+        scale: ArrayLike | None,
+        norm: jax.Array | None,
+        count: jax.Array,
+        extra_args: dict[str, Any],
+        as_updates: bool,
+    ) -> ConditionalStep:
+        """Returns the step, and the one that changes nothing.
+
+        Gradients are cast and unscaled again inside: that fuses into the operations that read them,
+        and a skipped step pays for the flag only.
+        """
+        leaves, tree = jax.tree.flatten(operands.params)
+        param_updates = [ParamUpdate.of(leaf, self.master_weights, as_updates) for leaf in leaves]
+
+        def apply_step(operands: Operands) -> Results:
+            params, gradients, inner, masters = operands
+            wide = inner_params(params, masters, self.master_weights)
+            true = true_gradients(gradients, scale, params)
+            if norm is not None and self.clip_global_norm is not None:
+                true = clip_to_norm(true, norm, self.clip_global_norm)
+            updates, inner = self.inner_step(true, inner, wide, count, extra_args)
+            new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
+            keys = rounding_keys(self.key, new, count, self.axis_name)
+            each = param_updates, jax.tree.leaves(params), new, jax.tree.leaves(updates), keys
+            applied = [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)]
+            return Results(applied, inner)
+
+        def skip_step(operands: Operands) -> Results:
+            leaves, stored = jax.tree.leaves(operands.params), tree.flatten_up_to(operands.masters)
+            each = zip(param_updates, leaves, stored, strict=True)
+            return Results([d.skipped(p, kept) for d, p, kept in each], operands.inner)
+
+        return ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
 
     def _norm(
         self, gradients: optax.Updates, scale: ArrayLike | None, params: optax.Params
@@ -314,28 +352,6 @@ class Stepper:
             )
         return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
 
-    def _sound(
-        self,
-        step: ConditionalStep,
-        results: tuple[list[tuple[jax.Array, Stored]], StoredInner],
-    ) -> tuple[jax.Array, list[tuple[jax.Array, Stored]], StoredInner]:
-        """Returns a () bool, True where finite leaves stay finite, and the results selected by it.
-
-        Args:
-          results: each param's result with its stored array, and the inner state. They are
-            replaced by those of a skipped step where the flag is False.
-        """
-        params, gradients, inner, masters = step.operands
-        leaves, tree = jax.tree.flatten(params)
-        encoded, same_inner = step.skip_step(step.operands)
-        skipped = zip(step.param_updates, encoded, leaves, strict=True)
-        same = [d.result(d.unpacked(e), p) for d, e, p in skipped], same_inner
-        each = zip(step.param_updates, leaves, results[0], strict=True)
-        moved = [(p + r if step.as_updates and d.is_wide else r, kept) for d, p, (r, kept) in each]
-        before = [*zip(leaves, tree.flatten_up_to(masters), strict=True)], inner
-        sound = agreed(stays_finite(before, (moved, results[1])), gradients, self.axis_name)
-        return sound, *selected(sound, results, same)
-
     def inner_step(
         self,
         gradients: optax.Updates,
@@ -345,25 +361,17 @@ class Stepper:
         extra_args: dict[str, Any],
     ) -> tuple[optax.Updates, StoredInner]:
         """Runs the inner transform: float32 updates, and its state in the types that it had."""
-        dtypes, inner = self.moment_dtypes, stored.state
-        targets = None if dtypes is None else moment_targets(inner, wide, dtypes)
-        computed = inner if targets is None else widen_moments(stored, targets)
+        dtypes, inner = self.moment_dtypes or {}, stored.state
+        targets = moment_targets(inner, wide, dtypes)
+        computed = widen_moments(stored, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
-        check_stepped(self.inner, gradients, updates, wide, new_inner, inner)
+        check_stepped(gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
-        new = stored._replace(state=new_inner)
-        if dtypes is not None and targets is not None:
-            leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
-            keys = rounding_keys(self.key, leaves, count, self.axis_name, first=first)
-            with_scales = has_codes(dtypes)
-            new = narrow_moments(new_inner, targets, keys, stored, with_scales=with_scales)
+        leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
+        key = self.key if dtypes else None
+        keys = rounding_keys(key, leaves, count, self.axis_name, first=first)
+        new = narrow_moments(new_inner, targets, keys, stored, with_scales=has_codes(dtypes))
         return updates, jax.tree.map(as_type_of, new, stored)
-
-
-def _all_of(*flags: jax.Array | bool) -> jax.Array | Literal[True]:
-    """Returns True, or the conjunction of the flags that are arrays."""
-    traced = [flag for flag in flags if isinstance(flag, jax.Array)]
-    return functools.reduce(operator.and_, traced) if traced else True
 
 
 def _is_eager(trees: Any, extra_args: dict[str, Any]) -> bool:
@@ -375,30 +383,6 @@ def _is_eager(trees: Any, extra_args: dict[str, Any]) -> bool:
     are_arrays = all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in arrays)
     are_arrays = are_arrays and all(isinstance(x, jax.Array) or np.ndim(x) for x in extra)
     return are_arrays and not any(isinstance(x, Tracer) for x in (*arrays, *extra))
-
-
-def _shapes_of(tree: optax.Params) -> Hashable:
-    """Returns a key for trees of the same structure, shapes and dtypes."""
-    leaves = jax.tree.leaves(tree)
-    return jax.tree.structure(tree), tuple((x.shape, np.dtype(x.dtype).name) for x in leaves)
-
-
-def _with_overwritten(
-    result: optax.Params,
-    params: Any,
-    gradients: Any,
-    overwrite: Callable[[jax.Array, jax.Array], jax.Array],
-) -> optax.Params:
-    """Fills the empty nodes of `result` from the gradients: those are the leaves' new values."""
-    gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
-    if differentiated(params) is not params:
-        gradients = type(params)(gradients, gradients)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r,
-        params,
-        gradients,
-        result,
-    )
 
 
 def _run_optax(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

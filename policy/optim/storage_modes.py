@@ -13,7 +13,8 @@ A mode is one record in `STORAGE_MODES`, with its name in `MasterWeights`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -58,7 +59,8 @@ class StorageMode:
     Attributes:
       name: the mode's name in `MasterWeights`.
       code: the mode's number in `MixedPrecisionState.mode`, see `storage_code`; 0 for modes that
-        store nothing. Checkpoints hold it, so it never changes.
+        store nothing. Checkpoints hold it, so it never changes. After 3 comes 16, as 4 to 15 stand
+        for float16.
       init: maps a param that equals its float32 value to its stored array. The array is computed
         from the param, so that it is sharded alike.
       join: maps a param and its stored array to the value that the inner transform sees: float32,
@@ -207,3 +209,29 @@ def storage_mode(param_dtype: DTypeLike, master_weights: MasterWeights) -> Stora
     if master_weights == "auto":
         return REMAINDER if dtype == jnp.bfloat16 else FULL
     return STORAGE_MODES[master_weights]
+
+
+HALF_DTYPES = ("bfloat16", "float16")
+
+
+def storage_code(dtypes: Iterable[DTypeLike], master_weights: MasterWeights) -> int:
+    """Encodes the arrays that are stored beside params of these dtypes.
+
+    The code of the mode for bfloat16, and 4 times that for float16; 0 without params of that dtype.
+    Master weights of equal codes store the same: "auto" and "remainder" for bfloat16, "stochastic"
+    and "none".
+    """
+    names = {np.dtype(dtype).name for dtype in dtypes}
+    bfloat16, float16 = (
+        storage_mode(name, master_weights).code if name in names else 0 for name in HALF_DTYPES
+    )
+    return bfloat16 + 4 * float16
+
+
+def storage_text(code: int) -> str:
+    """Spells a storage code out: ``remainder for bfloat16, full for float16``, ``nothing``."""
+    for modes in itertools.product(STORAGE_MODES.values(), repeat=2):
+        if modes[0].code + 4 * modes[1].code == code:
+            pairs = zip(modes, HALF_DTYPES, strict=True)
+            return ", ".join(f"{m.name} for {name}" for m, name in pairs if m.stores) or "nothing"
+    return f"an unknown storage ({code})"

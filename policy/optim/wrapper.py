@@ -1,9 +1,9 @@
-"""`mixed_precision`: runs any optax transform in float32, on params and gradients of any dtype."""
+"""`mixed_precision` runs any optax transform in float32; `apply_gradients` takes a step with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ from jax.typing import ArrayLike, DTypeLike
 from policy.core.policy import Policy, get_policy
 from policy.core.precedence import warn_once
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
-from policy.optim.checks import check_number, is_transform
+from policy.optim.checks import is_transform
 from policy.optim.moments import get_moment_dtypes
 from policy.optim.state import MixedPrecisionState, states_in
 from policy.optim.step import Stepper
 from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, mode_names
+
+Params = TypeVar("Params")
 
 
 def mixed_precision(
@@ -93,7 +95,7 @@ def mixed_precision(
     Example:
 
       >>> import jax.numpy as jnp, optax
-      >>> from policy.optim import apply_gradients, mixed_precision
+      >>> from policy import apply_gradients, mixed_precision
       >>> tx = mixed_precision(optax.adam(0.1), "bfloat16")
       >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
       >>> opt_state = tx.init(params)
@@ -102,6 +104,30 @@ def mixed_precision(
       >>> params["w"]
       Array([0.898438, 0.898438], dtype=bfloat16)
     """
+    inner, moment_dtypes = _inner_of(tx), get_moment_dtypes(moment_dtype)
+    _check_key(key, master_weights, moment_dtypes is not None)
+    scale, policy = get_loss_scale(loss_scale), get_policy(policy)
+    _check_scale(scale, loss_scale is not None, policy, skip_nonfinite)
+    axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    stepper = Stepper(
+        inner=inner,
+        policy=policy,
+        loss_scale=scale,
+        master_weights=master_weights or "none",
+        moment_dtypes=moment_dtypes,
+        clip_global_norm=_limit(clip_global_norm),
+        key=key,
+        axis_name=() if axis_name is None else tuple(axes),
+        skip_nonfinite=bool(skip_nonfinite),
+        check_results=bool(check_results),
+    )
+    # optax types trees as a closed set of containers; ours may hold any registered node
+    return MixedPrecision(
+        cast("optax.TransformInitFn", stepper.init), cast("optax.TransformUpdateFn", stepper.update)
+    )
+
+
+def _inner_of(tx: Any) -> optax.GradientTransformationExtraArgs:
     if not is_transform(tx):
         name = getattr(tx, "__name__", None) if callable(tx) else None
         hint = f"call it, {name}(...)" if name else "the policy comes second"
@@ -115,49 +141,41 @@ def mixed_precision(
         )
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    if master_weights not in (*mode_names(), None):
-        names = ", ".join(map(repr, mode_names()))
-        raise ValueError(
-            f"master_weights should be one of {names} or None, but got {master_weights!r}."
-        )
-    moment_dtypes = get_moment_dtypes(moment_dtype)
-    _check_key(key, master_weights, moment_dtypes is not None)
-    scale = get_loss_scale(loss_scale)
+    return optax.with_extra_args_support(tx)
+
+
+def _check_scale(scale: LossScale, is_given: bool, policy: Policy, skip_nonfinite: bool) -> None:
     if not skip_nonfinite and isinstance(scale, DynamicLossScale):
         raise ValueError(
             "A dynamic loss scale is adjusted when gradients overflow, which skip_nonfinite=False "
             "does not check: leave skip_nonfinite=True, or pass a fixed loss_scale."
         )
-    policy = get_policy(policy)
-    if loss_scale is None and policy.compute_dtype == jnp.float16:
+    if not is_given and policy.compute_dtype == jnp.float16:
         warn_once(
             f"mixed_precision has no loss scale under '{policy}': float16 gradients below 6e-8 "
             "become 0, and their steps are lost. Pass loss_scale='dynamic' here and "
             "loss_scale=loss_scale_of(opt_state) to value_and_grad, or loss_scale=NoOpLossScale() "
             "to train without one."
         )
-    if clip_global_norm is not None:
-        clip_global_norm = check_number("clip_global_norm", clip_global_norm)
-    axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    stepper = Stepper(
-        inner=optax.with_extra_args_support(tx),
-        policy=policy,
-        loss_scale=scale,
-        master_weights=master_weights or "none",
-        moment_dtypes=moment_dtypes,
-        clip_global_norm=clip_global_norm,
-        key=key,
-        axis_name=() if axis_name is None else tuple(axes),
-        skip_nonfinite=bool(skip_nonfinite),
-        check_results=bool(check_results),
-    )
-    # optax types trees as a closed set of containers; ours may hold any registered node
-    return MixedPrecision(
-        cast("optax.TransformInitFn", stepper.init), cast("optax.TransformUpdateFn", stepper.update)
-    )
+
+
+def _limit(clip_global_norm: Any) -> float | None:
+    if clip_global_norm is None:
+        return None
+    is_number = isinstance(clip_global_norm, (int, float, np.number))
+    if not is_number or isinstance(clip_global_norm, bool) or not 0 < clip_global_norm < np.inf:
+        raise ValueError(
+            f"clip_global_norm should be a positive finite number, but got {clip_global_norm!r}."
+        )
+    return float(clip_global_norm)
 
 
 def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: bool) -> None:
+    if master_weights not in (*mode_names(), None):
+        names = ", ".join(map(repr, mode_names()))
+        raise ValueError(
+            f"master_weights should be one of {names} or None, but got {master_weights!r}."
+        )
     mode = STORAGE_MODES.get(master_weights or "none")  # "auto" is none of them
     needs_key = mode is not None and mode.needs_key
     if needs_key and key is None:
@@ -191,10 +209,23 @@ def _shown(x: Any) -> str:
 class MixedPrecision(optax.GradientTransformationExtraArgs):
     """An optax transform that `mixed_precision` made, whose options can be read.
 
+    Attributes:
+      inner: the wrapped transform.
+      policy: the policy.
+      loss_scale: the loss scale of a new state; the current one is `loss_scale_of(state)`.
+      master_weights: the storage mode of float32 values, or "auto".
+      moment_dtypes: field name to the dtype that it is stored in, "" for the first moments; or
+        None.
+      clip_global_norm: the largest global norm let through, or None.
+      key: the key of stochastic rounding, or None.
+      axis_name: the mapped axes that were named.
+      skip_nonfinite: True where a step with non-finite gradients is skipped.
+      check_results: True where a step with non-finite results is skipped.
+
     Example:
 
       >>> import optax
-      >>> from policy.optim import MixedPrecision, mixed_precision
+      >>> from policy import MixedPrecision, mixed_precision
       >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16", clip_global_norm=1.0)
       >>> isinstance(tx, MixedPrecision)
       True
@@ -204,6 +235,16 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     init: Callable[[Any], MixedPrecisionState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[Any, MixedPrecisionState]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    inner: optax.GradientTransformationExtraArgs
+    policy: Policy
+    loss_scale: LossScale
+    master_weights: MasterWeights
+    moment_dtypes: dict[str, np.dtype] | None
+    clip_global_norm: float | None
+    key: jax.Array | None
+    axis_name: tuple[Hashable, ...]
+    skip_nonfinite: bool
+    check_results: bool
 
     __slots__ = ()
 
@@ -214,55 +255,54 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         # are bound to it.
         return getattr(self.init, "__self__")  # noqa: B009
 
-    @property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The wrapped transform."""
-        return self.stepper.inner
+    def __getattr__(self, name: str) -> Any:
+        if name not in MixedPrecision.__annotations__:
+            raise AttributeError(f"MixedPrecision has no attribute {name!r}.", name=name, obj=self)
+        return getattr(self.stepper, name)
 
-    @property
-    def policy(self) -> Policy:
-        """The policy."""
-        return self.stepper.policy
 
-    @property
-    def loss_scale(self) -> LossScale:
-        """The loss scale of a new state; the current one is `loss_scale_of(state)`."""
-        return self.stepper.loss_scale
+def apply_gradients(
+    tx: optax.GradientTransformation, params: Params, state: Any, grads: Any, **extra_args: Any
+) -> tuple[Params, MixedPrecisionState, jax.Array]:
+    """Takes one optimizer step, or skips it.
 
-    @property
-    def master_weights(self) -> MasterWeights:
-        """The storage mode of float32 values, or "auto"."""
-        return self.stepper.master_weights
+    Params, masters and the inner state go through one `lax.cond`: a step with non-finite gradients
+    returns them as they are. Safe to donate `params` and `state`. Outside of `jax.jit` the step is
+    compiled too, once for each shape: the inner transform's Python code runs when it is traced.
 
-    @property
-    def moment_dtypes(self) -> dict[str, np.dtype] | None:
-        """Field name to the dtype that it is stored in, "" for the first moments; or None."""
-        return self.stepper.moment_dtypes
+    Args:
+      tx: the transform that `mixed_precision` returned; nothing around it.
+      params: a tree of floating arrays. Leaves under `_overwrite_with_gradient` take their gradient
+        as their value.
+      state: the `MixedPrecisionState` that `tx.init(params)` made.
+      grads: a plain tree of true gradients, or `ScaledGradients`, divided by the scale that they
+        carry. For `optax.contrib.dpsgd` they are per example, with an axis in front of each; for
+        `optax.lookahead`, whose params are an `optax.LookaheadParams`, those of its fast params.
+      **extra_args: handed to the inner transform's update.
 
-    @property
-    def clip_global_norm(self) -> float | None:
-        """The largest global norm let through, or None."""
-        return self.stepper.clip_global_norm
+    Returns:
+      The params in their own dtypes, equal to the rounded masters; the state; a () bool that gates
+      user state (`select_tree`).
 
-    @property
-    def axis_name(self) -> tuple[Hashable, ...]:
-        """The mapped axes that were named."""
-        return self.stepper.axis_name
+    Raises:
+      TypeError: `tx` or `state` is not `mixed_precision`'s own, or arguments are in another order.
+      ValueError: trees, shapes or dtypes don't fit.
 
-    @property
-    def key(self) -> jax.Array | None:
-        """The key of stochastic rounding, or None."""
-        return self.stepper.key
+    Example:
 
-    @property
-    def skip_nonfinite(self) -> bool:
-        """True where a step with non-finite gradients is skipped."""
-        return self.stepper.skip_nonfinite
-
-    @property
-    def check_results(self) -> bool:
-        """True where a step with non-finite results is skipped."""
-        return self.stepper.check_results
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from policy import apply_gradients, mixed_precision
+      >>> tx = mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
+      >>> params = {"w": jnp.ones(2)}
+      >>> opt_state = tx.init(params)
+      >>> grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+      >>> params, opt_state, finite = apply_gradients(tx, params, opt_state, grads)
+      >>> params["w"], finite
+      (Array([0., 0.], dtype=float32), Array(True, dtype=bool))
+    """
+    stepper = require_mixed_precision(tx, state).stepper
+    params, state = stepper.apply(params, state, grads, extra_args)
+    return params, state, state.finite
 
 
 def require_mixed_precision(tx: optax.GradientTransformation, state: Any) -> MixedPrecision:
@@ -277,13 +317,13 @@ def require_mixed_precision(tx: optax.GradientTransformation, state: Any) -> Mix
     """
     if isinstance(tx, MixedPrecision):
         return tx
-    if states_in(state):
+    if isinstance(tx, optax.GradientTransformation) and states_in(state):
         raise TypeError(
             f"tx should be a mixed_precision transform, but got {type(tx).__name__} with a "
             "mixed_precision inside. Put it outermost: mixed_precision(optax.chain(...), policy), "
             "and likewise for MultiSteps, masked and others."
         )
     raise TypeError(
-        f"tx should be a mixed_precision transform, but got {type(tx).__name__}: wrap it first, "
-        "mixed_precision(tx, policy)."
+        f"tx should be a mixed_precision transform, but got {type(tx).__name__}. Wrap it first, "
+        "mixed_precision(tx, policy), and call apply_gradients(tx, params, opt_state, grads)."
     )

@@ -23,7 +23,7 @@ from policy.core.casting import require_available
 from policy.core.dtype_names import parse_dtype
 from policy.core.mapped_axes import is_typed, make_varying, varying_axes
 from policy.core.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
-from policy.grads.value_and_grad import ScaledGradients
+from policy.grads.scaled_gradients import ScaledGradients
 from policy.programs.scope_names import EXCHANGE
 
 T = TypeVar("T")

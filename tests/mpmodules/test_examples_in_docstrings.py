@@ -16,8 +16,7 @@ import pytest
 from mpmodules import linen, nnx
 from mpmodules.functions import activations, attention, functional, moments, normalization, pooling
 from mpmodules.functions.fused_attention import choose as fused_attention
-from policy import use_policy
-from policy.optim import mixed_precision
+from policy import mixed_precision, use_policy
 
 MODULES = (activations, attention, functional, fused_attention, moments, normalization, pooling)
 WINGS = (linen, nnx)

@@ -6,11 +6,12 @@ import pytest
 from flax import nnx
 
 from mpmodules.nnx._gradients import grad, value_and_grad
+from policy import apply_gradients, loss_scale_of, mixed_precision
 from policy.grads.loss_scale import DynamicLossScale
 from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
-from policy.optim import apply_gradients, finite_of, loss_scale_of, mixed_precision
+from policy.optim import finite_of
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 

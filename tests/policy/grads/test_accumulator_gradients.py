@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import policy
 from policy import grad, value_and_grad
 from policy.eight_bits.scaled_matmul import scaled_dot_general
-from policy.grads.float32_sums import evaluated
 
 HALF = jnp.bfloat16
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
@@ -137,12 +136,6 @@ def test_gradients_are_rounded_without_it():
     assert 5e-4 < error(grad(read_in_half(once))(np.eye(8, dtype=np.float32))) < 4e-3
 
 
-def test_an_eager_call_equals_a_jitted_one():
-    w = np.eye(8, dtype=np.float32)
-    for loss in (once, in_jit, in_a_loop):
-        close(grad(read_in_half(loss), grads="accumulator")(w), TRUTH)
-
-
 def test_uses_of_a_weight_are_summed_unrounded():
     """JAX adds up the cotangents of a weight that is cast once in half precision."""
 
@@ -185,17 +178,6 @@ def test_gradients_of_an_embedding_and_a_bias_in_half_are_float32_sums():
     got = jax.jit(grad(loss, grads="accumulator"))(params)
     np.testing.assert_array_equal(got["table"], [[4096] * 3, [0] * 3])
     np.testing.assert_array_equal(got["bias"], [[4096] * 3])
-
-
-def test_a_weight_that_is_normalised_in_float32_gets_its_accumulator_through_that():
-    def loss(v):
-        return once((v / jnp.sqrt(jnp.sum(v * v, axis=0, keepdims=True))).astype(HALF))
-
-    v = np.random.default_rng(2).normal(size=(8, 8)).astype(np.float32)
-    wide = v.astype(np.float64)
-    norm = np.sqrt((wide**2).sum(0, keepdims=True))
-    truth = TRUTH / norm - wide * (wide * TRUTH).sum(0, keepdims=True) / norm**3
-    close(grad(loss, grads="accumulator")(v), truth)
 
 
 def dots(jaxpr):
@@ -291,20 +273,6 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
     assert exchanged(lambda w: w, HALF) == ["f32"]  # by JAX, where the weight meets the batch
 
 
-def test_microbatches_give_the_mean_of_accumulators():
-    def loss(w, batch):
-        x, c = batch
-        y = x @ w.astype(HALF)
-        return jnp.sum(y.astype(jnp.float32) * c.astype(jnp.float32))
-
-    batches = policy.grads.split_batch((jnp.asarray(X), jnp.asarray(C)), 4)
-    step = value_and_grad(loss, grads="accumulator")
-    _, got = jax.jit(lambda w: policy.grads.accumulate_gradients(step, w, batches))(
-        np.eye(8, dtype=np.float32)
-    )
-    close(got, TRUTH / 4)
-
-
 def test_gradients_by_several_arguments_with_aux_and_leaves_that_are_no_gradients():
     def loss(params, x, scale, *, key):
         y = x @ params["w"].astype(HALF)
@@ -317,27 +285,6 @@ def test_gradients_by_several_arguments_with_aux_and_leaves_that_are_no_gradient
     close(by_params["w"], 2 * TRUTH)
     np.testing.assert_allclose(by_scale * 2, value, rtol=1e-5)
     assert aux == {"name": "aux", "noise": jax.random.normal(key, (), jnp.float32)}
-
-
-def test_an_overwritten_collection_is_left_alone():
-    def loss(params):
-        overwritten = params["_overwrite_with_gradient"]["s"]
-        return once(params["w"].astype(HALF)) + jnp.sum(overwritten.astype(jnp.float32))
-
-    params = {
-        "w": np.eye(8, dtype=np.float32),
-        "_overwrite_with_gradient": {"s": np.zeros(3, HALF)},
-    }
-    got = grad(loss, grads="accumulator")(params)
-    assert got["_overwrite_with_gradient"]["s"].dtype == HALF
-    close(got["w"], TRUTH)
-
-
-def test_float64_weights_get_float64_gradients_of_accumulators():
-    with jax.enable_x64(True):
-        got = grad(read_in_half(once), grads="accumulator")(jnp.eye(8, dtype=jnp.float64))
-        assert got.dtype == jnp.float64
-        assert error(got) < 2e-6
 
 
 def test_a_matmul_in_8_bits_keeps_its_float32_product():
@@ -367,55 +314,3 @@ def test_a_custom_rule_around_a_matmul_is_looked_into():
         ),
         TRUTH,
     )
-
-
-def test_gradients_are_differentiated_again():
-    def loss(w):
-        return jnp.sum(jnp.square((X @ w.astype(HALF)).astype(jnp.float32)))
-
-    w, v = np.eye(8, dtype=np.float32), np.full((8, 8), 0.5, np.float32)
-    gram = X.astype(np.float64).T @ X.astype(np.float64)
-    of = grad(loss, grads="accumulator")
-    _, forward_over_reverse = jax.jvp(of, (w,), (v,))
-    reverse_over_reverse = jax.grad(lambda w: jnp.sum(of(w) * v))(w)
-    for got in (forward_over_reverse, reverse_over_reverse):
-        np.testing.assert_allclose(got, 2 * gram @ v, rtol=0, atol=0.01 * np.abs(gram).max())
-
-
-def test_gradients_of_examples_one_by_one():
-    def loss(w, x, c):
-        return jnp.sum((x[None] @ w.astype(HALF)).astype(jnp.float32) * c[None].astype(jnp.float32))
-
-    each = jax.vmap(grad(loss, grads="accumulator"), in_axes=(None, 0, 0))
-    got = jax.jit(each)(np.eye(8, dtype=np.float32), X, C)
-    close(got, np.einsum("bi,bo->bio", X.astype(np.float64), C.astype(np.float64)))
-
-
-def test_arguments_that_are_empty_or_hold_no_number_that_changes():
-    assert grad(lambda tree: jnp.float32(1), grads="accumulator")({}) == {}
-    got = grad(lambda w: jnp.sum(w * 0), grads="accumulator")(np.zeros((0, 3), HALF))
-    assert got.shape == (0, 3) and got.dtype == jnp.float32
-
-
-def test_not_finite_stays_not_finite():
-    w = np.eye(8, dtype=np.float32)
-    w[0, 0] = np.nan
-    loss = read_in_half(lambda w: jnp.sum(jnp.square((X @ w).astype(jnp.float32))))
-    assert np.isnan(grad(loss, grads="accumulator")(w)).any()
-
-
-def test_a_program_that_rounds_no_gradient_returns_its_results():
-    jaxpr = jax.make_jaxpr(lambda x: (x * 2, x.astype(HALF)))(jnp.float32(3))
-    x = jnp.float32(1 + 2**-12)
-    wide, half = evaluated(jaxpr, [x], [False, False], accumulators=True)
-    assert wide == 2 + 2**-11 and half.dtype == HALF
-    _, unrounded = evaluated(jaxpr, [x], [False, True], accumulators=True)
-    assert unrounded == 1 + 2**-12
-
-
-@pytest.mark.parametrize("grads", ["half", "Accumulator", None])
-def test_an_unknown_kind_of_gradients_is_refused(grads):
-    with pytest.raises(
-        ValueError, match="grads should be 'float32' or 'accumulator' or 'compute', but got"
-    ):
-        value_and_grad(once, grads=grads)

@@ -134,28 +134,6 @@ def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_n
     assert (before[0]["hidden"] < params["hidden"]).all()
 
 
-def test_under_vmap_a_fault_in_one_devices_part_skips_its_own_lane_on_all_devices():
-    tx, params, places = accumulating(jnp.bfloat16, "remainder")
-    specs = jax.tree.map(lambda s: s.spec, places)
-
-    @jax.jit
-    @jax.vmap
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(*specs, specs[0]), out_specs=specs)
-    def step(params, state, grads):
-        return apply_gradients(tx, params, state, grads)[:2]
-
-    lanes = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)  # noqa: E731
-    lane = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
-    before, grads = lanes((params, tx.init(params))), lanes(jax.tree.map(jnp.ones_like, params))
-    before = step(*before, grads)
-    for device in range(DEVICES):
-        faulty = grads | {"head": grads["head"].at[1, 2 * device].set(np.nan)}
-        after = step(*before, faulty)
-        assert_only_the_scale_moved(lane(before, 1), lane(after, 1))
-        assert lane(after, 0)[1].inner.gradient_step == 1
-        assert (lane(after, 0)[0]["hidden"] < params["hidden"]).all()
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
     make = functools.partial(
@@ -177,21 +155,6 @@ def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
         truth,
         F32,
     )
-
-
-def test_the_norm_counts_a_replicated_leaf_once_and_a_sharded_one_all_over():
-    tx = mixed_precision(optax.sgd(1.0), "float32", clip_global_norm=1.0)
-    params = {"part": jnp.zeros(16), "whole": jnp.zeros(4)}
-    grads = {"part": jnp.arange(16.0), "whole": jnp.full(4, 7.0)}
-    specs = {"part": SPLIT, "whole": EVERYWHERE}
-
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(specs, specs), out_specs=specs)
-    def step(params, grads):
-        return apply_gradients(tx, params, tx.init(params), grads)[0]
-
-    norm = np.sqrt(np.sum(np.arange(16.0) ** 2) + 4 * 49)
-    new = jax.jit(step)(params, grads)
-    jax.tree.map(lambda p, g: np.testing.assert_allclose(p, -g / norm, rtol=1e-6), new, grads)
 
 
 @pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "stochastic"])
@@ -225,21 +188,6 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
     assert jax.tree.map(lambda x: x.sharding, state) == places
     mine, theirs = master_params(params, state), master_params(truth[0], truth[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01), mine, theirs)
-
-
-def test_a_state_made_without_jit_lies_as_its_params_too_and_stays_there():
-    params, shardings = fully_sharded(jnp.bfloat16)
-    tx = mixed_precision(
-        optax.adam(1e-2), "bfloat16", loss_scale="dynamic", moment_dtype="bfloat16"
-    )
-    state: Any = tx.init(params)
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
-    for _ in range(2):
-        for kept in (params, state.inner[0].mu, state.inner[0].nu, state.masters):
-            assert jax.tree.map(lambda x: x.sharding, kept) == shardings
-        old = jax.tree.leaves((params, state.masters, state.inner[0].mu))
-        params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
-        assert all(leaf.is_deleted() for leaf in old)
 
 
 def with_codes(shape, place, axis_name=None):
@@ -313,7 +261,7 @@ def test_parts_of_a_block_are_refused_by_name():
     )
     with pytest.raises(
         ValueError,
-        match=r"0/mu/w has float32\[64, 4\] instead of float32\[64, 1\].*multiple of 128",
+        match=r"0/mu/w are float32\[64, 4\] instead of float32\[64, 1\].*multiples of 128",
     ):
         step(params, state)
 

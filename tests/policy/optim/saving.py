@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.grads.loss_scale import DynamicLossScale
-from policy.optim import apply_gradients, mixed_precision
+from policy import DynamicLossScale, apply_gradients, mixed_precision
 
 EIGHT_BITS = "moments in 8 bits"
 MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]

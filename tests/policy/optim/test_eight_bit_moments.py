@@ -1,8 +1,6 @@
 """`moment_dtype` of "int8" and "float8": which moments are codes, their bytes, and their steps."""
 
-import copy
 import functools
-import pickle
 from typing import Any
 
 import jax
@@ -10,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
-from flax.training.train_state import TrainState
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.optim import apply_gradients, convert, mixed_precision, state_shardings
-from policy.optim.blockwise import FORMATS, decode, encode, scales_shape
-from policy.optim.moment_storage import StoredInner, widen_moments
-from policy.optim.moments import moment_targets
+from policy import apply_gradients, mixed_precision
+from policy.optim import convert
+from policy.optim.blockwise import FORMATS, decode, encode
+from policy.optim.moments import StoredInner, moment_targets, widen_moments
 
 KEY = jax.random.key(1)
 INT8, FLOAT8 = ({"mu": name, "nu": name} for name in ("int8", "float8"))
@@ -51,10 +46,6 @@ def trained(name: str) -> Any:
         params, state, finite = apply_gradients(tx, params, state, gradients(step))
         assert finite
     return tx, params, state
-
-
-def bits(x: Any) -> np.ndarray:
-    return np.atleast_1d(x).view(np.uint8)
 
 
 def shapes(tree: Any) -> Any:
@@ -156,40 +147,6 @@ def test_a_second_moment_decays_beside_a_block_maximum_that_stays(name):
     np.testing.assert_allclose(seen[:, 1:].mean(), start * 0.999**700, rtol=0.03)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.adamw(1e-3),
-        optax.sgd(0.1, momentum=0.9),
-        optax.lion(1e-3),
-        optax.MultiSteps(optax.adam(1e-3), 2),
-        optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
-        optax.inject_hyperparams(optax.adam)(1e-3),
-        optax.partition({"a": optax.adam(1e-3), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_state_keeps_every_type_inside_of_optax_wrappers(tx, dtype):
-    tx = wrapped(tx, "int8", loss_scale="dynamic")
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    state = jax.eval_shape(tx.init, params)
-    assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(state.inner))
-    for step in (
-        lambda p, s: apply_gradients(tx, p, s, gradients(0))[1],
-        lambda p, s: tx.update(gradients(0), s, p)[1],
-        lambda p, s: jax.vmap(lambda s: apply_gradients(tx, p, s, gradients(0))[1])(
-            jax.tree.map(lambda leaf: leaf[None], s)
-        ),
-    ):
-        after = jax.eval_shape(step, params, state)
-        assert jax.tree.structure(after) == jax.tree.structure(state)
-        if after.count.shape == ():
-            assert shapes(after) == shapes(state)
-        else:
-            assert [(x[0][1:], *x[1:]) for x in shapes(after)] == shapes(state)
-
-
 @pytest.mark.parametrize("options", [{}, {"check_results": True}])
 def test_a_step_that_is_not_finite_keeps_codes_and_scales(options):
     _, params, before = trained("int8")
@@ -206,18 +163,6 @@ def test_a_step_that_is_not_finite_keeps_codes_and_scales(options):
     assert apply_gradients(tx, params, before, gradients(3))[2]
 
 
-def test_without_skipping_a_number_that_is_not_finite_stays_so():
-    tx = wrapped(optax.adam(1e-2), INT8, skip_nonfinite=False)
-    params, state = PARAMS, tx.init(PARAMS)
-    bad = {**gradients(0), "w": gradients(0)["w"].at[3, 5].set(jnp.inf)}
-    for grads in (bad, gradients(1)):
-        params, state, _ = apply_gradients(tx, params, state, grads)
-    nu = np.asarray(wide(tx, state)[0].nu["w"])
-    assert np.isnan(nu[3, :128]).all()
-    assert np.isfinite(np.delete(nu, 3, 0)).all()
-    assert np.isnan(np.asarray(params["w"])[3, 5])
-
-
 def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
     params = {"a": jnp.zeros((32, 128)), "b": jnp.zeros((32, 128))}
     tx = wrapped(optax.trace(0.0), "int8")
@@ -231,18 +176,6 @@ def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
     assert all((seen[i] != seen[j]).any() for i in range(4) for j in range(i))
 
 
-@pytest.mark.parametrize("name", ["int8", "float8"])
-@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
-def test_a_copied_state_goes_on_bit_for_bit(name, through):
-    tx, params, state = trained(name)
-    again = through(state)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    ends = [apply_gradients(tx, params, x, gradients(3))[:2] for x in (state, again)]
-    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(bits(a), bits(b))
-
-
 OTHERS = [None, "bfloat16", {"mu": "float8", "nu": "int8"}, {"nu": "int8"}]
 
 
@@ -250,9 +183,7 @@ OTHERS = [None, "bfloat16", {"mu": "float8", "nu": "int8"}, {"nu": "int8"}]
 def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
     tx, params, state = trained("int8")
     loads = wrapped(optax.adam(1e-2), other, loss_scale=8.0)
-    text = (
-        r"moments in other dtypes than moment_dtype=.* stores: .*0/(mu|nu)/w is \w+ instead of \w+"
-    )
+    text = r"other arrays than tx stores for .*0/(mu|nu)/w is \w+\[32, 160\] instead of \w+"
     with pytest.raises(ValueError, match=text):
         apply_gradients(loads, params, state, gradients(3))
     made = convert(state, params, to=loads)
@@ -274,100 +205,13 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
     tx, params, state = trained("int8")
     half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
     texts = (
-        "without moments in 8 bits, but",
-        r"0/mu/w has float32\[32, 1\] instead of float32\[32, 2\]",
+        "moment_scales are missing, .* are nothing instead of",
+        r"scales of 0/mu/w are float32\[32, 1\] instead of float32\[32, 2\]",
     )
     for scales, text in zip((optax.MaskedNode(), half), texts, strict=True):
         with pytest.raises(ValueError, match=text):
             apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
     small = {"b": jnp.ones(4)}
     made = wrapped(optax.adam(1e-2), INT8).init(small)
-    with pytest.raises(ValueError, match="with moments in 8 bits, but moment_dtype asks for none"):
+    with pytest.raises(ValueError, match="moment_scales are a tree"):
         apply_gradients(wrapped(optax.adam(1e-2)), small, made, small)
-
-
-def test_what_8_bits_cannot_store_is_refused_by_name():
-    def refuses(text: str, tx: Any, moment_dtype: Any, key: Any = KEY) -> None:
-        with pytest.raises(ValueError, match=text):
-            wrapped(tx, moment_dtype, key).init(PARAMS)
-
-    adam = optax.adam(1e-3)
-    text = r"'mu' is 8 bits, but its decay rate is 0\.9\. Above 0\.69, .* key="
-    refuses(text, adam, "int8", None)
-    refuses("'nu' is 8 bits, but its decay rate is 0.999", adam, {"nu": "int8"}, None)
-    refuses("Above 0.38, rounding", optax.adam(1e-3, b2=0.5), {"nu": "float8"}, None)
-    refuses("'v' is 8 bits, which store a sign .* negative", optax.adan(1e-3), {"v": "int8"})
-    refuses("the field is a running sum", optax.adagrad(1e-3), {"sum_of_squares": "int8"})
-    refuses("copy of the params", optax.contrib.schedule_free_sgd(1e-3), {"z": "int8"})
-    refuses("no field 'n'. Its fields: count, mu, nu", adam, {"n": "int8"})
-    for name, dtype in (("nu", "float8_e4m3fn"), ("mu", "float8_e5m2"), ("mu", "uint8")):
-        refuses(f"'{name}' should be 'int8' or 'float8' for 8 bits, but got", adam, {name: dtype})
-    needs: Any = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
-    odd = optax.GradientTransformationExtraArgs(adam.init, needs)
-    refuses("'mu' can't be checked", odd, "int8", None)
-    assert wrapped(odd, "int8").init(PARAMS).inner[0].mu["w"].dtype == jnp.int8
-    slow = wrapped(optax.adam(1e-3, b1=0.5, b2=0.6), INT8, None).init(PARAMS)  # fast enough
-    assert slow.inner[0].nu["w"].dtype == jnp.uint8
-
-
-MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "of_scales"),
-    [
-        ((64, 512), ("data", "model"), ("data", "model")),
-        ((64, 256), ("data", "model"), ("data", "model")),
-        ((64, 256), ("model", "data"), ("model", None)),  # 64 elements a device
-        ((64, 640), ("data", "model"), ("data", None)),
-        ((512, 64), (None, "model"), (None, None)),
-        ((64, 1000), ("data",), ("data",)),
-        ((8192,), (("data", "model"),), (("data", "model"),)),
-        ((3, 64, 512), (None, "data", "model"), (None, "data", "model")),
-    ],
-)
-def test_codes_lie_as_their_param_and_scales_where_blocks_are_whole(shape, spec, of_scales):
-    place = NamedSharding(MESH, PartitionSpec(*spec))
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)}
-    tx = wrapped(optax.adam(1e-3), INT8)
-    found: Any = state_shardings(tx, params)
-    assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(tx.init, params))
-    assert found.inner[0].mu["w"].spec == found.inner[0].nu["w"].spec == PartitionSpec(*spec)
-    scales = found.moment_scales[0].nu["w"]
-    assert scales.spec == PartitionSpec(*of_scales)
-    scales.shard_shape(scales_shape(shape))  # it divides
-
-
-def test_a_step_compiles_with_donation_and_as_updates():
-    tx, params, state = trained("int8")
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2], donate_argnums=(0, 1))
-    given = jax.tree.map(jnp.copy, (params, state))
-    new, after = step(*given, gradients(3))
-    assert all(x.is_deleted() for x in jax.tree.leaves((given[0], given[1].inner)))
-    updates, same = jax.jit(tx.update)(gradients(3), state, params)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(same), strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
-    stepped: Any = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(stepped["w"], new["w"], rtol=1e-6, atol=1e-7)
-
-
-def test_trees_of_params_are_found_in_a_state_with_codes():
-    tx, _, state = trained("int8")
-    map_params: Any = optax.tree_utils.tree_map_params
-    marked = map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "other")
-    assert marked.inner[0].mu == {"b": "param", "w": "param"}
-    assert marked.moment_scales[0].nu["w"] == "param"
-    assert marked.count == "other"
-
-
-def test_a_train_state_goes_through_bytes_and_steps_as_apply_gradients_does():
-    tx, params, state = trained("int8")
-    made = TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=state)
-    empty = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    again: Any = serialization.from_bytes(empty, serialization.to_bytes(made))
-    with jax.numpy_dtype_promotion("standard"):
-        again = again.apply_gradients(grads=gradients(3))
-    new, after, _ = apply_gradients(tx, params, state, gradients(3))
-    np.testing.assert_allclose(again.params["w"], new["w"], rtol=1e-6, atol=1e-7)
-    for a, b in zip(jax.tree.leaves(again.opt_state), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from policy.grads.loss_scale import NoOpLossScale
-from policy.optim import apply_gradients, init_from_master, master_params, mixed_precision, resync
+from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
+from policy.optim import init_from_master, resync
 from policy.optim.rounding import round_to
 
 RNG = np.random.default_rng(0)
@@ -101,55 +101,6 @@ def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_ma
     np.testing.assert_allclose(end.astype(jnp.float32).mean(), moved, atol=ulp)
 
 
-def storage_of(masters):
-    empty = lambda m: isinstance(m, optax.MaskedNode)  # noqa: E731
-    return {name: None if empty(m) else m.dtype.name for name, m in masters.items()}
-
-
-def test_each_mode_keeps_what_it_says_beside_each_dtype():
-    params = {
-        "f32": jnp.ones(2),
-        "bf16": jnp.ones(2, jnp.bfloat16),
-        "f16": jnp.ones(2, jnp.float16),
-    }
-    modes: list[tuple[Any, Any, Any]] = [
-        ("auto", "uint16", "float32"),
-        ("full", "float32", "float32"),
-        ("kahan", "bfloat16", "float16"),
-        ("stochastic", None, None),
-        ("none", None, None),
-        (None, None, None),
-    ]
-    for mode, bf16, f16 in modes:
-        key = KEY if mode == "stochastic" else None
-        masters = (
-            mixed_precision(optax.sgd(0.1), "float32", master_weights=mode, key=key)
-            .init(params)
-            .masters
-        )
-        assert storage_of(masters) == {"f32": None, "bf16": bf16, "f16": f16}
-    del params["f16"]
-    masters = (
-        mixed_precision(optax.sgd(0.1), "float32", master_weights="remainder").init(params).masters
-    )
-    assert storage_of(masters) == {"f32": None, "bf16": "uint16"}
-
-
-def test_remainder_for_float16_is_refused_by_name():
-    tx = mixed_precision(optax.sgd(0.1), "float16", loss_scale=8.0, master_weights="remainder")
-    half = {"a": {"w": jnp.ones(2, jnp.float16)}, "b": jnp.ones(2, jnp.bfloat16)}
-    text = (
-        "master_weights='remainder' is for bfloat16 params, but these params are stored in "
-        "float16: a/w. Use 'auto'"
-    )
-    with pytest.raises(ValueError, match=text):
-        tx.init(half)
-    with pytest.raises(ValueError, match=text):
-        init_from_master(tx, {"a": {"w": jnp.ones(2)}, "b": jnp.ones(2, jnp.complex64)})
-    with pytest.raises(ValueError, match=text):
-        resync(half, tx.init({**half, "a": {"w": jnp.ones(2)}}))
-
-
 @pytest.mark.parametrize("through_optax", [False, True])
 def test_remainder_equals_full_bit_for_bit(through_optax):
     start = np.concatenate(
@@ -186,23 +137,6 @@ def test_remainder_equals_full_bit_for_bit(through_optax):
     assert not (misses[:-1] & misses[1:]).any()
 
 
-def test_a_step_that_optaxs_own_addition_rounds_is_healed_on_the_next():
-    params: Any = jnp.ones(1, jnp.bfloat16)
-    tx = mixed_precision(optax.sgd(1.0), "bfloat16")
-    state, tiny = (
-        tx.init(params),
-        jnp.full(1, 1 - 2.0**-23),
-    )  # leaves a master of 2^-23 - an update of all but 1
-    misses = []
-    for gradient in (tiny, jnp.zeros(1)):
-        updates, state = tx.update(gradient, state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            params = optax.apply_updates(params, updates)
-        misses.append(bool(params[0] != round_to(master_params(params, state), jnp.bfloat16)[0]))
-    assert misses[-1] is False
-    assert 0 < float(params[0]) < 1e-6
-
-
 def test_through_optax_at_most_4_of_2e7_steps_miss_the_rounded_master_and_heal_on_the_next():
     elements, steps, key = 20_000, 1000, jax.random.key(0)
     params = jnp.asarray(np.random.default_rng(0).normal(size=elements) * 0.1, jnp.bfloat16)
@@ -234,16 +168,6 @@ def test_through_optax_at_most_4_of_2e7_steps_miss_the_rounded_master_and_heal_o
     assert (
         apart.max() < 2.0**-24
     )  # a remainder's master goes on from the param that was missed: by an ulp of float32
-
-
-def test_params_without_a_master_are_rounded_after_each_step():
-    params = jnp.ones(3, jnp.bfloat16)
-    tx = mixed_precision(optax.sgd(1.0), "bfloat16", master_weights=None)
-    new, state, _ = apply_gradients(tx, params, tx.init(params), jnp.full(3, 0.1))
-    np.testing.assert_array_equal(
-        new, round_to(jnp.full(3, np.float32(1) - np.float32(0.1)), jnp.bfloat16)
-    )
-    np.testing.assert_array_equal(master_params(new, state), new.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -279,18 +203,6 @@ def test_init_from_master_keeps_the_low_bits(mode, dtype, bits):
     )(params, state, zero)
     np.testing.assert_array_equal(master_params(stepped, after)["w"], masters["w"])
     assert jnp.isfinite(wide["w"]).all()  # donation took none of the caller's
-
-
-def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_ones():
-    params, state = init_from_master(
-        mixed_precision(optax.adam(1e-2), "mixed_bfloat16"), {"w": jnp.ones(3)}
-    )
-    assert params["w"].dtype == jnp.float32
-    assert not jax.tree.leaves(state.masters)
-    with jax.enable_x64(True):
-        tx = mixed_precision(optax.sgd(1e-2), "bfloat16")
-        params, state = init_from_master(tx, {"w": jnp.full(3, 1 / 3, jnp.float64)})
-        np.testing.assert_array_equal(master_params(params, state)["w"], np.float32(1 / 3))
 
 
 def test_resync_follows_what_was_written_and_keeps_the_rest():
@@ -358,20 +270,13 @@ def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
         assert after.count == 1
 
 
-def test_bad_calls_are_refused():
-    tx = mixed_precision(optax.sgd(0.1), "bfloat16")
-    with pytest.raises(TypeError, match="resync takes a MixedPrecisionState, but got tuple"):
-        resync({}, ())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match="params should have the tree that the optimizer state was made for"
-    ):
-        resync({"w": jnp.ones(2, jnp.bfloat16)}, tx.init({"v": jnp.ones(2, jnp.bfloat16)}))
-    with pytest.raises(
-        TypeError,
-        match="tx should be a mixed_precision transform, but got GradientTransformation",
-    ):
-        init_from_master(optax.sgd(0.1), {"w": jnp.ones(2)})
-    with pytest.raises(
-        ValueError, match="params should be floating arrays of 16 bits or more, but n is int32"
-    ):
-        init_from_master(tx, {"n": jnp.int32(1)})
+def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_ones():
+    params, state = init_from_master(
+        mixed_precision(optax.adam(1e-2), "mixed_bfloat16"), {"w": jnp.ones(3)}
+    )
+    assert params["w"].dtype == jnp.float32
+    assert not jax.tree.leaves(state.masters)
+    with jax.enable_x64(True):
+        tx = mixed_precision(optax.sgd(1e-2), "bfloat16")
+        params, state = init_from_master(tx, {"w": jnp.full(3, 1 / 3, jnp.float64)})
+        np.testing.assert_array_equal(master_params(params, state)["w"], np.float32(1 / 3))

@@ -14,17 +14,9 @@ import pytest
 from flax import nnx, serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.grads.loss_scale import NoOpLossScale
-from policy.optim import (
-    apply_gradients,
-    convert,
-    init_from_master,
-    master_params,
-    mixed_precision,
-    resync,
-)
-from policy.optim.rounding import round_to
-from policy.optim.storage_code import storage_code, storage_text
+from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
+from policy.optim import convert, init_from_master, resync
+from policy.optim.storage_modes import storage_code, storage_text
 
 MODES: list[Any] = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
 DTYPES = ["bfloat16", "float16"]
@@ -230,33 +222,6 @@ def test_a_traced_step_of_masters_of_another_mode_changes_nothing(
     assert (new["w"] < params["w"]).all()
 
 
-def test_float32_params_are_stored_alike_in_every_mode():
-    params = jax.tree.map(jnp.asarray, WIDE)
-    states = {
-        mode: transform(mode, "float32").init(params) for mode in ("auto", "full", "kahan", "none")
-    }
-    for a, b in itertools.permutations(states, 2):
-        new, state, finite = apply_gradients(transform(a, "float32"), params, states[b], GRADIENTS)
-        assert finite
-        assert state.mode == 0
-        jax.tree.map(np.testing.assert_array_equal, new, params)
-
-
-def test_the_code_of_a_mode_tells_every_storage_of_every_pair_of_dtypes_apart():
-    found = {}
-    for mode in MODES:
-        for dtypes in ([], ["bfloat16"], ["float16"], DTYPES, ["float32"]):
-            if mode != "remainder" or "float16" not in dtypes:
-                found.setdefault(storage_code(dtypes, mode), set()).add(
-                    storage_text(storage_code(dtypes, mode))
-                )
-    assert all(len(texts) == 1 for texts in found.values())
-    assert len({text for texts in found.values() for text in texts}) == len(found)
-    assert storage_text(storage_code(DTYPES, "auto")) == "remainder for bfloat16, full for float16"
-    assert storage_text(0) == "nothing"
-    assert storage_text(99) == "an unknown storage (99)"
-
-
 def test_masters_of_other_shapes_or_dtypes_are_refused_by_name():
     params, state = start("full", "bfloat16")
     tx = transform("full", "bfloat16")
@@ -301,7 +266,7 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
         convert(state, params, to="half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError,
-        match=r"but chain\(trace\) made that state, and to wraps chain\(scale_by_adam\): make a",
+        match="but to wraps a transform whose state has another tree",
     ):
         convert(state, params, to=mixed_precision(optax.adam(0.1), "bfloat16"))
     half, other = start("full", "float16")
@@ -311,38 +276,6 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
         ValueError, match="dtype of params changed since the optimizer state was made"
     ):
         convert(state, half, to="none")
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_convert_takes_params_that_are_not_finite_as_they_are(value):
-    params = {"w": jnp.asarray([1.5, value], jnp.bfloat16)}
-    state = mixed_precision(optax.sgd(0.1), "bfloat16", master_weights="full").init(params)
-    for mode in ("remainder", "kahan", "none"):
-        np.testing.assert_array_equal(
-            master_params(params, convert(state, params, to=mode))["w"], [1.5, value]
-        )
-
-
-def test_convert_changes_the_dtype_of_moments_and_the_kind_of_loss_scale():
-    params = jax.tree.map(jnp.asarray, WIDE)
-    plain = mixed_precision(optax.adam(0.1), "mixed_float16", loss_scale=NoOpLossScale())
-    narrow = mixed_precision(
-        optax.adam(0.1), "mixed_float16", moment_dtype="bf16", loss_scale="dynamic"
-    )
-    _, state, _ = apply_gradients(plain, params, plain.init(params), GRADIENTS)
-    state: Any = state
-    there: Any = convert(state, params, to=narrow)
-    assert jax.tree.structure(there) == jax.tree.structure(narrow.init(params))
-    assert there.inner[0].mu["w"].dtype == jnp.bfloat16
-    assert there.loss_scale.loss_scale == 2.0**15
-    np.testing.assert_array_equal(
-        there.inner[0].mu["w"], round_to(state.inner[0].mu["w"], jnp.bfloat16)
-    )
-    assert there.count == 1
-    back: Any = convert(there, params, to=plain)
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert back.inner[0].mu["w"].dtype == jnp.float32
-    assert apply_gradients(plain, params, back, GRADIENTS)[2]
 
 
 def test_an_nnx_optimizer_goes_on_with_a_converted_state():
@@ -361,3 +294,13 @@ def test_an_nnx_optimizer_goes_on_with_a_converted_state():
         after.update(model, gradients)
     assert after.opt_state.count[...] == 2
     assert after.opt_state.finite[...]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_convert_takes_params_that_are_not_finite_as_they_are(value):
+    params = {"w": jnp.asarray([1.5, value], jnp.bfloat16)}
+    state = mixed_precision(optax.sgd(0.1), "bfloat16", master_weights="full").init(params)
+    for mode in ("remainder", "kahan", "none"):
+        np.testing.assert_array_equal(
+            master_params(params, convert(state, params, to=mode))["w"], [1.5, value]
+        )

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from policy import apply_gradients, mixed_precision
-from policy.grads.loss_scale import _sum, _sum_by_matmul
+from policy.grads.finiteness import _sum, _sum_by_matmul
 from policy.optim.rounding import _halves, _halves_in_turn, pack
 
 

@@ -17,16 +17,15 @@ from flax import serialization
 from hypothesis import strategies
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.grads.loss_scale import DynamicLossScale
-from policy.grads.value_and_grad import ScaledGradients
-from policy.optim import (
+from policy import (
+    DynamicLossScale,
+    ScaledGradients,
     apply_gradients,
-    convert,
     loss_scale_of,
     master_params,
     mixed_precision,
-    resync,
 )
+from policy.optim import convert, resync
 from policy.optim.rounding import round_to
 
 pytestmark = pytest.mark.random

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from policy.grads.loss_scale import NoOpLossScale
+from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
 from policy.inspect.ulps import spacing
-from policy.optim import apply_gradients, master_params, mixed_precision
 from policy.optim.rounding import join_master, pack, packed, round_stochastically, round_to, split
-from policy.optim.storage_modes import FULL, KAHAN, REMAINDER
+from policy.optim.storage_modes import KAHAN
 from policy.testing import assert_close_in_ulps
 
 RNG = np.random.default_rng(0)
@@ -42,18 +41,6 @@ def test_bfloat16_is_rounded_half_away_from_zero():
         np.asarray([1, 1 + ulp, -1 - ulp, 1, 1 + 2 * ulp, 0, -0.0], np.float32),
     )
     assert np.signbit(np.asarray(rounded, np.float32)[6])
-
-
-def test_rounding_equals_round_to_nearest_wherever_there_is_no_tie():
-    bits = RNG.integers(0, 2**32, 20000, dtype=np.uint32)
-    bits = bits[(bits & 0xFFFF) != 0x8000]
-    x = bits.view(np.float32)
-    with np.errstate(invalid="ignore"):
-        expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    ours = np.asarray(round_to(jnp.asarray(x), jnp.bfloat16), np.float32)
-    np.testing.assert_array_equal(
-        ours, expected
-    )  # NaN for NaN, inf where the value is beyond the largest by half
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0xFF800001])
@@ -115,18 +102,6 @@ def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(
         )
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_kahan_keeps_twice_the_bits_of_what_it_rounds_ties_included(dtype):
-    with np.errstate(invalid="ignore"):
-        x = FLOATS[np.isfinite(FLOATS) & (np.abs(FLOATS) < 6e4) & (np.abs(FLOATS) > 2.0**-10)]
-    param, kept = KAHAN.split(jnp.asarray(x), dtype)
-    np.testing.assert_array_equal(param, round_to(jnp.asarray(x), dtype))
-    bits = {"bfloat16": 17, "float16": 15}[
-        jnp.dtype(dtype).name
-    ]  # float16's own smallest step ends it early
-    np.testing.assert_allclose(KAHAN.join(param, kept), x, rtol=2.0**-bits)
-
-
 NAN_BITS = [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF]  # quiet, negative, signalling, all ones
 STORED = [
     ("remainder", "bfloat16"),
@@ -159,14 +134,6 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
                     assert finite.all()
                 else:
                     np.testing.assert_array_equal(finite, ~bad)
-
-
-def test_what_is_kept_is_made_from_the_param():
-    for mode in (FULL, REMAINDER, KAHAN):
-        param = jnp.asarray(RNG.normal(size=5), jnp.bfloat16)
-        np.testing.assert_array_equal(mode.join(param, mode.init(param)), param.astype(jnp.float32))
-        jaxpr = jax.make_jaxpr(mode.init)(param)
-        assert jaxpr.out_avals[0].shape == (5,)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -91,17 +90,3 @@ def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
     assert set(jax.tree.leaves(shardings)) == {params.sharding}
     assert jax.jit(tx.init, out_shardings=shardings)(params).masters.shape == (2, 3)
     assert jax.tree.leaves(state_shardings(optax.sgd(0.1), {})) == []
-
-
-def test_params_that_lie_nowhere_or_on_two_meshes_are_refused():
-    with pytest.raises(
-        ValueError, match=r"but in/w has None: put it there with jax\.device_put, or give"
-    ):
-        state_shardings(optax.adam(1e-3), {"in": {"w": np.ones(3, np.float32)}})
-    other = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    params = params_in(jnp.float32)
-    params["b"] = jax.ShapeDtypeStruct(
-        (8,), jnp.float32, sharding=NamedSharding(other, PartitionSpec())
-    )
-    with pytest.raises(ValueError, match=r"params should lie on one mesh, but got b on .* on "):
-        state_shardings(optax.adam(1e-3), params)

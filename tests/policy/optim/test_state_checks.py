@@ -1,6 +1,5 @@
 """A state that another transform, other options or params made is refused by one clear error."""
 
-import dataclasses
 import pickle
 from typing import Any
 
@@ -9,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy.grads.loss_scale import DynamicLossScale
-from policy.optim import apply_gradients, convert, mixed_precision, resync
-from policy.optim.transform_names import optimizer_name
+from policy import DynamicLossScale, apply_gradients, mixed_precision
+from policy.optim import convert, resync
 from tests.policy.optim.transforms import found, make
 
 PARAMS = {"b": jnp.ones(3), "w": jnp.full((2, 3), 0.5)}
@@ -37,16 +34,13 @@ def refuses(tx, state, text, params=PARAMS, gradients=GRADIENTS):
 
 
 OTHERS = {
-    "sgd with momentum": (optax.sgd(0.1, momentum=0.9), r"chain\(trace\)"),
-    "radam": (optax.radam(0.1), r"chain\(scale_by_radam\)"),
-    "adagrad": (optax.adagrad(0.1), r"chain\(scale_by_rss\)"),
-    "plain sgd": (optax.sgd(0.1), "chain"),
-    "a chain around it": (
-        optax.chain(optax.clip(1.0), optax.adam(0.1)),
-        r"chain\(chain\(scale_by_adam\)\)",
-    ),
-    "MultiSteps": (optax.MultiSteps(optax.adam(0.1), 2), r"MultiSteps\(chain\(scale_by_adam\)\)"),
-    "hyperparameters": (optax.inject_hyperparams(optax.adam)(0.1), r"wrapped_transform\(adam\)"),
+    "sgd with momentum": optax.sgd(0.1, momentum=0.9),
+    "adagrad": optax.adagrad(0.1),
+    "plain sgd": optax.sgd(0.1),
+    "a chain around it": optax.chain(optax.clip(1.0), optax.adam(0.1)),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(0.1),
+    "a schedule": optax.adam(optax.constant_schedule(0.1)),
 }
 
 
@@ -54,41 +48,10 @@ OTHERS = {
     "copied", [lambda state: state, lambda state: pickle.loads(pickle.dumps(state))]
 )
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_transforms_state_is_refused_by_both_names(name, copied):
-    tx, shown = OTHERS[name]
-    refuses(
-        wrapped(tx),
-        copied(wrapped().init(PARAMS)),
-        rf"made by chain\(scale_by_adam\), but tx is {shown}: use the",
-    )
-    refuses(
-        wrapped(),
-        copied(wrapped(tx).init(PARAMS)),
-        rf"made by {shown}, but tx is chain\(scale_by_adam\): use the",
-    )
-
-
-def test_a_schedule_where_there_was_none_is_refused_by_the_leaves():
-    scheduled = optax.adam(optax.constant_schedule(0.1))
-    text = (
-        r"made by .*, but tx is .*: use the transform that made it, "
-        r".* missing in the state: 1/count; unexpected: none"
-    )
-    refuses(wrapped(scheduled), wrapped().init(PARAMS), text)
-    refuses(
-        wrapped(),
-        wrapped(scheduled).init(PARAMS),
-        r"missing in the state: none; unexpected: 1/count",
-    )
-
-
-def test_msgpack_refuses_another_transforms_state_of_the_same_tree():
-    saved = serialization.to_bytes(wrapped().init(PARAMS))
-    with pytest.raises(
-        ValueError,
-        match=r"It was made by chain\(scale_by_adam\), not chain\(scale_by_radam\)\. Restore",
-    ):
-        serialization.from_bytes(wrapped(optax.radam(0.1)).init(PARAMS), saved)
+def test_a_state_of_a_transform_with_another_state_is_refused_by_its_leaves(name, copied):
+    tx, text = OTHERS[name], r"made by another transform than tx: .* Missing: .*\. Unexpected: "
+    refuses(wrapped(tx), copied(wrapped().init(PARAMS)), text)
+    refuses(wrapped(), copied(wrapped(tx).init(PARAMS)), text)
 
 
 @pytest.mark.parametrize("name", found())
@@ -97,22 +60,6 @@ def test_every_transform_takes_its_own_state_back(name):
     params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
     state = jax.eval_shape(tx.init, params)
     assert again.stepper.check_state(params, pickle.loads(pickle.dumps(state))) is True
-
-
-def test_the_name_of_a_transform_is_that_of_what_makes_its_state():
-    names = {name: optimizer_name(make(name, factory)) for name, factory in found().items()}
-    assert names["adam"] == "chain(scale_by_adam)"
-    assert names["inject_hyperparams"] == "wrapped_transform(adam)"
-    assert names["muon"].startswith(
-        "partition(chain(scale_by_adam, add_decayed_weights), chain(scale_by_muon"
-    )
-    assert names["apply_if_finite"] == "apply_if_finite(chain(scale_by_adam))"
-    assert all(
-        name.isidentifier()
-        for text in names.values()
-        for name in text.replace("(", ",").replace(")", ",").replace(" ", "").split(",")
-        if name
-    )
 
 
 NU = {"nu": "bfloat16"}
@@ -125,10 +72,7 @@ FAST = optax.adam(0.1, b2=0.9)
 def test_moments_of_another_dtype_are_refused_by_name_and_converted(before, after):
     saves, loads = wrapped(FAST, moment_dtype=before), wrapped(FAST, moment_dtype=after)
     _, state, _ = apply_gradients(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
-    text = (
-        r"moments in other dtypes than moment_dtype=.* stores: "
-        r"0/(mu|nu)/b is \w+ instead of \w+, .*migrates it"
-    )
+    text = r"other arrays than tx stores .*: 0/(mu|nu)/b is \w+\[3\] instead of .*migrates it"
     refuses(loads, state, text)
     made = convert(state, PARAMS, to=loads)
     fresh = loads.init(PARAMS)
@@ -155,7 +99,7 @@ def test_a_state_for_params_of_other_shapes_is_refused_by_name():
     refuses(
         wrapped(),
         wrapped().init(other),
-        r"params of other shapes: 0/mu/w is \(3, 2\) instead of \(2, 3\), 0/nu/w is",
+        r"stores for these params: 0/mu/w is float32\[3, 2\] instead of float32\[2, 3\], 0/nu/w is",
     )
 
 
@@ -184,7 +128,7 @@ def test_what_a_user_may_set_in_a_state_is_taken():
     assert after.loss_scale.period == 5
 
 
-def test_an_init_that_reads_values_is_compared_by_name_only():
+def test_a_state_of_an_init_that_reads_values_is_taken_as_it_is():
     def init(params):
         return {"largest": jnp.float32(max(float(jnp.max(p)) for p in jax.tree.leaves(params)))}
 
@@ -194,81 +138,6 @@ def test_an_init_that_reads_values_is_compared_by_name_only():
     tx, again = (wrapped(optax.GradientTransformation(init, update)) for _ in range(2))
     state = pickle.loads(pickle.dumps(tx.init(PARAMS)))
     assert apply_gradients(again, PARAMS, state, GRADIENTS)[2]
-    refuses(wrapped(), state, r"made by test_an_init_.*, but tx is chain\(scale_by_adam\)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A transform as an object, which holds another one that holds it."""
-
-    tx: Any
-    owner: list[Any] = dataclasses.field(default_factory=list)
-
-    def init(self, params):
-        return self.tx.init(params)
-
-    def update(self, updates, state, params=None):
-        return self.tx.update(updates, state, params)
-
-
-def logged(tx):
-    def init(params):
-        return tx.init(params)
-
-    return optax.GradientTransformation(init, tx.update)
-
-
-LABELS = {"b": "x", "w": "y"}
-ADAM, SGD = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (
-            optax.partition({"x": ADAM, "y": SGD}, LABELS),
-            optax.partition({"y": SGD, "x": ADAM}, LABELS),
-        ),
-        (
-            optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-0.1)),
-            optax.chain(optax.scale_by_adam(), optax.identity(), optax.scale(-0.1)),
-        ),
-        (optax.adam(0.1), optax.adam(0.5, b1=0.5, nesterov=True)),
-        (optax.adam(optax.constant_schedule(0.1)), optax.adam(optax.linear_schedule(0.1, 0, 5))),
-        (optax.GradientTransformation(jax.jit(ADAM.init), jax.jit(ADAM.update)), ADAM),
-    ],
-    ids=["order of labels", "a part without a state", "hyperparameters", "schedules", "jitted"],
-)
-def test_the_same_transform_in_other_words_takes_the_state(one, other):
-    state = pickle.loads(pickle.dumps(wrapped(one).init(PARAMS)))
-    assert apply_gradients(wrapped(other), PARAMS, state, GRADIENTS)[2]
-
-
-def test_a_renamed_transform_is_converted_with_its_moments():
-    state = wrapped(ADAM).init(PARAMS)
-    tx = wrapped(logged(ADAM))
-    refuses(
-        tx,
-        state,
-        r"but tx is logged\(chain\(scale_by_adam\)\): "
-        r".* of the same optimizer, convert\(state, params, to=tx\) keeps",
-    )
-    assert apply_gradients(tx, PARAMS, convert(state, PARAMS, to=tx), GRADIENTS)[2]
-
-
-def test_names_are_those_of_the_nearest_function_and_of_objects_that_hold_each_other():
-    made = Made(ADAM)
-    made.owner.append(made)
-    assert optimizer_name(made) == "Made(chain(scale_by_adam))"
-    assert optimizer_name(logged(ADAM)) == "logged(chain(scale_by_adam))"
-
-    def main():
-        def mine():
-            return optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (g, s))  # pyright: ignore
-
-        return mine()
-
-    assert optimizer_name(main()) == "mine"
 
 
 def test_a_transform_takes_its_state_back_though_init_ran_again():
@@ -304,7 +173,7 @@ def test_optaxs_own_dtype_of_moments_is_converted():
     refuses(
         narrow,
         state,
-        "0/mu/b is float32 instead of bfloat16.* or Optax's own mu_dtype, that the state was",
+        r"0/mu/b is float32\[3\] instead of bfloat16\[3\].* or Optax's own mu_dtype, that",
     )
     made: Any = convert(state, PARAMS, to=narrow)
     assert made.inner[0].mu["w"].dtype == jnp.bfloat16

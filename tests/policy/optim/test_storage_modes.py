@@ -9,19 +9,17 @@ import numpy as np
 import optax
 import pytest
 
-from policy.grads.loss_scale import NoOpLossScale
-from policy.optim import (
-    apply_gradients,
-    convert,
-    init_from_master,
-    master_params,
-    mixed_precision,
-    resync,
-    storage_modes,
-)
+from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
+from policy.optim import convert, init_from_master, resync, storage_modes
 from policy.optim.rounding import round_to
-from policy.optim.storage_code import storage_code, storage_text
-from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, StorageMode, mode_names
+from policy.optim.storage_modes import (
+    STORAGE_MODES,
+    MasterWeights,
+    StorageMode,
+    mode_names,
+    storage_code,
+    storage_text,
+)
 
 WIDE = {"w": jnp.linspace(-2.1, 3.3, 12).reshape(3, 4)}
 GRADIENTS = {"w": jnp.full((3, 4), 0.5)}
@@ -35,7 +33,7 @@ def _encode(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> Any:
 # the rounding error in float16, which no mode stores; records hold names that types don't list
 ERROR = StorageMode(
     name="error",  # pyright: ignore[reportArgumentType]
-    code=4,
+    code=16,
     init=lambda param: jnp.zeros_like(param, jnp.float16),
     join=lambda param, error: param.astype(jnp.float32) + error.astype(jnp.float32),
     encode=_encode,
@@ -99,20 +97,15 @@ def test_a_sixth_record_is_a_mode(sixth):
     np.testing.assert_array_equal(resync(params, state).masters["w"], 0)
 
 
-def test_the_code_of_a_sixth_record_is_told_apart_from_those_of_the_five(sixth):
+def test_codes_tell_every_storage_of_every_pair_of_dtypes_apart(sixth):
     codes = {
         storage_code(dtypes, mode)
         for mode in ("full", "kahan", sixth)
         for dtypes in (["bfloat16"], ["float16"], ["bfloat16", "float16"])
     }
     assert len(codes) == 9
-    both = storage_code(["bfloat16", "float16"], sixth)
-    assert storage_text(both) == "error for bfloat16, error for float16"
-    assert storage_text(storage_code(["float16"], sixth)) == "error for float16"
-
-
-def test_a_sixth_record_is_refused_where_another_mode_is_asked_for(sixth):
-    params, state = init_from_master(wrapped(sixth), WIDE)
-    text = r"made with master_weights='error' \(error for bfloat16\), but tx has 'full' \(full"
-    with pytest.raises(ValueError, match=text):
-        apply_gradients(wrapped("full"), params, state, GRADIENTS)
+    both = ["bfloat16", "float16"]
+    assert storage_text(storage_code(both, sixth)) == "error for bfloat16, error for float16"
+    assert storage_text(storage_code(both, "auto")) == "remainder for bfloat16, full for float16"
+    assert storage_text(storage_code(["float16"], "none")) == "nothing"
+    assert storage_text(99) == "an unknown storage (99)"

@@ -78,11 +78,6 @@ def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     assert tx.loss_scale == NoOpLossScale()
 
 
-@pytest.mark.parametrize("loss_scale", [*SCALES, NoOpLossScale(), 1.0])
-def test_any_loss_scale_that_is_given_is_silent(loss_scale):
-    mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale=loss_scale)
-
-
 # -------------------------------------------------------------------------------------------------
 # a loss that was scaled by hand
 # -------------------------------------------------------------------------------------------------

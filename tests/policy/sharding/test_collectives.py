@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -81,13 +80,6 @@ def test_each_array_of_a_tuple_is_listed():
     assert str(found[0]) == "all-to-all float32[2] over ?: jit(f)/dot"
 
 
-def test_a_program_for_one_device_exchanges_nothing():
-    assert collectives_of(lambda x: jnp.sum(x), jnp.ones(3)) == []
-    assert (
-        collectives_of(jax.jit(lambda x: jnp.sum(x)), jax.ShapeDtypeStruct((3,), jnp.float32)) == []
-    )
-
-
 def test_the_traced_program_is_read_through_loops_and_branches():
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -107,10 +99,3 @@ def test_the_traced_program_is_read_through_loops_and_branches():
         ("all-reduce", "float16", (), ("model",)),
     ]
     assert found[0].name == "outer/psum"
-
-
-def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(
-        ValueError, match="stage should be 'partitioned' or 'traced', but got 'compiled'"
-    ):
-        collectives_of(np.sin, jnp.ones(2), stage="compiled")  # pyright: ignore[reportArgumentType]
