@@ -34,7 +34,7 @@ from benchmarks.table import Row, run
 from mpmodules import linen as nn
 from policy.core.policy import get_policy
 from policy.inspect.compare.compare import COMPILER_OPTIONS, paired
-from policy.inspect.compare.dual_interpreter import Log
+from policy.inspect.compare.log import Log
 from policy.inspect.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"

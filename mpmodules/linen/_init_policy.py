@@ -73,12 +73,7 @@ def _is_float32(policy: Policy) -> bool:
 
 def _warn_where_missing(model: Any) -> None:
     scope, (_, policy) = current_scope(), _initialised[id(model)]
-    if (
-        scope.policy is not None
-        or scope.in_float32
-        or scope.traces_own_code
-        or source_in_force().kind == "scope"
-    ):
+    if scope.policy is not None or scope.traces_own_code or source_in_force().kind == "scope":
         return
     warn_once(
         f"{type(model).__name__} was initialised under '{policy}', but is applied with no policy "

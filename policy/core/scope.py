@@ -29,8 +29,6 @@ class Scope:
       policy: the policy in force, or None.
       rules: the rules in force, or None.
       boundary_open: True inside a module's call whose inputs have been cast to the policy.
-      in_float32: True while half dtypes are traced as float32 for a reference; nested scopes
-        inherit it.
       traces_own_code: True while a user's code is traced in float32, for autocast to evaluate;
         layers return float32 to it.
       keeps_own_code: True while a user's code runs in the dtypes that it meets, without a trace.
@@ -43,7 +41,6 @@ class Scope:
     policy: Policy | None = None
     rules: PolicyRules | None = None
     boundary_open: bool = False
-    in_float32: bool = False
     traces_own_code: bool = False
     keeps_own_code: bool = False
     in_full_precision: bool = False
@@ -83,8 +80,6 @@ def enter(scope: Scope, source: Source | None = None):
       source: the provenance of its policy, for summaries; None keeps the current source.
     """
     outer = _context.value
-    if outer.in_float32:
-        scope = dataclasses.replace(scope, in_float32=True)
     if scope.backend is None:
         scope = dataclasses.replace(scope, backend=outer.backend)
     with coming_from(source_in_force() if source is None else source):

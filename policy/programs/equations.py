@@ -28,6 +28,16 @@ def equations_within(jaxpr: OpenJaxpr, *, once: bool = False) -> Iterator[Equati
             waiting.extend(inner)
 
 
+def constants_within(program: Any) -> dict[Any, Any]:
+    """Returns the arrays that a program and those inside of it hold, by their variables."""
+    body, consts = opened(program)
+    found = dict(zip(body.constvars, consts, strict=True))
+    for equation in body.eqns:
+        for one in subprograms(equation):
+            found |= constants_within(one.jaxpr)
+    return found
+
+
 def runs_any(jaxpr: OpenJaxpr, names: Collection[str]) -> bool:
     """Returns whether an open jaxpr, or a program that it runs, has one of these primitives.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 from policy.programs.control_flow import manual_axes
 from policy.programs.interpreter import Interpreter
 from policy.programs.paths import Path, path_of
-from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.protocols import Equation
 from policy.programs.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
@@ -40,28 +41,24 @@ class PlacedValue:
         self.arrays, self.origin = tuple(arrays), origin
 
 
-class Lane(Protocol):
-    """The values of a float32 program beside this one.
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a program has to change, beside its dtypes, to be the function in float32.
 
-    See `policy.inspect.compare.float32_values`.
+    Attributes:
+      constants: the float32 values of constants that the program holds in half precision, by the
+        `id` of an equation and the place of an operand.
+      exact: the `id`s of equations that round widened half precision to as many bits, which they
+        should not do in float32.
+      unpaired: the paths with constants whose float32 values are not known.
     """
 
-    def enter(
-        self, chain: EnclosingEquations, jaxpr: OpenJaxpr, args: Sequence[PlacedValue]
-    ) -> None: ...
-    def given(self, chain: EnclosingEquations, equation: Equation) -> Iterable[tuple[int, Any]]: ...
-    def exchanged(self, chain: EnclosingEquations, equation: Equation) -> Iterable[int]: ...
-    def made(
-        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
-    ) -> Iterable[tuple[int, Any]]: ...
-    def keep(
-        self, chain: EnclosingEquations, equation: Equation, outputs: Sequence[PlacedValue]
-    ) -> None: ...
-    def outputs(self, values: Sequence[PlacedValue]) -> Iterable[tuple[int, Any]]: ...
-    def within(self, body: Literal["open", "checkpoint", "closed"]) -> Lane: ...
+    constants: Mapping[int, Mapping[int, Any]] = dataclasses.field(default_factory=dict)
+    exact: frozenset[int] = frozenset()
+    unpaired: tuple[Path, ...] = ()
 
 
-_READS: dict[str, Literal["checkpoint", "closed"]] = {"remat": "checkpoint", "shard": "closed"}
+NO_REFERENCE = Reference()
 
 
 class PlacedInterpreter(Interpreter[PlacedValue]):
@@ -72,16 +69,16 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
       bodies: the programs of the enclosing equations, outermost first.
       axes: the mesh axes of the enclosing `shard_map`s.
       chain: the enclosing equations.
-      lane: the float32 values of another program; None if they are those of this one, upcast.
+      reference: the differences of the program from the function in float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: Reference = NO_REFERENCE) -> None:
         super().__init__()
+        self.reference = reference
         self.place = ModulePass()
         self.axes: tuple[str, ...] = ()
         self.bodies: tuple[object, ...] = ()
         self.chain: EnclosingEquations = ()
-        self.lane: Lane | None = None
 
     # Values ---------------------------------------------------------------------------------------
 
@@ -93,10 +90,6 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
 
     def filled(self, value: PlacedValue, arrays: Sequence[Any]) -> PlacedValue:
         return PlacedValue(arrays, value.origin)
-
-    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
-        """Returns a value, computed or read at a place, whose float32 array is `array`."""
-        return value
 
     # Programs inside equations --------------------------------------------------------------------
 
@@ -128,47 +121,32 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
     def tracing(self, program: Any, role: str) -> Self:
         inner = super().tracing(program, role)
         inner.bodies = (*self.bodies, program)
-        inner.lane = self.lane and self.lane.within(_READS.get(role, "open"))
         return inner
 
     def standing_in(self, outer: PlacedInterpreter) -> Self:
         """Returns this interpreter, moved to the place of another."""
         self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
-        self.chain, self.lane = outer.chain, outer.lane
+        self.chain, self.reference = outer.chain, outer.reference
         return self
 
-    # The run, with replaced float32 values --------------------------------------------------------
-
-    def run(
-        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
-    ) -> list[PlacedValue]:
-        if self.lane is not None:
-            self.lane.enter(self.chain, jaxpr, args)
-        return super().run(jaxpr, consts, args)
+    # The function in float32 ----------------------------------------------------------------------
 
     def step(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
-        return self._made(equation, self.equation(equation, self.given(equation, values)))
+        if id(equation) in self.reference.exact:
+            return values
+        found = self.reference.constants.get(id(equation))
+        if found is not None:
+            values = self.with_constants(equation, values, found)
+        return self.equation(equation, values)
 
-    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
-        """Returns the operands of an equation, with their float32 values replaced."""
-        for k, array in () if self.lane is None else self.lane.given(self.chain, equation):
-            values[k] = self.replaced(self.place_of(equation), values[k], array)
-        return values
-
-    def _made(self, equation: Equation, outputs: list[PlacedValue]) -> list[PlacedValue]:
-        if self.lane is None:
-            return outputs
-        for i, array in self.lane.made(self.chain, equation, outputs):
-            outputs[i] = self.replaced(self.place_of(equation), outputs[i], array)
-        self.lane.keep(self.chain, equation, outputs)
-        return outputs
-
-    def ended(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
-        """Returns the outputs of the whole program, with their float32 values replaced."""
-        values = list(values)
-        for k, array in () if self.lane is None else self.lane.outputs(values):
-            values[k] = self.replaced(self.place, values[k], array)
-        return values
+    def with_constants(
+        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
+    ) -> list[PlacedValue]:
+        """Returns the operands of an equation with constants that were not rounded."""
+        return [
+            PlacedValue([found[k]], value.origin) if k in found else value
+            for k, value in enumerate(values)
+        ]
 
 
 def module_path(path: Path, is_backward: bool) -> Path:

@@ -149,7 +149,7 @@ _TABLE: dict[str, dict[str, str]] = {
         """,
         "broadcast": """
             broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
-                rearranges views selects_literals repeats
+                rearranges selects_literals repeats
             broadcast_to: moves_data free exact forwards keeps_constants repeats
         """,
         "collective-move": """
@@ -182,12 +182,12 @@ _TABLE: dict[str, dict[str, str]] = {
             optimization_barrier: moves_data free exact forwards keeps_constants
             pin: exact
             stage: moves_data
-            stop_gradient: moves_data free exact forwards keeps_constants views injective
+            stop_gradient: moves_data free exact forwards keeps_constants injective
         """,
         "inspect": "is_finite: exact",
         "layout": """
             bcoo_transpose
-            copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges views
+            copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges
                 injective
             dynamic_slice: moves_data free exact forwards keeps_constants moves_cotangents
             gather: moves_data free exact forwards moves_cotangents repeats
@@ -215,9 +215,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "ref-read": "get load masked_load",
         "reshape": """
             reshape: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-                views
             squeeze: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-                views
         """,
         "root": """
             cbrt
@@ -565,9 +563,6 @@ REARRANGES = _with("rearranges")
 
 ANNOTATES = _with("annotates")
 """Return their operand, for the compiler or the sharding."""
-
-VIEWS = _with("views")
-"""Return the numbers of their operand in their order, so that both count as one value."""
 
 KEEPS_AXES = _with("keeps_axes")
 """Leave every number on the axes that it stood along: leave some out, or reverse them."""

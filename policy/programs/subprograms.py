@@ -106,11 +106,6 @@ class Subprogram:
         """The arguments that are rows of arrays that are scanned over."""
         return slice(self.carry.stop, self.carry.stop + self.scanned)
 
-    @property
-    def operands_carried(self) -> tuple[int, ...]:
-        """The equation's operands that a loop starts its carry with, by index."""
-        return (self.operands or ())[self.carry]
-
     def given(self, values: Sequence[T]) -> list[T]:
         """Returns those of the equation's operands that the arguments are made of, in their order.
 

@@ -14,7 +14,12 @@ from jax.typing import DTypeLike
 
 from policy.programs.control_flow import handler_of
 from policy.programs.dtypes import F32
-from policy.programs.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
+from policy.programs.placed_interpreter import (
+    NO_REFERENCE,
+    PlacedInterpreter,
+    PlacedValue,
+    Reference,
+)
 from policy.programs.primitives import HOST, MATMULS, READS_BITS
 from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, is_jaxpr, opened, programs_of
@@ -57,8 +62,12 @@ class Upcast(PlacedInterpreter):
         operand is handed on in float32.
     """
 
-    def __init__(self, kept: Collection[tuple[tuple[int, ...], int]] = ()):
-        super().__init__()
+    def __init__(
+        self,
+        kept: Collection[tuple[tuple[int, ...], int]] = (),
+        reference: Reference = NO_REFERENCE,
+    ):
+        super().__init__(reference)
         self.kept = kept
 
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
@@ -68,13 +77,12 @@ class Upcast(PlacedInterpreter):
             return handler(self, equation, values)
         if equation.primitive.name in HOST and not equation.outvars:
             return []
-        return [
-            PlacedValue([array])
-            for array in bound_wide(equation, [widen(value.arrays[0]) for value in values])
-        ]
+        return self.evaluated(equation, values)
 
-    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
-        return PlacedValue([array], value.origin)
+    def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
+        """Returns the outputs of an equation without programs."""
+        arrays = bound_wide(equation, [widen(value.arrays[0]) for value in values])
+        return [PlacedValue([array]) for array in arrays]
 
 
 def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
@@ -84,7 +92,7 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     if name == "convert_element_type" and is_half(equation.params["new_dtype"]):
         array = arrays[0]
         return [lax.convert_element_type(array, F32) if array.dtype != F32 else array]
-    if name == "reduce_precision" and half[0] and _keeps(equation):
+    if name == "reduce_precision" and half[0] and keeps(equation, dtype_of(equation.invars[0])):
         return list(arrays)
     has_half = any(half) or any(
         is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None
@@ -124,9 +132,9 @@ def _as_traced(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     return [widen(output) for output in bind(equation, operands)]
 
 
-def _keeps(equation: Equation) -> bool:
-    """Returns whether a `reduce_precision` rounds nothing: its operand has no more bits."""
-    info, params = jnp.finfo(dtype_of(equation.invars[0])), equation.params
+def keeps(equation: Equation, dtype: DTypeLike) -> bool:
+    """Returns whether a `reduce_precision` rounds nothing of numbers of a dtype."""
+    info, params = jnp.finfo(dtype), equation.params
     return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
 
 

@@ -12,8 +12,8 @@ from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
 from policy.core.scope import RulesLike
 from policy.inspect.compare.comparison import Comparison
-from policy.inspect.compare.dual_interpreter import Log, Paired, reference
-from policy.inspect.compare.float32_values import lane_of
+from policy.inspect.compare.dual_interpreter import Paired
+from policy.inspect.compare.log import Log
 from policy.inspect.compare.rows import comparison_of
 from policy.inspect.traced.call import (
     Call,
@@ -45,13 +45,11 @@ def compare(
 ) -> Comparison:
     """Compares a call under `policy` with the same call in float32, module by module.
 
-    The reference is the function traced in float32, whose constants are not rounded.
-    It is paired with the half-precision program, and both run in one compiled program, equation by
-    equation. Values without a counterpart are compared with the half-precision program, widened,
-    and named in `Comparison.unpaired`. Values that pass from one module to another, and the
-    function's outputs, are reduced to a few numbers on the device, in each step of a scan. Modules
-    are linen's, nnx's, or parts named with `jax.named_scope`. Callbacks to the host are called
-    once, with the values of `policy`.
+    The reference is the same program in float32, with the constants of the function traced in
+    float32, which are not rounded. Both run in one compiled program, equation by equation. Values
+    that pass from one module to another, and the function's outputs, are reduced to a few numbers
+    on the device, in each step of a scan. Modules are linen's, nnx's, or parts named with
+    `jax.named_scope`. Callbacks to the host are called once, with the values of `policy`.
 
     >>> import jax.numpy as jnp
     >>> import policy
@@ -129,17 +127,12 @@ def paired(program: Program, log: Log, on: Device | None = None) -> Any:
         log.places.clear()
         log.measurements.clear()
         log.codes.clear()
-        pairing = program.reference
-        log.unpaired = {} if pairing is None else dict(pairing.unpaired)
-        apart = frozenset() if pairing is None else pairing.touched
-        both = Paired(log, bool(program.gradients), apart, program.codes, passes, on)
-        both.lane = lane_of(pairing, reference, log.unpaired)
+        both = Paired(log, bool(program.gradients), program.reference, program.codes, passes, on)
         outputs = both.run(
             body,
             [PlacedValue([const]) for const in consts],
             [PlacedValue([array]) for array in arrays],
         )
-        outputs = both.ended(outputs)
         both.returned(outputs, body.outvars)
         return both.notes, [_has_nan(array) for array in arrays]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.inspect.compare.log import Log, MeasuredCodes, Measurement, Origin
+from policy.inspect.compare.stacked import ENCODED, decoded, encoded, is_encoded
 from policy.inspect.compare.statistics import (
     is_discrete,
     is_measurable,
@@ -21,12 +22,17 @@ from policy.inspect.compare.statistics import (
 )
 from policy.programs.codes import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
 from policy.programs.control_flow import CONTROL_FLOW
-from policy.programs.dtypes import F32
 from policy.programs.half_dependence import depends, is_apart
 from policy.programs.matmul_passes import Device, in_passes
 from policy.programs.origins import is_by_layers
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
+from policy.programs.placed_interpreter import (
+    NO_REFERENCE,
+    ModulePass,
+    PlacedInterpreter,
+    PlacedValue,
+    Reference,
+)
 from policy.programs.primitives import INLINED, MATMULS, category_of
 from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.scope_names import AUTOCAST, BOUNDARY
@@ -35,83 +41,6 @@ from policy.programs.subprograms import bind, scan_arity
 from policy.programs.upcast import Upcast, dtype_of, is_half, widen
 
 _LARGE = 1024  # elements
-_CODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # stacked by a scan as 16 bits
-_IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns
-
-
-@dataclasses.dataclass(eq=False)
-class Measurement:
-    """A measured value.
-
-    Attributes:
-      key: the key of its numbers among the notes of a run; keys increase in program order.
-      primitive, source: the operation that computed it, and its source line.
-      dtype: its dtype in the program that is compared.
-      made: the place that computed it.
-      bodies: the enclosing programs, outermost first.
-      left: the paths that it leaves: it was computed inside them and is read outside.
-      entered: the paths that it enters: it was computed outside them and is read inside.
-      output: its index among the outputs of the program, or None.
-      returned: the paths that it leaves as an output.
-    """
-
-    key: int
-    primitive: str
-    source: str
-    dtype: DTypeLike
-    made: ModulePass
-    bodies: tuple[Any, ...] = ()
-    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-    output: int | None = None
-    returned: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(eq=False)
-class Origin:
-    """The origin of a value, and its measurement once it was read in another module.
-
-    `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
-    `coded` is the dtype of the first array, if that is stored encoded: see `_coded`. `is_inner`
-    tells whether it is a code or a scale of a matmul in 8 bits, which is not measured.
-    """
-
-    place: ModulePass
-    primitive: str = ""
-    source: str = ""
-    measurement: Measurement | None = None
-    made: tuple[Any, list[PlacedValue], int] | None = None
-    coded: Any = None
-    is_inner: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredCodes:
-    """Measured codes of an operand of matmuls in 8 bits.
-
-    Attributes:
-      key: the key of their numbers among the notes of a run.
-      of: the operand.
-      dtype: of the codes.
-    """
-
-    key: int
-    of: QuantisedOperand
-    dtype: DTypeLike
-
-
-@dataclasses.dataclass
-class Log:
-    """A record of a run: its places in program order, the measured values, and the 8-bit codes.
-
-    `unpaired` holds the paths without a float32 counterpart. Their reference is the program itself,
-    widened.
-    """
-
-    places: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-    measurements: list[Measurement] = dataclasses.field(default_factory=list)
-    codes: list[MeasuredCodes] = dataclasses.field(default_factory=list)
-    unpaired: dict[Path, None] = dataclasses.field(default_factory=dict)
 
 
 class Paired(PlacedInterpreter):
@@ -123,7 +52,7 @@ class Paired(PlacedInterpreter):
     Args:
       log: the record to write.
       has_gradients: whether the program returns gradients.
-      apart: the `id`s of equations that float32 has other constants or other code for.
+      reference: the differences of the program from the function in float32.
       codes: the program's operations on 8-bit codes.
       passes: the `id`s of float32 matmuls to multiply as `device` does.
       device: the device, or None.
@@ -133,16 +62,16 @@ class Paired(PlacedInterpreter):
         self,
         log: Log,
         has_gradients: bool = False,
-        apart: Collection[int] = (),
+        reference: Reference = NO_REFERENCE,
         codes: Codes = NO_CODES,
         passes: Collection[int] = (),
         device: Device | None = None,
     ):
-        super().__init__()
+        super().__init__(reference)
         self.log, self.has_gradients, self.codes = log, has_gradients, codes
         self.passes = frozenset(passes)
         self.device: Device | None = device
-        self.apart = frozenset(apart) | codes.ids | self.passes
+        self.apart = frozenset(reference.constants) | codes.ids | self.passes
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
@@ -158,16 +87,6 @@ class Paired(PlacedInterpreter):
 
     # Equations ------------------------------------------------------------------------------------
 
-    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
-        """Measures operands against their own counterparts before float32 reads other values.
-
-        Attention's queries are an example: one program scales them before the product with the
-        keys, and the other scales the product.
-        """
-        for k in () if self.lane is None else self.lane.exchanged(self.chain, equation):
-            self._read(values[k], self.place_of(equation), dtype_of(equation.invars[k]))
-        return super().given(equation, values)
-
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         place = self.place_of(equation)
         self._met(place)
@@ -175,7 +94,7 @@ class Paired(PlacedInterpreter):
             stacked = (
                 sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
             )
-            values = [*map(_decoded, values[:stacked]), *values[stacked:]]
+            values = [*map(decoded, values[:stacked]), *values[stacked:]]
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
             if place.direction == "backward":
@@ -197,7 +116,7 @@ class Paired(PlacedInterpreter):
         else:
             wide = Upcast(self.codes.roundings).standing_in(self)
             references = wide.equation(
-                equation, [PlacedValue([reference(value)]) for value in values]
+                equation, [PlacedValue([float32_of(value)]) for value in values]
             )
             lanes = [
                 [output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)
@@ -230,11 +149,13 @@ class Paired(PlacedInterpreter):
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
 
-    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
-        return PlacedValue(
-            [_decoded(value).arrays[0], array],
-            value.origin and dataclasses.replace(value.origin, coded=None),
-        )
+    def with_constants(
+        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
+    ) -> list[PlacedValue]:
+        return [
+            PlacedValue([value.arrays[0], found[k]], value.origin) if k in found else value
+            for k, value in enumerate(values)
+        ]
 
     def _met(self, place: ModulePass) -> None:
         if place in self.log.places or place.direction == "again":
@@ -339,7 +260,7 @@ class Paired(PlacedInterpreter):
 
     def returned(self, values: Sequence[PlacedValue], atoms: Sequence[Any]) -> None:
         """Measures the outputs of the program, which leave every path."""
-        for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
+        for i, (value, atom) in enumerate(zip(map(decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
             if not is_measurable(dtype):
                 continue
@@ -368,7 +289,7 @@ class Paired(PlacedInterpreter):
         for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
             is_saved = self.has_gradients and variable.aval.size >= _LARGE
             dtype = dtype_of(variable)
-            if is_saved and len(kind.arrays) > 1 and dtype in _CODED:
+            if is_saved and len(kind.arrays) > 1 and dtype in ENCODED:
                 kind.origin.coded = dtype
         return kinds
 
@@ -394,17 +315,17 @@ class Paired(PlacedInterpreter):
             for v in args
         ]
         outputs = super().body(jaxpr, consts, args)
-        for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
+        for value, atom in zip(map(decoded, outputs), jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
         return outputs
 
     def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
-        value = _decoded(value)
+        value = decoded(value)
         if len(value.arrays) != len(like.arrays):
-            value = PlacedValue([value.arrays[0], reference(value)], value.origin)
+            value = PlacedValue([value.arrays[0], float32_of(value)], value.origin)
         return (
-            PlacedValue([_coded(*value.arrays), value.arrays[1]], like.origin)
-            if _is_coded(like)
+            PlacedValue([encoded(*value.arrays), value.arrays[1]], like.origin)
+            if is_encoded(like)
             else value
         )
 
@@ -439,39 +360,7 @@ def _unlimited(value: PlacedValue) -> PlacedValue:
     return value
 
 
-def _coded(array: Any, wide: Any) -> Any:
-    """Encodes an array that a scan stacks as a residual, beside that of float32, in 16 bits.
-
-    A float32 array is stored as its difference from that of float32 in bfloat16, which is exact to
-    one part in 256; zeros are exact. The errors of values that depend on it are known as exactly.
-    Half arrays are stored as their bits: backends that compute in float32 would widen them for all
-    steps at once.
-    """
-    if is_half(array.dtype):
-        return lax.bitcast_convert_type(array, jnp.uint16)
-    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(
-        jnp.bfloat16
-    )
-    bits = lax.bitcast_convert_type(difference, jnp.uint16)
-    return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
-
-
-def _decoded(value: PlacedValue) -> PlacedValue:
-    if not _is_coded(value):
-        return value
-    (bits, wide), dtype = value.arrays, value.origin.coded
-    array = lax.bitcast_convert_type(bits, dtype if is_half(dtype) else jnp.bfloat16)
-    if not is_half(dtype):
-        array = jnp.where(array == 0, wide, wide + array.astype(wide.dtype))
-        array = jnp.where(bits == _IS_ZERO, jnp.zeros((), wide.dtype), array)
-    return PlacedValue([array, wide], dataclasses.replace(value.origin, coded=None))
-
-
-def _is_coded(value: PlacedValue) -> bool:
-    return value.origin is not None and value.origin.coded is not None
-
-
-def reference(value: PlacedValue) -> Any:
+def float32_of(value: PlacedValue) -> Any:
     """Returns the array of a value in float32."""
     wide = value.arrays[1:]
     return wide[0] if wide else widen(value.arrays[0])

@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
-from policy.inspect.compare.dual_interpreter import Log, Measurement
+from policy.inspect.compare.comparison import Comparison
+from policy.inspect.compare.log import Log, Measurement
+from policy.inspect.compare.report import OperandCodes, Row, RowKind
 from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.traced.call import Program
 from policy.programs.codes import CodedSide
@@ -24,6 +25,7 @@ from policy.programs.upcast import dtypes_of, is_half
 JUMP = 8.0
 # A sum this much smaller than its terms is zero except for float32 rounding.
 _ZERO = 1e-5
+_KINDS = ("activation", "gradient", "parameter", "output")
 _ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
 _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
@@ -217,8 +219,20 @@ def comparison_of(
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
     with naming(place.path for place in findings.places()):
-        found = _comparison(program, log, findings, has_nan, name, policy)
-        return dataclasses.replace(found, codes=tuple(_codes(log, notes)))
+        jump = findings.first_jump()
+        rows = [*_modules(findings), *_returned(program, findings)]
+        unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
+        return Comparison(
+            tuple(sorted(rows, key=lambda row: _KINDS.index(row.kind))),
+            None if jump is None else spelled(jump[0].path),
+            None if jump is None else jump[1],
+            tuple(_notes(program, rows, unpaired, has_nan)),
+            name,
+            policy,
+            program.route,
+            unpaired,
+            tuple(_codes(log, notes)),
+        )
 
 
 def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
@@ -234,30 +248,6 @@ def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
             found[key] = np.maximum(found[key], numbers) if key in found else numbers
     for (path, operand, dtype), (saturated, underflow) in found.items():
         yield OperandCodes(path, operand, dtype, float(saturated), float(underflow))
-
-
-def _comparison(
-    program: Program, log: Log, findings: Findings, has_nan: Sequence[Any], name: str, policy: str
-) -> Comparison:
-    jump = findings.first_jump()
-    rows = [*_modules(findings), *_returned(program, findings)]
-    apart = [place.path for place in log.places] if program.refused else log.unpaired
-    unpaired = tuple(dict.fromkeys(map(spelled, apart)))
-    return Comparison(
-        tuple(
-            sorted(
-                rows,
-                key=lambda row: ("activation", "gradient", "parameter", "output").index(row.kind),
-            )
-        ),
-        None if jump is None else spelled(jump[0].path),
-        None if jump is None else jump[1],
-        tuple(_notes(program, rows, unpaired, has_nan)),
-        name,
-        policy,
-        program.route,
-        unpaired,
-    )
 
 
 def _modules(findings: Findings) -> Iterable[Row]:
@@ -335,9 +325,8 @@ def _notes(
         )
     elif unpaired:
         yield (
-            f"The float32 program could not be paired at {', '.join(map(repr, unpaired))}. The "
-            "reference there is the same program with wider dtypes, whose constants keep their "
-            "rounding to half precision."
+            f"Constants have no counterpart in float32 at {', '.join(map(repr, unpaired))}. They "
+            "keep their rounding to half precision in the reference."
         )
     names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
     if names:

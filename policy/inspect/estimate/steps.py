@@ -15,8 +15,8 @@ from policy.core.callables import require_function
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
 from policy.inspect.estimate.candidates import Candidate
-from policy.inspect.traced.call import Route, input_paths
-from policy.inspect.traced.under_policy import traced_under
+from policy.inspect.traced.call import input_paths
+from policy.inspect.traced.under_policy import Route, traced_under
 from policy.programs.donation import donated_inputs
 from policy.programs.trace import Traced, is_array, lowered, origins_of
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex_core
@@ -11,77 +12,79 @@ import numpy as np
 
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules
-from policy.inspect.compare.float32_values import first_array, lane_of
 from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.rounding_emulator import Ruled
 from policy.inspect.suggest.search import WideModules
 from policy.inspect.suggest.trial import Trial, compiled, floats_of
-from policy.inspect.traced.call import Call, Program
 from policy.programs.placed_interpreter import PlacedValue
 from policy.programs.subprograms import opened
 
-
-def applied(
-    call: Call, policy: Policy | None, program: Program, trial: Trial, wide: WideModules
-) -> tuple[PolicyRules, list[np.ndarray]]:
-    """Returns rules for a set of candidates, and the function's outputs under them.
-
-    They are the first of `rules_for` under which the code runs.
-    """
-    *others, last = rules_for(program, trial, wide, policy)
-    for rules in others:
-        with contextlib.suppress(TypeError, ValueError):
-            return rules, measured_outputs(call, policy, program, trial, wide, rules)
-    return last, measured_outputs(call, policy, program, trial, wide, last)
+T = TypeVar("T")
 
 
-def rules_for(
-    program: Program, trial: Trial, wide: WideModules, policy: Policy | None
-) -> list[PolicyRules]:
-    """Returns the rules to try for a set of candidates, in this order.
-
-    If the code can't take float32 from a layer, as in a sum under strict promotion or the carry of
-    a scan, the layers in float32 return half precision: by the second rules.
-    """
-    kept = frozenset(trial.paths[i] for i in wide)
-    named = patterns_of(kept, trial.paths)
-    half, full = policy or get_policy("mixed_bfloat16"), get_policy("float32")
-    wider = [full]
-    if program.route == "scope" and policy is not None:
-        wider.append(full.replace(output_dtype=policy.compute_dtype))
+def rules_for(trial: Trial, wide: WideModules) -> list[PolicyRules]:
+    """Returns the rules to try for a set of candidates, in this order."""
+    named = patterns_of(trial.paths_of(wide), trial.paths)
+    half = trial.policy or get_policy("mixed_bfloat16")
     return [
         PolicyRules([(pattern, full if is_wide else half) for pattern, is_wide in named])
-        for full in wider
+        for full in full_policies(trial)
     ]
 
 
-def measured_outputs(
-    call: Call,
-    policy: Policy | None,
-    program: Program,
-    trial: Trial,
-    wide: WideModules,
-    rules: PolicyRules,
-) -> list[np.ndarray]:
-    """Returns the measured outputs of the program that the rules give."""
+def full_policies(trial: Trial) -> list[Policy]:
+    """Returns the policies to try for paths in float32, in this order.
+
+    If the code can't take float32 from a layer, as in a sum under strict promotion or the carry of
+    a scan, the layers in float32 return half precision: by the second policy.
+    """
+    full = get_policy("float32")
+    if trial.program.route != "scope" or trial.policy is None:
+        return [full]
+    return [full, full.replace(output_dtype=trial.policy.compute_dtype)]
+
+
+def applied(
+    trial: Trial, wide: WideModules, choices: Sequence[PolicyRules], policy: Policy | None = None
+) -> tuple[PolicyRules, float]:
+    """Returns the first rules under which the code runs, and the error under them.
+
+    Args:
+      trial: the compiled program.
+      wide: the candidates that the rules keep in float32.
+      choices: rules to try, in this order.
+      policy: the policy beside the rules; None for that of the trial.
+    """
+    return first_that_runs(choices, lambda rules: _error(trial, wide, rules, policy))
+
+
+def first_that_runs(
+    choices: Sequence[PolicyRules], run: Callable[[PolicyRules], T]
+) -> tuple[PolicyRules, T]:
+    """Returns the first rules under which the code runs, and the result of `run` for them."""
+    *others, last = choices
+    for rules in others:
+        with contextlib.suppress(TypeError, ValueError):
+            return rules, run(rules)
+    return last, run(last)
+
+
+def _error(trial: Trial, wide: WideModules, rules: PolicyRules, policy: Policy | None) -> float:
+    program = trial.program
     if program.route == "as written":
-        kept = frozenset(trial.paths[i] for i in wide)
         body, consts = opened(program.jaxpr)
 
         def run(*arrays: Any) -> list[PlacedValue]:
-            ruled = Ruled(kept, trial.candidates)
-            ruled.lane = lane_of(program.reference, first_array)
-            return ruled.ended(
-                ruled.run(body, list(map(_value, consts)), list(map(_value, arrays)))
-            )
+            ruled = Ruled(trial.paths_of(wide), trial.candidates, program.reference)
+            return ruled.run(body, list(map(_value, consts)), list(map(_value, arrays)))
 
     else:
-        ruled = jex_core.jaxpr_as_fun(
-            call.traced(policy, rules if rules else None, program.route).jaxpr
-        )
-        run = lambda *arrays: [PlacedValue([output]) for output in ruled(*arrays)]  # noqa: E731
+        under = trial.call.under(policy or trial.policy, rules if rules else None, program.route)
+        ruled = jex_core.jaxpr_as_fun(under.jaxpr)
+        run = lambda *arrays: list(map(_value, ruled(*arrays)))  # noqa: E731
     ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
-    return jax.device_get(ready(*program.arguments.arrays))
+    outputs: list[np.ndarray] = jax.device_get(ready(*program.arguments.arrays))
+    return trial.error(outputs)
 
 
 def _value(array: Any) -> PlacedValue:

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from policy.core.rules import PolicyRules
 from policy.programs.paths import Path, divided, once
+
+
+class ListeningRules(PolicyRules):
+    """Rules without effect that record the paths of the modules that look up their rules."""
+
+    __slots__ = ("heard",)
+    heard: set[str]
+
+    def __init__(self) -> None:
+        super().__init__([("(?!)", "float32")], strict=False)
+        object.__setattr__(self, "heard", set())
+
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
+        if path is not None:
+            self.heard.add(path)
 
 
 def reached_path(path: Path, modules: set[str] | None) -> Path:

@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.applied import applied
-from policy.inspect.suggest.search import FEW, Search, WideModules
+from policy.inspect.suggest.applied import applied, rules_for
+from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Evidence, Suggestion
 from policy.inspect.suggest.trial import Trial
-from policy.inspect.traced.call import Call, Program, short_text
+from policy.inspect.traced.call import short_text
 from policy.programs.paths import spelled
 
-_MOST_CONFIRMATIONS = 6
+
+def search_of(trial: Trial, costs: Sequence[float]) -> Search:
+    """Returns a search of the candidates of a trial, with a budget of two runs for each."""
+    search = Search(trial.measure, trial.measure_alone, costs, 2 * len(costs) - 1)
+    if not trial.outside:
+        search.known[search.every] = 0.0
+    return search
 
 
-def confirmed(
-    call: Call, policy: Policy | None, program: Program, trial: Trial, search: Search, budget: float
-) -> Suggestion:
-    """Returns the suggestion, once its rules have met the budget in a measured run.
+def confirmed(trial: Trial, search: Search, budget: float) -> tuple[WideModules, Suggestion]:
+    """Returns a set of candidates and its suggestion, once its rules met the budget in a run.
 
-    Sets that cost less and are predicted to miss the budget by little are tried first: some of them
-    meet it. After a miss the next set is chosen, and after two misses for a budget reduced by the
-    factor of the emulation's optimism. Each miss costs one more compilation; the last set tried has
-    every path in float32.
+    Raises:
+      ValueError: no rules meet the budget.
     """
-    nearly = search.nearly(search.least(budget), budget)
-    goal, tried, found, hopeful = budget, set(), math.inf, 1.0
-    for attempt in range(1, len(nearly) + _MOST_CONFIRMATIONS + 1):
-        if attempt <= len(nearly):
-            wide = nearly[attempt - 1]
-        else:
-            wide = search.least(goal) if attempt < len(nearly) + _MOST_CONFIRMATIONS else None
-        wide = search.every if wide is None or wide in tried else wide
-        tried.add(wide)
-        rules, outputs = applied(call, policy, program, trial, wide)
-        found = trial.error(outputs)
-        if found <= budget:
-            return suggestion_of(
-                rules, policy, program, trial, search, wide, budget, found, attempt
-            )
-        if wide == search.every:
-            break
-        search.refused.add(wide)
-        if attempt > len(nearly) + (2 if len(trial.paths) <= FEW else 0):
-            emulated = search.known.get(wide, found)
-            hopeful = max(hopeful, found / emulated if emulated else math.inf)
-            goal = 0.999 * budget / hopeful
+    rules: dict[WideModules, PolicyRules] = {}
+
+    def error(wide: WideModules) -> float:
+        rules[wide], found = applied(trial, wide, rules_for(trial, wide))
+        return found
+
+    wide, found, attempts = search.confirmed(budget, error)
+    if found <= budget:
+        return wide, suggestion_of(trial, search, wide, rules[wide], budget, found, attempts)
     raise ValueError(
         f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
         + (", from operations outside of any module" if trial.outside else "")
@@ -56,16 +45,15 @@ def confirmed(
 
 
 def suggestion_of(
-    rules: PolicyRules,
-    policy: Policy | None,
-    program: Program,
     trial: Trial,
     search: Search,
     wide: WideModules,
+    rules: PolicyRules,
     budget: float,
-    found: float,
+    error: float,
     confirmations: int,
 ) -> Suggestion:
+    """Returns the suggestion of a set of candidates, whose rules have an error when applied."""
     alone = search.alone or [math.nan] * len(trial.paths)
     evidence = [
         Evidence(spelled(path), alone[i], search.costs[i], i in wide)
@@ -73,16 +61,16 @@ def suggestion_of(
     ]
     return Suggestion(
         rules,
-        "" if policy is None else short_text(policy),
+        "" if trial.policy is None else short_text(trial.policy),
         budget,
-        found,
+        error,
         search.known.get(wide, math.nan),
         search.known.get(frozenset(), math.nan),
         tuple(
             sorted(evidence, key=lambda e: (not e.keeps, -e.alone if e.alone == e.alone else 0.0))
         ),
-        "gradients" if program.gradients else "outputs",
-        program.route,
+        "gradients" if trial.program.gradients else "outputs",
+        trial.program.route,
         trial.runs,
         1 + confirmations,
     )

@@ -1,25 +1,18 @@
-"""The layers whose matmuls may run in 8 bits within an error budget."""
+"""The matmuls in 8 bits that a suggestion is asked for, and the evidence of their layers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from policy.core.matmul_dtypes import ScaledMatmul, scaled_matmul_of
-from policy.core.policy import Policy, get_policy
-from policy.core.rules import PolicyRules
-from policy.inspect.suggest.patterns import patterns_of_states
-from policy.inspect.suggest.search import Search, WideModules
-from policy.inspect.suggest.trial import Trial
-from policy.programs.paths import Path, divided, spelled
+from policy.core.policy import Policy
 
 SMALLEST = 2048
 """The least contraction and number of outputs of a layer that gains by 8 bits: below it they take
 more cycles on every chip of the table in docs/eight_bits.md (`benchmarks/accel/eight_bits.py`).
 """
-_MOST_CONFIRMATIONS = 5
-LayerState = Literal["8 bits", "half", "float32"]
 Why = Literal["", "budget", "too small to gain", "in float32"]
 
 
@@ -92,120 +85,6 @@ def split_policy(
     return policy.replace(matmul=None), by
 
 
-@dataclasses.dataclass
-class EightBitSearch:
-    """Searches for the layers that run in 8 bits, beside the paths that are kept in float32.
-
-    Attributes:
-      trial: the compiled program.
-      wide: the candidates of `trial` that are kept in float32.
-      budget: the error allowed.
-      smallest: the least contraction and number of outputs of a layer to run in 8 bits.
-    """
-
-    trial: Trial
-    wide: WideModules
-    budget: float
-    smallest: int
-
-    def __post_init__(self) -> None:
-        assert self.trial.scaled is not None
-        self.layers = list(self.trial.scaled.layers.items())
-        in_float32 = {self.trial.paths[i] for i in self.wide}
-        self.small = {
-            i
-            for i, (_, one) in enumerate(self.layers)
-            if min(one.contraction, one.outputs) < self.smallest
-        }
-        self.float32 = {i for i, (path, _) in enumerate(self.layers) if path in in_float32}
-        self.free = [
-            i for i in range(len(self.layers)) if i not in self.small and i not in self.float32
-        ]
-        self.alone = [self.trial.measure_8_bits_alone(i) for i in range(len(self.layers))]
-        self.costs = [one.flops / max(self.trial.scaled.total, 1) for _, one in self.layers]
-
-    def sets(self, met: Callable[[frozenset[int]], bool]) -> tuple[frozenset[int], bool]:
-        """Returns the layers that run in 8 bits, and whether `met` confirmed them in a real run.
-
-        After a miss the next set is chosen for a smaller budget; the last one is empty.
-        """
-        if not self.free:
-            return frozenset(), False
-        search = Search(self._measure, lambda i: self.alone[self.free[i]], self._kept_costs(), 0)
-        search.alone = [self.alone[i] for i in self.free]
-        search.runs = 2 * len(self.free) - 1
-        search.known[search.every] = 0.0  # confirmed without 8 bits
-        goal = self.budget
-        for _ in range(_MOST_CONFIRMATIONS):
-            kept = search.least(goal)
-            if kept is None or kept == search.every:
-                break
-            chosen = frozenset(self.free[i] for i in search.every - kept)
-            if met(chosen):
-                return chosen, True
-            search.refused.add(kept)
-            goal *= 0.9
-        return frozenset(), False
-
-    def _kept_costs(self) -> Sequence[float]:
-        return [self.costs[i] for i in self.free]
-
-    def _measure(self, kept: WideModules) -> float:
-        chosen = [layer for i, layer in enumerate(self.free) if i not in kept]
-        return self.trial.measure_in_8_bits(self.wide, chosen)
-
-    def states(self, chosen: frozenset[int]) -> dict[Path, LayerState]:
-        """Returns how each path runs. Convolutions are kept in half precision."""
-        assert self.trial.scaled is not None
-        kept = {path for i, (path, _) in enumerate(self.layers) if i not in chosen}
-        kept |= self.trial.scaled.convolutions
-        wide = {self.trial.paths[i] for i in self.wide}
-
-        def state(path: Path) -> LayerState:
-            return "float32" if path in wide else "half" if path in kept else "8 bits"
-
-        return {path: state(path) for path in self.trial.paths}
-
-    def evidence(self, chosen: frozenset[int]) -> tuple[LayerEvidence, ...]:
-        """Returns the measurements of each layer, the largest cost first."""
-        found = [
-            LayerEvidence(
-                spelled(path),
-                self.alone[i],
-                self.costs[i],
-                one.contraction,
-                one.outputs,
-                "" if i in chosen else self._why(i),
-            )
-            for i, (path, one) in enumerate(self.layers)
-        ]
-        return tuple(sorted(found, key=lambda one: -one.cost))
-
-    def _why(self, i: int) -> Why:
-        if i in self.float32:
-            return "in float32"
-        return "too small to gain" if i in self.small else "budget"
-
-
-def rules_of(states: Mapping[Path, LayerState], policy: Policy, full: Policy) -> PolicyRules:
-    """Returns the rules that give each path its state under a policy with ``m=``.
-
-    Args:
-      full: the policy of the paths in float32.
-    """
-    kept = policy.replace(matmul=None)
-    inside = kept.replace(output_dtype=kept.compute_dtype)
-    of_model = {spelled(path) for path in states if (found := divided(path)) and not found[1]}
-
-    def obeyed(pattern: str, state: LayerState) -> Policy:
-        if state == "half":
-            return kept if pattern in of_model else inside
-        return full if state == "float32" else policy
-
-    named: list[tuple[str, LayerState]] = patterns_of_states(states, "8 bits")
-    return PolicyRules([(pattern, obeyed(pattern, state)) for pattern, state in named])
-
-
 def lines_of(evidence: Sequence[LayerEvidence], by: str, smallest: int) -> list[str]:
     """Returns the table of layers, as comments."""
     if not by:
@@ -215,11 +94,3 @@ def lines_of(evidence: Sequence[LayerEvidence], by: str, smallest: int) -> list[
         f"(too small: below {smallest})"
     )
     return ["", head, *(f"# {one}" for one in evidence)]
-
-
-def full_policies(policy: Policy) -> tuple[Policy, Policy]:
-    """Returns the policy of paths in float32, and the one that hands on compute_dtype, for code
-    that can't take float32 from a layer.
-    """
-    full = get_policy("float32")
-    return full, full.replace(output_dtype=policy.compute_dtype)

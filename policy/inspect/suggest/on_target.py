@@ -6,16 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.applied import measured_outputs, rules_for
-from policy.inspect.suggest.confirmed import confirmed, suggestion_of
+from policy.inspect.suggest.applied import applied, rules_for
+from policy.inspect.suggest.confirmed import confirmed, search_of, suggestion_of
 from policy.inspect.suggest.front import FrontPoint, chosen_sets, measured_sets
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.target_costs import TargetCompiler, TargetProgram, module_costs
 from policy.inspect.suggest.trial import Trial
-from policy.inspect.traced.call import Call, Program
 from policy.programs.paths import spelled
 
 
@@ -24,7 +22,7 @@ class FrontSearch:
     """Searches for the front of error against cost, and for the point on it that a budget chooses.
 
     Attributes:
-      call, policy, program, trial: of `suggest`.
+      trial: the compiled program of `suggest`.
       compiler: compiles for the target.
       count: the most points.
       budget: the error allowed; infinite for any.
@@ -33,9 +31,6 @@ class FrontSearch:
       confirmations: the number of programs in which rules were applied to measure their error.
     """
 
-    call: Call
-    policy: Policy
-    program: Program
     trial: Trial
     compiler: TargetCompiler
     count: int
@@ -61,12 +56,10 @@ class FrontSearch:
             raise ValueError(self._no_memory([points[wide] for wide in sets]))
         wide = frozenset() if chosen is None else chosen
         found = suggestion_of(
-            PolicyRules([]) if chosen is None else self.programs[wide].rules,
-            self.policy,
-            self.program,
             self.trial,
             search,
             wide,
+            PolicyRules([]) if chosen is None else self.programs[wide].rules,
             self.budget,
             self.measured.get(wide, math.nan),
             self.confirmations,
@@ -87,23 +80,18 @@ class FrontSearch:
             self._compile(wide)
         ends = self.programs[none], self.programs[every]
         costs = module_costs(*ends, trial.candidates, trial.costs)
-        search = Search(trial.measure, trial.measure_alone, costs, 2 * len(costs) - 1)
-        if not trial.outside:
-            search.known[every] = 0.0
+        search = search_of(trial, costs)
         search.survey()
         return search
 
     def _compile(self, wide: WideModules) -> None:
         if wide not in self.programs:
-            tried = rules_for(self.program, self.trial, wide, self.policy)
-            self.programs[wide] = self.compiler.compiled(tried, self.program.route)
+            tried = rules_for(self.trial, wide)
+            self.programs[wide] = self.compiler.compiled(tried, self.trial.program.route)
 
     def _confirmed(self, search: Search) -> WideModules:
         """Returns the set that costs least by the modules' costs, of those that meet the budget."""
-        found = confirmed(self.call, self.policy, self.program, self.trial, search, self.budget)
-        wide = frozenset(
-            i for i, path in enumerate(self.trial.paths) if spelled(path) in found.paths
-        )
+        wide, found = confirmed(self.trial, search, self.budget)
         self.measured[wide] = found.error
         self.confirmations = found.compilations - 1
         return wide
@@ -122,9 +110,7 @@ class FrontSearch:
 
     def _measured(self, wide: WideModules) -> float:
         self.confirmations += 1
-        rules = self.programs[wide].rules
-        outputs = measured_outputs(self.call, self.policy, self.program, self.trial, wide, rules)
-        return self.trial.error(outputs)
+        return applied(self.trial, wide, [self.programs[wide].rules])[1]
 
     def _point(self, search: Search, wide: WideModules) -> FrontPoint:
         program = self.programs[wide]

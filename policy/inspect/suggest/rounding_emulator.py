@@ -6,7 +6,6 @@ as the dtype does.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.inspect.suggest.scaled_dots import ScaledDots
-from policy.programs.control_flow import handler_of
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
-from policy.programs.primitives import ACCUMULATES, EXACT, HOST, MATMULS, category_of
+from policy.programs.placed_interpreter import (
+    NO_REFERENCE,
+    ModulePass,
+    PlacedValue,
+    Reference,
+)
+from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
 from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind
 from policy.programs.upcast import (
@@ -32,28 +35,6 @@ from policy.programs.upcast import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """The matmuls that run in 8 bits where a flag says so.
-
-    Attributes:
-      dots: these matmuls.
-      layers: the index of each path in the flags.
-      flags: a vector of booleans. The first is False.
-    """
-
-    dots: ScaledDots
-    layers: Mapping[Path, int]
-    flags: Any
-
-    def flag(self, equation: Equation, place: ModulePass) -> Any:
-        """Returns the flag of a matmul; None if it never runs in 8 bits."""
-        if id(equation) not in self.dots.cotangents:
-            return None
-        index = candidate_of(place.path, self.layers)
-        return self.flags[index] if index else None
-
-
 class Emulated(Upcast):
     """Runs a program in float32, with values rounded where its flags say so.
 
@@ -65,51 +46,46 @@ class Emulated(Upcast):
         rule reaches. The last tells whether operations promote; otherwise half precision stays
         half when mixed with float32, as in modules that cast their inputs.
       candidates: the index of each path in the flags.
-      scaled: the matmuls that run in 8 bits where their own flags say so.
+      scaled: the matmuls that run in 8 bits where `in_8_bits` says so; None for none.
+      in_8_bits: a vector of booleans: of each layer of `scaled`, after one that is False.
     """
 
-    def __init__(self, flags: Any, candidates: Mapping[Path, int]):
-        super().__init__()
+    def __init__(
+        self,
+        flags: Any,
+        candidates: Mapping[Path, int],
+        reference: Reference = NO_REFERENCE,
+        scaled: ScaledDots | None = None,
+        in_8_bits: Any = None,
+    ):
+        super().__init__(reference=reference)
         self.flags, self.candidates = flags, candidates
-        self.scaled: Scaled | None = None
+        self.scaled, self.in_8_bits = scaled, in_8_bits
+        self._layers = {path: i + 1 for i, path in enumerate(scaled.layers if scaled else ())}
 
-    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
-        if (handler := handler_of(equation)) is not None:
-            return handler(self, equation, values)
-        if equation.primitive.name in HOST and not equation.outvars:
-            return []
+    def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         atoms = (*equation.invars, *equation.outvars)
         if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
-            return [
-                PlacedValue([output])
-                for output in bound_wide(equation, [value.arrays[0] for value in values])
-            ]
+            return super().evaluated(equation, values)
         return self._half(equation, values)
 
-    def _half(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+    def _half(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         """Evaluates an equation with half operands or results.
 
         Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
         """
-        name, is_wide = equation.primitive.name, self.flag(self.place_of(equation))
-        promotes = self.flags[-1]
-        decides = _decides(equation)
-        given = [value.arrays[1] for value in values if len(value.arrays) > 1]
-        own = is_wide
-        if not decides:
-            for flag in given:
-                is_wide = is_wide | (flag & promotes)
+        name, is_wide = equation.primitive.name, self._is_wide(equation, values)
         dtypes = [dtype_of(atom) for atom in equation.invars]
         arrays = [widen(value.arrays[0]) for value in values]
-        if given:
-            stays = own if decides else own | promotes
+        if any(len(value.arrays) > 1 for value in values):
+            own = self.flag(self.place_of(equation))
+            stays = own if _decides(equation) else own | self.flags[-1]
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
-        place = self.place_of(equation)
-        in_8_bits = None if self.scaled is None else self.scaled.flag(equation, place)
-        if self.scaled is not None and in_8_bits is not None:
-            product = self.scaled.dots.product(equation, arrays)
-            outputs = [jnp.where(in_8_bits, product, outputs[0])]
+        if self.scaled is not None and id(equation) in self.scaled.cotangents:
+            layer = candidate_of(self.place_of(equation).path, self._layers)
+            product = self.scaled.product(equation, arrays)
+            outputs = [jnp.where(self.in_8_bits[layer], product, outputs[0])]
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
         if name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
@@ -127,23 +103,23 @@ class Emulated(Upcast):
             for o, half in zip(outputs, halves, strict=True)
         ]
 
-    def given(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+    def with_constants(
+        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
+    ) -> list[PlacedValue]:
         """Returns the operands, with unrounded constants if the other operands are in float32."""
-        wide = {} if self.lane is None else dict(self.lane.given(self.chain, equation))
-        if not wide:
-            return values
-        is_wide = self.flag(self.place_of(equation))
-        if not _decides(equation):
-            for flag in [value.arrays[1] for value in values if len(value.arrays) > 1]:
-                is_wide = is_wide | (flag & self.flags[-1])
-        for k, array in wide.items():
+        is_wide, values = self._is_wide(equation, values), list(values)
+        for k, array in found.items():
             own, *flag = values[k].arrays
             values[k] = PlacedValue([jnp.where(is_wide, array, widen(own)), *flag])
         return values
 
-    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
-        own, *flag = value.arrays
-        return PlacedValue([jnp.where(flag[0] if flag else self.flag(place), array, own), *flag])
+    def _is_wide(self, equation: Equation, values: Sequence[PlacedValue]) -> Any:
+        """Returns whether an equation runs in float32, by its place and by its operands."""
+        is_wide = self.flag(self.place_of(equation))
+        if not _decides(equation):
+            for flag in [value.arrays[1] for value in values if len(value.arrays) > 1]:
+                is_wide = is_wide | (flag & self.flags[-1])
+        return is_wide
 
     def flag(self, place: ModulePass) -> Any:
         """Returns whether a place runs in float32."""
@@ -190,14 +166,19 @@ def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
     return 0
 
 
-class Ruled(PlacedInterpreter):
+class Ruled(Upcast):
     """Runs a program with some paths in float32, and the others in their traced dtypes.
 
     Each value is one array.
     """
 
-    def __init__(self, wide: frozenset[Path], candidates: Mapping[Path, int]):
-        super().__init__()
+    def __init__(
+        self,
+        wide: frozenset[Path],
+        candidates: Mapping[Path, int],
+        reference: Reference,
+    ):
+        super().__init__(reference=reference)
         self.wide, self.candidates = wide, candidates
         self._places = {index: path for path, index in candidates.items()}
 
@@ -205,19 +186,19 @@ class Ruled(PlacedInterpreter):
         """Returns whether a place runs in float32."""
         return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
 
-    def replaced(self, place: ModulePass, value: PlacedValue, array: Any) -> PlacedValue:
-        return PlacedValue([array]) if self.is_wide(place) else value
+    def with_constants(
+        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
+    ) -> list[PlacedValue]:
+        if not self.is_wide(self.place_of(equation)):
+            return list(values)
+        return super().with_constants(equation, values, found)
 
-    def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
-        if (handler := handler_of(equation)) is not None:
-            return handler(self, equation, values)
-        arrays = [value.arrays[0] for value in values]
+    def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         if self.is_wide(self.place_of(equation)):
-            return [
-                PlacedValue([output]) for output in bound_wide(equation, list(map(widen, arrays)))
-            ]
+            return super().evaluated(equation, values)
         operands = [
-            narrowed(a, dtype_of(atom)) for a, atom in zip(arrays, equation.invars, strict=True)
+            narrowed(value.arrays[0], dtype_of(atom))
+            for value, atom in zip(values, equation.invars, strict=True)
         ]
         return [PlacedValue([output]) for output in bind(equation, operands)]
 

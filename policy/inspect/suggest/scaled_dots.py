@@ -12,8 +12,10 @@ import numpy as np
 from jax import lax
 
 from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.policy import Policy
 from policy.eight_bits.scaled_matmul import quantise
 from policy.inspect.suggest.candidates import reached_path
+from policy.inspect.traced.call import Call, Program
 from policy.programs.codes import is_eight_bit_matmul, is_eight_bits
 from policy.programs.costs import flops_of, size
 from policy.programs.dependence import COTANGENT, dependences
@@ -158,6 +160,24 @@ def scaled_dots(
     )
     named = {path: one for path, one in layers.items() if path}
     return ScaledDots(by, named, cotangents, total, convolutions)
+
+
+def scaled_of(
+    call: Call, policy: Policy, by: ScaledMatmul, program: Program, modules: set[str] | None
+) -> ScaledDots:
+    """Returns the matmuls of a call's program that run in 8 bits under a policy with ``m=``.
+
+    Raises:
+      ValueError: there are none.
+    """
+    eight = call.under(policy.replace(matmul=by), None, program.route).jaxpr
+    found = scaled_dots(program.jaxpr, eight, call.differentiated(), by, modules)
+    if not found.layers:
+        raise ValueError(
+            f"m={by.text} applies to matmuls of a parameter inside a module, and this call has "
+            "none. params= selects the arguments that are parameters."
+        )
+    return found
 
 
 def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:

@@ -12,6 +12,7 @@ FEW = 8  # the largest number of candidates of which all sets are measured
 # A set that meets the budget may have a predicted error this many times larger.
 NEAR = 1.25
 DEARER = 1.05  # a set may cost this factor more than the cheapest
+_MOST_CONFIRMATIONS = 6
 CANCELLATION = 2.0  # the error of several may be this many times smaller than that of one of them
 
 
@@ -85,8 +86,6 @@ class Search:
         """Returns a set that meets the budget, or None: a prefix of `order`, found by bisection."""
         if self.meets(frozenset(), budget):
             return frozenset()
-        if len(self.costs) <= 2:
-            return self._of_two(budget)
         if not self.alone:
             self.survey()
         order = self.order()
@@ -106,17 +105,6 @@ class Search:
         ):  # None if no run was left: then its confirmation decides
             return None
         return wide
-
-    def _of_two(self, budget: float) -> WideModules | None:
-        """Returns a set of one or two candidates, or None.
-
-        All of their sets take as few runs as a survey.
-        """
-        sets = [frozenset([i]) for i in sorted(self.every, key=lambda i: self.costs[i])]
-        found = next((wide for wide in sets if self.meets(wide, budget)), self.every)
-        self.alone = [self.known.get(self.every - {i}, math.nan) for i in sorted(self.every)]
-        error = self.error(found)
-        return None if error is not None and error > budget else found
 
     def _predicted(self, order: Sequence[int], budget: float) -> int:
         left = sum(self.alone[i] ** 2 for i in order)
@@ -178,3 +166,34 @@ class Search:
             (s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost
         )
         return cheaper[:2]
+
+    def confirmed(
+        self, budget: float, applied: Callable[[WideModules], float]
+    ) -> tuple[WideModules, float, int]:
+        """Returns a set that meets the budget when it is applied, its error, and the attempts.
+
+        Sets that cost less and are predicted to miss the budget by little are tried first: some of
+        them meet it. After a miss the next set is chosen, and after two misses for a budget reduced
+        by the factor of the measurements' optimism. The last set tried has all candidates in
+        float32; its error may be above the budget.
+
+        Args:
+          budget: the error allowed.
+          applied: returns the error of a set whose rules are applied.
+        """
+        nearly = self.nearly(self.least(budget), budget)
+        goal, optimism, attempt = budget, 1.0, 0
+        while True:
+            attempt += 1
+            late = attempt - len(nearly)
+            wide = self.least(goal) if 0 < late < _MOST_CONFIRMATIONS else None
+            wide = nearly[attempt - 1] if late <= 0 else wide
+            wide = self.every if wide is None or wide in self.refused else wide
+            error = applied(wide)
+            if error <= budget or wide == self.every:
+                return wide, error, attempt
+            self.refused.add(wide)
+            if late > (2 if len(self.costs) <= FEW else 0):
+                measured = self.known.get(wide, error)
+                optimism = max(optimism, error / measured if measured else math.inf)
+                goal = 0.999 * budget / optimism

@@ -13,16 +13,17 @@ from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
-from policy.inspect.suggest.confirmed import confirmed
-from policy.inspect.suggest.confirmed_in_8_bits import confirmed_in_8_bits, scaled_of
-from policy.inspect.suggest.eight_bits import SMALLEST, EightBitSearch, split_policy
+from policy.inspect.suggest.candidates import ListeningRules
+from policy.inspect.suggest.confirmed import confirmed, search_of
+from policy.inspect.suggest.eight_bit_search import EightBitSearch
+from policy.inspect.suggest.eight_bits import SMALLEST, split_policy
 from policy.inspect.suggest.on_target import FrontSearch
-from policy.inspect.suggest.search import Search
+from policy.inspect.suggest.scaled_dots import scaled_of
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.target_costs import TargetCompiler, require_timed
 from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import Call, checked_policy, program_of
-from policy.programs.paths import naming, spelled
+from policy.programs.paths import naming
 
 POINTS = 5
 
@@ -46,10 +47,8 @@ def suggest(
 
     One program, compiled once, computes the function in float32 and rounds each value as the policy
     would, except at the paths selected by its flags. It measures each path alone in half precision,
-    then sets of paths: for up to eight paths, all sets that cost less than one that suffices;
-    otherwise two runs for each path, and one more for each kept path, to drop superfluous ones.
-    Then the rules are applied in a second program, whose outputs are measured. If it misses the
-    budget, another set is confirmed, with one more compilation each time.
+    then sets of paths. Then the rules are applied in a second program, whose outputs are measured.
+    If it misses the budget, another set is confirmed, with one more compilation each time.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -68,13 +67,7 @@ def suggest(
     policy, as in ``use_policy("mixed_float16", suggestion.rules)``.
 
     With a target, ``on="v5e:4x4"``, cost is what its compiler says, and the result has the front of
-    error against cost. Two programs are compiled for it, without rules and with every path in
-    float32; the difference of a module's time between them ranks it. At most `points` sets of
-    paths, far from each other on the front, are then compiled for their real costs; those two
-    programs are points too. No device of the target is needed.
-
-    The suggested rules multiply at the highest precision where they keep float32, as the errors
-    are measured, and so do the compiled programs.
+    error against cost. No device of the target is needed.
 
     Args:
       fn, *args, **kwargs: as for `compare`.
@@ -106,11 +99,9 @@ def suggest(
     Raises:
       TypeError: as `compare` does.
       RuntimeError: the target's compiler is not installed.
-      ValueError: there is neither a budget nor a target, or `on` is given with `matmul`, without a
-        policy or for a target of which no time is known; no rules within the budget fit into its
-        memory; `error` is not positive; nothing runs in half precision, or nothing has a path
-        that a rule could name; float32 itself is not finite; no rules meet the budget. Of
-        `matmul`: there is no policy of 16 bits, or no layer that it is about.
+      ValueError: an argument is malformed or goes with another that is missing; nothing that a rule
+        could name runs in half precision, or no layer that `matmul` is about; float32 itself is not
+        finite; no rules meet the budget, or none of those fits into the target's memory.
     """
     budget, smallest = _checked(error, on), _checked_size(smallest)
     on = Target(on) if isinstance(on, str) else on
@@ -118,26 +109,21 @@ def suggest(
         policy, by = split_policy(checked_policy(policy), matmul)
     target = _target(on, policy, by, mesh, shardings, points)
     call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
-    modules: set[str] = set()
-    program = program_of(call, policy, modules)
-    named = modules if program.route == "scope" else None
+    listening = ListeningRules()
+    program = program_of(call, policy, listening)
+    named = listening.heard if program.route == "scope" else None
     scaled = None if by is None or policy is None else scaled_of(call, policy, by, program, named)
-    trial = Trial(program, named, scaled)
-    if target is not None and policy is not None:
-        made = MadeCall(fn, args, kwargs, False)
-        compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
-        with naming(trial.paths):
-            return FrontSearch(call, policy, program, trial, compiler, points, budget).suggestion()
-    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
-    if not trial.outside:
-        search.known[search.every] = 0.0
+    trial = Trial(call, policy, program, named, scaled)
     with naming(trial.paths):
-        found = confirmed(call, policy, program, trial, search, budget)
-        if scaled is None or policy is None:
+        if target is not None and policy is not None:
+            made = MadeCall(fn, args, kwargs, False)
+            compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
+            return FrontSearch(trial, compiler, points, budget).suggestion()
+        wide, found = confirmed(trial, search_of(trial, trial.costs), budget)
+        if scaled is None or policy is None or by is None:
             return found
-        wide = frozenset(i for i, path in enumerate(trial.paths) if spelled(path) in found.paths)
-        layers = EightBitSearch(trial, wide, budget, smallest)
-        return confirmed_in_8_bits(call, policy.replace(matmul=by), program, layers, found)
+        eight = policy.replace(matmul=by)
+        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found, by)
 
 
 def _checked(error: Any, on: Any) -> float:

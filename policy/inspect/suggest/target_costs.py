@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,10 @@ from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.steps import MadeCall, Step, name_of, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.costs import costs_of
+from policy.inspect.suggest.applied import first_that_runs
 from policy.inspect.suggest.rounding_emulator import candidate_of
-from policy.inspect.traced.call import Route, short_text
+from policy.inspect.traced.call import short_text
+from policy.inspect.traced.under_policy import Route
 from policy.programs.paths import Path
 
 # A module that costs less than this share of the program is taken to cost so much.
@@ -77,7 +79,7 @@ class TargetCompiler:
         arguments = (self.call.args, self.call.kwargs)
         return placement_of(self.target, self.mesh, self.shardings, arguments)
 
-    def compiled(self, choices: Iterable[PolicyRules], route: Route) -> TargetProgram:
+    def compiled(self, choices: Sequence[PolicyRules], route: Route) -> TargetProgram:
         """Compiles the call under the first of some rules under which it can be traced.
 
         Args:
@@ -88,7 +90,7 @@ class TargetCompiler:
           TypeError, ValueError: as `policy.estimate` does.
         """
         with self._on_mesh():
-            rules, step = self._traced([*choices], route)
+            rules, step = first_that_runs(choices, lambda rules: self._step(rules, route))
             arrays = step.traced.arguments.arrays
             specs = specs_of(self.shardings, self.call.args, arrays, step.names, step.origins)
             placed = placed_arrays(self.placement, arrays, specs, step.names)
@@ -112,13 +114,6 @@ class TargetCompiler:
     @property
     def _row(self) -> Candidate:
         return Candidate(short_text(self.policy), self.policy, {})
-
-    def _traced(self, choices: Sequence[PolicyRules], route: Route) -> tuple[PolicyRules, Step]:
-        *others, last = choices
-        for rules in others:
-            with contextlib.suppress(TypeError, ValueError):
-                return rules, self._step(rules, route)
-        return last, self._step(last, route)
 
     def _step(self, rules: PolicyRules, route: Route) -> Step:
         named = rules if rules else None

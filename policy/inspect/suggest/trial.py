@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.core.policy import Policy
 from policy.inspect.compare.compare import COMPILER_OPTIONS
-from policy.inspect.compare.float32_values import first_array, lane_of
 from policy.inspect.suggest.candidates import reached_path
-from policy.inspect.suggest.rounding_emulator import Emulated, Scaled
+from policy.inspect.suggest.rounding_emulator import Emulated
 from policy.inspect.suggest.scaled_dots import ScaledDots
 from policy.inspect.suggest.search import WideModules
-from policy.inspect.traced.call import Program
+from policy.inspect.traced.call import Call, Program
 from policy.programs.costs import bytes_of, flops_of
 from policy.programs.paths import Path
 from policy.programs.placed_interpreter import PlacedValue, lost_prefixes, module_path
@@ -30,6 +30,7 @@ class Trial:
     """A program with flags, compiled once, that measures the error of sets of candidates.
 
     Attributes:
+      call, policy, program: what is measured.
       paths: the candidates.
       costs: the cost of each candidate in float32.
       outside: whether any half-precision operation is out of the reach of rules.
@@ -38,9 +39,15 @@ class Trial:
     """
 
     def __init__(
-        self, program: Program, modules: set[str] | None, scaled: ScaledDots | None = None
+        self,
+        call: Call,
+        policy: Policy | None,
+        program: Program,
+        modules: set[str] | None,
+        scaled: ScaledDots | None = None,
     ):
-        self.program, self.runs, self.scaled = program, 0, scaled
+        self.call, self.policy, self.program = call, policy, program
+        self.runs, self.scaled = 0, scaled
         shares, lost = _shares(program, modules)
         self.outside = () in shares
         self.paths = [path for path in shares if path]
@@ -51,23 +58,17 @@ class Trial:
         self.candidates |= {
             end: self.candidates[path] for end, path in lost.items() if path in self.candidates
         }
-        self.layers = [] if scaled is None else list(scaled.layers)
-        self._none = np.zeros(len(self.layers) + 1, bool)
+        self._none = np.zeros(1 + len(scaled.layers if scaled else ()), bool)
         self.compiled = compiled(program, self._run, self._flags(frozenset()), self._none)
         self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
-        _require_finite(program, self.reference)
+        _require_finite(self.reference)
 
     def _run(self, flags: Any, in_8_bits: Any, *arrays: Any) -> list[Any]:
         body, consts = opened(self.program.jaxpr)
-        emulated = Emulated(flags, self.candidates)
-        if self.scaled is not None:
-            emulated.scaled = Scaled(
-                self.scaled, {path: i + 1 for i, path in enumerate(self.layers)}, in_8_bits
-            )
-        emulated.lane = lane_of(self.program.reference, first_array)
+        emulated = Emulated(flags, self.candidates, self.program.reference, self.scaled, in_8_bits)
         given = [PlacedValue([widen(array)]) for array in arrays]
         outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
-        return floats_of(self.program, emulated.ended(outputs))
+        return floats_of(self.program, outputs)
 
     def _outputs(self, flags: np.ndarray, in_8_bits: np.ndarray | None = None) -> list[np.ndarray]:
         self.runs += 1
@@ -79,6 +80,10 @@ class Trial:
         flags[[i + 1 for i in wide]] = True
         flags[-1] = promotes
         return flags
+
+    def paths_of(self, wide: WideModules) -> frozenset[Path]:
+        """Returns the paths of some candidates."""
+        return frozenset(self.paths[i] for i in wide)
 
     def measure(self, wide: WideModules) -> float:
         """Returns the error with these candidates in float32."""
@@ -150,25 +155,17 @@ def floats_of(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
     return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
 
 
-def _require_finite(program: Program, reference: Sequence[np.ndarray]) -> None:
+def _require_finite(reference: Sequence[np.ndarray]) -> None:
     if not reference:
         raise ValueError(
             "suggest measures the error of floating outputs, but the function returns none."
         )
-    if all(np.isfinite(output).all() for output in reference):
-        return
-    inputs = zip(program.arguments.names(), program.arguments.arrays, strict=True)
-    bad = [
-        n
-        for n, a in inputs
-        if jnp.issubdtype(a.dtype, jnp.floating) and np.isnan(np.asarray(a)).any()
-    ]
-    why = f"The inputs contain NaN: {', '.join(bad)}" if bad else "The inputs contain no NaN"
-    raise ValueError(
-        "The function returns infinities or NaN in float32 for these inputs, so there is no "
-        f"reference to measure errors against. {why}. Give inputs for which the function is "
-        "finite; policy.compare shows where it stops being finite."
-    )
+    if not all(np.isfinite(output).all() for output in reference):
+        raise ValueError(
+            "The function returns infinities or NaN in float32 for these inputs, so there is no "
+            "reference to measure errors against. Give inputs for which the function is finite; "
+            "policy.compare shows where it stops being finite, and which inputs contain NaN."
+        )
 
 
 def _no_paths(program: Program, outside: bool) -> str:

@@ -6,31 +6,32 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.autocasting.transform import autocast
 from policy.core.callables import require_function
-from policy.core.matmul_dtypes import INT8
 from policy.core.policy import Policy, get_policy
-from policy.core.precedence import DtypePolicyWarning
 from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike, require_usable, use_policy
+from policy.core.scope import RulesLike, require_usable
 from policy.inspect.traced.float32 import in_float32, wide_arguments
-from policy.inspect.traced.gradients import explicit_or_lowered, places_of_parameters
-from policy.inspect.traced.pairing import Reference, reference_of
+from policy.inspect.traced.gradients import (
+    Around,
+    as_it_is,
+    explicit_or_lowered,
+    places_of_parameters,
+    with_gradients,
+)
+from policy.inspect.traced.reference import reference_of
+from policy.inspect.traced.under_policy import Route, under_policy
 from policy.programs.codes import NO_CODES, Codes, codes_of
 from policy.programs.module_names import make_jaxpr
-from policy.programs.primitives import MATMULS
+from policy.programs.placed_interpreter import NO_REFERENCE, Reference
 from policy.programs.subprograms import opened
 from policy.programs.trace import Arguments, lowered
-from policy.programs.upcast import dtype_of, dtypes_of, is_half
-from policy.programs.walk import walk
-
-Route = Literal["as written", "scope", "autocast"]
+from policy.programs.upcast import dtypes_of, is_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,8 @@ class Program:
       gradients: the name of each gradient, which come after the outputs.
       route: the origin of its half precision: as it is written, by the scope of a policy, or by
         autocast.
-      reference: the function's float32 trace, paired with the jaxpr; None if there is no such
-        trace.
-      refused: the reason for the missing reference.
+      reference: its differences from the function in float32.
+      refused: the reason why the function can't be traced in float32; "" if it can.
       codes: its casts to 8 bits.
     """
 
@@ -54,8 +54,8 @@ class Program:
     arguments: Arguments
     outputs: tuple[str, ...]
     gradients: tuple[str, ...]
-    route: Route
-    reference: Reference | None = None
+    route: Route = "as written"
+    reference: Reference = NO_REFERENCE
     refused: str = ""
     codes: Codes = NO_CODES
 
@@ -120,22 +120,27 @@ class Call:
         args, kwargs = self.arguments.filled(self.arguments.arrays)
         return places_of_parameters(self.fn, self.params, args, kwargs, self.arguments)
 
-    def traced(self, policy: Policy | None, rules: PolicyRules | None, route: Route) -> Program:
-        """Returns the program of the call."""
-        fn: Any = self.fn
-        if route == "autocast":
-            fn = autocast(fn, policy, params=self.params, rules=rules)
+    def traced(self, around: Around = as_it_is) -> Program:
+        """Returns the program of the call, as it is written.
+
+        Args:
+          around: wraps the function, given the arguments that are parameters.
+        """
+        fn = around(self.fn, self.params)
         flat = self._flat(fn) if self.loss_scale is None else self._with_gradients(fn)
-        if route == "scope":
-            with use_policy(policy, rules):
-                jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
-        else:
-            jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
+        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
         inputs = input_paths(self.arguments, self.is_lowered)
         gradients = [inputs[i] for i in taken]
-        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients), route)
+        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
+
+    def under(
+        self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
+    ) -> Program:
+        """Returns the program of the call under a policy; see `under_policy`."""
+        program, route = under_policy(self.traced, policy, rules, route)
+        return dataclasses.replace(program, route=route)
 
     def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def flat(*arrays: Any) -> Any:
@@ -148,20 +153,8 @@ class Call:
         taken, scale = self.differentiated(), self.loss_scale
         if not taken:
             raise TypeError("There is no floating array among the arguments to take gradients of.")
-
-        def flat(*arrays: Any) -> Any:
-            def loss(taken_arrays: list[Any]) -> tuple[Any, Any]:
-                every = list(arrays)
-                for i, array in zip(taken, taken_arrays, strict=True):
-                    every[i] = array
-                args, kwargs = self.arguments.filled(every)
-                out = fn(*args, **kwargs)
-                return _loss(out).astype(jnp.float32) * scale, out
-
-            gradients, out = jax.grad(loss, has_aux=True)([arrays[i] for i in taken])
-            return out, gradients
-
-        return flat
+        scaled = lambda out: [_loss(out).astype(jnp.float32) * scale]  # noqa: E731
+        return with_gradients(fn, self.arguments, taken, scaled)
 
 
 def _loss(out: Any) -> Any:
@@ -242,90 +235,40 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
     return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
 
 
-class _Listening(PolicyRules):
-    """Rules without effect that record the paths of the modules that look up their rules."""
-
-    __slots__ = ("heard",)
-    heard: set[str]
-
-    def __init__(self, heard: set[str]):
-        super().__init__([("(?!)", "float32")], strict=False)
-        object.__setattr__(self, "heard", heard)
-
-    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
-        if path is not None:
-            self.heard.add(path)
-
-
-def program_of(
-    call: Call,
-    policy: Policy | None,
-    modules: set[str] | None = None,
-    rules: PolicyRules | None = None,
-) -> Program:
-    """Returns the program under a policy, paired with the function in float32.
+def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = None) -> Program:
+    """Returns the program under a policy, with its differences from the function in float32.
 
     It is the program of the layers that obey the policy's scope, or else autocast's.
 
     Args:
       call: the call to trace.
       policy: None for the program as it is written.
-      modules: a set to collect the paths of modules that look up rules, or None.
-      rules: the rules beside the policy, if `modules` is None.
+      rules: the rules beside the policy.
     """
-    return _with_reference(call, _in_half(call, policy, modules, rules))
-
-
-def _in_half(
-    call: Call, policy: Policy | None, modules: set[str] | None, rules: PolicyRules | None
-) -> Program:
-    if policy is None:
-        return call.traced(None, None, "as written")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DtypePolicyWarning)
-        program = call.traced(policy, rules if modules is None else _Listening(modules), "scope")
-    if is_half(policy.compute_dtype) and not multiplies_in_half(program.jaxpr):
-        return call.traced(policy, rules, "autocast")
-    for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=5)
-    return program
+    return _with_reference(call, call.under(policy, rules))
 
 
 def _with_reference(call: Call, program: Program) -> Program:
-    """Returns the program with the same call's float32 trace as its reference.
+    """Returns the program with its differences from the same call's float32 trace.
 
     Code that names a half dtype explicitly may have no such trace; any exception then becomes
     `refused`.
     """
     codes = codes_of(program.jaxpr, call.differentiated())
     program = dataclasses.replace(program, codes=codes)
-    if not codes.roundings and not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
+    if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
         return program  # already float32
     arguments = dataclasses.replace(call.arguments, arrays=wide_arguments(call.arguments.arrays))
+    wide, refused = None, ""
     try:
-        with in_float32(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wide = dataclasses.replace(call, arguments=arguments).traced(None, None, "as written")
+            wide_call = dataclasses.replace(call, arguments=arguments)
+            wide = wide_call.traced(lambda fn, _: in_float32(fn))
     except Exception as error:
-        return dataclasses.replace(
-            program, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        )
-    if wide.outputs != program.outputs or wide.gradients != program.gradients:
-        return dataclasses.replace(program, refused="its outputs are not those in half precision")
-    return dataclasses.replace(
-        program, reference=reference_of(program.jaxpr, wide.jaxpr, codes.inner)
-    )
-
-
-def multiplies_in_half(jaxpr: Any) -> bool:
-    """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
-    return any(
-        site.name in MATMULS
-        and any(
-            is_half(d) or d == INT8 for d in map(dtype_of, site.equation.invars) if d is not None
-        )
-        for site in walk(jaxpr)
-    )
+        refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    reference = reference_of(program.jaxpr, None if wide is None else wide.jaxpr)
+    return dataclasses.replace(program, reference=reference, refused=refused)
 
 
 def short_text(policy: Policy) -> str:

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core.primitives import convert_element_type_p
 
-from policy.core.scope import Scope, current_scope, enter
+from policy.core.scope import use_policy
 from policy.programs.dtypes import F32
 from policy.programs.primitives import HOST, READS_BITS
-from policy.programs.upcast import is_half
+from policy.programs.upcast import is_half, widen
 
 source_info_util.register_exclusion(__file__)  # equations get the caller's source line
-_lock = threading.Lock()
-_traces = 0  # how many are under way, in all threads
-
-_bind: Callable[..., Any] = jex_core.Primitive.bind
 
 
-def _bind_wide(primitive: Any, *args: Any, **params: Any) -> Any:
-    """`Primitive.bind` on widened operands, to a widened result."""
-    if (
-        current_scope().in_float32
-        and primitive.name not in HOST
-        and primitive.name not in READS_BITS
-    ):
-        args = tuple(map(_widened, args))
-        params = {name: _wide(value) for name, value in params.items()}
-    return _bind(primitive, *args, **params)
+def _by_outer(name: str) -> Callable[..., Any]:
+    """Returns a method of a trace that calls that of the outer trace."""
+
+    def method(self: _Float32Trace, *args: Any, **params: Any) -> Any:
+        with jex_core.set_current_trace(self.outer):
+            return getattr(self.outer, name)(*args, **params)
+
+    return method
+
+
+class _Float32Trace(jax.core.Trace):
+    """Hands operations to the outer trace with float32 in place of the half dtypes they name."""
+
+    def __init__(self, outer: Any):
+        super().__init__()
+        self.outer = outer
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        with jex_core.set_current_trace(self.outer):
+            if primitive.name not in HOST and primitive.name not in READS_BITS:
+                tracers = [_widened(tracer) for tracer in tracers]
+                params = {name: _wide(value) for name, value in params.items()}
+            return primitive.bind(*tracers, **params)
+
+    stage_value = _by_outer("stage_value")
+    process_call = _by_outer("process_call")
+    process_custom_jvp_call = _by_outer("process_custom_jvp_call")
+    process_custom_vjp_call = _by_outer("process_custom_vjp_call")
+    process_shard_map = _by_outer("process_shard_map")
 
 
 def _widened(operand: Any) -> Any:
-    dtype = getattr(operand, "dtype", None)
-    if dtype is None or not is_half(dtype):
-        return operand
     if isinstance(operand, (np.ndarray, np.generic)):
-        return np.asarray(operand, F32)
-    return _bind(convert_element_type_p, operand, new_dtype=F32, weak_type=False, sharding=None)
+        return np.asarray(operand, F32) if is_half(operand.dtype) else operand
+    return widen(operand)
 
 
 def _wide(value: Any) -> Any:
@@ -53,28 +63,25 @@ def _wide(value: Any) -> Any:
     return F32 if is_dtype and is_half(value) else value
 
 
-@contextlib.contextmanager
-def in_float32() -> Iterator[None]:
-    """Traces in float32 wherever this thread's code names a half dtype, for a block.
+def in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced in float32 wherever its code names a half dtype.
 
     Casts to a half dtype give float32, and half constants are widened where they are read, so code
-    that inspects `dtype` sees float32; no policy is in force. JAX has no tracing rule that reaches
-    into jitted or scanned functions, so `Primitive.bind` is replaced for the duration of the block.
-    The replacement follows the scope, which is thread-local and part of JAX's cache keys, so that
-    other threads and later traces are unaffected.
+    that inspects `dtype` sees float32; no policy is in force. A function that JAX traces by itself
+    (jit, the body of a scan) is traced for float32 operands, but has the half dtypes that its own
+    code names.
     """
-    global _traces
-    with _lock:
-        _traces += 1
-        setattr(jex_core.Primitive, "bind", _bind_wide)  # noqa: B010
-    try:
-        with enter(Scope(in_float32=True)), jax.numpy_dtype_promotion("standard"):
-            yield
-    finally:
-        with _lock:
-            _traces -= 1
-            if not _traces:
-                setattr(jex_core.Primitive, "bind", _bind)  # noqa: B010
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with (
+            jex_core.take_current_trace() as outer,
+            jex_core.set_current_trace(_Float32Trace(outer)),
+            use_policy(None),
+            jax.numpy_dtype_promotion("standard"),
+        ):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def wide_arguments(arrays: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,13 +105,18 @@ def explicit_or_lowered(params: ParamsArgument, call: Lowered | None) -> ParamsA
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
 
 
+def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., Any]:
+    """Returns a function without a wrapper."""
+    return fn
+
+
 def traced_call(
     fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backward: bool,
     params: ParamsArgument,
-    around: Around = lambda fn, params: fn,
+    around: Around = as_it_is,
 ) -> Traced:
     """Traces a call, and with `backward` its gradients too.
 
@@ -153,28 +158,47 @@ def _with_gradients(
         )
     # it returns its new state beside its result
     has_state = call is not None and call.finish is not Lowered.finish
-    called, fn = fn, around(fn, params)
 
-    def both(*arrays: Any) -> Any:
-        def of_chosen(*values: Any) -> Any:
-            given = dict(zip(chosen, values, strict=True))
-            new_args, new_kwargs = arguments.filled(
-                [given.get(i, array) for i, array in enumerate(arrays)]
-            )
-            out = fn(*new_args, **new_kwargs)
-            primary = _primary(out[0] if has_state else out)
-            floats = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
-            return floats, out
-
-        floats, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
-        if not floats:
+    def floats(out: Any) -> list[Any]:
+        primary = _primary(out[0] if has_state else out)
+        found = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
+        if not found:
             raise ValueError(
                 "backward=True differentiates floating outputs, but the function returns none."
             )
-        return out, backward([jnp.ones_like(leaf) for leaf in floats])
+        return found
 
+    both = with_gradients(around(fn, params), arguments, chosen, floats)
     jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments, None if call is not None else called)
+    return Traced(jaxpr, shape, arguments, None if call is not None else fn)
+
+
+def with_gradients(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    chosen: Sequence[int],
+    floats: Callable[[Any], list[Any]],
+) -> Callable[..., tuple[Any, Sequence[Any]]]:
+    """Returns a function of arrays that returns the result of `fn` and its gradients.
+
+    Args:
+      fn: the function.
+      arguments: its arguments, which hold the arrays.
+      chosen: the positions of the arrays to differentiate by.
+      floats: returns what to differentiate of a result; its cotangents are ones.
+    """
+
+    def both(*arrays: Any) -> tuple[Any, Sequence[Any]]:
+        def of_chosen(*values: Any) -> tuple[list[Any], Any]:
+            given = dict(zip(chosen, values, strict=True))
+            args, kwargs = arguments.filled([given.get(i, a) for i, a in enumerate(arrays)])
+            out = fn(*args, **kwargs)
+            return floats(out), out
+
+        found, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
+        return out, backward([jnp.ones_like(leaf) for leaf in found])
+
+    return both
 
 
 def _primary(out: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from policy.inspect.compare.comparison import Comparison, Row
+from policy.inspect.compare.report import Row, Rows
 from policy.inspect.render.parts import figure
 
 _SERIES = (("activations", "#3465a4"), ("gradients", "#c4742a"))
@@ -17,15 +17,14 @@ _BEYOND = 48  # pixels between the last decade and infinity
 _LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
 
 
-def svg(comparison: Comparison) -> str:
+def svg(comparison: Rows) -> str:
     """Draws a line for each path, with dots for its activation and gradient.
 
     Overflows are red, at infinity.
     """
-    paths = list(
-        dict.fromkeys(row.path for name, _ in _SERIES for row in getattr(comparison, name))
-    )
-    low, high = _decades(_rows(comparison))
+    rows = (*comparison.activations, *comparison.gradients)
+    paths = list(dict.fromkeys(row.path for row in rows))
+    low, high = _decades(rows)
     width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
     finite = width - _LEFT - _RIGHT - _BEYOND
     x = lambda error: (  # noqa: E731
@@ -35,7 +34,7 @@ def svg(comparison: Comparison) -> str:
     for decade in range(low, high + 1):
         place = x(10.0**decade)
         parts.append(_grid(place, height, f"1e{decade}"))
-    if any(math.isinf(row.error) for row in _rows(comparison)):
+    if any(math.isinf(row.error) for row in rows):
         parts.append(_grid(x(math.inf), height, "∞"))
     for i, path in enumerate(paths):
         parts.append(_label(path, _TOP + _LINE * i, path == comparison.first_jump))
@@ -43,10 +42,6 @@ def svg(comparison: Comparison) -> str:
         for row in getattr(comparison, name):
             parts.append(_dot(row, x(row.error), _TOP + _LINE * paths.index(row.path), colour))
     return "\n".join([*parts, "</svg>"])
-
-
-def _rows(comparison: Comparison) -> list[Row]:
-    return [row for name, _ in _SERIES for row in getattr(comparison, name)]
 
 
 def _grid(x: float, height: int, text: str) -> str:
@@ -57,7 +52,7 @@ def _grid(x: float, height: int, text: str) -> str:
     )
 
 
-def _frame(comparison: Comparison, width: int, height: int) -> str:
+def _frame(comparison: Rows, width: int, height: int) -> str:
     title = html.escape(f"{comparison.name}: error against float32 {comparison.policy}")
     legend = "".join(
         f'<circle cx="{_LEFT + 110 * i}" cy="32" r="4" fill="{colour}"/>'
@@ -111,7 +106,7 @@ def _along(error: float, low: int, high: int) -> float:
     return 0.0 if error <= 0 else min(max((math.log10(error) - low) / max(high - low, 1), 0.0), 1.0)
 
 
-def plot(comparison: Comparison, file: str | Path) -> None:
+def plot(comparison: Rows, file: str | Path) -> None:
     """Draws the same chart with matplotlib, into a file.
 
     Raises:
@@ -121,7 +116,7 @@ def plot(comparison: Comparison, file: str | Path) -> None:
     figure.savefig(file, bbox_inches="tight", dpi=120)
 
 
-def _figure(comparison: Comparison) -> Any:
+def _figure(comparison: Rows) -> Any:
     try:
         from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
     except ImportError:
@@ -129,10 +124,9 @@ def _figure(comparison: Comparison) -> Any:
             "Comparison.plot draws with matplotlib, which is not installed: pip install "
             "matplotlib. Comparison.to_svg() works without it."
         ) from None
-    paths = list(
-        dict.fromkeys(row.path for row in (*comparison.activations, *comparison.gradients))
-    )
-    low, high = _decades([*comparison.activations, *comparison.gradients])
+    rows = (*comparison.activations, *comparison.gradients)
+    paths = list(dict.fromkeys(row.path for row in rows))
+    low, high = _decades(rows)
     figure = Figure(figsize=(9, 1.6 + 0.2 * len(paths)))
     axes = figure.add_subplot()
     for name, colour in _SERIES:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from policy.inspect.compare.comparison import Comparison, OperandCodes, Row
+from policy.inspect.compare.report import OperandCodes, Row, Rows
 from policy.inspect.compare.statistics import is_discrete
 
 _TITLES = {
@@ -19,7 +19,7 @@ _TITLES = {
 _HEADS = ("error", "cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
 
 
-def comparison_table(comparison: Comparison) -> str:
+def comparison_table(comparison: Rows) -> str:
     """Returns the rows in columns, with the first jump and the notes above them."""
     rows = comparison.rows
     width = max((len(_name(row)) for row in rows), default=0)
@@ -45,7 +45,7 @@ def _codes(codes: Sequence[OperandCodes]) -> Iterable[str]:
         yield f"{path:<{width}}{one.operand:>11}{one.dtype:>15}{shares}"
 
 
-def _above(comparison: Comparison) -> Iterable[str]:
+def _above(comparison: Rows) -> Iterable[str]:
     how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
         comparison.route
     ]

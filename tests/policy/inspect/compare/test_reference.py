@@ -4,13 +4,11 @@ rounding.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import flax.linen as flax_nn
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,28 +17,18 @@ from jax import lax
 
 from mpmodules import linen as nn
 from mpmodules import nnx
+from policy import get_policy
 from policy.core.scope import use_policy
 from policy.inspect.compare.compare import compare
 from policy.inspect.suggest.suggest import suggest
+from policy.inspect.traced.call import Call, program_of
 from policy.inspect.traced.float32 import in_float32
+from tests.policy.autocasting.models import MODELS
+from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RNG = np.random.default_rng(0)
-
-
-def normal(*shape: int, scale: float = 1.0) -> Any:
-    return jnp.asarray(scale * RNG.normal(size=shape), F32)
-
-
-def exactly(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function that rounds where it says so."""
-    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
-
-
-def relative(value: Any, truth: Any) -> float:
-    value, truth = np.asarray(value, np.float64), np.asarray(truth, np.float64)
-    return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -194,30 +182,6 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
         assert jnp.isfinite(jax.jit(lambda v, x: apply(model, v, x))(variables, x)).all()
 
 
-def test_what_is_nan_in_float32_too_is_still_said() -> None:
-    comparison = compare(lambda x: jnp.log(x.astype(F16) - 1e-8), jnp.asarray([-1.0, 2.0]))
-    assert (
-        "float32 itself is infinite or NaN in 1 rows" in str(comparison)
-        and comparison.outputs[0].undefined == 0.5
-    )
-
-
-class Twice(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(8)(0.1 * nn.Dense(8)(x))
-
-
-def test_a_constant_between_layers_leaves_rules_to_be_found() -> None:
-    model, x = Twice(), normal(4, 8)
-    variables = jax.jit(model.init)(jax.random.key(0), x)
-    found = suggest(model.apply, variables, x, error=1e-4, policy="mixed_bfloat16")
-    assert found.error == 0 and len(found.rules) > 0
-    with use_policy("mixed_bfloat16", {".*": "f32"}):
-        wide = jax.jit(lambda v, x: apply(model, v, x))(variables, x)
-    np.testing.assert_array_equal(wide, jax.jit(lambda v, x: apply(model, v, x))(variables, x))
-
-
 # --------------------------------------------------------------------------------------------------
 # Layers that compute in another way in half precision
 # --------------------------------------------------------------------------------------------------
@@ -314,8 +278,6 @@ def test_every_kind_of_layer_pairs_and_its_reference_is_what_float32_computes(na
 
 
 def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
-    from mpmodules import nnx
-
     class Net(nnx.Module):
         def __init__(self, rngs: flax_nnx.Rngs):
             self.norm, self.layer = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
@@ -333,27 +295,19 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# What can't be paired
-# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_under_autocast_has_all_constants_of_its_float32_trace(name: str) -> None:
+    params, x, fn = MODELS[name].params, MODELS[name].x, MODELS[name].fn
+    loss = lambda params, x: jnp.sum(jnp.abs(fn(params, x)).astype(F32))  # noqa: E731
+    for policy, called, scale in (("mixed_float16", fn, None), ("mixed_bfloat16", loss, 1.0)):
+        call = Call.of("compare", called, (params, x), {}, None, scale)
+        program = program_of(call, get_policy(policy))
+        assert program.refused == "" and program.reference.unpaired == ()
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_queries_are_measured_against_queries_where_the_programs_scale_them_apart(
-    wing: str, policy: str
-) -> None:
-    """float32 scales the queries, half precision their products with the keys."""
-    x = normal(2, 6, 32)
-    if wing == "linen":
-        model = nn.MultiHeadDotProductAttention(2)
-        comparison = compare(model.apply, model.init(jax.random.key(0), x), x, policy=policy)
-    else:
-        layer = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0), dtype_policy=policy)
-        comparison = compare(layer, x)
-    rows = {row.path.rpartition("/")[2]: row.error for row in comparison.rows}
-    assert 0 < rows["query"] < 1.5 * rows["key"] and rows["key"] < 5e-3
-    assert comparison.first_jump is None and comparison.unpaired == ()
+# --------------------------------------------------------------------------------------------------
+# Constants without a counterpart
+# --------------------------------------------------------------------------------------------------
 
 
 def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that_is_said() -> None:
@@ -370,45 +324,47 @@ def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that
     assert comparison.notes[0] in str(comparison) and '"unpaired": [' in comparison.to_json()
 
 
-def test_a_module_that_hands_on_other_values_in_half_is_named_and_what_follows_is_right() -> None:
-    def model(x: Any) -> Any:
-        x = x.astype(F16)
-        with jax.named_scope("split"):
-            parts = (
-                [jnp.sin(x)] if x.dtype == F32 else [jnp.cos(x * 2), jnp.sin(x) - jnp.cos(x * 2)]
-            )
-        with jax.named_scope("sum"):
-            return sum(parts[1:], parts[0]) * 0.1
-
-    x = normal(64)
-    comparison = compare(model, x)
-    assert comparison.unpaired == ("split",) and "could not be paired at 'split'" in str(comparison)
-    truth = 0.1 * np.sin(np.asarray(x, np.float64))
-    np.testing.assert_allclose(comparison.error, relative(exactly(model)(x), truth), rtol=2e-3)
-
-
-def test_what_is_traced_in_float32_is_no_other_calls_program() -> None:
+def test_constants_beside_a_half_dtype_that_a_jitted_function_names_stay_rounded() -> None:
     @jax.jit
     def half(x: Any) -> Any:
-        return x.astype(BF16) * 0.1
+        with jax.named_scope("named"):
+            return x.astype(F16) * 0.1 * 2
 
-    x = normal(4)
-    with in_float32():
-        assert jax.eval_shape(half, x).dtype == F32
+    x = normal(64)
+    comparison = compare(half, x)
+    assert comparison.unpaired == ("named",) and "no counterpart in float32 at 'named'" in str(
+        comparison
+    )
+    truth = 2 * np.float64(F16(0.1)) * np.asarray(x, np.float64)
+    np.testing.assert_allclose(comparison.error, relative(half(x), truth), rtol=2e-3)
+
+
+def test_a_scan_that_names_the_half_dtype_of_its_carry_is_compared_with_itself_widened() -> None:
+    def half(x: Any) -> Any:
+        step = lambda y, _: ((jnp.sin(y.astype(F32)) * 1.5).astype(F16), None)  # noqa: E731
+        return lax.scan(step, x.astype(F16), None, length=3)[0]
+
+    x = normal(64)
+    comparison, truth = compare(half, x), np.asarray(x, np.float64)
+    for _ in range(3):
+        truth = 1.5 * np.sin(truth)
+    assert "can't be traced in float32 (TypeError: scan body" in comparison.notes[0]
+    np.testing.assert_allclose(comparison.error, relative(exactly(half)(x), truth), rtol=2e-3)
+
+
+def test_a_function_in_float32_sees_no_half_dtype_and_later_traces_do() -> None:
+    def fn(x: Any) -> Any:
+        assert x.astype(F16).dtype == jnp.zeros(3, BF16).dtype == F32
         with use_policy("mixed_bfloat16"):
-            assert jax.eval_shape(half, x).dtype == F32
-    assert jax.eval_shape(half, x).dtype == BF16
-    with use_policy("mixed_bfloat16"):
-        assert jax.eval_shape(half, x).dtype == BF16
+            return half(x.astype(F16))
+
+    half = jax.jit(lambda x: x * 0.1)
+    with pytest.raises(RuntimeError, match="inside"):
+        jax.eval_shape(in_float32(lambda x: jax.jit(raised)(x)), normal(4))
+    assert jax.eval_shape(in_float32(fn), normal(4)).dtype == F32
+    assert jax.eval_shape(half, jnp.zeros(3, F16)).dtype == F16
+    assert jax.eval_shape(lambda x: x.astype(F16), normal(4)).dtype == F16
 
 
-def test_other_threads_trace_as_ever_and_an_error_leaves_nothing_behind() -> None:
-    bind, seen = jex_core.Primitive.bind, []
-    with pytest.raises(RuntimeError, match="inside"), in_float32():
-        thread = threading.Thread(
-            target=lambda: seen.append(jax.eval_shape(lambda x: x.astype(F16), normal(2)).dtype)
-        )
-        thread.start()
-        thread.join()
-        raise RuntimeError("inside")
-    assert seen == [F16] and jex_core.Primitive.bind is bind
+def raised(x: Any) -> Any:
+    raise RuntimeError("inside")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from policy.core.policy import get_policy
-from policy.inspect.suggest.applied import applied
+from policy.inspect.suggest.applied import applied, rules_for
 from policy.inspect.suggest.search import Search
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.trial import Trial
@@ -48,6 +48,11 @@ def network(seed: int, modules: int) -> tuple[Any, Any, Any]:
     return model, ws, jnp.asarray(generator.normal(size=(4, 8)), F32)
 
 
+def trial_of(model: Any, arguments: Any, policy: str) -> Trial:
+    call, of = Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)
+    return Trial(call, of, program_of(call, of), None)
+
+
 def cost(trial: Trial, wide: Any) -> float:
     return sum(trial.costs[i] for i in wide)
 
@@ -73,9 +78,7 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
     seed: int, modules: int, policy: str
 ) -> None:
     model, *arguments = network(seed, modules)
-    trial = Trial(
-        program_of(Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)), None
-    )
+    trial = trial_of(model, arguments, policy)
     assert len(trial.paths) == modules
     errors = {wide: trial.measure(wide) for wide in subsets(trial)}
     for budget in budgets(errors):
@@ -90,13 +93,9 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
 
 def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget() -> None:
     model, *arguments = network(4, 4)
-    policy = get_policy("mixed_bfloat16")
-    call = Call.of("suggest", model, arguments, {}, None, None)
-    program = program_of(call, policy)
-    trial = Trial(program, None)
-    errors = {
-        wide: trial.error(applied(call, policy, program, trial, wide)[1]) for wide in subsets(trial)
-    }
+    policy = "mixed_bfloat16"
+    trial = trial_of(model, arguments, policy)
+    errors = {wide: applied(trial, wide, rules_for(trial, wide))[1] for wide in subsets(trial)}
     for budget in budgets(errors):
         found = suggest(model, *arguments, error=budget, policy=policy)
         wide = [i for i, path in enumerate(trial.paths) if "/".join(path) in found.paths]
@@ -108,12 +107,7 @@ def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget()
 
 def test_of_many_candidates_none_is_kept_that_turned_out_superfluous() -> None:
     model, *arguments = network(5, 10)
-    trial = Trial(
-        program_of(
-            Call.of("suggest", model, arguments, {}, None, None), get_policy("mixed_bfloat16")
-        ),
-        None,
-    )
+    trial = trial_of(model, arguments, "mixed_bfloat16")
     search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     budget = 0.3 * trial.measure(frozenset())
     found = search.least(budget)
