@@ -67,13 +67,14 @@ def _is_softplus(node: Node) -> bool:
     """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
     if node.name != "log1p":
         return False
-    value = node.inputs[0]
-    for name in ("exp", "neg", "abs"):
-        maker = made_of(value).maker
-        if maker is None or maker.name != name:
-            return False
-        value = maker.inputs[0]
-    return True
+    exponential = made_of(node.inputs[0]).maker
+    if exponential is None or exponential.name != "exp":
+        return False
+    negated = made_of(exponential.inputs[0]).maker
+    if negated is None or negated.name != "neg":
+        return False
+    size = made_of(negated.inputs[0]).maker
+    return size is not None and size.name == "abs"
 
 
 def _is_judged(node: Node) -> bool:
