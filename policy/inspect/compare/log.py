@@ -45,8 +45,8 @@ class Origin:
 
     `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
     `coded` is the dtype of the first array, if that is encoded: see
-    `policy.inspect.compare.stacked`. `is_inner` tells whether it is a code or a scale of a matmul in
-    8 bits, which is not measured.
+    `policy.inspect.compare.stacked`. `is_inner` tells whether it is a code or a scale of a matmul
+    in 8 bits, which is not measured.
     """
 
     place: ModulePass
