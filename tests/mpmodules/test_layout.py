@@ -15,7 +15,6 @@ ONLY_LINEN = {
     "_half_states",  # nnx reads them through its variables
     "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
     "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`, which lowers calls for `policy` too
-    "_lstm_gates",  # nnx adds the four biases itself
 }
 ONLY_NNX = {"_ema", "_gradients", "_lora", "_optimizer", "_rotary"}  # linen has none of these
 
