@@ -55,9 +55,9 @@ _SAME = {
         "test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state"
     ),
 }
-_CELLS = both(
-    "test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward",
-    "test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward",
+_CELLS: dict[str, str] = dict.fromkeys(
+    WINGS,
+    "mpmodules/test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward",
 )
 _RNN = both(
     "test_recurrent.py::test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype",

@@ -29,7 +29,7 @@ from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
-from mpmodules.functions.functional import trailing, with_bias_gradient
+from mpmodules.functions.functional import add_bias, trailing
 from policy.functions.accumulators import accumulating
 from policy.functions.materialize import materialized
 
@@ -77,10 +77,8 @@ CASES = (
 
 def to_rounded(operation: Bilinear, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """The layers' own program: the rounded bias is added to the rounded product."""
-    product = operation(x, kernel)
-    shape = trailing(product, bias)
-    y = product + lax.stop_gradient(bias.astype(x.dtype)).reshape(shape)
-    return with_bias_gradient(y, bias, shape, jnp.float32)
+    product, added = operation(x, kernel), bias.astype(x.dtype)
+    return add_bias(product, added, trailing(product, bias), stored=bias)
 
 
 def to_accumulator(

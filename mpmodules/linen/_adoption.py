@@ -18,7 +18,7 @@ from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
 from mpmodules.linen._calls import is_innermost
 from mpmodules.linen._foreign import foreign_module
 from mpmodules.linen._instances import stand_in
-from mpmodules.linen._registry import LAYER_OF, obeys_policies
+from mpmodules.linen._registry import LAYER_OF, layer_class, obeys_policies
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 
@@ -148,14 +148,15 @@ class Adopter:
         self, next_fun: Callable[..., Any], instance: Any, context: Any
     ) -> Callable[..., Any]:
         """Returns the method that was called, as one of `instance`, the module or its stand-in."""
+        method = _code_of(context.orig_method.func, instance)
         if next_fun is context.orig_method:
-            return context.orig_method.func
-        run = functools.partial(context.orig_method.func, instance)
+            return method
+        run = functools.partial(method, instance)
         for interceptor in flax_nn.module._global_interceptor_stack:
             if interceptor is self:
                 break
             run = functools.partial(_intercepted, interceptor, run, context)
-        return _method_of(run, instance, context)
+        return _method_of(run, instance, method, context)
 
     def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
         """Returns the method of a module that is no layer, which runs by the policy in force."""
@@ -167,7 +168,19 @@ class Adopter:
             with foreign_module(module, dtype_fields=self.dtype_fields) as instance:
                 return self._method(next_fun, instance, context)(instance, *args, **kwargs)
 
-        return _method_of(run, module, context)
+        return _method_of(run, module, context.orig_method.func, context)
+
+
+def _code_of(method: Callable[..., Any], instance: Any) -> Callable[..., Any]:
+    """Returns our layer's code for a method of Flax's; any other method as it is."""
+    ours = layer_class(type(instance)) if obeys_policies(instance) else None
+    if ours is None:
+        return method
+    flaxs, own = (
+        inspect.unwrap(inspect.getattr_static(cls, method.__name__, method))
+        for cls in (ours._upstream_class, ours)
+    )
+    return own if method is flaxs else method
 
 
 def _is_of_class(method: Callable[..., Any], cls: type, name: str) -> bool:
@@ -204,9 +217,10 @@ def _intercepted(
     return interceptor(run, args, kwargs, context)
 
 
-def _method_of(run: Callable[..., Any], module: Any, context: Any) -> Callable[..., Any]:
-    """Returns the method that was called, with `run` in its place for `module`."""
-    bare = context.orig_method.func
+def _method_of(
+    run: Callable[..., Any], module: Any, bare: Callable[..., Any], context: Any
+) -> Callable[..., Any]:
+    """Returns the method `bare` that was called, with `run` in its place for `module`."""
 
     def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
         if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so

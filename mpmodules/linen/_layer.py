@@ -1,6 +1,4 @@
-"""The base class of our linen layers, which puts the policy's dtypes in Flax's own fields for a
-call.
-"""
+"""The base class of our linen layers, which puts the policy's dtypes in their fields for a call."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from jax.typing import DTypeLike
 from mpmodules.calls.boundary import returned_dtype
 from mpmodules.functions.functional import complex_input
 from mpmodules.layers.initializers import half_safe_inits
+from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.core.policy import Policy
@@ -23,8 +22,8 @@ from policy.core.precedence import Effective
 class Layer(Module):
     """A Flax layer that obeys policies.
 
-    Flax's own method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold
-    the policy's dtypes.
+    Its method runs, entered once, while the layer's `dtype` and `param_dtype` fields hold the
+    policy's dtypes.
     """
 
     _is_layer: ClassVar[bool] = True
@@ -32,6 +31,7 @@ class Layer(Module):
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
     # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
+    _numerics: ClassVar[Numerics] = Numerics()  # in a call, an attribute: those of the policy
 
     def _policy_fields(
         self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
@@ -61,6 +61,8 @@ class Layer(Module):
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
+        else:
+            fields["_numerics"] = numerics_of(policy, crosses)
         with fields_set(self, fields):
             return method(self, *args, **kwargs)
 

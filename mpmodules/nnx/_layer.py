@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
+from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.nnx._adoption import adopt_children
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._resolution import dtype_arguments
+from mpmodules.nnx._resolution import dtype_arguments, in_complex, viewed
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.provenance import Source
@@ -62,6 +63,7 @@ class Layer(BuiltWithDtypes):
     # Whether a boundary leaves the inputs to the layer: it widens them, or looks them up, before
     # any rounding.
     _takes_inputs_as_they_come: ClassVar[bool] = False
+    _numerics: Numerics = Numerics()  # in a call, those of the policy
 
     def _call_layer(
         self,
@@ -71,8 +73,12 @@ class Layer(BuiltWithDtypes):
         args: tuple[Any, ...],
         kwargs: dict,
     ) -> Any:
-        """Runs one of Flax's own methods.
+        """Runs a method on a view of the layer that computes as the policy says.
 
         `crosses` tells that the call is a boundary and returns output_dtype.
         """
-        return method(self, *args, **kwargs)
+        view, policy = in_complex(self, args, kwargs), effective.policy
+        computes = policy is not None and getattr(self, "dtype", None) == policy.compute_dtype
+        if view is None and computes:
+            view = viewed(self, _numerics=numerics_of(policy, crosses))
+        return method(self if view is None else view, *args, **kwargs)

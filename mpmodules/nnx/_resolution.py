@@ -101,7 +101,9 @@ def dtype_arguments(
     """
     kwargs = dict(kwargs)
     require_dtypes(type(layer).__name__, kwargs)
-    accepted = inspect.signature(upstream_init).parameters
+    accepted = set(inspect.signature(upstream_init).parameters)
+    if "kwargs" in accepted:  # those of a base class
+        accepted |= {"dtype", "param_dtype"}
     dtype, param_dtype = kwargs.get("dtype"), kwargs.get("param_dtype")
     if param_dtype is None:
         kwargs.pop("param_dtype", None)

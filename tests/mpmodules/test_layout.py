@@ -15,7 +15,6 @@ ONLY_LINEN = {
     "_half_states",  # nnx reads them through its variables
     "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
     "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`
-    "_layers/lstm_gates",  # nnx adds the four biases itself
 }
 # Linen has none of these.
 ONLY_NNX = {"_gradients", "_optimizer", "_layers/ema", "_layers/lora", "_layers/rotary"}

@@ -2,182 +2,57 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import meta
 from flax.linen.dtypes import promote_dtype
+from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
-from mpmodules.functions import functional
-from mpmodules.layers.operands import (
-    DetachedBiases,
-    DetachedOperands,
-    Operands,
-    PromoteToAccumulator,
-)
-from mpmodules.linen._layer import Layer, declared_field
-from mpmodules.linen._resolution import dtype_fields, fields_set
-from policy.core.policy import Policy
-from policy.core.precedence import Effective
+from mpmodules.layers.matmul_calls import Numerics, Product, linear, linear_general
+from mpmodules.linen._layer import Layer
 
 
-def accumulator_fields(
-    layer: Any,
-    policy: Policy | None,
-    output_dtype: DTypeLike | None,
-    hook: str,
-    operation: Any,
-    scaled: Any = None,
-) -> dict:
-    """Returns the fields that make a matmul layer return its accumulator, where `output_dtype` is
-    wider than compute, or that make it multiply in 8 bits.
+class Matmul(Layer):
+    """Base class of the matmul and convolution layers.
 
-    An operation or a `promote_dtype` of the user's own is left in place: then the result is widened
-    afterwards.
-
-    Args:
-      hook: the name of the field that takes the operation.
-      operation: makes the operation from the accumulator's dtype.
-      scaled: makes the operation in 8 bits from the policy's `matmul` and the dtype of the result;
-        None for one that has none.
-    """
-    if policy is None or output_dtype is None:
-        return {}
-    by = None if scaled is None else policy.matmul
-    is_wider = functional.is_wider(output_dtype, policy.compute_dtype)
-    if not is_wider and by is None:
-        return {}
-    given = (declared_field(layer, hook), declared_field(layer, f"{hook}_cls"))
-    if (
-        any(value is not None for value in given)
-        or declared_field(layer, "promote_dtype") is not promote_dtype
-    ):
-        return {}
-    returned = output_dtype if is_wider else policy.compute_dtype
-    if scaled is not None and by is not None:
-        fields = {hook: scaled(by, returned)}
-    else:
-        fields = {hook: operation(returned)}
-    if is_wider:
-        fields["promote_dtype"] = PromoteToAccumulator(
-            policy.compute_dtype, jnp.dtype(output_dtype)
-        )
-    return fields
-
-
-class Biased(Layer):
-    """Base class of the matmul and convolution layers: the gradient of a half bias is summed in
-    reduction_dtype.
+    The gradient of a half bias is summed in reduction_dtype.
     """
 
     @flax_nn.nowrap
-    def _bias_shape(
-        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
-    ) -> Any:
-        """Returns the shape in which the bias is added to `y`, or None to leave its gradient to
-        Flax.
+    def _bias(self, shape: Sequence[int]) -> jax.Array | None:
+        """Makes the bias, in a layer that has one."""
+        return (
+            self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
+        )
 
-        Args:
-          operands: inputs, kernel and bias as they entered the matmul.
-          args, kwargs: the arguments of the call.
-        """
-        return functional.trailing(y, operands[2])
-
-    def _call_layer(
+    @flax_nn.nowrap
+    def _product(
         self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        biases = DetachedBiases(promote_dtype)
-
-        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if layer.promote_dtype is not promote_dtype:
-                return method(layer, *args, **kwargs)
-            with fields_set(layer, {"promote_dtype": biases}):
-                return method(layer, *args, **kwargs)
-
-        y = super()._call_layer(effective, crosses, run, args, kwargs)
-        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
-        return biases.with_gradients(
-            y, wide, lambda y, operands: self._bias_shape(y, operands, args, kwargs)
-        )
-
-
-class Accumulating(Biased):
-    """Base class of layers whose operation can't be replaced, but takes `preferred_element_type`.
-
-    With that alone, both backward operations would run as float32 times half, or not at all. So
-    Flax's method runs on operands without a gradient; the gradient is that of the same method in
-    compute_dtype.
-    """
-
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        given = declared_field(self, "promote_dtype") is not promote_dtype
-        given = given or declared_field(self, "preferred_element_type") is not None
-        in_complex = (
-            effective.dtype is not None
-            or functional.complex_input((*args, *kwargs.values())) is not None
-        )
-        wider = (
-            crosses
-            and policy is not None
-            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
-        )
-        if policy is None or given or in_complex or not wider:
-            return super()._call_layer(effective, crosses, method, args, kwargs)
-        promote = DetachedOperands(
-            PromoteToAccumulator(policy.compute_dtype, jnp.dtype(policy.output_dtype))
-        )
-
-        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            with fields_set(
-                layer, {"promote_dtype": promote, "preferred_element_type": policy.output_dtype}
-            ):
-                return method(layer, *args, **kwargs)
-
-        y = super()._call_layer(effective, crosses, functools.wraps(method)(run), args, kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "inputs"}
-        operation = functools.partial(self._operation, inspect.unwrap(method), args[1:], rest)
-        inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
-        return functional.with_operand_gradients(y, inputs, promote.kernel, operation)
-
-    def _operation(
-        self,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
+        operation: Callable[..., jax.Array],
         inputs: jax.Array,
         kernel: jax.Array,
-    ) -> jax.Array:
-        """Runs Flax's method on these operands alone: no bias, no mask, no variable."""
-        view: Any = object.__new__(type(self))
-        view.__dict__.update(self.__dict__)
-        fields: dict[str, Any] = {"use_bias": False, "mask": None, "param": lambda *_: kernel}
-        view.__dict__.update(
-            fields, promote_dtype=lambda *arrays, dtype=None, inexact=True: list(arrays)
-        )
-        return method(view, inputs, *args, **kwargs)
+        bias: jax.Array | None,
+        hook: str = "",
+        **options: Any,
+    ) -> Product:
+        """Promotes the operands of a call; see `Product`."""
+        layer: Any = self
+        promoted = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+        if layer.promote_dtype is promote_dtype:
+            numerics = self._numerics
+        else:  # the user's own, as Flax has it
+            numerics, bias = Numerics(), promoted[2]
+        return Product(self, promoted, bias, operation, hook, numerics=numerics, **options)
 
 
-class Dense(Biased, flax_nn.Dense):
+class Dense(Matmul, flax_nn.Dense):
     """`flax.linen.Dense` that obeys policies.
 
     Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
@@ -193,20 +68,17 @@ class Dense(Biased, flax_nn.Dense):
 
     param_dtype: DTypeLike | None = None
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        return dtype_fields(self, policy) | accumulator_fields(
-            self,
-            policy,
-            output_dtype,
-            "dot_general",
-            functional.accumulating_dot_general,
-            functional.scaled_dot_general,
-        )
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Multiplies inputs (..., in) by the kernel, and adds the bias: (..., features)."""
+        shape = (jnp.shape(inputs)[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = self._bias((self.features,))
+        product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
+        return linear(product, precision=self.precision)
 
 
-class DenseGeneral(Biased, flax_nn.DenseGeneral):
+class DenseGeneral(Matmul, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` that obeys policies; dtypes as in `Dense`.
 
     Example:
@@ -218,38 +90,47 @@ class DenseGeneral(Biased, flax_nn.DenseGeneral):
 
     param_dtype: DTypeLike | None = None
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        return dtype_fields(self, policy) | accumulator_fields(
-            self,
-            policy,
-            output_dtype,
-            "dot_general",
-            functional.accumulating_dot_general,
-            functional.scaled_dot_general,
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Contracts axes of inputs with the kernel, and adds the bias: (..., features...)."""
+        features, axis, batch_dims = (
+            tuple(np.atleast_1d(np.asarray(given, int)).tolist())
+            for given in (self.features, self.axis, self.batch_dims)
         )
+        if set(batch_dims) != set(range(len(batch_dims))):
+            raise ValueError(
+                f"batch_dims {batch_dims} must be consecutive leading dimensions starting from 0."
+            )
+        batch = tuple(inputs.shape[i] for i in batch_dims)
+        contracted = tuple(inputs.shape[i] for i in sorted(i % inputs.ndim for i in axis))
+        n, size = math.prod(batch), math.prod(features)
+        kernel = self.param(
+            "kernel",
+            _flattened(self.kernel_init, (n * math.prod(contracted), size)),
+            (*batch, *contracted, *features),
+            self.param_dtype,
+        )
+        bias = None
+        if self.use_bias:
+            init = _flattened(self.bias_init, (n * size,))
+            bias = self.param("bias", init, (*batch, *features), self.param_dtype)
+        product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
+        return linear_general(product, axis, batch_dims, precision=self.precision)
 
-    @flax_nn.nowrap
-    def _bias_shape(
-        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
-    ) -> Any:
-        batch = len(
-            np.atleast_1d(np.asarray(self.batch_dims, int))
-        )  # they lead in the result, and in the bias
-        bias = operands[2].shape
-        return (*bias[:batch], *(1,) * (y.ndim - len(bias)), *bias[batch:])
+
+def _flattened(init: Callable[..., Any], flat: tuple[int, ...]) -> Callable[..., Any]:
+    """Returns an initialiser that runs `init` for the shape `flat`, as Flax does."""
+
+    def run(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        made = init(key, flat, dtype)
+        if isinstance(made, meta.AxisMetadata):
+            return meta.replace_boxed(made, jnp.reshape(made.unbox(), shape))
+        return jnp.reshape(made, shape)
+
+    return run
 
 
-class _AtMatmul(Exception):
-    """Ends Flax's method where its operands are known, and hands them on: input, kernel, bias."""
-
-    def __init__(self, operands: Operands):
-        super().__init__()
-        self.operands = operands
-
-
-class Einsum(Accumulating, flax_nn.Einsum):
+class Einsum(Matmul, flax_nn.Einsum):
     """`flax.linen.Einsum` that obeys policies; dtypes as in `Dense`.
 
     Example:
@@ -261,60 +142,24 @@ class Einsum(Accumulating, flax_nn.Einsum):
 
     param_dtype: DTypeLike | None = None
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        is_own = (
-            effective.dtype is not None
-            or functional.complex_input((*args, *kwargs.values())) is not None
-            or declared_field(self, "promote_dtype") is not promote_dtype
-            or declared_field(self, "preferred_element_type") is not None
-        )
-        if policy is None or policy.matmul is None or is_own:
-            return super()._call_layer(effective, crosses, method, args, kwargs)
-        returned = returned_dtype(policy, crosses)
-        if not functional.is_wider(returned, policy.compute_dtype):
-            returned = policy.compute_dtype
-        scaled = functional.scaled_einsum(policy.matmul, returned)
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """Contracts inputs with the kernel, as the equation says, and adds the bias.
 
-        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            def stop(*arrays: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
-                raise _AtMatmul(arrays)
-
-            # Flax calls `jnp.einsum` itself: its method makes the parameters, and no more.
-            with fields_set(layer, {"promote_dtype": stop}):
-                try:
-                    return method(layer, *args, **kwargs)
-                except _AtMatmul as at:
-                    inputs, kernel, bias = at.operands
-            promote = PromoteToAccumulator(policy.compute_dtype, returned)
-            biases = DetachedBiases(lambda *arrays, dtype=None, inexact=True: promote(*arrays))
-            operands = biases(inputs, kernel, *([] if bias is None else [bias]))
-            y = scaled(self._equation(args, kwargs), *operands[:2])
-            if bias is not None:
-                y += operands[2].reshape(self._bias_shape(y, operands, args, kwargs))
-            return biases.with_gradients(
-                y,
-                policy.reduction_dtype,
-                lambda y, operands: self._bias_shape(y, operands, args, kwargs),
+        The equation is given here or to the layer.
+        """
+        equation = flax_nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in equation:
+            raise ValueError('`einsum_str` equation must be explicit and include "->".')
+        if equation.count(",") != 1:
+            raise ValueError(
+                "`einsum_str` equation must have exactly two operands and therefore, exactly one "
+                f"comma character, instead of {equation.count(',')}"
             )
-
-        run = functools.wraps(method)(run)
-        return Layer._call_layer(self, effective, crosses, run, args, kwargs)
-
-    @flax_nn.nowrap
-    def _equation(self, args: tuple[Any, ...], kwargs: dict) -> str:
-        equation = args[1] if len(args) > 1 else kwargs.get("einsum_str")
-        return flax_nn.merge_param("einsum_str", self.einsum_str, equation).replace(" ", "")
-
-    @flax_nn.nowrap
-    def _bias_shape(
-        self, y: jax.Array, operands: Operands, args: tuple[Any, ...], kwargs: dict
-    ) -> Any:
-        return self._get_bias_shape(self._equation(args, kwargs), *operands[:2])[1]
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias, added = None, None
+        if self.use_bias:
+            shape, added = self._get_bias_shape(equation, inputs, kernel)
+            bias = self._bias(shape)
+        product = self._product(jnp.einsum, inputs, kernel, bias)
+        return product.finish(product.multiply(before=(equation,), precision=self.precision), added)

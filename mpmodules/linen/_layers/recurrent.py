@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from jax import lax
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing
@@ -17,9 +19,9 @@ from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers.matmul_calls import Product, linear, numerics_of
 from mpmodules.linen._adoption import layers_inside
 from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
-from mpmodules.linen._layers.lstm_gates import GateBiases, gates_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
 from policy.core.casting import cast_floating
@@ -77,6 +79,8 @@ class Cell(Layer):
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
+        else:
+            fields["_numerics"] = numerics_of(effective.policy, False)
         step = functools.partial(method, self)
         declared = declared_dtypes(self)
         mixing = mixing_allowed(
@@ -177,26 +181,40 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     param_dtype: DTypeLike | None = None
     _is_whole: ClassVar[bool] = True
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        wide = jnp.float32 if effective.policy is None else effective.policy.reduction_dtype
+    @flax_nn.compact
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        of_inputs: dict[str, Any] = {}
+        of_carry: dict[str, Any] = {}
+        parameters = functools.partial(
+            flax_nn.recurrent.DenseParams,
+            h.shape[-1],
+            param_dtype=self.param_dtype,
+            bias_init=self.bias_init,
+        )
+        for gate in "ifgo":  # the names and the order of `LSTMCell`
+            of_inputs[gate] = parameters(
+                use_bias=False, kernel_init=self.kernel_init, name=f"i{gate}"
+            )(inputs)
+            of_carry[gate] = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
+        by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
+        i, f, g, o = zip(by_carry, by_inputs, strict=True)
+        i, f = self.gate_fn(i[0] + i[1]), self.gate_fn(f[0] + f[1])
+        g, o = self.activation_fn(g[0] + g[1]), self.gate_fn(o[0] + o[1])
+        c = f * c + i * g
+        h = o * self.activation_fn(c)
+        return (c, h), h
 
-        @functools.wraps(method)
-        def run(cell: Any, *args: Any, **kwargs: Any) -> Any:
-            gates = gates_of(cell) if cell.dtype is not None and is_half(cell.dtype) else None
-            if gates is None:
-                return method(cell, *args, **kwargs)
-            biases = GateBiases(cell, gates, wide)
-            with fields_set(cell, biases.hooks()), flax_nn.intercept_methods(biases.intercept):
-                return method(cell, *args, **kwargs)
-
-        return super()._call_layer(effective, crosses, run, args, kwargs)
+    @flax_nn.nowrap
+    def _multiplied(self, x: jax.Array, parts: dict[str, Any]) -> list[jax.Array]:
+        """Multiplies `x` by the kernels of all gates at once, and adds their biases."""
+        kernels, biases = zip(*parts.values(), strict=True)
+        kernel = jnp.concatenate(kernels, axis=-1)
+        bias = None if biases[0] is None else jnp.concatenate(biases, axis=-1)
+        promoted = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        product = Product(self, promoted, bias, lax.dot_general, numerics=self._numerics)
+        return jnp.split(linear(product), len(kernels), axis=-1)
 
 
 class GRUCell(Cell, flax_nn.GRUCell):

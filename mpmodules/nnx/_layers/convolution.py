@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax import lax
-from jax.typing import DTypeLike
 
-from mpmodules.functions import functional
-from mpmodules.layers.operands import DetachedOperands, PromoteToAccumulator
+from mpmodules.layers.matmul_calls import convolve_transposed, masked, one_batch_axis, windows_of
 from mpmodules.nnx._layers.linear import Matmul
-from mpmodules.nnx._resolution import viewed
-from policy.core.policy import Policy
 
 
 class Conv(Matmul, flax_nnx.Conv):
@@ -31,18 +25,28 @@ class Conv(Matmul, flax_nnx.Conv):
       ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
 
-    _operation = "conv_general_dilated"
-    _default_operations = (lax.conv_general_dilated,)
-    _accumulating = staticmethod(functional.accumulating_conv)
-    _scaled = staticmethod(functional.scaled_conv)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Convolves inputs (batch..., spatial..., in), and adds the bias."""
+        inputs, restored = one_batch_axis(inputs, len(self.kernel_size))
+        windows = windows_of(self, inputs)
+        assert self.in_features % self.feature_group_count == 0
+        kernel = masked(self, self.kernel[...])
+        product = self._product(
+            lax.conv_general_dilated, windows.inputs, kernel, "conv_general_dilated"
+        )
+        y = product.multiply(
+            windows.strides,
+            windows.padding,
+            **windows.options,
+            feature_group_count=self.feature_group_count,
+            precision=self.precision,
+            out_sharding=out_sharding,
+        )
+        return restored(product.finish(y))
 
 
 class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that obeys policies; dtypes as in `Conv`.
-
-    Its operation can't be replaced, but takes `preferred_element_type`; JAX can't transpose that
-    where the operands are half. So Flax's method runs on operands without a gradient; the gradient
-    is that of the same method in compute_dtype.
 
     Example:
       >>> layer = nnx.ConvTranspose(2, 8, (3,), 2, rngs=nnx.Rngs(0), dtype_policy="p=f32,c=bf16")
@@ -51,30 +55,10 @@ class ConvTranspose(Matmul, flax_nnx.ConvTranspose):
       ((1, 12, 8), dtype(bfloat16))
     """
 
-    def _call_accumulating(
-        self,
-        policy: Policy,
-        dtype: DTypeLike,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        detached = DetachedOperands(PromoteToAccumulator(policy.compute_dtype, jnp.dtype(dtype)))
-
-        def operation(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-            promote = lambda arrays, dtype=None, inexact=True: arrays  # noqa: E731
-            without = {
-                "bias": None,
-                "use_bias": False,
-                "mask": None,
-                "preferred_element_type": None,
-            }
-            return method(
-                viewed(self, kernel={...: kernel}, promote_dtype=promote, **without), inputs
-            )
-
-        y = method(
-            viewed(self, promote_dtype=detached, preferred_element_type=dtype), *args, **kwargs
-        )
-        inputs = jnp.asarray(args[0] if args else kwargs["inputs"], policy.compute_dtype)
-        return functional.with_operand_gradients(y, inputs, detached.kernel, operation)
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Convolves inputs (batch..., spatial..., in) as a convolution's transpose, and adds the
+        bias.
+        """
+        inputs, restored = one_batch_axis(inputs, len(self.kernel_size))
+        product = self._product(lax.conv_transpose, inputs, masked(self, self.kernel[...]))
+        return restored(convolve_transposed(self, product))

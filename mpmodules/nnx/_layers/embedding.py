@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
-from mpmodules.functions import functional
+from mpmodules.layers.matmul_calls import (
+    Numerics,
+    Product,
+    embedded,
+    inner_products,
+    look_up,
+    require_tokens,
+)
 from mpmodules.nnx._layer import Layer
-from mpmodules.nnx._resolution import in_complex, viewed
-from policy.core.casting import cast_array
-from policy.core.precedence import Effective
-
-
-@dataclasses.dataclass(frozen=True)
-class AsStored:
-    """A `promote_dtype` that leaves the table as it is stored, widened to reduction_dtype where it
-    is narrower.
-    """
-
-    reduction_dtype: np.dtype
-
-    def __call__(
-        self, arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
-    ) -> tuple[Any, ...]:
-        return tuple(functional.widen(x, self.reduction_dtype) for x in arrays)
 
 
 class Embed(Layer, flax_nnx.Embed):
@@ -55,43 +39,21 @@ class Embed(Layer, flax_nnx.Embed):
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy, name = effective.policy, method.__name__
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Looks up integers of any shape: (..., features)."""
+        require_tokens(inputs)
+        table = self.embedding[...]
         if self.promote_dtype is not promote_dtype:
-            return method(self, *args, **kwargs)
-        if name == "__call__":
-            reduction_dtype = jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
-            embedded = method(
-                viewed(self, promote_dtype=AsStored(reduction_dtype)), *args, **kwargs
-            )
-            return cast_array(
-                embedded, self.dtype if policy is None else returned_dtype(policy, crosses)
-            )
-        view = in_complex(self, args, kwargs)
-        if view is not None:
-            return method(view, *args, **kwargs)
-        if (
-            name == "attend"
-            and policy is not None
-            and crosses
-            and functional.is_wider(policy.output_dtype, policy.compute_dtype)
-        ):
-            return self._attend_accumulating(policy.output_dtype, *args, **kwargs)
-        return method(self, *args, **kwargs)
+            (table,) = self.promote_dtype((table,), dtype=self.dtype, inexact=False)
+            return look_up(table, inputs, out_sharding)
+        numerics, dtype = self._numerics, self.dtype
+        return embedded(table, inputs, numerics=numerics, dtype=dtype, out_sharding=out_sharding)
 
-    def _attend_accumulating(
-        self, dtype: DTypeLike, query: jax.Array, out_sharding: Any = None
-    ) -> jax.Array:
-        query, table = promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-
-        def dot(query: jax.Array, table: jax.Array, **preferred: Any) -> jax.Array:
-            return jnp.dot(query, table.T, out_sharding=out_sharding, **preferred)
-
-        return functional.accumulating(dot, dtype)(query, table)
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Returns the inner products of a query (..., features) with each embedding: (...,
+        num_embeddings).
+        """
+        promoted = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        numerics = self._numerics if self.promote_dtype is promote_dtype else Numerics()
+        product = Product(self, (*promoted, None), None, inner_products, numerics=numerics)
+        return product.multiply(out_sharding=out_sharding)

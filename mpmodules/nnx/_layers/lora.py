@@ -4,8 +4,6 @@ dtype.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from jax.typing import DTypeLike
+from jax import lax
 
-from mpmodules.calls.boundary import returned_dtype
-from mpmodules.functions import functional
+from mpmodules.layers.matmul_calls import Numerics, Product, linear
 from mpmodules.nnx._layer import Layer
-from mpmodules.nnx._layers.linear import Linear, Matmul
-from mpmodules.nnx._resolution import as_instance_of, in_complex, viewed
+from mpmodules.nnx._layers.linear import Matmul
+from mpmodules.nnx._resolution import as_instance_of, viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.provenance import Source
+from policy.core.scope import current_scope
 
 
 class LoRA(Layer, flax_nnx.LoRA):
@@ -39,6 +37,8 @@ class LoRA(Layer, flax_nnx.LoRA):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
+    _within: Numerics | None = None  # of the layer that adds the result to its own
+
     def _call_layer(
         self,
         effective: Effective,
@@ -47,19 +47,23 @@ class LoRA(Layer, flax_nnx.LoRA):
         args: tuple[Any, ...],
         kwargs: dict,
     ) -> Any:
-        policy, base = effective.policy, self.base_module
-        view = in_complex(self, args, kwargs)
-        if policy is None or view is not None:
-            return method(view or self, *args, **kwargs)
-        view, returned = self, self.dtype
-        if crosses and self.dtype == policy.compute_dtype and self.promote_dtype is promote_dtype:
-            view, returned = _accumulating(self, policy.output_dtype), policy.output_dtype
-        if callable(base):
-            view = viewed(
-                view,
-                base_module=lambda x, **kwargs: cast_array(base(_plain(x), **kwargs), returned),
-            )
-        return method(view, *args, **kwargs)
+        if self._within is None:
+            return super()._call_layer(effective, crosses, method, args, kwargs)
+        return method(viewed(self, _numerics=self._within), *args, **kwargs)
+
+    def __call__(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """Multiplies inputs (..., in) by both matrices, and adds the result of the base module."""
+        stored = x, self.lora_a[...], self.lora_b[...]
+        x, lora_a, lora_b = self.promote_dtype(stored, dtype=self.dtype)
+        numerics = self._numerics if self.promote_dtype is promote_dtype else Numerics()
+        product = Product(self, (x @ lora_a, lora_b, None), None, jnp.matmul, numerics=numerics)
+        y = product.multiply()
+        if self.base_module is None:
+            return y
+        if not callable(self.base_module):
+            raise ValueError("`self.base_module` must be callable.")
+        base = self.base_module(x, **kwargs)
+        return y + (base if self._numerics.result_dtype is None else cast_array(base, y.dtype))
 
 
 class LoRALinear(Matmul, flax_nnx.LoRALinear):
@@ -75,11 +79,6 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
-    _operation = Linear._operation
-    _default_operations = Linear._default_operations
-    _accumulating = Linear._accumulating
-    _scaled = Linear._scaled
-
     def _construct(
         self,
         policy: Policy | None,
@@ -88,21 +87,7 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        def init(layer: Any, *args: Any, **kwargs: Any) -> None:
-            if policy is not None:
-                for name in ("dtype", "param_dtype"):
-                    if kwargs.get(f"lora_{name}") is None:
-                        kwargs[f"lora_{name}"] = kwargs[name]
-            upstream_init(layer, *args, **kwargs)
-
-        # Flax hands these on to Linear without naming them.
-        names = ("dtype", "param_dtype")
-        own = list(inspect.signature(upstream_init).parameters.values())
-        named = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names
-        ]
-        init.__signature__ = inspect.Signature([*own[:-1], *named, own[-1]])  # type: ignore[attr-defined]
-        super()._construct(policy, source, init, args, kwargs)
+        super()._construct(policy, source, upstream_init, args, kwargs)
         if type(self.lora) is flax_nnx.LoRA:
             dtype, param_dtype = kwargs.get("lora_dtype"), kwargs.get("lora_param_dtype")
             low_rank = with_explicit_dtypes(
@@ -116,70 +101,23 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
             self.lora = as_instance_of(LoRA, self.lora)
             self.lora._capture(low_rank.policy, low_rank.source)
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
+    def _policy_arguments(
+        self, upstream_init: Callable[..., None], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        if current_scope().policy is None:
+            return kwargs
+        names = ("dtype", "param_dtype")
+        of_lora = {f"lora_{name}": kwargs[name] for name in names if name in kwargs}
+        return of_lora | {name: value for name, value in kwargs.items() if value is not None}
 
-        @functools.wraps(method)
-        def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if policy is None:
-                return method(layer, *args, **kwargs)
-            returned = returned_dtype(policy, crosses)
-            lora = layer.lora
-            if isinstance(lora, LoRA) and lora.promote_dtype is promote_dtype:
-                lora = _accumulating(lora, returned)
-            return method(viewed(layer, lora=_returning(lora, returned)), *args, **kwargs)
-
-        return super()._call_layer(effective, crosses, run, args, kwargs)
-
-
-class _Factor:
-    """The left operand of Flax's ``x @ lora_a @ lora_b``: the last of these products returns its
-    accumulator.
-    """
-
-    def __init__(self, x: jax.Array, dtype: DTypeLike, *, is_last: bool = False):
-        self.x, self.dtype, self.is_last = x, dtype, is_last
-
-    def __matmul__(self, other: jax.Array) -> Any:
-        if self.is_last:
-            return functional.accumulating(jnp.matmul, self.dtype)(self.x, other)
-        return _Factor(self.x @ other, self.dtype, is_last=True)
-
-
-def _plain(x: Any) -> Any:
-    return x.x if isinstance(x, _Factor) else x
-
-
-def _accumulating(lora: Any, dtype: DTypeLike) -> Any:
-    """Returns a view of a LoRA whose product is its accumulator in `dtype`, where that is wider
-    than its operands.
-    """
-
-    def promote(
-        arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True
-    ) -> tuple[Any, ...]:
-        x, *matrices = promote_dtype(arrays, dtype=dtype, inexact=inexact)
-        return (
-            (_Factor(x, returned), *matrices)
-            if functional.is_wider(returned, x.dtype)
-            else (x, *matrices)
-        )
-
-    returned = dtype
-    return viewed(lora, promote_dtype=promote)
-
-
-def _returning(function: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Wraps `function`: its result is cast to `dtype`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return cast_array(function(*args, **kwargs), dtype)
-
-    return run
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Multiplies inputs (..., in) by the kernel, and adds the bias and the low-rank part."""
+        product = self._product(lax.dot_general, x, hook="dot_general")
+        y = linear(product, precision=self.precision, out_sharding=out_sharding)
+        returned = self._numerics.result_dtype
+        if returned is None:
+            return y + self.lora(x)
+        lora = self.lora
+        if isinstance(lora, LoRA):
+            lora = viewed(lora, _within=self._numerics)
+        return cast_array(y, returned) + cast_array(lora(x), returned)

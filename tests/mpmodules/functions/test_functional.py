@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpmodules.functions import functional
+from policy.functions.accumulators import accumulating
 from policy.programs.walk import walk
 
 RNG = np.random.default_rng(0)
@@ -55,7 +54,7 @@ def test_widen_never_narrows_and_leaves_other_things_alone():
 @pytest.mark.parametrize("half", HALVES)
 def test_an_accumulating_matmul_returns_float32_and_differentiates_on_half_operands(half):
     lhs, rhs = (jnp.asarray(RNG.normal(size=shape), half) for shape in ((3, 4), (4, 5)))
-    run = functional.accumulating(matmul, jnp.float32)
+    run = accumulating(matmul, jnp.float32)
     both = ((half, half), "float32")
     assert dots(run, lhs, rhs) == [both]
 
@@ -76,7 +75,7 @@ def test_an_accumulating_matmul_returns_float32_and_differentiates_on_half_opera
 
 def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
     lhs, rhs = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.bfloat16) for _ in range(2))
-    run = functional.accumulating(matmul, jnp.float32)
+    run = accumulating(matmul, jnp.float32)
     out, tangent = jax.jvp(run, (lhs, rhs), (lhs, rhs))
     np.testing.assert_allclose(tangent, 2 * out, rtol=2**-6, atol=2**-6)
     assert jax.vmap(run)(lhs[None], rhs[None]).dtype == jnp.float32
@@ -84,65 +83,23 @@ def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
     assert hessian.shape == (3, 3, 3, 3) and bool(jnp.isfinite(hessian.astype(jnp.float32)).all())
 
 
-def test_accumulating_stand_ins_are_values():
-    for make in (
-        functional.accumulating_dot_general,
-        functional.accumulating_conv,
-        functional.accumulating_einsum,
-    ):
-        assert make("float32") == make(jnp.float32) and hash(make("float32")) == hash(
-            make(jnp.float32)
-        )
-        assert make("float32") != make("float64")
-    assert functional.accumulating_conv("float32") != functional.accumulating_dot_general("float32")
-
-
-def test_accumulating_stand_ins_take_what_the_originals_take():
-    x = jnp.ones((1, 5, 2), jnp.float16)
-    kernel = jnp.ones((3, 2, 4), jnp.float16)
-    conv = functools.partial(
-        functional.accumulating_conv("float32"),
-        window_strides=(1,),
-        padding="SAME",
-        dimension_numbers=("NHC", "HIO", "NHC"),
-    )
-    assert (
-        dots(jax.grad(lambda x, k: conv(x, k).sum(), argnums=(0, 1)), x, kernel)[0][1] == "float32"
-    )
-    dot = functional.accumulating_dot_general("float32")
-    assert dot(x, x, (((2,), (2,)), ((0,), (0,)))).dtype == jnp.float32
-    einsum = functional.accumulating_einsum("float32")
-    assert einsum("bij,bkj->bik", x, x, preferred_element_type=None).dtype == jnp.float32
-
-
+@pytest.mark.parametrize("scanned", (False, True))
 @pytest.mark.parametrize("half", HALVES)
-def test_second_derivatives_reach_a_bias_behind_its_gradient(half):
+def test_second_derivatives_reach_a_bias_also_through_a_scan(half, scanned):
     x, bias = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 3), (3,)))
 
     def added(x, bias):
-        narrow = jax.lax.stop_gradient(bias).astype(half)[None]
-        return functional.with_bias_gradient(x.astype(half) + narrow, bias, (1, 3), jnp.float32)
+        return functional.add_bias(x.astype(half), bias.astype(half), (1, 3), stored=bias)
+
+    def twice(add, x, bias):
+        step = lambda x, _: (jnp.tanh(add(x, bias).astype(jnp.float32)), None)  # noqa: E731
+        if scanned:
+            return jax.lax.scan(step, x, length=2)[0]
+        return step(step(x, None)[0], None)[0]
 
     def penalty(add):
-        slope = jax.grad(lambda x, bias: jnp.sum(jnp.tanh(add(x, bias).astype(jnp.float32))))
+        slope = jax.grad(lambda x, bias: jnp.sum(twice(add, x, bias)))
         return jax.grad(lambda bias: jnp.sum(slope(x, bias) ** 2))(bias)
 
     found, truth = penalty(added), penalty(lambda x, bias: x + bias[None])
     np.testing.assert_allclose(found, truth, atol=2e-2 * float(jnp.max(jnp.abs(truth))))
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_second_derivatives_reach_operands_behind_their_gradients(half):
-    x, w = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.float32) for _ in range(2))
-
-    def product(x, w):
-        x, w = x.astype(half), w.astype(half)
-        out = jnp.dot(*jax.lax.stop_gradient((x, w)), preferred_element_type=jnp.float32)
-        return functional.with_operand_gradients(out, x, w, jnp.dot)
-
-    def penalty(multiply):
-        slope = jax.grad(lambda x, w: jnp.sum(jnp.tanh(multiply(x, w))))
-        return jax.grad(lambda w: jnp.sum(slope(x, w) ** 2))(w)
-
-    found, truth = penalty(product), penalty(jnp.dot)
-    np.testing.assert_allclose(found, truth, atol=4e-2 * float(jnp.max(jnp.abs(truth))))

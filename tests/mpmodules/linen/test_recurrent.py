@@ -22,7 +22,6 @@ from policy.programs.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-HALVES = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +55,6 @@ def sequence(case: Case, dtype: Any = jnp.float32, steps: int = TIME) -> jax.Arr
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
 
 
-def start(case: Case, cell: Any) -> tuple[Any, Any, jax.Array]:
-    """The types of a cell's variables, its first carry and its first input."""
-    x = sequence(case)[:, 0]
-    carry = cell.initialize_carry(KEY, x.shape)
-    return jax.eval_shape(cell.init, KEY, carry, x), carry, x
-
-
 @functools.cache
 def variables_of(name: str) -> Any:
     """A cell's float32 variables as Flax makes them."""
@@ -76,10 +68,6 @@ def rnn_variables_of(name: str) -> Any:
 
 def dtypes(tree: Any) -> set[str]:
     return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
-
-
-def types(tree: Any) -> list[str]:
-    return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
 
 
 def assert_same_bits(ours: Any, theirs: Any) -> None:
@@ -103,156 +91,8 @@ def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What Flax does
-# --------------------------------------------------------------------------------------------------
-
-
-def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return test(*args, **kwargs)
-
-    return run
-
-
-@standard_promotion
-def test_flaxs_lstm_returns_float32_from_a_half_dtype():
-    case = CASES["LSTMCell"]
-    cell: Any = case.make(flax_nn, dtype=jnp.bfloat16)
-    variables, carry, x = start(case, cell)
-    if jax.eval_shape(cell.apply, variables, carry, x)[1].dtype != jnp.float32:
-        pytest.skip("repaired upstream")
-    assert dtypes(
-        jax.eval_shape(our_cell_of(case, jnp.bfloat16).apply, variables, carry, x)[1]
-    ) == {"bfloat16"}
-
-
-def our_cell_of(case: Case, dtype: Any) -> Any:
-    return case.make(our_nn, dtype=dtype)
-
-
-@standard_promotion
-def test_flaxs_rnn_over_a_half_cell_raises_and_ours_returns_what_dtype_says():
-    case = CASES["SimpleCell"]
-    variables = flax_nn.RNN(case.make(flax_nn)).init(KEY, sequence(case))
-    ours = our_nn.RNN(our_cell_of(case, jnp.bfloat16), return_carry=True)
-    assert dtypes(jax.eval_shape(ours.apply, variables, sequence(case))) == {"bfloat16"}
-    try:
-        jax.eval_shape(
-            flax_nn.RNN(case.make(flax_nn, dtype=jnp.bfloat16)).apply, variables, sequence(case)
-        )
-    except TypeError as error:
-        assert "carry" in str(error)
-    else:
-        pytest.skip("repaired upstream")
-
-
-@pytest.mark.parametrize("half", HALVES)
-@standard_promotion
-def test_flaxs_cells_can_t_create_half_parameters_and_ours_draw_in_float32(half):
-    case, x = CASES["GRUCell"], sequence(CASES["GRUCell"])[:, 0]
-
-    def variables(nn: Any) -> Any:
-        cell = case.make(nn, param_dtype=half)
-        return cell.init(KEY, cell.initialize_carry(KEY, x.shape), x)
-
-    ours = variables(our_nn)
-    assert dtypes(ours) == {half}
-    kernel = variables_of("GRUCell")["params"]["hr"]["kernel"]
-    assert_same_bits(ours["params"]["hr"]["kernel"], kernel.astype(half))
-    try:
-        variables(flax_nn)
-    except (NotImplementedError, TypeError) as error:
-        assert half in str(error)
-    else:
-        pytest.skip("repaired upstream")
-
-
-# --------------------------------------------------------------------------------------------------
 # One table of cells
 # --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_without_a_policy_a_float32_cell_is_flaxs_bit_for_bit(name):
-    case, x = CASES[name], sequence(CASES[name])
-
-    def run(nn: Any) -> Any:
-        cell = case.make(nn)
-        rnn = nn.RNN(cell, return_carry=True)
-        carry = cell.initialize_carry(KEY, case.shape)
-        step = jax.jit(cell.apply)(variables_of(name), carry, x[:, 0])
-        gradients = jax.grad(lambda v, x: jnp.square(rnn.apply(v, x)[1]).sum(), (0, 1))
-        return carry, step, jax.jit(gradients)(rnn_variables_of(name), x)
-
-    assert_same_bits(run(our_nn), run(flax_nn))
-
-
-@EACH_CELL
-def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(name):
-    case = CASES[name]
-    theirs, ours = case.make(flax_nn), case.make(our_nn)
-    variables, carry, x = start(case, theirs)
-    with jax.numpy_dtype_promotion("standard"):
-        half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (carry, x))
-        for args in (half, (carry, half[1])):
-            assert jax.eval_shape(ours.apply, variables, *args) == jax.eval_shape(
-                theirs.apply, variables, *args
-            )
-
-
-@pytest.mark.parametrize("half", HALVES)
-@EACH_CELL
-def test_without_a_policy_an_explicit_half_dtype_is_what_carry_and_output_are_in(name, half):
-    case = CASES[name]
-    cell: Any = case.make(our_nn, dtype=half)
-    variables, carry, x = start(case, cell)
-    assert dtypes(variables) == {"float32"}
-    assert dtypes(carry) == dtypes(jax.eval_shape(cell.apply, variables, carry, x)) == {half}
-    rnn: Any = our_nn.RNN(cell, return_carry=True)
-    assert dtypes(jax.eval_shape(lambda: rnn.init_with_output(KEY, sequence(case))[0])) == {half}
-
-
-@EACH_POLICY
-@EACH_CELL
-def test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward(name, policy):
-    case, wanted = CASES[name], get_policy(policy)
-    cell: Any = case.make(our_nn)
-    with use_policy(policy):
-        variables, carry, x = start(case, cell)
-        assert dtypes(variables) == {wanted.param_dtype.name}
-        assert dtypes(carry) == {wanted.compute_dtype.name}
-
-        def loss(variables, carry, x):
-            new_carry, y = cell.apply(variables, carry, x)
-            return jnp.square(y.astype(jnp.float32)).sum(), (new_carry, y)
-
-        step = jax.value_and_grad(loss, has_aux=True)
-        (_, (new_carry, y)), gradients = jax.eval_shape(step, variables, carry, x)
-        assert dtypes((new_carry, y)) == {wanted.compute_dtype.name}
-        assert jax.tree.structure(new_carry) == jax.tree.structure(carry)
-        assert dtypes(gradients) == {wanted.param_dtype.name}
-        assert matmul_dtypes(step, variables, carry, x) == {wanted.compute_dtype.name}
-
-
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
-@EACH_CELL
-def test_parameters_have_flaxs_tree_and_initial_values(name, policy):
-    case, theirs = CASES[name], variables_of(name)
-    with use_policy(policy):
-        cell, x = case.make(our_nn), sequence(case)[:, 0]
-        ours = jax.jit(cell.init)(KEY, cell.initialize_carry(KEY, x.shape), x)
-    if policy != "bfloat16":
-        return assert_same_bits(ours, theirs)
-    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == jnp.bfloat16
-        if b.shape == (
-            HIDDEN,
-            HIDDEN,
-        ):  # the orthogonal ones; what runs in half draws there, as in Flax
-            assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
 @EACH_POLICY
@@ -301,145 +141,6 @@ def test_half_precision_is_close_to_float32(name, policy):
     np.testing.assert_allclose(
         half, full, rtol=0, atol=4 * ulp
     )  # values below 1, five steps of feedback
-
-
-@pytest.mark.parametrize("name", ["SimpleCell", "OptimizedLSTMCell", "GRUCell"])
-def test_jit_changes_nothing_beyond_rounding(name):
-    rnn: Any
-    rnn, x, variables = (
-        our_nn.RNN(CASES[name].make(our_nn)),
-        sequence(CASES[name]),
-        rnn_variables_of(name),
-    )
-    with use_policy("mixed_bfloat16"):
-        eager, jitted = rnn.apply(variables, x), jax.jit(rnn.apply)(variables, x)
-    assert eager.dtype == jitted.dtype == jnp.float32
-    np.testing.assert_allclose(jitted, eager, rtol=0, atol=2**-7)
-
-
-@EACH_CELL
-def test_a_hand_threaded_cell_lowers_to_the_same_matmuls_and_gates(name):
-    case = CASES[name]
-    ours, theirs = case.make(our_nn), case.make(flax_nn, dtype=jnp.bfloat16)
-    variables, carry, x = start(case, case.make(flax_nn))
-    args = variables, *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (carry, x))
-    with use_policy("p=f32,c=bf16,o=bf16"):
-        program = jax.jit(lambda *args: ours.apply(*args)).lower(*args).as_text()
-    assert program == jax.jit(lambda *args: theirs.apply(*args)).lower(*args).as_text()
-
-
-# --------------------------------------------------------------------------------------------------
-# Carries
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(name):
-    case = CASES[name]
-    cell: Any = case.make(our_nn)
-    variables, wide = (
-        variables_of(name),
-        cell.initialize_carry(KEY, case.shape),
-    )  # made with no policy in force
-    steps = jnp.moveaxis(sequence(case), 1, 0)
-    with use_policy("mixed_bfloat16"):
-        half = cell.initialize_carry(KEY, case.shape)
-        scan = functools.partial(jax.lax.scan, lambda carry, x: cell.apply(variables, carry, x))
-        (last, y), (wide_last, wide_y) = scan(half, steps), scan(wide, steps)
-    assert (dtypes(half), dtypes(last), dtypes(y)) == ({"bfloat16"}, {"bfloat16"}, {"bfloat16"})
-    assert (dtypes(wide_last), dtypes(wide_y)) == ({"float32"}, {"bfloat16"})
-    for a, b in zip(jax.tree.leaves((wide_last, wide_y)), jax.tree.leaves((last, y)), strict=True):
-        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=0, atol=2**-7)
-
-
-@EACH_CELL
-def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(name):
-    case = CASES[name]
-    cell: Any = case.make(our_nn, dtype_policy="mixed_bfloat16")
-    variables, carry, x = start(case, cell)
-    new_carry, y = jax.eval_shape(cell.apply, variables, carry, x)
-    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == (
-        {"bfloat16"},
-        {"bfloat16"},
-        {"float32"},
-    )
-    by_keyword = jax.eval_shape(lambda v: cell.apply(v, carry=carry, inputs=x), variables)
-    assert by_keyword == (new_carry, y)
-
-
-@EACH_CELL
-def test_ten_steps_of_decoding_feed_the_carry_back(name):
-    case = CASES[name]
-    cell, steps = case.make(our_nn), jnp.moveaxis(sequence(case, steps=10), 1, 0)
-    rnn: Any = our_nn.RNN(cell, return_carry=True)
-    with use_policy("mixed_bfloat16"):
-        variables, carry = variables_of(name), cell.initialize_carry(KEY, case.shape)
-        step: Any = jax.jit(cell.apply)
-        outputs = []
-        for x in steps:
-            carry, y = step(variables, carry, x)
-            assert (dtypes(carry), dtypes(y)) == ({"bfloat16"}, {"bfloat16"})
-            outputs.append(y)
-        whole = jax.jit(rnn.apply)(rnn_variables_of(name), sequence(case, steps=10))
-    assert step._cache_size() == 1
-    np.testing.assert_allclose(
-        np.stack([np.asarray(y, np.float32) for y in outputs], 1),
-        np.asarray(whole[1]),
-        rtol=0,
-        atol=2**-8,
-    )
-
-
-def test_a_carry_is_drawn_with_the_cells_own_initialiser_in_compute_dtype():
-    cell: Any = our_nn.GRUCell(HIDDEN, carry_init=jax.nn.initializers.normal())
-    plain: Any = cell.initialize_carry(KEY, (BATCH, WIDTH))
-    assert_same_bits(
-        plain,
-        flax_nn.GRUCell(HIDDEN, carry_init=cell.carry_init).initialize_carry(KEY, (BATCH, WIDTH)),
-    )
-    with use_policy("mixed_float16"):
-        half = cell.initialize_carry(KEY, (BATCH, WIDTH))
-    assert_same_bits(half, plain.astype(jnp.float16))
-    with use_policy("bfloat16"):
-        orthogonal = our_nn.GRUCell(HIDDEN, carry_init=jax.nn.initializers.orthogonal())
-        assert dtypes(orthogonal.initialize_carry(KEY, (BATCH, WIDTH))) == {"bfloat16"}
-
-
-class Leaky(our_nn.RNNCellBase):
-    """A user's cell: its carry holds a count, a float32 average and the last hidden state."""
-
-    features: int = HIDDEN
-
-    @our_nn.compact
-    def __call__(self, carry, inputs):
-        count, average, h = carry
-        h = our_nn.tanh(our_nn.Dense(self.features)(inputs) + our_nn.Dense(self.features)(h))
-        average = average * 0.9 + h.astype(jnp.float32) * 0.1
-        return (count + 1, average, h), h
-
-    @our_nn.nowrap
-    def initialize_carry(self, rng, input_shape):
-        zeros = jnp.zeros((*input_shape[:-1], self.features))
-        return jnp.zeros((), jnp.int32), zeros, zeros
-
-    @property
-    def num_feature_axes(self):
-        return 1
-
-
-def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_of_its_carry():
-    x = jnp.ones((BATCH, WIDTH))
-    with use_policy("mixed_bfloat16"):
-        cell = Leaky()
-        carry = cell.initialize_carry(KEY, x.shape)
-        (new_carry, y), variables = cell.init_with_output(KEY, carry, x)
-        assert types(new_carry) == types(carry)
-        assert (y.dtype, dtypes(variables)) == (jnp.float32, {"float32"})
-        assert matmul_dtypes(cell.apply, variables, carry, x) == {"bfloat16"}
-        rnn = our_nn.RNN(cell, return_carry=True)
-        last, ys = rnn.init_with_output(KEY, jnp.ones((BATCH, TIME, WIDTH)))[0]
-    assert types(last) == types(carry)
-    assert (ys.dtype, int(last[0])) == (jnp.float32, TIME)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,18 +270,34 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
         rnn.init(KEY, x)
 
 
-def test_an_explicit_dtype_is_obeyed_with_a_warning():
-    case = CASES["GRUCell"]
-    cell: Any = case.make(our_nn, dtype=jnp.float32)
-    variables, _, x = start(case, cell)
-    expected = (
-        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
-        r"force, 'params=float32,compute"
-    )
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
-        carry = cell.initialize_carry(KEY, x.shape)
-        out = jax.eval_shape(cell.apply, variables, carry, x)
-    assert dtypes((carry, out)) == {"float32"}
+@pytest.mark.parametrize("ported", (False, True))
+def test_a_rule_for_the_parts_of_an_optimized_cell_is_refused(ported):
+    wing: Any = flax_nn if ported else our_nn
+    rnn, x = wing.RNN(wing.OptimizedLSTMCell(HIDDEN)), jnp.ones((BATCH, TIME, WIDTH))
+
+    def init(rules: Any) -> Any:
+        if ported:
+            return jax.eval_shape(apply_policy(rnn, "mixed_bfloat16", rules).init, KEY, x)
+        with use_policy("mixed_bfloat16", rules):
+            return jax.eval_shape(rnn.init, KEY, x)
+
+    with pytest.raises(
+        ValueError, match=r"^Rule 'cell/hi' matched no module. Modules seen: cell\.(\n|$)"
+    ):
+        init({"cell/hi": "float32"})
+    variables = init({"cell(/hi)?": "p=bf16,c=f32"})
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
+
+
+def test_a_rule_for_the_parts_of_a_root_cell_is_refused_too():
+    cell: Any = our_nn.OptimizedLSTMCell(HIDDEN)
+    x = jnp.ones((BATCH, WIDTH))
+    carry = cell.initialize_carry(KEY, x.shape)
+    with (
+        use_policy("mixed_bfloat16", {"h.": "float32"}),
+        pytest.raises(ValueError, match="only the root"),
+    ):
+        jax.eval_shape(cell.init, KEY, carry, x)
 
 
 def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
@@ -706,55 +423,3 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
             ]
             # On the way out, and for a half-precision carry, which own code reads in float32.
             assert len(casts) <= len(jax.tree.leaves(out)) + 2 * len(jax.tree.leaves(args[0]))
-
-
-# --------------------------------------------------------------------------------------------------
-# Gradients
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(
-    name,
-):
-    case = CASES[name]
-    x = sequence(case, steps=7)
-    rnn: Any = our_nn.RNN(case.make(our_nn))
-    with use_policy("p=f32,c=bf16,o=bf16"):
-        variables = jax.eval_shape(rnn.init, KEY, x)
-        jaxpr = jax.make_jaxpr(jax.grad(lambda v: rnn.apply(v, x).astype(jnp.float32).sum()))(
-            variables
-        ).jaxpr
-    forward, backward = (e for e in equations(jaxpr) if e.primitive.name == "scan")
-    stacked = {v.aval.dtype.name for v in forward.outvars if 7 in v.aval.shape}
-    assert stacked == {"bfloat16"}
-    kernels = {leaf.shape for leaf in jax.tree.leaves(variables) if leaf.ndim > 1}
-    sums = [v for v in backward.outvars if v.aval.shape in kernels]
-    assert sums
-    assert {v.aval.dtype.name for v in sums} == {"float32"}
-
-
-def test_the_gradient_of_a_512_step_rnn_is_accurate():
-    steps = 512
-    x = np.random.default_rng(1).uniform(
-        0.5, 1.5, size=(1, steps, WIDTH)
-    )  # one sign: rounding errors can't cancel
-    rnn: Any = our_nn.RNN(
-        our_nn.SimpleCell(HIDDEN, recurrent_kernel_init=jax.nn.initializers.zeros)
-    )
-    variables = rnn.init(KEY, jnp.asarray(x, jnp.float32))
-    kernel = np.asarray(variables["params"]["cell"]["i"]["kernel"], np.float64)
-    truth = np.einsum(
-        "tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2
-    )  # of the sum of all outputs
-
-    def error(variables):
-        with use_policy("p=f32,c=bf16,o=bf16"):
-            loss = lambda v: rnn.apply(v, jnp.asarray(x, jnp.float32)).astype(jnp.float32).sum()  # noqa: E731
-            gradient = jax.jit(jax.grad(loss))(variables)["params"]["cell"]["i"]["kernel"]
-        return np.abs(np.asarray(gradient, np.float64) - truth).max() / np.abs(truth).max()
-
-    stored_in_half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
-    assert (
-        error(variables) < 2**-8 and error(stored_in_half) < 2**-8
-    )  # summed in half over the steps: 2% off

@@ -4,7 +4,6 @@ casts a carry.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from policy.programs.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-HALVES = ("bfloat16", "float16")
 CASES: dict[str, Callable[..., Any]] = {
     "SimpleCell": lambda nnx, **kw: nnx.SimpleCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), **kw),
     "SimpleCell residual": lambda nnx, **kw: nnx.SimpleCell(
@@ -110,131 +108,9 @@ def gradients(module: Any, *args: Any) -> Any:
     return run, state
 
 
-def standard_promotion(test: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return test(*args, **kwargs)
-
-    return run
-
-
-# --------------------------------------------------------------------------------------------------
-# What Flax does
-# --------------------------------------------------------------------------------------------------
-
-
-@standard_promotion
-def test_flaxs_lstm_returns_float32_from_a_half_dtype_and_ours_what_dtype_says():
-    theirs, ours = (CASES["LSTMCell"](nnx, dtype=jnp.bfloat16) for nnx in (flax_nnx, our_nnx))
-    assert dtypes(shapes(ours, first_carry(ours), sequence()[:, 0])) == {"bfloat16"}
-    if shapes(theirs, first_carry(theirs), sequence()[:, 0])[1].dtype != jnp.float32:
-        pytest.skip("repaired upstream")
-
-
-@standard_promotion
-def test_flaxs_rnn_over_a_half_cell_raises_and_ours_returns_what_dtype_says():
-    ours = our_nnx.RNN(CASES["SimpleCell"](our_nnx, dtype=jnp.bfloat16), return_carry=True)
-    assert dtypes(shapes(ours, sequence())) == {"bfloat16"}
-    try:
-        shapes(flax_nnx.RNN(CASES["SimpleCell"](flax_nnx, dtype=jnp.bfloat16)), sequence())
-    except (TypeError, ValueError) as error:
-        assert "carry" in str(error).lower()
-    else:
-        pytest.skip("repaired upstream")
-
-
-@pytest.mark.parametrize("half", HALVES)
-@standard_promotion
-def test_flaxs_gru_can_t_create_half_parameters_and_ours_draws_in_float32(half):
-    ours, full = CASES["GRUCell"](our_nnx, param_dtype=half), CASES["GRUCell"](our_nnx)
-    assert param_dtypes(ours) == {half}
-    assert_same_bits(ours.dense_h.kernel[...], full.dense_h.kernel[...].astype(half))
-    try:
-        CASES["GRUCell"](flax_nnx, param_dtype=half)
-    except (NotImplementedError, TypeError) as error:
-        assert half in str(error)
-    else:
-        pytest.skip("repaired upstream")
-
-
 # --------------------------------------------------------------------------------------------------
 # One table of cells
 # --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_without_a_policy_a_float32_cell_is_flaxs_bit_for_bit(name):
-    def run(nnx: Any) -> Any:
-        cell = CASES[name](nnx)
-        carry = first_carry(cell)
-        step, cell_state = pure(cell)
-        backward, state = gradients(nnx.RNN(cell, return_carry=True))
-        return (
-            flax_nnx.to_pure_dict(flax_nnx.state(cell)),
-            carry,
-            jax.jit(step)(cell_state, carry, sequence()[:, 0]),
-            flax_nnx.to_pure_dict(jax.jit(backward)(state, sequence())),
-        )
-
-    assert_same_bits(run(our_nnx), run(flax_nnx))
-
-
-@EACH_CELL
-@standard_promotion
-def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(name):
-    ours, theirs = CASES[name](our_nnx), CASES[name](flax_nnx)
-    carry, x = first_carry(theirs), sequence()[:, 0].astype(jnp.bfloat16)
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), carry)
-    assert shapes(ours, carry, x) == shapes(theirs, carry, x)
-    if not name.startswith(
-        "SimpleCell"
-    ):  # its dtype is float32 by default, and Flax's residual rounds to none
-        assert shapes(ours, half, x) == shapes(theirs, half, x)
-
-
-@pytest.mark.parametrize("half", HALVES)
-@EACH_CELL
-def test_without_a_policy_an_explicit_half_dtype_is_what_carry_and_output_are_in(name, half):
-    cell = CASES[name](our_nnx, dtype=half)
-    carry = first_carry(cell)
-    assert param_dtypes(cell) == {"float32"}
-    assert dtypes(carry) == dtypes(shapes(cell, carry, sequence()[:, 0])) == {half}
-    assert dtypes(shapes(our_nnx.RNN(cell, return_carry=True), sequence())) == {half}
-
-
-@EACH_POLICY
-@EACH_CELL
-def test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward(name, policy):
-    wanted, x = get_policy(policy), sequence()[:, 0]
-    with use_policy(policy):
-        cell = CASES[name](our_nnx)
-        carry = first_carry(cell)
-        assert param_dtypes(cell) == {wanted.param_dtype.name}
-        assert dtypes(carry) == {wanted.compute_dtype.name}
-        new_carry, y = shapes(cell, carry, x)
-        assert dtypes((new_carry, y)) == {wanted.compute_dtype.name}
-        assert jax.tree.structure(new_carry) == jax.tree.structure(carry)
-        backward, state = gradients(cell)
-        assert dtypes(jax.eval_shape(backward, state, carry, x)) == {wanted.param_dtype.name}
-        assert matmul_dtypes(jaxpr_of(backward, state, carry, x)) == {wanted.compute_dtype.name}
-
-
-@pytest.mark.parametrize("policy", [None, "mixed_float16", "bfloat16"])
-@EACH_CELL
-def test_parameters_have_flaxs_tree_and_initial_values(name, policy):
-    theirs = flax_nnx.to_pure_dict(flax_nnx.state(CASES[name](flax_nnx)))
-    with use_policy(policy):
-        ours = flax_nnx.to_pure_dict(flax_nnx.state(CASES[name](our_nnx)))
-    if policy != "bfloat16":
-        return assert_same_bits(ours, theirs)
-    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
-    assert dtypes(ours) == {"bfloat16"}
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        if (
-            b.ndim == 2 and b.shape[0] == HIDDEN
-        ):  # the orthogonal ones; what runs in half draws there, as in Flax
-            assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
 @EACH_POLICY
@@ -280,124 +156,6 @@ def test_half_precision_is_close_to_float32_and_jit_changes_nothing_beyond_round
         half, full, rtol=0, atol=4 * ulp
     )  # values below 1, five steps of feedback
     np.testing.assert_allclose(eager, half, rtol=0, atol=2 * ulp)
-
-
-@EACH_CELL
-def test_a_hand_threaded_cell_lowers_to_the_same_program(name):
-    with use_policy("p=f32,c=bf16,o=bf16"):
-        ours = CASES[name](our_nnx)
-        carry = first_carry(ours)
-        programs = []
-        for cell in (ours, CASES[name](flax_nnx, dtype=jnp.bfloat16)):
-            fn, state = pure(cell)
-            args = (state, carry, sequence(jnp.bfloat16)[:, 0])
-            programs.append(jax.jit(lambda *args, fn=fn: fn(*args)).lower(*args).as_text())
-    assert programs[0] == programs[1]
-
-
-# --------------------------------------------------------------------------------------------------
-# Carries
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(name):
-    steps = jnp.moveaxis(sequence(), 1, 0)
-    wide = first_carry(CASES[name](our_nnx))  # made with no policy in force
-    with use_policy("mixed_bfloat16"):
-        cell = CASES[name](our_nnx)
-        half = first_carry(cell)
-
-        @flax_nnx.jit
-        def run(cell: Any, carry: Any, xs: Any) -> Any:
-            @flax_nnx.scan(in_axes=(None, flax_nnx.Carry, 0), out_axes=(flax_nnx.Carry, 0))
-            def step(cell: Any, carry: Any, x: Any) -> Any:
-                return cell(carry, x)
-
-            return step(cell, carry, xs)
-
-        (last, y), (wide_last, wide_y) = run(cell, half, steps), run(cell, wide, steps)
-    assert (dtypes(half), dtypes(last), dtypes(y)) == ({"bfloat16"}, {"bfloat16"}, {"bfloat16"})
-    assert (dtypes(wide_last), dtypes(wide_y)) == ({"float32"}, {"bfloat16"})
-    for a, b in zip(jax.tree.leaves((wide_last, wide_y)), jax.tree.leaves((last, y)), strict=True):
-        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=0, atol=2**-7)
-
-
-@EACH_CELL
-def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(name):
-    cell = CASES[name](our_nnx, dtype_policy="mixed_bfloat16")
-    carry, x = first_carry(cell), sequence()[:, 0]
-    new_carry, y = shapes(cell, carry, x)
-    assert (dtypes(carry), dtypes(new_carry), dtypes(y)) == (
-        {"bfloat16"},
-        {"bfloat16"},
-        {"float32"},
-    )
-    fn, state = pure(cell)
-    assert jax.eval_shape(lambda state: fn(state, carry=carry, inputs=x), state) == (new_carry, y)
-
-
-@EACH_CELL
-def test_ten_steps_of_decoding_feed_the_carry_back(name):
-    x = sequence(steps=10)
-    with use_policy("mixed_bfloat16"):
-        cell = CASES[name](our_nnx)
-        step: Any = flax_nnx.jit(lambda cell, carry, x: cell(carry, x))
-        carry, outputs = first_carry(cell), []
-        for t in range(10):
-            before = types(carry)
-            carry, y = step(cell, carry, x[:, t])
-            assert (types(carry), set(before), dtypes(y)) == (before, {"bfloat16"}, {"bfloat16"})
-            outputs.append(np.asarray(y, np.float32))
-        whole = flax_nnx.jit(lambda rnn, x: rnn(x))(our_nnx.RNN(cell), x)
-    np.testing.assert_allclose(np.stack(outputs, 1), np.asarray(whole), rtol=0, atol=2**-7)
-
-
-def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype():
-    def carry(init: Any, nnx: Any = our_nnx) -> Any:
-        return CASES["GRUCell"](nnx).initialize_carry((BATCH, WIDTH), flax_nnx.Rngs(1), init)
-
-    normal, orthogonal = jax.nn.initializers.normal(), jax.nn.initializers.orthogonal()
-    assert_same_bits(carry(normal), carry(normal, flax_nnx))
-    full = carry(normal)
-    with use_policy("mixed_float16"):
-        assert_same_bits(carry(normal), full.astype(jnp.float16))
-    with use_policy("bfloat16"):
-        assert dtypes(carry(orthogonal)) == {"bfloat16"}
-
-
-class Leaky(our_nnx.RNNCellBase):
-    """A user's cell: its carry holds a count, a float32 average and the last hidden state."""
-
-    def __init__(self, *, rngs):
-        self.i = our_nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-        self.h = our_nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
-
-    def __call__(self, carry, inputs):
-        count, average, h = carry
-        h = our_nnx.tanh(self.i(inputs) + self.h(h))
-        average = average * 0.9 + h.astype(jnp.float32) * 0.1
-        return (count + 1, average, h), h
-
-    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
-        zeros = jnp.zeros((*input_shape[:-1], HIDDEN))
-        return jnp.zeros((), jnp.int32), zeros, zeros
-
-    @property
-    def num_feature_axes(self):
-        return 1
-
-
-def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_of_its_carry():
-    with use_policy("mixed_bfloat16"):
-        cell = Leaky(rngs=flax_nnx.Rngs(0))
-        carry = first_carry(cell)
-        new_carry, y = shapes(cell, carry, sequence()[:, 0])
-        assert (types(new_carry), dtypes(y)) == (types(carry), {"float32"})
-        fn, state = pure(cell)
-        assert matmul_dtypes(jaxpr_of(fn, state, carry, sequence()[:, 0])) == {"bfloat16"}
-        last, ys = our_nnx.RNN(cell, return_carry=True)(sequence())
-    assert (types(last), dtypes(ys), int(last[0])) == (types(carry), {"float32"}, TIME)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,17 +286,6 @@ def test_rules_reach_the_layers_inside_a_cell_under_strict_promotion_too():
     assert (dtypes(carry), dtypes(y)) == ({"bfloat16"}, {"float32"})
 
 
-def test_an_explicit_dtype_is_obeyed_with_a_warning():
-    expected = (
-        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
-        r"force, 'params=float32,compute"
-    )
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
-        cell = CASES["GRUCell"](our_nnx, dtype=jnp.float32)
-    carry = first_carry(cell)
-    assert dtypes((carry, shapes(cell, carry, sequence()[:, 0]))) == {"float32"}
-
-
 def test_a_ported_cell_keeps_an_explicit_dtype_where_asked():
     def model() -> Any:
         return flax_nnx.RNN(CASES["LSTMCell"](flax_nnx, dtype=jnp.float32), return_carry=True)
@@ -613,57 +360,3 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype():
             assert matmul_dtypes(jaxpr) == {"bfloat16"}
             # On the way out, and for a half-precision carry, which own code reads in float32.
             assert len(casts) <= len(jax.tree.leaves(out)) + 2 * len(jax.tree.leaves(args[0]))
-
-
-# --------------------------------------------------------------------------------------------------
-# Gradients
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_gradients_of_float32_kernels_are_summed_over_the_steps_in_float32_and_residuals_are_half(
-    name,
-):
-    x = sequence(steps=7)
-    with use_policy("p=f32,c=bf16,o=bf16"):
-        rnn: Any = our_nnx.RNN(CASES[name](our_nnx))
-        backward, state = gradients(rnn)
-        jaxpr = jaxpr_of(backward, state, x)
-    first, last = (e for e in equations(jaxpr) if e.primitive.name == "scan")
-    assert {v.aval.dtype.name for v in first.outvars if 7 in v.aval.shape} == {"bfloat16"}
-    kernels = {
-        leaf.shape for leaf in jax.tree.leaves(flax_nnx.state(rnn, flax_nnx.Param)) if leaf.ndim > 1
-    }
-    sums = [v for v in last.outvars if v.aval.shape in kernels]
-    assert sums
-    assert {v.aval.dtype.name for v in sums} == {"float32"}
-
-
-def test_the_gradient_of_a_512_step_rnn_is_accurate():
-    x = np.random.default_rng(1).uniform(
-        0.5, 1.5, size=(1, 512, WIDTH)
-    )  # one sign: rounding errors can't cancel
-    zeros = jax.nn.initializers.zeros
-
-    def gradient(**dtypes: Any) -> Any:
-        cell = our_nnx.SimpleCell(
-            WIDTH, HIDDEN, recurrent_kernel_init=zeros, rngs=flax_nnx.Rngs(0), **dtypes
-        )
-        rnn: Any = our_nnx.RNN(cell)
-        fn = flax_nnx.jit(flax_nnx.grad(lambda rnn, x: rnn(x).astype(jnp.float32).sum()))
-        return rnn.cell.dense_i.kernel[...], fn(
-            rnn, jnp.asarray(x, jnp.float32)
-        ).cell.dense_i.kernel[...]
-
-    kernel, _ = gradient()
-    kernel = np.asarray(kernel, np.float64)
-    truth = np.einsum(
-        "tw,th->wh", x[0], 1 - np.tanh(x[0] @ kernel) ** 2
-    )  # of the sum of all outputs
-
-    def error(policy: str) -> float:
-        with use_policy(policy):
-            _, found = gradient()
-        return float(np.abs(np.asarray(found, np.float64) - truth).max() / np.abs(truth).max())
-
-    assert error("p=f32,c=bf16,o=bf16") < 2**-8
