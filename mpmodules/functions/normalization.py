@@ -99,66 +99,74 @@ def _normalize_jvp(
         # XLA would sum the narrowed gradients of both with those of the matmuls' kernels, and keep
         # these until then.
         scale_tangent, bias_tangent = _kept_apart(scale_tangent, bias_tangent)
-
-    def derivative(
-        x: Array,
-        scale: Array | None,
-        centre: Array,
-        offset: Array | None,
-        variance: Array,
-        x_tangent: Array | None,
-        by_normalized: Array | None,
-        by_region: Array | None,
-    ) -> tuple[Array, Array, Array | None, Array]:
-        root = lax.rsqrt(variance + epsilon)
-        factor = root if scale is None else root * scale
-        centred = x.astype(jnp.float32) - centre
-        mean_tangent = variance_tangent = by_element = None
-        if all(factor.shape[axis] == 1 for axis in region.axes):
-            # The factors come after the sums: those of the transpose are then the scale's and the
-            # bias's as well, and an element is multiplied and added to as seldom as can be.
-            if x_tangent is not None:
-                wide = x_tangent.astype(jnp.float32)
-                mean_tangent, along = region.mean(wide), region.mean(wide * centred)
-                along = (along if offset is None else along - offset * mean_tangent) * root
-                by_element = wide * factor
-                by_normalized = _less(by_normalized, along * factor)
-                by_region = _less(by_region, mean_tangent * factor)
-                variance_tangent = 2 * along / root
-            if by_normalized is not None:
-                by_centred = root * by_normalized
-                by_element = _sum(by_element, centred * by_centred)
-                by_region = by_region if offset is None else _less(by_region, offset * by_centred)
-        else:
-            # Numbers that a row shares are multiplied with each other before they meet an element.
-            centred = centred if offset is None else centred - offset
-            if x_tangent is not None:
-                wide = x_tangent.astype(jnp.float32)
-                mean_tangent, along = region.mean(wide), region.mean(wide * centred) * root
-                by_element = wide * root - mean_tangent * root - centred * (along * root * root)
-                by_element = by_element if scale is None else by_element * scale
-                variance_tangent = 2 * along / root
-            if by_normalized is not None:
-                by_element = _sum(by_element, centred * root * by_normalized)
-        if by_region is not None:
-            by_element = by_region if by_element is None else by_element + by_region
-        by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element
-        through = broadcast_like(by_element, y).astype(
-            dtype
-        )  # a scale may be sharded where `x` is not
-        if mean_tangent is None or variance_tangent is None:
-            mean_tangent = variance_tangent = jnp.zeros_like(variance)
-        if offset is None:
-            return through, mean_tangent, None, variance_tangent
-        return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
-
     # Checkpointed: the normalised array is computed again from `x`, in the kernels of backward that
     # read `x` anyway.
-    kept = (x, scale, centre, offset, variance)
-    tangents_out = jax.checkpoint(derivative, prevent_cse=False)(
-        *kept, x_tangent, scale_tangent, bias_tangent
+    derivative = jax.checkpoint(
+        functools.partial(_derivative, region, epsilon, y), prevent_cse=False
+    )
+    tangents_out = derivative(
+        x, scale, centre, offset, variance, x_tangent, scale_tangent, bias_tangent
     )
     return (y, centre, offset, variance), tangents_out
+
+
+def _derivative(
+    region: Region,
+    epsilon: float,
+    y: Array,
+    x: Array,
+    scale: Array | None,
+    centre: Array,
+    offset: Array | None,
+    variance: Array,
+    x_tangent: Array | None,
+    by_normalized: Array | None,
+    by_region: Array | None,
+) -> tuple[Array, Array, Array | None, Array]:
+    """Returns the tangents of what `_normalize` returns. `by_normalized` and `by_region` are those
+    of the scale and the bias.
+    """
+    root = lax.rsqrt(variance + epsilon)
+    factor = root if scale is None else root * scale
+    centred = x.astype(jnp.float32) - centre
+    is_shared = all(factor.shape[axis] == 1 for axis in region.axes)
+    if not is_shared and offset is not None:
+        centred = centred - offset
+    mean_tangent = variance_tangent = jnp.zeros_like(variance)
+    by_element = along = None
+    if x_tangent is not None:
+        wide = x_tangent.astype(jnp.float32)
+        mean_tangent, along = region.mean(wide), region.mean(wide * centred)
+        if is_shared and offset is not None:
+            along = along - offset * mean_tangent
+        along = along * root
+        variance_tangent = 2 * along / root
+        if is_shared:
+            by_element = wide * factor
+        else:
+            by_element = wide * root - mean_tangent * root - centred * (along * root * root)
+            by_element = by_element if scale is None else by_element * scale
+    if is_shared:
+        # The factors come after the sums: those of the transpose are then the scale's and the
+        # bias's as well, and an element is multiplied and added to as seldom as can be.
+        if along is not None:
+            by_normalized = _less(by_normalized, along * factor)
+            by_region = _less(by_region, mean_tangent * factor)
+        if by_normalized is not None:
+            by_centred = root * by_normalized
+            by_element = _sum(by_element, centred * by_centred)
+            by_region = by_region if offset is None else _less(by_region, offset * by_centred)
+    elif by_normalized is not None:
+        # Numbers that a row shares are multiplied with each other before they meet an element.
+        by_element = _sum(by_element, centred * root * by_normalized)
+    if by_region is not None:
+        by_element = _sum(by_element, by_region)
+    by_element = jnp.zeros(x.shape, jnp.float32) if by_element is None else by_element
+    # A scale may be sharded where `x` is not.
+    through = broadcast_like(by_element, y).astype(y.dtype)
+    if offset is None:
+        return through, mean_tangent, None, variance_tangent
+    return through, jnp.zeros_like(mean_tangent), mean_tangent, variance_tangent
 
 
 def _kept_apart(*tangents: Array | None) -> list[Array | None]:

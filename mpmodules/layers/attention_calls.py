@@ -15,7 +15,7 @@ from jax.lax import PrecisionLike
 
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
-from mpmodules.functions.fused_attention.choose import Attention, fused_kernel
+from mpmodules.functions.fused_attention.choose import fused_kernel
 from policy.core.scope import current_policy
 
 Array = jax.Array
@@ -29,139 +29,124 @@ class AttentionCrossing(Crossing):
     keeps: ClassVar[tuple[str, ...]] = ("mask",)
 
 
-@dataclasses.dataclass(frozen=True)
-class Dropout:
-    """The arguments for dropout in a call of Flax's attention.
-
-    Attributes:
-      broadcast: whether all batch entries and heads share one mask.
-      rng: the key, or None.
-      rate: the probability of dropping a weight.
-      deterministic: whether none is dropped.
-    """
-
-    broadcast: bool
-    rng: Array | None
-    rate: float
-    deterministic: bool
-
-    @property
-    def is_on(self) -> bool:
-        """Returns whether weights are dropped."""
-        return not self.deterministic and self.rate > 0.0
-
-
 def reduction_dtype() -> np.dtype:
     """Returns the reduction_dtype of the policy in force; float32 where none is."""
     policy = current_policy()
     return jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
 
 
-def weights_of_call(
-    query: Array,
-    key: Array,
-    dropout: Dropout,
-    sow: Callable[[Array], object] | None,
-    **options: Any,
-) -> Array:
-    """Computes attention weights in reduction_dtype, sows them, and drops some.
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """The options of a call of Flax's attention functions, of queries (B..., T, N, H), keys
+    (B..., S, K, H) and values (B..., S, K, any width) of one dtype.
 
-    Args:
-      query: (B..., T, N, H).
-      key: (B..., S, K, H), the same dtype.
-      dropout: which weights to drop.
+    Attributes:
+      bias, mask, is_causal, precision: as in `mpmodules.functions.attention.dot_product_attention`.
+      broadcast_dropout: whether all batch entries and heads drop the same weights.
+      dropout_rng: the key, or None.
+      dropout_rate: the probability of dropping a weight.
+      deterministic: whether none is dropped.
       sow: stores the weights before dropout; None does not.
-      **options: for `mpmodules.functions.attention.dot_product_attention_weights`.
-
-    Returns:
-      (B..., N, T, S) in the `dtype` of the options.
+      einsum: computes the logits, and `values_einsum` the sum of the values, instead of ours.
+      wide_weights: whether the weights stay in reduction_dtype.
     """
-    weights = attention.dot_product_attention_weights(
-        query, key, reduction_dtype=reduction_dtype(), **options
-    )
-    if sow is not None:
-        sow(weights)
-    if not dropout.is_on:
-        return weights
-    return attention.dropout(
-        weights, dropout.rate, broadcast=dropout.broadcast, batch_axes=key.ndim - 3, rng=dropout.rng
-    )
 
+    bias: Array | None
+    mask: Array | None
+    broadcast_dropout: bool
+    dropout_rng: Array | None
+    dropout_rate: float
+    deterministic: bool
+    precision: PrecisionLike
+    sow: Callable[[Array], object] | None
+    is_causal: bool = False
+    einsum: Callable[..., Array] | None = None
+    values_einsum: Callable[..., Array] | None = None
+    wide_weights: bool = False
 
-def kernel_of_call(
-    implementation: str | None,
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    dropout: Dropout,
-    is_sown: bool,
-    precision: PrecisionLike,
-    others: dict[str, bool],
-    **masks: Any,
-) -> Attention | None:
-    """Chooses the fused kernel to compute a call with, or None for XLA's program.
+    def weights(self, query: Array, key: Array) -> Array:
+        """Computes attention weights (B..., N, T, S) in reduction_dtype, rounds and sows them, and
+        drops some.
+        """
+        weights = attention.dot_product_attention_weights(
+            query,
+            key,
+            einsum=self.einsum,
+            dtype=None if self.wide_weights else query.dtype,
+            **self._options,
+        )
+        if self.sow is not None:
+            self.sow(weights)
+        if not self._drops:
+            return weights
+        return attention.dropout(
+            weights,
+            self.dropout_rate,
+            broadcast=self.broadcast_dropout,
+            batch_axes=key.ndim - 3,
+            rng=self.dropout_rng,
+        )
 
-    Args:
-      implementation: None chooses; a name insists.
-      query: (B..., T, N, H).
-      key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
-      dropout: which weights to drop.
-      is_sown: whether the weights are stored.
-      precision: as in `jax.lax`.
-      others: other features that no kernel has, by name, and whether each is asked for.
-      **masks: `bias`, `mask` and `is_causal`.
+    def attend(
+        self,
+        implementation: str | None,
+        query: Array,
+        key: Array,
+        value: Array,
+        upstream: Callable[[], Array] | None,
+    ) -> Array:
+        """Computes attention (B..., T, N, width of `value`) in the values' dtype: by a fused
+        kernel, or by XLA, which computes the weights themselves only where they are needed.
 
-    Raises:
-      ValueError: `implementation` insists on a kernel that lacks a feature that is asked for.
-    """
-    obstacles = {
-        "dropout": dropout.is_on,
-        "sown weights": is_sown,
-        "a precision": precision is not None,
-        **others,
-    }
-    return fused_kernel(
-        implementation,
-        query,
-        key,
-        value,
-        reduction_dtype=reduction_dtype(),
-        obstacles=obstacles,
-        **masks,
-    )
+        Args:
+          implementation: None chooses, and a name insists on a kernel or on XLA.
+          query, key, value: see above.
+          upstream: Flax's function where it is to compute the result, else None.
 
+        Raises:
+          ValueError: shapes that do not fit, or an `implementation` that lacks a feature that is
+            asked for.
+        """
+        has_einsum = self.einsum is not None or self.values_einsum is not None
+        obstacles = {
+            "dropout": self._drops,
+            "sown weights": self.sow is not None,
+            "a custom einsum": has_einsum,
+            "force_fp32_for_softmax without a policy": self.wide_weights,
+        }
+        kernel = fused_kernel(
+            implementation,
+            query,
+            key,
+            value,
+            bias=self.bias,
+            mask=self.mask,
+            is_causal=self.is_causal,
+            reduction_dtype=reduction_dtype(),
+            obstacles=obstacles | {"a precision": self.precision is not None},
+        )
+        if upstream is not None:
+            return upstream()
+        attention.check_shapes(query, key, value)
+        if kernel is not None:
+            return kernel(query, key, value)
+        if not any(obstacles.values()):
+            return attention.dot_product_attention(query, key, value, **self._options)
+        weights = self.weights(query, key)
+        if self.values_einsum is not None:
+            return self.values_einsum("...hqk,...khd->...qhd", weights, value)
+        return attention.weighted_values(weights, value, precision=self.precision)
 
-def without_weights(
-    kernel: Attention | None,
-    needs_weights: bool,
-    query: Array,
-    key: Array,
-    value: Array,
-    **options: Any,
-) -> Array | None:
-    """Computes attention by a kernel, or by XLA where the weights themselves are not needed.
+    @property
+    def _drops(self) -> bool:
+        return not self.deterministic and self.dropout_rate > 0.0
 
-    Else returns None.
-
-    Args:
-      kernel: the result of `kernel_of_call`.
-      needs_weights: whether the weights are sown, dropped, or computed by a function of the user's.
-      query: (B..., T, N, H).
-      key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
-      **options: for `mpmodules.functions.attention.dot_product_attention`.
-
-    Returns:
-      (B..., T, N, width of `value`) in the values' dtype, or None.
-
-    Raises:
-      ValueError: shapes that do not fit.
-    """
-    attention.check_shapes(query, key, value)
-    if kernel is not None:
-        return kernel(query, key, value)
-    if needs_weights:
-        return None
-    return attention.dot_product_attention(
-        query, key, value, reduction_dtype=reduction_dtype(), **options
-    )
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "bias": self.bias,
+            "mask": self.mask,
+            "is_causal": self.is_causal,
+            "precision": self.precision,
+            "reduction_dtype": reduction_dtype(),
+        }

@@ -1,30 +1,30 @@
-"""Helpers of both wings' normalisations: their reduction axes, and a call taken apart so that JAX
-traces it once.
+"""A call of a normalisation, alike in both wings: the region that it reduces over, its statistics
+and its result.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import numbers
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpmodules.calls.defined_in import is_flax
-from mpmodules.functions.functional import broadcast_like, is_half, is_wider
-from mpmodules.functions.moments import Region
+from mpmodules.functions.functional import broadcast_like, is_half, is_wider, widen
+from mpmodules.functions.moments import Region, shift_of
 from mpmodules.functions.normalization import normalize
-from mpmodules.functions.promotion import mixing_allowed
 from policy.core.policy import Policy
+from policy.functions.checkpointing import is_hashable, keeping_inputs, keeping_inputs_once
 
-# Fields of a layer that differ from layer to layer, and are of no use once its variables are there.
-UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
+Array = jax.Array
 
 
 # --------------------------------------------------------------------------------------------------
@@ -32,294 +32,318 @@ UNUSED = frozenset(("scale_init", "bias_init", "rngs", "parent", "name"))
 # --------------------------------------------------------------------------------------------------
 
 
-def no_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns None, for a layer that takes no mean."""
-    return None
+def layer_norm_region(layer: Any, x: Array) -> Region | None:
+    """Returns the axes that a LayerNorm or an RMSNorm reduces over."""
+    return Region.of(_axes(layer.reduction_axes, x), x.ndim)
 
 
-def layer_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a LayerNorm reduces over.
-
-    Returns None where Flax refuses them, or those of its features.
-    """
-    axes = _listed(layer.reduction_axes)
-    return (
-        Region.of(axes, x.ndim)
-        if _are_axes((*axes, *_listed(layer.feature_axes)), x.ndim)
-        else None
-    )
-
-
-def group_norm_region(layer: Any, x: jax.Array) -> Region | None:
+def group_norm_region(layer: Any, x: Array) -> Region | None:
     """Returns the axes and groups of a GroupNorm; None where Flax refuses them."""
-    if not x.ndim:
+    last, channels = x.ndim - 1, x.shape[-1]
+    axes = range(1, x.ndim) if layer.reduction_axes is None else _axes(layer.reduction_axes, x)
+    groups = layer.num_groups
+    if groups is None and layer.group_size:
+        groups = channels // layer.group_size
+    if not groups or groups < 0 or channels % groups or (axes and last not in axes):
         return None
-    size, channels = getattr(layer, "group_size", None), x.shape[-1]
-    groups = layer.num_groups if size is None else channels // max(size, 1)
-    if not groups or groups < 0 or channels % groups:
+    if layer.group_size not in (None, channels // groups):
         return None
-    axes = range(1, x.ndim) if layer.reduction_axes is None else _listed(layer.reduction_axes)
-    if not _are_axes(axes, x.ndim) or (axes and x.ndim - 1 not in _without(axes, x.ndim, ())):
-        return None
-    return Region.of(_without(axes, x.ndim, x.ndim - 1), x.ndim, groups)
+    return Region.of([axis for axis in axes if axis != last], x.ndim, groups)
 
 
-def instance_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that an InstanceNorm reduces over, or None where Flax refuses them.
+def instance_norm_region(layer: Any, x: Array) -> Region | None:
+    """Returns the axes that an InstanceNorm reduces over: all but the batch's, which is the first,
+    and the features'.
 
-    Those are all but the batch's, which is the first and can't be one of the features', and the
-    features'.
+    Returns None where the first is one of the features', which Flax refuses.
     """
-    features = _listed(layer.feature_axes)
-    if not _are_axes(features, x.ndim) or any(axis % x.ndim == 0 for axis in features):
-        return None
-    return Region.of(_without(range(1, x.ndim), x.ndim, features), x.ndim)
+    features = _axes(layer.feature_axes, x)
+    return None if 0 in features else Region(_others((0, *features), x))
 
 
-def batch_norm_region(layer: Any, x: jax.Array) -> Region | None:
-    """Returns the axes that a BatchNorm reduces over, all but the features'.
-
-    Returns None where Flax refuses them.
-    """
-    features = _listed(layer.axis)
-    return (
-        Region.of(_without(range(x.ndim), x.ndim, features), x.ndim)
-        if _are_axes(features, x.ndim)
-        else None
-    )
+def batch_norm_region(layer: Any, x: Array) -> Region | None:
+    """Returns the axes that a BatchNorm reduces over: all but the features'."""
+    return Region(_others(_axes(layer.axis, x), x))
 
 
-def _listed(axes: int | Sequence[int]) -> list[int]:
-    return [int(axis) for axis in np.atleast_1d(np.asarray(axes))]
+def _axes(axes: int | Sequence[int], x: Array) -> tuple[int, ...]:
+    """Returns `axes` of `x`, in rising order and none negative."""
+    return tuple(sorted(set(normalize_axis_tuple(axes, x.ndim, allow_duplicate=True))))
 
 
-def _are_axes(axes: Iterable[int], ndim: int) -> bool:
-    """Returns whether an array of `ndim` axes, which are to be one or more, has all of `axes`."""
-    return ndim > 0 and all(-ndim <= axis < ndim for axis in axes)
-
-
-def _without(axes: Iterable[int], ndim: int, left_out: int | Sequence[int]) -> list[int]:
-    """Returns `axes` of an array of `ndim` axes without those `left_out`.
-
-    Negative ones count from the end.
-    """
-    out = {axis % ndim for axis in _listed(left_out)}
-    return [axis % ndim for axis in axes if axis % ndim not in out]
-
-
-def feature_axes(layer: Any, ndim: int) -> tuple[int, ...]:
-    """Returns the axes along which a normalisation has scales and biases."""
-    axes = layer.axis if hasattr(layer, "axis") else getattr(layer, "feature_axes", -1)
-    return tuple(sorted({axis % ndim for axis in _listed(axes)}))
+def _others(axes: Sequence[int], x: Array) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.ndim) if axis not in axes)
 
 
 # --------------------------------------------------------------------------------------------------
-# A call in closed form
-# --------------------------------------------------------------------------------------------------
-
-
-def takes_exact_moments(
-    layer: Any,
-    method: Callable[..., Any],
-    x: jax.Array,
-    args: Sequence[Any],
-    rest: Iterable[str],
-    policy: Policy,
-) -> bool:
-    """Returns whether a normalisation of `x` under a policy can have exact statistics, and float32
-    for the rest.
-
-    A user's method, and arguments that Flax refuses, are left to Flax's code. So is an epsilon that
-    is an array: it may be traced, differentiated, or one of many.
-
-    Args:
-      args, rest: the arguments of the call beside `x`.
-    """
-    if not is_flax(method) or not isinstance(layer.epsilon, numbers.Real):
-        return False
-    flags = ["use_running_average"] if layer._running else []
-    takes_arguments = len(args) <= len(flags) and not set(rest) - {"mask", *flags[len(args) :]}
-    return (
-        takes_arguments
-        and bool(x.size)
-        and is_half(x.dtype)
-        and policy.reduction_dtype == jnp.float32
-    )
-
-
-def saves_input(x: jax.Array, policy: Policy) -> bool:
-    """Returns whether backward keeps the input of a normalisation, and recomputes float32 values
-    from it: a float32 input under a half-precision policy is one more array, of three.
-    """
-    narrows = is_half(policy.compute_dtype) or is_wider(policy.reduction_dtype, x.dtype)
-    return narrows and jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def normalized(
-    layer: Any, x: jax.Array, region: Region, scale: Any, bias: Any, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a layer's result for `x`, and the mean and the variance of its region.
-
-    Args:
-      scale, bias: as they are stored, along the layer's feature axes; or None.
-      dtype: of the result.
-    """
-    features = feature_axes(layer, x.ndim)
-    shape = [size if axis in features else 1 for axis, size in enumerate(x.shape)]
-    scale, bias = (
-        None if p is None else jnp.asarray(p, jnp.float32).reshape(shape) for p in (scale, bias)
-    )
-    return normalize(x, scale, bias, region=region, epsilon=layer.epsilon, dtype=dtype)
-
-
-def averaged(layer: Any, running: jax.Array, batch: jax.Array) -> jax.Array:
-    """Updates a BatchNorm's running statistic with a batch's, in the wider dtype of the two."""
-    with mixing_allowed():
-        return layer.momentum * running + (1 - layer.momentum) * batch.reshape(running.shape)
-
-
-# --------------------------------------------------------------------------------------------------
-# A BatchNorm without elements to take statistics of
-# --------------------------------------------------------------------------------------------------
-
-
-def has_no_statistics(
-    layer: Any, method: Callable[..., Any], x: Any, args: Sequence[Any], rest: Any
-) -> bool:
-    """Returns whether a call is to update a layer's running statistics with those of an empty
-    array.
-
-    Args:
-      args, rest: the arguments of the call beside `x`.
-    """
-    takes = (
-        layer._running
-        and is_flax(method)
-        and layer._takes_statistics(running_average_flag(args, rest))
-    )
-    return bool(takes) and getattr(x, "size", None) == 0
-
-
-def running_average_flag(args: Sequence[Any], rest: Mapping[str, Any]) -> bool | None:
-    """Returns the argument `use_running_average` of a call."""
-    return args[0] if args else rest.get("use_running_average")
-
-
-def by_running_average(
-    args: Sequence[Any], rest: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, beside its input, for one that normalises by the running
-    statistics.
-    """
-    return (True, *args[1:]) if args else (), dict(rest) if args else {
-        **rest,
-        "use_running_average": True,
-    }
-
-
-def masked_statistics(
-    layer: Any, x: jax.Array, mask: Any, axes: Sequence[int], running: Mapping[str, jax.Array]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Computes a BatchNorm's statistics of the elements that a mask keeps.
-
-    Devices of the layer's axis name that have no such element are left out, and the others count
-    alike, as in Flax. Promotes dtypes, so that it runs under standard promotion.
-
-    Args:
-      layer: its options say how.
-      x: in reduction_dtype.
-      mask: of booleans, broadcastable to `x`.
-      axes: of `x`, reduced over.
-      running: the mean and the variance before the call.
-
-    Returns:
-      The mean and the variance to normalise by, and the running ones after the call. Both are the
-      running ones before it, for features of which no element is kept.
-    """
-    x, mask = x.astype(jnp.promote_types(x.dtype, jnp.float32)), jnp.asarray(mask, bool)
-    count = jnp.sum(broadcast_like(mask, x), axes, dtype=x.dtype)
-    present = count > 0
-    share = present.astype(x.dtype)  # of the devices that have an element
-    if layer.axis_name is not None:
-        share = lax.pmean(share, layer.axis_name, axis_index_groups=layer.axis_index_groups)
-
-    def mean(values: jax.Array) -> jax.Array:
-        local = jnp.sum(values, axes, where=mask) / jnp.maximum(count, 1)
-        if layer.axis_name is None:
-            return local
-        everywhere = lax.pmean(local, layer.axis_name, axis_index_groups=layer.axis_index_groups)
-        return everywhere / jnp.where(share > 0, share, 1)
-
-    centre = mean(x)
-    if layer.use_fast_variance:
-        variance = jnp.maximum(mean(jnp.square(x)) - jnp.square(centre), 0)
-    else:
-        variance = mean(jnp.square(x - jnp.expand_dims(centre, tuple(axes))))
-    found = {"mean": centre, "var": variance}
-    updated = {
-        n: jnp.where(share > 0, averaged(layer, running[n], found[n]), running[n]) for n in found
-    }
-    return {n: jnp.where(share > 0, found[n], running[n]) for n in found}, updated
-
-
-# --------------------------------------------------------------------------------------------------
-# A call of Flax's code
+# A call
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class NormalizationCall(abc.ABC):
-    """A call of a normalisation by Flax's code, as a function of layer and input.
-
-    Each wing implements it.
+class Call:
+    """The arguments of a normalisation's call.
 
     Attributes:
-      method: Flax's.
-      output_dtype: of the result.
-      shifts: whether the variance may be taken in one pass over shifted data.
-      args, rest: the other arguments of the call.
+      x: any shape.
+      region: the elements of `x` that share a mean.
+      features: the axes of `x` along which the layer has scales and biases.
+      mask: None, or broadcastable to `x`: False leaves an element out of the statistics.
+      use_running_average: as given to a BatchNorm.
     """
 
-    method: Callable[..., Any]
-    policy: Policy
-    output_dtype: DTypeLike
-    shifts: bool
-    args: tuple[Any, ...]
-    rest: tuple[tuple[str, Any], ...]
+    x: Array
+    region: Region
+    features: tuple[int, ...]
+    mask: Array | None
+    use_running_average: bool | None
 
-    def is_of(self, layer: Any, module: str) -> bool:
-        """Returns whether Flax's own method is called on a class of `module`, with only flags
-        beside its input.
-        """
-        flags = (*self.args, *(value for _, value in self.rest))
-        is_own = type(layer).__module__ == module and is_flax(self.method)
-        return (
-            is_own
-            and all(flag is None or isinstance(flag, bool) for flag in flags)
-            and not self.is_masked(layer)
-        )
-
-    def is_masked(self, layer: Any) -> bool:
-        """Returns whether Flax's own BatchNorm is to take statistics of the elements that a mask
-        keeps.
-        """
-        rest = dict(self.rest)
-        takes = layer._running and layer._takes_statistics(running_average_flag(self.args, rest))
-        return bool(takes) and rest.get("mask") is not None and is_flax(self.method)
-
-    @abc.abstractmethod
-    def __call__(self, layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the result, and the values of the running statistics after the call."""
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the scales and biases."""
+        return [self.x.shape[axis] for axis in self.features]
 
 
-def frozen(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the fields that determine a layer's program, hashable.
+def call_of(
+    layer: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Call | None:
+    """Returns a call of a layer's `method`.
 
-    Returns None where one of them is not.
+    Returns None where Flax's own code is to run: of complex numbers, which no policy casts, of axes
+    that it refuses, and where an interceptor is around it.
+
+    Raises:
+      TypeError: `method` does not take such arguments.
     """
-    found = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in fields if n not in UNUSED)
-    try:
-        hash(found)
-    except TypeError:
+    if not is_flax(method):
         return None
-    return found
+    given = inspect.signature(method).bind(layer, *args, **kwargs).arguments
+    x = jnp.asarray(given["x"])
+    if jnp.iscomplexobj(x) or not x.ndim:
+        return None
+    try:
+        features = _axes(getattr(layer, "axis", getattr(layer, "feature_axes", -1)), x)
+        region = layer._region(x)
+    except np.exceptions.AxisError:
+        return None
+    if region is None:
+        return None
+    return Call(x, region, features, given.get("mask"), given.get("use_running_average"))
+
+
+def statistics_dtype(reduction_dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype of statistics: the wider of reduction_dtype and float32."""
+    return jnp.dtype(reduction_dtype if is_wider(reduction_dtype, jnp.float32) else jnp.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Its result
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """The static parameters of a normalisation.
+
+    Attributes:
+      region: the elements that share a mean.
+      epsilon: added to the variance.
+      wide: the dtype of the statistics.
+      dtype: of the result.
+      takes_statistics: of its input; else it normalises by running ones.
+      takes_mean: subtracts the mean.
+      fast: whether the variance is E[x^2] - E[x]^2, in one pass. None is True for numbers that can
+        be shifted, so that it does not cancel.
+      axis_name, axis_index_groups: of devices that share a mean, as in `jax.lax.pmean`.
+    """
+
+    region: Region
+    epsilon: Any
+    wide: np.dtype
+    dtype: np.dtype
+    takes_statistics: bool
+    takes_mean: bool
+    fast: bool | None
+    axis_name: Any
+    axis_index_groups: Any
+
+    def is_exact_for(self, x: Array) -> bool:
+        """Returns whether the statistics of `x` are exact, in one pass.
+
+        See `mpmodules.functions.moments`.
+        """
+        chooses = self.fast is None and self.takes_statistics and self.takes_mean
+        is_narrow = is_half(x.dtype) and self.wide == jnp.float32
+        return chooses and is_narrow and bool(x.size) and is_hashable(self.epsilon)
+
+
+def normalized(
+    layer: Any,
+    call: Call,
+    scale: Array | None,
+    bias: Array | None,
+    running: Sequence[Array],
+    *,
+    policy: Policy | None,
+    dtype: DTypeLike,
+    fast: bool | None,
+    axis_name: Any,
+    takes_statistics: bool,
+) -> tuple[Array, list[Array]]:
+    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias, rounded once.
+
+    Under a policy backward keeps a half input as it came, and recomputes the rest.
+
+    Args:
+      layer: its other options are read.
+      call: of the layer.
+      scale, bias: as they are stored, along the features' axes; or None.
+      running: a BatchNorm's running mean and variance, as they are stored; or nothing.
+      dtype: of the result.
+      fast, axis_name, takes_statistics: see `Norm`.
+
+    Returns:
+      The result, and the running statistics after the call.
+    """
+    x, mask, groups = call.x, call.mask, getattr(layer, "axis_index_groups", None)
+    if fast is None and (mask is not None or axis_name is not None):
+        fast = False
+    norm = Norm(
+        region=call.region,
+        epsilon=layer.epsilon,
+        wide=statistics_dtype(jnp.float32 if policy is None else policy.reduction_dtype),
+        dtype=jnp.dtype(dtype),
+        takes_statistics=takes_statistics,
+        takes_mean=layer._takes_mean,
+        fast=fast,
+        axis_name=axis_name,
+        axis_index_groups=None if groups is None else tuple(map(tuple, groups)),
+    )
+    shape = tuple(size if axis in call.features else 1 for axis, size in enumerate(x.shape))
+    scale, bias, before = jax.tree.map(
+        lambda p: jnp.asarray(p, norm.wide).reshape(shape), (scale, bias, tuple(running))
+    )
+    if norm.is_exact_for(x):
+        region, epsilon = norm.region, norm.epsilon
+        found = normalize(x, scale, bias, region=region, epsilon=epsilon, dtype=norm.dtype)
+    else:
+        found = _checkpointed(norm, x, policy)(x, scale, bias, mask, before)
+    if not takes_statistics:
+        return found[0], list(running)
+    return found[0], [
+        _averaged(layer.momentum, old, batch, mask)
+        for old, batch in zip(running, found[1:], strict=False)
+    ]
+
+
+def _averaged(momentum: Any, running: Array, batch: Array, mask: Array | None) -> Array:
+    """Updates a running statistic with a batch's, in the wider dtype of the two.
+
+    Where a mask left out all of a feature, `batch` is `running` and stays as it is.
+    """
+    running = widen(running, batch.dtype)
+    batch = widen(batch.reshape(running.shape), running.dtype)
+    updated = momentum * running + (1 - momentum) * batch
+    return updated if mask is None else jnp.where(batch == running, running, updated)
+
+
+def _checkpointed(norm: Norm, x: Array, policy: Policy | None) -> Callable[..., Any]:
+    """Returns the function of a norm's arrays.
+
+    Where float32 would be wider, backward keeps its input and recomputes float32 values from it; a
+    float32 input under a half-precision policy is one more array, of three.
+    """
+    run = functools.partial(_normalized, norm)
+    if policy is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return run
+    if not (is_half(policy.compute_dtype) or is_wider(policy.reduction_dtype, x.dtype)):
+        return run
+    return keeping_inputs_once(_normalized, norm) if is_hashable(norm) else keeping_inputs(run)
+
+
+def _normalized(
+    norm: Norm,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    running: Sequence[Array],
+) -> tuple[Array, Array, Array]:
+    x, shift = x.astype(norm.wide), None
+    if norm.takes_statistics:
+        shift = shift_of(norm.region, x) if norm.fast is None and norm.takes_mean else None
+        x = x if shift is None else x - shift
+        mean, variance = _statistics(norm, x, mask, running, norm.fast or shift is not None)
+    else:
+        mean, variance = running
+    factor = lax.rsqrt(variance + jnp.asarray(norm.epsilon, norm.wide))
+    factor = factor if scale is None else factor * scale
+    y = (x - mean) * factor
+    y = y if bias is None else y + bias
+    return y.astype(norm.dtype), mean if shift is None else mean + shift, variance
+
+
+def _statistics(
+    norm: Norm, x: Array, mask: Array | None, running: Sequence[Array], fast: bool
+) -> tuple[Array, Array]:
+    """Returns the mean and the variance of the elements that a mask keeps.
+
+    Devices that have no such element are left out, and the others count alike. Where none has one,
+    both are the running ones, or NaN.
+    """
+    kept = None if mask is None else _Kept.by(norm, jnp.asarray(mask, bool), x)
+    means = functools.partial(_means, norm, kept)
+    if not norm.takes_mean:
+        (variance,) = means(jnp.square(x))
+        mean = jnp.zeros_like(variance)
+    elif fast:
+        mean, square = means(x, jnp.square(x))
+        variance = jnp.maximum(square - jnp.square(mean), 0)
+    else:
+        (mean,) = means(x)
+        (variance,) = means(jnp.square(x - mean))
+    if kept is None:
+        return mean, variance
+    instead = running or [jnp.asarray(jnp.nan, x.dtype)] * 2
+    is_known = kept.devices > 0
+    return jnp.where(is_known, mean, instead[0]), jnp.where(is_known, variance, instead[1])
+
+
+class _Kept(NamedTuple):
+    """The elements that a mask keeps.
+
+    Attributes:
+      where: whether an element is kept.
+      number: how many are, in each region.
+      devices: the share of the devices that have one.
+    """
+
+    where: Array
+    number: Array
+    devices: Array
+
+    @classmethod
+    def by(cls, norm: Norm, mask: Array, x: Array) -> _Kept:
+        where = broadcast_like(mask, x)
+        count = norm.region.sum(where.astype(x.dtype))
+        return cls(where, count, _everywhere(norm, (count > 0).astype(x.dtype)))
+
+
+def _means(norm: Norm, kept: _Kept | None, *values: Array) -> Sequence[Array]:
+    if kept is None:
+        local = [norm.region.mean(x) for x in values]
+    else:
+        sums = [norm.region.sum(jnp.where(kept.where, x, 0)) for x in values]
+        local = [total / jnp.maximum(kept.number, 1) for total in sums]
+    if norm.axis_name is not None:
+        local = list(_everywhere(norm, jnp.stack(local)))  # one collective
+    return (
+        local if kept is None else [x / jnp.where(kept.devices > 0, kept.devices, 1) for x in local]
+    )
+
+
+def _everywhere(norm: Norm, local: Array) -> Array:
+    """Returns the mean over the devices."""
+    if norm.axis_name is None:
+        return local
+    return lax.pmean(local, norm.axis_name, axis_index_groups=norm.axis_index_groups)

@@ -65,6 +65,8 @@ def layer_of(equation: Equation, path: Path) -> str:
         if owner == "tool":
             break
         if _may_be_of_a_layer(code.co_filename) and len(names) == 2 and names[0] not in _BASES:
+            if names[1].startswith("_") and not names[1].startswith("__"):
+                continue  # a part of a layer's method, maybe of a base class
             return names[0] if not where or where.endswith(":") else f"{where} ({names[0]})"
     return where.removesuffix(":")
 

@@ -148,19 +148,6 @@ def traces_of(monkeypatch, model, *inputs):
     return len(seen)
 
 
-def test_a_ported_layer_of_a_user_s_own_is_called_itself():
-    class Doubled(flax.linen.LayerNorm):
-        def param(self, name, *args, **kwargs):
-            return 2 * super().param(name, *args, **kwargs)
-
-    x = jnp.asarray([[1.0, -1.0], [3.0, 1.0]], HALF)
-    plain, doubled = (
-        linen.apply_policy(layer, "bfloat16") for layer in (flax.linen.LayerNorm(), Doubled())
-    )
-    params = plain.init(jax.random.key(0), x)
-    np.testing.assert_array_equal(doubled.apply(params, x), 2 * plain.apply(params, x))
-
-
 def test_normalisations_inside_a_ported_attention_are_traced_once(monkeypatch):
     attention = flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True)
     model = linen.apply_policy(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mpmodules.calls.defined_in import is_flax
 from mpmodules.functions import activations, functional
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._resolution import fields_set
@@ -46,17 +46,11 @@ class PReLU(Layer, flax_nn.PReLU):
         if policy is not None:
             inputs = cast_array(inputs, policy.compute_dtype)
         fields = self._policy_fields(policy, None, method.__name__)
-        if not functional.is_half(inputs.dtype):
-            with fields_set(self, fields):
+        with fields_set(self, fields):
+            if not (functional.is_half(inputs.dtype) and is_flax(method)):
                 return method(self, inputs)
-        slopes: list[jax.Array] = []
-
-        def read(name: str, *args: Any, **kwargs: Any) -> jax.Array:
-            slopes.append(flax_nn.PReLU.param(self, name, *args, **kwargs))
-            return slopes[-1]
-
-        # Flax's own method makes or reads the slope; what it would compute with it in half is left
-        # to one number.
-        with fields_set(self, fields | {"param": read}):
-            method(self, jnp.zeros((), jnp.float32))
-        return activations.prelu(inputs, slopes[-1])
+            slope = self.param(
+                "negative_slope",
+                lambda key: jnp.asarray(self.negative_slope_init, self.param_dtype),
+            )
+        return activations.prelu(inputs, slope)

@@ -15,12 +15,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_half
-from mpmodules.layers.attention_calls import (
-    Dropout,
-    kernel_of_call,
-    weights_of_call,
-    without_weights,
-)
+from mpmodules.layers.attention_calls import AttentionCall
 from policy.core.scope import current_policy
 
 
@@ -63,37 +58,24 @@ def dot_product_attention_weights(
       >>> weights.shape, weights.dtype
       ((2, 4, 5, 5), dtype(bfloat16))
     """
-    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype(query, key, dtype=dtype)
-    if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
-        return flax_nn.dot_product_attention_weights(
-            query,
-            key,
-            *positional,
-            dtype,
-            precision,
-            module,
-            force_fp32_for_softmax,
-            einsum_dot_general,
-            einsum,
-        )
-    if (precision or einsum_dot_general) and einsum:
-        raise ValueError(
-            "precision/einsum_dot_general and einsum are mutually exclusive: give only one of them."
-        )
-    if einsum_dot_general is not None:
-        einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=einsum_dot_general)
-    attention.check_shapes(query, key)
-    narrow = (
-        not force_fp32_for_softmax or current_policy() is not None
-    )  # what it asks for is so in any case
-    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    sow = functools.partial(module.sow, "intermediates", "attention_weights") if module else None
-    options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, "einsum": einsum}
-    return weights_of_call(
-        query, key, dropout, sow, dtype=query.dtype if narrow else None, **options
+    if _is_flaxs(query, key):
+        how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, einsum)
+        return flax_nn.dot_product_attention_weights(query, key, bias, mask, *dropout, *how)
+    _require_one(precision, einsum_dot_general, einsum, "einsum")
+    call = AttentionCall(
+        bias,
+        mask,
+        *dropout,
+        precision,
+        _sow(module),
+        einsum=einsum or _einsum_of(einsum_dot_general, precision),
+        wide_weights=_keeps_wide(force_fp32_for_softmax),
     )
+    attention.check_shapes(query, key)
+    return call.weights(query, key)
 
 
 def dot_product_attention(
@@ -142,71 +124,65 @@ def dot_product_attention(
       >>> y.shape, y.dtype
       ((2, 5, 4, 8), dtype(bfloat16))
     """
-    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    einsums = (qk_attn_weights_einsum, attn_weights_value_einsum)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    has_einsum = einsum_dot_general is not None or qk_attn_weights_einsum is not None
-    wide_weights = force_fp32_for_softmax and current_policy() is None
-    kernel = kernel_of_call(
-        implementation,
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        is_causal=False,
-        dropout=dropout,
-        is_sown=module is not None,
-        precision=precision,
-        others={
-            "a custom einsum": has_einsum,
-            "force_fp32_for_softmax without a policy": wide_weights,
-        },
-    )
-    if not is_half(query.dtype) and query.shape[-2] == key.shape[-2]:
-        return flax_nn.dot_product_attention(
-            query,
-            key,
-            value,
-            *positional,
-            dtype,
-            precision,
-            module,
-            force_fp32_for_softmax,
-            einsum_dot_general,
-            qk_attn_weights_einsum,
-            attn_weights_value_einsum,
+    upstream = None
+    if _is_flaxs(query, key):
+        how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, *einsums)
+        upstream = functools.partial(
+            flax_nn.dot_product_attention, query, key, value, bias, mask, *dropout, *how
         )
     if bool(qk_attn_weights_einsum) != bool(attn_weights_value_einsum):
         raise ValueError(
             "qk_attn_weights_einsum and attn_weights_value_einsum must be specified together."
         )
-    if (precision or einsum_dot_general) and qk_attn_weights_einsum:
-        raise ValueError(
-            "precision/einsum_dot_general and qk_attn_weights_einsum/attn_weights_value_einsum are "
-            "mutually exclusive: give only one of them."
-        )
-    needs_weights = dropout.is_on or module is not None or has_einsum or wide_weights
-    options: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision}
-    attended = without_weights(kernel, needs_weights, query, key, value, **options)
-    if attended is not None:
-        return attended
-    weights = dot_product_attention_weights(
-        query,
-        key,
-        *positional,
-        None,
+    names = "qk_attn_weights_einsum/attn_weights_value_einsum"
+    _require_one(precision, einsum_dot_general, qk_attn_weights_einsum, names)
+    of_dots = _einsum_of(einsum_dot_general, precision)
+    call = AttentionCall(
+        bias,
+        mask,
+        *dropout,
         precision,
-        module,
-        force_fp32_for_softmax,
-        einsum_dot_general=einsum_dot_general,
-        einsum=qk_attn_weights_einsum,
+        _sow(module),
+        einsum=qk_attn_weights_einsum or of_dots,
+        values_einsum=attn_weights_value_einsum or of_dots,
+        wide_weights=_keeps_wide(force_fp32_for_softmax),
     )
-    if einsum_dot_general is not None:
-        attn_weights_value_einsum = functools.partial(
-            jnp.einsum, precision=precision, _dot_general=einsum_dot_general
+    return call.attend(implementation, query, key, value, upstream)
+
+
+def _is_flaxs(query: jax.Array, key: jax.Array) -> bool:
+    """Returns whether Flax's own function computes attention: in float32 and wider, but for grouped
+    queries, which it does not take.
+    """
+    return not is_half(query.dtype) and query.shape[-2] == key.shape[-2]
+
+
+def _require_one(precision: Any, dot_general: Any, einsum: Any, name: str) -> None:
+    if (precision or dot_general) and einsum:
+        raise ValueError(
+            f"precision/einsum_dot_general and {name} are mutually exclusive: give only one of "
+            "them."
         )
-    if attn_weights_value_einsum is not None:
-        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
-    return attention.weighted_values(weights, value, precision=precision)
+
+
+def _einsum_of(dot_general: Any, precision: PrecisionLike) -> Callable[..., jax.Array] | None:
+    if dot_general is None:
+        return None
+    return functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
+
+
+def _keeps_wide(force_fp32_for_softmax: bool) -> bool:
+    """Returns whether the weights are returned in float32, as Flax's: under a policy their softmax
+    is in float32 in any case.
+    """
+    return force_fp32_for_softmax and current_policy() is None
+
+
+def _sow(module: flax_nn.Module | None) -> Callable[[jax.Array], object] | None:
+    if module is None:
+        return None
+    return functools.partial(module.sow, "intermediates", "attention_weights")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.functions import functional
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers import weight_norms as norms
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
+from mpmodules.linen._resolution import fields_set, plain_fields
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
@@ -35,14 +35,7 @@ class ReparameterizedWeights(Module):
     """
 
     _dtype_fields: ClassVar[bool] = True
-    _reads_in: ClassVar[Any] = (
-        None  # while weights are being normalised: the dtype to read parameters in
-    )
-
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        return dtype_fields(self, policy)
+    _obeys: ClassVar[Policy | None] = None  # the policy that a call under way obeys
 
     def _call_layer(
         self,
@@ -55,57 +48,19 @@ class ReparameterizedWeights(Module):
         with fields_set(self, plain_fields(self, effective) | {"_obeys": effective.policy}):
             return method(self, *args, **kwargs)
 
-    _obeys: ClassVar[Policy | None] = (
-        None  # while a call is under way: the policy that the call obeys
-    )
-
     @flax_nn.nowrap
-    def _normalised(
-        self, normalise: Callable[[jax.Array], jax.Array], weights: Any, **fields: Any
-    ) -> jax.Array:
-        """Computes ``normalise(weights)`` in reduction_dtype, and returns it in the dtype that the
-        layer inside gets.
-
-        Args:
-          normalise: Flax's own function: weights in, weights of the same shape out.
-          weights: a parameter of the layer inside, any shape.
-          fields: other values for fields of this module while `normalise` runs.
-        """
-        weights = jnp.asarray(weights)
-        if not jnp.issubdtype(weights.dtype, jnp.inexact):
-            return normalise(weights)
-        wide = reduction_dtype_of(weights)
-        widened = functional.widen(weights, wide)
-        with fields_set(self, {"dtype": wide, "_reads_in": wide, **fields}):
-            normalised = normalise(widened)
-        if normalised is widened:
-            return weights  # none of those that are normalised
+    def _rounded(self, normalised: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns normalised weights in the dtype that the layer inside gets."""
         if self.is_mutable_collection("params"):
             return cast_array(normalised, weights.dtype)
         if self._obeys is not None:
             return normalised
-        return cast_array(
-            normalised, self._inferred_dtype(weights) if self.dtype is None else self.dtype
-        )
+        return cast_array(normalised, norms.inferred_dtype(self, weights))
 
     @flax_nn.nowrap
-    def _inferred_dtype(self, weights: jax.Array) -> Any:
-        """Returns Flax's result dtype where none is given: the one that weights and its own
-        parameters promote to.
-        """
-        with mixing_allowed():
-            return jnp.result_type(
-                weights.dtype, self.param_dtype if getattr(self, "use_scale", True) else weights
-            )
-
-    @flax_nn.nowrap
-    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        """Returns Flax's `param`.
-
-        While weights are being normalised the value is read in reduction_dtype.
-        """
-        value = super().param(name, init_fn, *init_args, **kwargs)
-        return value if self._reads_in is None else functional.widen(value, self._reads_in)
+    def _name_of(self, path: Any) -> str:
+        inside = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        return f"{self.layer_instance.name}/{inside}"
 
 
 class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
@@ -122,9 +77,17 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
     param_dtype: DTypeLike | None = None
 
     def _l2_normalize(self, path: Any, vs: Any) -> Any:
-        return self._normalised(
-            lambda weights: flax_nn.WeightNorm._l2_normalize(self, path, weights), vs
-        )
+        weights, name = jnp.asarray(vs), self._name_of(path)
+        is_chosen = not self.variable_filter or any(n in name for n in self.variable_filter)
+        if not is_chosen or not jnp.issubdtype(weights.dtype, jnp.inexact):
+            return weights
+        features, scale = norms.feature_axes(self.feature_axes, weights), None
+        if self.use_scale:
+            shape = [weights.shape[axis] for axis in features]
+            scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
+        wide = functional.widen(weights, reduction_dtype_of(weights))
+        normalised = norms.weight_norm(wide, scale, features=features, epsilon=self.epsilon)
+        return self._rounded(normalised, weights)
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
@@ -145,8 +108,18 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
     param_dtype: DTypeLike | None = None
 
     def _spectral_normalize(self, path: Any, vs: Any, update_stats: bool) -> Any:
-        def normalise(weights: jax.Array) -> jax.Array:
-            return flax_nn.SpectralNorm._spectral_normalize(self, path, weights, update_stats)
-
-        statistics = reduction_dtype_of(jnp.asarray(vs), jnp.zeros((), self.param_dtype))
-        return self._normalised(normalise, vs, param_dtype=statistics)
+        weights, name = jnp.asarray(vs), self._name_of(path)
+        if not norms.is_normalised_by_spectrum(self, weights, "Input"):
+            return weights
+        dtype = reduction_dtype_of(weights, jnp.zeros((), self.param_dtype))
+        u_name, held = f"{name}/u", self.collection_name
+        key = None if self.has_variable(held, u_name) else self.make_rng("params")
+        u = self.variable(held, u_name, jax.random.normal, key, (1, weights.shape[-1]), dtype)
+        sigma = self.variable(held, f"{name}/sigma", jnp.ones, (), dtype)
+        wide = functional.widen(weights, reduction_dtype_of(weights))
+        normalised, new_u, new_sigma = norms.spectral_norm(
+            wide, u.value, steps=self.n_steps, epsilon=self.epsilon
+        )
+        if update_stats:
+            u.value, sigma.value = new_u, new_sigma
+        return self._rounded(normalised, weights)

@@ -16,13 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_wider
-from mpmodules.layers.attention_calls import (
-    Dropout,
-    kernel_of_call,
-    reduction_dtype,
-    weights_of_call,
-    without_weights,
-)
+from mpmodules.layers.attention_calls import AttentionCall, reduction_dtype
 from policy.core.scope import current_policy
 
 
@@ -54,26 +48,14 @@ def dot_product_attention_weights(
     Raises:
       ValueError: shapes that do not fit, or a dropout rate without a key.
     """
-    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key)
     query, key = promote_dtype((query, key), dtype=dtype)
-    if not _is_ours(query):
-        return _flax_attention_weights(
-            query, key, *positional, dtype, precision, module, promote_dtype, is_causal
-        )
-    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    sow = (
-        functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
-        if module
-        else None
-    )
-    options: dict[str, Any] = {
-        "bias": bias,
-        "mask": mask,
-        "precision": precision,
-        "is_causal": is_causal,
-    }
-    return weights_of_call(query, key, dropout, sow, dtype=query.dtype, **options)
+    if _is_ours(query):
+        call = AttentionCall(bias, mask, *dropout, precision, _sow(module), is_causal)
+        return call.weights(query, key)
+    how = (dtype, precision, module, promote_dtype, is_causal)
+    return _flax_attention_weights(query, key, bias, mask, *dropout, *how)
 
 
 def dot_product_attention(
@@ -119,41 +101,23 @@ def dot_product_attention(
       >>> y.shape, y.dtype
       ((2, 5, 4, 8), dtype(bfloat16))
     """
-    positional = (bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    dropout = Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    kernel = kernel_of_call(
-        implementation,
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        dropout=dropout,
-        is_sown=module is not None,
-        precision=precision,
-        others={},
-    )
+    upstream = None
     if not _is_ours(query):
-        return flax_nnx.dot_product_attention(
-            query, key, value, *positional, dtype, precision, module, promote_dtype, is_causal
+        how = (dtype, precision, module, promote_dtype, is_causal)
+        upstream = functools.partial(
+            flax_nnx.dot_product_attention, query, key, value, bias, mask, *dropout, *how
         )
-    needs_weights = dropout.is_on or module is not None
-    options: dict[str, Any] = {
-        "bias": bias,
-        "mask": mask,
-        "precision": precision,
-        "is_causal": is_causal,
-    }
-    attended = without_weights(kernel, needs_weights, query, key, value, **options)
-    if attended is not None:
-        return attended
-    weights = dot_product_attention_weights(
-        query, key, *positional, None, precision, module, is_causal=is_causal
-    )
-    return attention.weighted_values(weights, value, precision=precision)
+    call = AttentionCall(bias, mask, *dropout, precision, _sow(module), is_causal)
+    return call.attend(implementation, query, key, value, upstream)
+
+
+def _sow(module: flax_nnx.Module | None) -> Callable[[jax.Array], object] | None:
+    if module is None:
+        return None
+    return functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
 
 
 def _is_ours(query: jax.Array) -> bool:

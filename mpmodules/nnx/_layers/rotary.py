@@ -7,19 +7,18 @@ Imported only where Flax has these (0.12.12 and later).
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import returned_dtype
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from mpmodules.nnx._resolution import viewed
 from policy.core.casting import cast_array
 from policy.core.precedence import Effective
 from policy.functions.widening import reduction_dtype_of
@@ -54,25 +53,34 @@ class RoPE(Layer, flax_nnx.RoPE):
         if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return method(self, *args, **kwargs)
         wide = reduction_dtype_of(x) if policy is None else policy.reduction_dtype
-        positions = arguments.get("input_positions")
-        if positions is not None:
-            arguments["input_positions"] = jnp.asarray(positions, wide)
-        tables = {name: getattr(self, name) for name in ("cached_sin", "cached_cos")}
-        view = viewed(
-            self,
-            **{
-                name: None
-                if table is None
-                else types.SimpleNamespace(value=table[...].astype(wide))
-                for name, table in tables.items()
-            },
-        )
-        arguments["x"] = jnp.asarray(x, wide)
-        with mixing_allowed():  # with x64 enabled, Flax's angles are float64
-            rotated = method(view, **arguments)
+        sin, cos = self._angles(x, arguments.get("input_positions"), wide)
+        sin, cos = (jnp.concatenate([table, table], -1) for table in (sin, cos))
+        sin, cos = (t.reshape((1,) * (x.ndim - t.ndim) + t.shape) for t in (sin, cos))
+        widened = jnp.asarray(x, wide)
+        rotated = widened * cos + self._rotate_half(widened) * sin
         return cast_array(
             rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses)
         )
+
+    def _angles(
+        self, x: jax.Array, positions: jax.Array | None, wide: DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the sines and cosines of each position, (length, width / 2) or with axes of the
+        batch before.
+        """
+        length, width = x.shape[-2:]
+        if positions is None and self.cached_sin is not None:
+            found = (self.cached_sin[...][:length], self.cached_cos[...][:length])
+        else:
+            positions = jnp.arange(length) if positions is None else jnp.asarray(positions)
+            if positions.shape[-1] != length:
+                raise ValueError(
+                    f"`input_positions` must have the same seq_len as `x`, but got "
+                    f"{positions.shape[-1]} and {length}."
+                )
+            with mixing_allowed():  # with x64 enabled, Flax's angles are float64
+                found = self._rotation_for(width, positions.astype(wide))
+        return found[0].astype(wide), found[1].astype(wide)
 
 
 def dot_product_attention_with_rope(

@@ -5,17 +5,18 @@ Stored weights keep their dtype.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx as flax_nnx
+from flax.nnx.module import first_from
 
 from mpmodules.functions import functional
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers import weight_norms as norms
 from mpmodules.nnx._layer import BuiltWithDtypes
-from mpmodules.nnx._resolution import viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.provenance import Source
@@ -32,59 +33,44 @@ class ReparameterizedWeights(BuiltWithDtypes):
     rounded to the dtype that they were stored in.
     """
 
-    _handed: list[tuple[Any, Any]] | None = (
-        None  # while a call is under way: the weights, and their stored dtypes
-    )
+    layer_instance: Any
 
-    def _run(self, upstream_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs Flax's call, and then rounds the weights to their stored dtype."""
-        handed: list[tuple[Any, Any]] = []
+    def _call_with(
+        self,
+        normalise: Callable[[Any, Any], jax.Array | None],
+        state: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the layer inside with normalised weights, and then rounds them to their stored
+        dtypes.
+
+        Args:
+          normalise: takes a path and a variable of `state`; None where it is left as it is.
+        """
+        handed = []
         try:
-            return upstream_call(viewed(self, _handed=handed), *args, **kwargs)
+            for path, variable in flax_nnx.to_flat_state(state):
+                weights = variable.get_value()
+                normalised = normalise(path, variable)
+                if normalised is None:
+                    continue
+                if self.dtype_policy is None:  # what Flax hands on
+                    normalised = cast_array(normalised, norms.inferred_dtype(self, weights))
+                variable.set_value(normalised)
+                handed.append((variable, weights.dtype))
+            return self.layer_instance(*args, **kwargs)
         finally:
-            for weights, stored in handed:
-                weights.set_value(cast_array(weights.get_value(), stored))
+            for variable, dtype in handed:
+                variable.set_value(cast_array(variable.get_value(), dtype))
 
-    def _hand_on(self, weights: Any, normalised: Any) -> None:
-        """Puts normalised weights in place for the call under way."""
-        stored = weights.get_value().dtype
-        dtype = normalised.dtype
-        if (
-            self.dtype_policy is None
-        ):  # what Flax hands on: what weights and its own parameters have in common
-            with mixing_allowed():
-                inferred = jnp.result_type(
-                    stored, self.param_dtype if getattr(self, "use_scale", True) else stored
-                )
-            dtype = inferred if self.dtype is None else self.dtype
-        if self._handed is None:  # not in a call: what stays
-            dtype = stored
-        else:
-            self._handed.append((weights, stored))
-        weights.set_value(cast_array(normalised, dtype))
-
-    def _reduces(self, *arrays: Any) -> Any:
+    def _reduces(self, *arrays: Any) -> np.dtype:
         """Returns the dtype in which the norm of `arrays` is taken."""
-        wide = reduction_dtype_of(*arrays)
+        wide = jnp.dtype(reduction_dtype_of(*arrays))
         policy = self.dtype_policy
-        return (
-            wide
-            if policy is None or functional.is_wider(wide, policy.reduction_dtype)
-            else policy.reduction_dtype
-        )
-
-
-def _restoring(upstream_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Flax's call: the weights are then rounded to their stored dtype.
-
-    Arguments differ by Flax's version.
-    """
-
-    @functools.wraps(upstream_call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(upstream_call, *args, **kwargs)
-
-    return call
+        if policy is None or functional.is_wider(wide, policy.reduction_dtype):
+            return wide
+        return policy.reduction_dtype
 
 
 class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
@@ -108,20 +94,26 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
                 else:
                     self.scales[path] = cast_array(scale, policy.param_dtype)
 
-    __call__ = _restoring(flax_nnx.WeightNorm.__call__)
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer inside with normalised weights."""
+        state = flax_nnx.state(self.layer_instance)
+        return self._call_with(self._normalised, state, x, *args, **kwargs)
 
-    def _weightnorm_inplace(self, path: Any, param: Any) -> None:
-        if not self.variable_filter(path, param) or not jnp.issubdtype(param.dtype, jnp.inexact):
-            return super()._weightnorm_inplace(path, param)
-        stored = param.get_value()
-        wide = self._reduces(stored)
-        weights = param.replace(functional.widen(stored, wide))
-        scales = self.scales
-        if scales is not None and path in scales:
-            scales = {path: functional.widen(scales[path][...], wide)}
-        view = viewed(self, dtype=wide, scales=scales)
-        flax_nnx.WeightNorm._weightnorm_inplace(view, path, weights)
-        self._hand_on(param, weights.get_value())
+    def _normalised(self, path: Any, variable: Any) -> jax.Array | None:
+        weights, scale = variable.get_value(), None
+        is_floating = jnp.issubdtype(getattr(weights, "dtype", np.int32), jnp.inexact)
+        if not self.variable_filter(path, variable) or not is_floating:
+            return None
+        if self.use_scale:
+            if self.scales is None or path not in self.scales:
+                raise RuntimeError(
+                    f"There is no scale of the parameter {path}: the parameters of layer_instance "
+                    "should not change after WeightNorm is made."
+                )
+            scale = self.scales[path][...]
+        features = norms.feature_axes(self.feature_axes, weights)
+        wide = functional.widen(weights, self._reduces(weights))
+        return norms.weight_norm(wide, scale, features=features, epsilon=self.epsilon)
 
 
 class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
@@ -150,18 +142,34 @@ class SpectralNorm(ReparameterizedWeights, flax_nnx.SpectralNorm):
         if value.dtype != wide:
             statistic.set_value(value.astype(wide))
 
-    __call__ = _restoring(flax_nnx.SpectralNorm.__call__)
-
-    def _spectral_normalize_inplace(self, path: Any, orig_param: Any, update_stats: bool) -> None:
-        if not jnp.issubdtype(orig_param.dtype, jnp.inexact):
-            return super()._spectral_normalize_inplace(path, orig_param, update_stats)
-        stored = orig_param.get_value()
-        wide = self._reduces(stored)
-        for name in ("u", "sigma"):  # of a model that was built without us
-            if (*path, name) in self.batch_stats:
-                self._widen_statistic(self.batch_stats[*path, name])
-        weights = orig_param.replace(functional.widen(stored, wide))
-        flax_nnx.SpectralNorm._spectral_normalize_inplace(
-            viewed(self, dtype=wide), path, weights, update_stats
+    def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
+        """Calls the layer inside with normalised weights."""
+        updates = first_from(
+            update_stats,
+            not self.use_running_average,
+            error_msg="No `update_stats` was given to SpectralNorm, neither to its constructor nor "
+            "to its call.",
         )
-        self._hand_on(orig_param, weights.get_value())
+        normalise = lambda path, variable: self._normalised(path, variable, updates)  # noqa: E731
+        return self._call_with(normalise, flax_nnx.state(self.layer_instance, flax_nnx.Param), x)
+
+    def _normalised(self, path: Any, variable: Any, updates: bool) -> jax.Array | None:
+        weights = variable.get_value()
+        if not norms.is_normalised_by_spectrum(self, weights, "Layer instance parameter"):
+            return None
+        if (*path, "u") not in self.batch_stats:
+            raise RuntimeError(
+                f"There are no statistics of the parameter {path}: the parameters of "
+                "layer_instance should not change after SpectralNorm is made."
+            )
+        u, sigma = (self.batch_stats[*path, name] for name in ("u", "sigma"))
+        for statistic in (u, sigma):  # of a model that was built without us
+            self._widen_statistic(statistic)
+        wide = functional.widen(weights, self._reduces(weights))
+        normalised, new_u, new_sigma = norms.spectral_norm(
+            wide, u.get_value(), steps=self.n_steps, epsilon=self.epsilon
+        )
+        if updates:
+            u.set_value(new_u)
+            sigma.set_value(new_sigma)
+        return normalised

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from mpmodules.functions.attention import dot_product_attention
-from policy.programs.walk import walk
 
 RNG = np.random.default_rng(0)
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8
@@ -218,17 +217,3 @@ def test_a_bias_or_mask_of_key_heads_is_refused(name):
         (ValueError, TypeError), match=r"[Ii]ncompatible (shapes|types) for broadcasting"
     ):
         dot_product_attention(*at, **{name: jnp.ones((1, 2, QUERIES, KEYS))})
-
-
-def test_the_weights_of_grouped_heads_are_not_reshaped():
-    at, _ = case("bfloat16", key_heads=2)
-    loss = lambda *at: jnp.sum(ours({"is_causal": True})(*at).astype(jnp.float32))  # noqa: E731
-    sites = [
-        site
-        for site in walk(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*at))
-        if site.name == "reshape"
-    ]
-    results = [site.equation.outvars[0].aval.shape for site in sites]
-    assert results and not [
-        shape for shape in results if len(shape) > 1 and shape[-1] == KEYS and shape[-2] == QUERIES
-    ]

@@ -11,11 +11,6 @@ import pytest
 
 from mpmodules.functions import moments as module
 from mpmodules.functions.moments import Region, moments, shift_of
-from mpmodules.layers.normalization_calls import (
-    batch_norm_region,
-    group_norm_region,
-    instance_norm_region,
-)
 from tests.programs import named, operations
 
 RNG = np.random.default_rng(0)
@@ -138,42 +133,6 @@ def test_one_pass_takes_three_sums_and_no_slice():
     assert not named(ops, "slice", "gather", "dynamic_slice")
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "parts"),
-    [
-        ((4, 8), (1,), ((4, 8), (1,), ())),
-        ((4, 8, 8, 3), (0, 1, 2), ((4, 8, 8, 3), (1, 2), (0,))),
-        ((4, 160), (1,), ((4, 2, 80), (2,), (1,))),
-        ((4, 202), (1,), ((4, 2, 101), (2,), (1,))),
-        ((4, 166), (1,), ((4, 2, 83), (2,), (1,))),
-        ((4, 131), (1,), None),
-    ],
-)
-def test_axes_are_cut_so_that_sums_stay_exact(shape, axes, parts):
-    assert module._parts(shape, axes, 128) == parts
-
-
-# --- what layers reduce over ----------------------------------------------------------------------
-
-
-class Layer:
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
-
-
-def test_regions_of_layers_count_axes_from_both_ends():
-    x = jnp.ones((2, 3, 4, 6))
-    assert batch_norm_region(Layer(axis=-1), x) == Region((0, 1, 2))
-    assert batch_norm_region(Layer(axis=(1, -1)), x) == Region((0, 2))
-    assert instance_norm_region(Layer(feature_axes=-1), x) == Region((1, 2))
-    assert group_norm_region(Layer(num_groups=2, reduction_axes=None), x) == Region((1, 2), 2)
-    assert group_norm_region(
-        Layer(num_groups=None, group_size=2, reduction_axes=(-2, -1)), x
-    ) == Region((2,), 3)
-    for groups in (4, 0, -1, None):
-        assert group_norm_region(Layer(num_groups=groups, reduction_axes=None), x) is None
-
-
 # --- shift ----------------------------------------------------------------------------------------
 
 
@@ -274,16 +233,3 @@ def test_sums_of_each_platform(dtype, region, sums):
             lowered.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(")
             == count
         )
-
-
-@pytest.mark.parametrize(
-    ("axes", "merged"),
-    [
-        ((0, 1, 2), ((24, 5), (0,))),
-        ((1, 2), ((2, 12, 5), (1,))),
-        ((0, 2), ((2, 3, 4, 5), (0, 2))),
-        ((), ((2, 3, 4, 5), ())),
-    ],
-)
-def test_neighbours_among_axes_are_made_one(axes, merged):
-    assert module._merged(jnp.zeros((2, 3, 4, 5)), axes) == merged
