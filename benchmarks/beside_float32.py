@@ -67,11 +67,8 @@ def from_language_model(written: Mapping[str, Any]) -> dict[str, Any]:
                 name: _mean_and_deviation([run[name] for run in runs])
                 for name in ("held_out", "final_loss")
             }
-            | {"skipped_steps": [_skipped_steps(run) for run in runs]}
         )
-    sample = next(run for run in written["runs"] if run["policy"] == "mixed_bfloat16")["sample"]
-    worst = max(run["held_out"] for run in written["runs"])
-    return {"environment": _environment(written), "rows": rows, "worst": worst, "sample": sample}
+    return {"environment": _environment(written), "rows": rows}
 
 
 def _by_policy(runs: Sequence[Result]) -> dict[str, list[Result]]:
@@ -88,13 +85,6 @@ def _common(policy: str, runs: Sequence[Result]) -> dict[str, Any]:
         "loss_scale": [run["loss_scales"][-1] for run in runs],
         "seconds": float(np.mean([run["seconds"] for run in runs])),
     }
-
-
-def _skipped_steps(run: Result) -> list[int]:
-    """Returns the steps after which the loss scale was halved."""
-    scales = run["loss_scales"]
-    steps = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
-    return [0, *steps] if len(steps) < run["skipped"] else steps
 
 
 def _environment(written: Mapping[str, Any]) -> dict[str, str]:
@@ -124,8 +114,7 @@ def sections(results: Mapping[str, Result]) -> list[str]:
 
 def _fashion_mnist(result: Result) -> list[str]:
     full, *halves = result["rows"]
-    head = ["policy", "test accuracy", "final loss", "params KiB", "optimizer KiB"]
-    head += ["activations KiB", "skipped steps", "final loss scale", "seconds"]
+    head = ["policy", "test accuracy", "final loss", "activations KiB", "skipped steps"]
     rows, lines = [], []
     for row in result["rows"]:
         mean, deviation = _mean_and_deviation(row["accuracy"])
@@ -139,18 +128,12 @@ def _fashion_mnist(result: Result) -> list[str]:
             f"- {row['policy']}: {other - mean:+.2%}, standard error {error:.2%}: "
             f"{_verdict(other - mean, error)}"
         )
-    by_seed = "; ".join(
-        f"{row['policy']} {', '.join(f'{value:.2%}' for value in row['accuracy'])}"
-        for row in result["rows"]
-    )
-    seeds = f"Accuracy by seed: {by_seed}."
-    return [table(head, rows), note(NOTES, "convergence_noise"), "\n".join(lines), seeds]
+    return [table(head, rows), note(NOTES, "convergence_noise"), "\n".join(lines)]
 
 
 def _language_model(result: Result) -> list[str]:
     full, *halves = result["rows"]
-    head = ["policy", "held-out nats/char", "final training loss", "params KiB", "optimizer KiB"]
-    head += ["activations KiB", "skipped steps", "final loss scale", "seconds"]
+    head = ["policy", "held-out nats/char", "final loss", "activations KiB", "skipped steps"]
     rows = [
         [
             row["policy"],
@@ -159,7 +142,7 @@ def _language_model(result: Result) -> list[str]:
         ]
         for row in result["rows"]
     ]
-    lines, skipped = [], []
+    lines = []
     for row in halves:
         difference = row["held_out"][0] - full["held_out"][0]
         error = _standard_error(full["held_out"][1], row["held_out"][1], len(row["skipped"]))
@@ -167,32 +150,11 @@ def _language_model(result: Result) -> list[str]:
             f"- {row['policy']}: {difference:+.4f} nats a character, standard error {error:.4f}: "
             f"{_verdict(difference, error)}"
         )
-    for row in result["rows"]:
-        if any(row["skipped"]):
-            of_seeds = "; ".join(
-                f"seed {seed}: {', '.join(map(str, steps))}"
-                for seed, steps in enumerate(row["skipped_steps"])
-            )
-            skipped.append(f"Steps that {row['policy']} skipped: {of_seeds}.")
-    sample = f"```text\n{result['sample'].rstrip()}\n```"
-    return [
-        table(head, rows),
-        f"The worst of the runs ends at {result['worst']:.4f} nats a character.",
-        "\n".join(lines),
-        *skipped,
-        note(NOTES, "convergence_sample"),
-        sample,
-    ]
+    return [table(head, rows), "\n".join(lines)]
 
 
 def _cells(row: Result) -> list[str]:
-    sizes = ("parameter_bytes", "optimizer_bytes", "activation_bytes")
-    return [
-        *(f"{row[name] / 1024:.1f}" for name in sizes),
-        ", ".join(map(str, row["skipped"])),
-        ", ".join(f"2^{math.log2(scale):.0f}" for scale in row["loss_scale"]),
-        f"{row['seconds']:.0f}",
-    ]
+    return [f"{row['activation_bytes'] / 1024:.0f}", ", ".join(map(str, row["skipped"]))]
 
 
 def _standard_error(first: float, second: float, seeds: int) -> float:

@@ -37,7 +37,18 @@ TITLES = {
     "bias": "Biases",
     "eight_bits": "Matmuls in 8 bits",
 }
-QUANTITIES = {"temporary": "temporary memory", "/autocast": "cycles / autocast's"}
+QUANTITIES = {"temporary": "memory", "/autocast": "beside autocast", "exchange": "exchanged"}
+# The quantities that the page shows; the stored rows have the others too.
+SHOWN = {
+    "models": ("saved", "c-bytes", "tracing", "seconds"),
+    "layers": ("saved", "c-bytes"),
+    "peers": ("saved", "c-bytes"),
+    "autocast": ("saved", "error"),
+    "optimizer": (),  # docs/performance.md has them
+    "scale": ("saved", "tracing", "temporary"),
+    f"{ACCEL} optimizer": (),
+}
+BESIDE = ("scale",)  # of these tables the page shows the rows beside another program only
 FEW = 3  # a target with fewer rows shares a table with the others of its kind
 GIB = 2.0**30
 Row = Mapping[str, Any]
@@ -102,9 +113,24 @@ def markdown(tables: Mapping[str, Stored]) -> str:
             f"### {TITLES.get(name, name)}",
             f"`python -m benchmarks --only {name}`",
             note(NOTES, name),
-            *_tables(one["rows"], _memory if name == "memory" else _ratio),
+            *_tables(_shown(name, one["rows"]), _memory if name == "memory" else _ratio),
         ]
     return wrapped("\n\n".join(part for part in parts if part)) + "\n"
+
+
+def _shown(name: str, rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of a table that the page shows: those of its main quantities, and those that
+    miss a bound.
+    """
+    return [
+        row
+        for row in rows
+        if row["missed"]
+        or (
+            row["quantity"] in SHOWN.get(name, (row["quantity"],))
+            and (name not in BESIDE or "beside" in row["name"])
+        )
+    ]
 
 
 def _ratios(one: Stored) -> bool:
@@ -135,7 +161,7 @@ def accelerators(one: Stored) -> list[str]:
             f"`python -m benchmarks.accel.{name}`",
             note(NOTES, f"{name}_on_accelerators"),
         ]
-        of_table = [row for row in rows if row["table"] == name]
+        of_table = _shown(f"{ACCEL} {name}", [row for row in rows if row["table"] == name])
         targets = {
             target: [row for row in of_table if row["target"] == target]
             for target in dict.fromkeys(row["target"] for row in of_table)
@@ -165,7 +191,7 @@ def _tables(rows: Sequence[Row], cells: Callable[[Row], Mapping[str, str]]) -> l
     fewer than half of their quantities are in different tables.
     """
     names: dict[str, dict[str, str]] = {}
-    for row in rows:
+    for row in _of_both_wings(rows):
         names.setdefault(row["name"], {}).update(cells(row))
     return [
         table(
@@ -174,6 +200,21 @@ def _tables(rows: Sequence[Row], cells: Callable[[Row], Mapping[str, str]]) -> l
         )
         for columns, members in _groups(names)
     ]
+
+
+def _of_both_wings(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows with one for the two wings, of the larger ratio: "MLP" for "MLP, linen" and
+    "MLP, nnx".
+    """
+    names = {row["name"] for row in rows}
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        model = row["name"].removesuffix(", linen").removesuffix(", nnx")
+        both = {f"{model}, linen", f"{model}, nnx"} <= names
+        key = (model if both else row["name"], row["quantity"])
+        if key not in found or row["ratio"] > found[key]["ratio"]:
+            found[key] = {**row, "name": key[0]}
+    return list(found.values())
 
 
 def _groups(names: Mapping[str, Iterable[str]]) -> list[tuple[list[str], list[str]]]:

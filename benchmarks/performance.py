@@ -1,5 +1,5 @@
-"""docs/performance.md, made of stored results: the estimates of train steps, the tables of
-benchmarks, and the two examples beside float32.
+"""docs/performance.md, made of stored results: the estimates of train steps and the tables of
+benchmarks.
 
     python -m benchmarks.performance  # measures nothing: writes the page
 
@@ -9,9 +9,9 @@ The text is benchmarks/notes/performance.md; ``{{ tpu }}`` in it stands for a ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from benchmarks import beside_float32
 from benchmarks.estimates import page as estimates_page
 from benchmarks.estimates.tables import stored as stored_estimate
 from benchmarks.estimates.tables import tables as estimate_tables
@@ -30,7 +30,6 @@ PIPELINES = (
     "stochastic",
     "optax.apply_if_finite, f32 / bf16",
     "jmp: unscale, select, f32 / bf16",
-    "mpx: unscale, select, f32 / bf16",
 )
 
 
@@ -41,26 +40,21 @@ def page() -> str:
 
 
 def steps(*targets: str) -> str:
-    """Returns the table of train steps on these targets, by the stored estimates."""
-    head = ["step", *(f"{name}, ms" for name in POLICIES), "float32 / mixed_bfloat16"]
-    head += [f"{name}, GiB" for name in POLICIES]
-    rows = []
+    """Returns the table of milliseconds of train steps, by the stored estimates."""
+    lines = []
     for of in estimate_tables(on=targets):
         found = stored_estimate(of)
         if found is None:
             continue
         by_name = {row["name"]: row for row in found["rows"]}
-        seconds = [estimates_page.total_seconds(by_name[name]) for name in POLICIES]
-        ratio = seconds[0] / seconds[1] if seconds[0] and seconds[1] else None
-        rows.append(
-            [
-                f"{of.model.title}, {estimates_page.place(found)}",
-                *("no room" if s is None else estimates_page.milliseconds(s) for s in seconds),
-                "" if ratio is None else f"{ratio:.2f}",
-                *(estimates_page.gib(by_name[name]["memory"]) for name in POLICIES),
-            ]
-        )
-    return table(head, rows)
+        step = f"{of.model.title}, {estimates_page.place(found)}"
+        lines.append([step, *(_milliseconds(by_name[name]) for name in POLICIES)])
+    return table(["ms", *POLICIES], lines)
+
+
+def _milliseconds(row: Mapping[str, Any]) -> str:
+    seconds = estimates_page.total_seconds(row)
+    return "no room" if seconds is None else estimates_page.milliseconds(seconds)
 
 
 def by_hand() -> str:
@@ -111,19 +105,6 @@ def optimizer() -> str:
     return table(["beside plain Optax", "cycles, v5e", "nanoseconds, CPU"], rows)
 
 
-def examples() -> str:
-    """Returns the table of the two examples on a CPU."""
-    head = ["example", "policy", "seconds", "activations kept for backward, KiB"]
-    names = {"fashion_mnist": "ResNet8, Fashion-MNIST", "language_model": "decoder, King James"}
-    rows = []
-    for name, title in names.items():
-        result = beside_float32.stored()[name]
-        for row in result["rows"]:
-            seconds = f"{row['seconds']:.0f}" if result.get("seconds_compare", True) else ""
-            rows.append([title, row["policy"], seconds, f"{row['activation_bytes'] / 1024:.0f}"])
-    return table(head, rows, left=2)
-
-
 def beside_autocast() -> str:
     """Returns the range of cycles of models beside the same under autocast, on TPUs."""
     return _range(
@@ -143,11 +124,10 @@ def tracing() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "tpu": lambda: steps("v5e:1x1", "v5e:16x16"),
+    "tpu": lambda: steps("v5e:16x16"),
     "gpu": lambda: steps("h100:8"),
     "by_hand": by_hand,
     "optimizer": optimizer,
-    "cpu": examples,
     "beside_autocast": beside_autocast,
     "tracing": tracing,
 }

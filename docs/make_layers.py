@@ -360,8 +360,7 @@ def require_complete(wing: str, module: types.ModuleType | None = None) -> None:
 PROSE = """
 This page lists every layer and function of Flax whose results depend on a dtype, with the part that
 runs in reduction_dtype (float32 under a half-precision policy), and the behaviour of Flax in half
-precision. A name that is not followed by linen or nnx is in both. [Concepts](concepts.md) explains
-the dtypes of a policy.
+precision. A name that is not followed by linen or nnx is in both.
 
 Every layer stores its parameters in param_dtype, multiplies in compute_dtype and returns
 compute_dtype, or output_dtype at the [boundary](concepts.md#the-boundary) of a model. The gradient
@@ -370,13 +369,7 @@ a norm, softmax or loss saves the half-precision activation itself, and no float
 
 Everything else that `flax.linen` and `flax.nnx` export is exported unchanged.
 
-The page is written by `python docs/make_layers.py`. A test compares it with the layers that the
-installed Flax exports.
-"""
-TESTS = """
-The list names a test of each layer and function, below `tests/`. The table `tests/mpmodules/table`
-also reads the dtype of every matmul and every sum of each layer, forward and backward, under every
-policy.
+`python docs/make_layers.py` writes the page, and names a test of each layer and function.
 """
 
 
@@ -390,16 +383,6 @@ def filled(text: str, indent: str = "") -> list[str]:
 def wrapped(text: str) -> list[str]:
     """Returns the lines of paragraphs, each followed by an empty line."""
     return [line for each in text.strip().split("\n\n") for line in (*filled(each), "")]
-
-
-def tests_by_file() -> dict[str, dict[str, list[str]]]:
-    """Returns the names of the layers and functions, by file of tests and by test."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in (*LAYERS, *FUNCTIONS):
-        for test in dict.fromkeys(row.tests.values()):
-            file, name = test.split("::")
-            found.setdefault(file, {}).setdefault(name, []).append(row.name)
-    return dict(sorted(found.items()))
 
 
 def named(row: Row) -> str:
@@ -431,15 +414,14 @@ def page() -> str:
         ]
         lines.append("")
     lines += ["## Exempt", "", *wrapped("Exports of Flax that need no row above, with the reason.")]
-    lines += ["| name | wing | reason |", "|---|---|---|"]
+    lines += ["| names | reason |", "|---|---|"]
+    reasons: dict[str, list[str]] = {}
     for wing in WINGS:
-        lines += [f"| `{name}` | {wing} | {reason} |" for name, reason in EXEMPT[wing].items()]
-    lines += ["", "## Tests", "", *wrapped(TESTS)]
-    for file, names in tests_by_file().items():
-        lines.append(f"- `{file}`")
-        for name, covered in names.items():
-            listed = ", ".join(f"`{each}`" for each in covered)
-            lines += filled(f"  - `{name}`: {listed}", indent="    ")
+        for name, reason in EXEMPT[wing].items():
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        lines.append(f"| {listed} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

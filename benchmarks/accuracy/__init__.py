@@ -7,6 +7,8 @@ beside Flax, JAX, Optax and torch.
     python -m benchmarks.accuracy --only REGEX --small --json FILE --markdown FILE
 
 `notes.md` beside this file explains the figures and the bounds; it is the first part of the page.
+The page shows the largest errors, and the cases where others are off by more. `results.json` has
+every row.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ RELATIVE_TIE = (
 )
 FLOAT32 = 32.0  # ulps of float32, 4e-6: the effect of the order of a sum of thousands
 COLUMNS: tuple[str, ...] = (*OURS, *PEERS)
+SHOWN = "Bfloat16"  # the sections whose rows are on the page
+FACTOR = 4  # a case is on the page where another column has this many times the error of ours
 
 
 def complaints(row: Row) -> list[str]:
@@ -130,7 +132,9 @@ def markdown(record: Record, notes: str) -> str:
         measured_on(where) + (f" The torch column was measured on {torch}." if torch else ""),
         _summary(rows),
     ]
-    return wrapped("\n\n".join([*parts, *map(_section, _by_section(rows).items())])) + "\n"
+    found = _by_section(rows)
+    contrasts = [_contrast(title, of) for title, of in found.items() if title.startswith(SHOWN)]
+    return wrapped("\n\n".join([*parts, _largest(found), *filter(None, contrasts)])) + "\n"
 
 
 def _by_section(rows: Sequence[Recorded]) -> dict[str, list[Recorded]]:
@@ -146,20 +150,50 @@ def _by_section(rows: Sequence[Recorded]) -> dict[str, list[Recorded]]:
     }
 
 
-def _section(titled: tuple[str, Sequence[Recorded]]) -> str:
-    title, rows = titled
-    columns = [
-        name for name in COLUMNS if name == "torch" or any(name in row["ulps"] for row in rows)
+def _largest(found: Mapping[str, Sequence[Recorded]]) -> str:
+    """Returns the table of the largest error of ours and of the others, by section."""
+    lines = []
+    for title, rows in found.items():
+        errors = {
+            mine: [number(max(values)) if (values := _values(rows, mine)) else ""]
+            for mine in (True, False)
+        }
+        lines.append([title, str(len(rows)), *errors[True], *errors[False]])
+    return table(["section", "rows", "ours", "the others"], lines)
+
+
+def _values(rows: Sequence[Recorded], ours: bool) -> list[float]:
+    return [
+        float(value)
+        for row in rows
+        for name, value in row["ulps"].items()
+        if (name in OURS) is ours and value is not None
     ]
+
+
+def _contrast(title: str, rows: Sequence[Recorded]) -> str:
+    """Returns the table of the cases where another column raises, or has `FACTOR` times the error
+    of ours: for each the inputs with the largest error.
+    """
+    worst: dict[str, tuple[float, Recorded]] = {}
+    for row in rows:
+        others = [value for name, value in row["ulps"].items() if name not in OURS]
+        error = max(math.inf if value is None else float(value) for value in others)
+        contrast = error > FACTOR * max(0.5, *_values([row], True))
+        if contrast and error > worst.get(row["case"], (0.0, row))[0]:
+            worst[row["case"]] = error, row
+    if not worst:
+        return ""
+    peers = [name for name in PEERS if any(name in row["ulps"] for row in rows)]
     lines = [
         [
-            f"{row['case']}{' **!**' if row['complaints'] else ''}",
-            row["inputs"],
-            *(number(row["ulps"][name]) if name in row["ulps"] else "" for name in columns),
+            f"{row['case']}, {row['inputs']}",
+            number(max(_values([row], True))),
+            *(number(row["ulps"][name]) if name in row["ulps"] else "" for name in peers),
         ]
-        for row in rows
+        for _, row in worst.values()
     ]
-    return f"## {title}\n\n{table(['case', 'inputs', *columns], lines, left=2)}"
+    return f"## {title}\n\n{table(['case, inputs', 'ours', *peers], lines)}"
 
 
 def summary(rows: list[Row]) -> str:

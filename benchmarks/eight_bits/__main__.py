@@ -32,6 +32,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "smollm2": published.smollm2,
     "minilm": published.minilm,
 }
+ON_PAGE = ("errors", "language_model", "smollm2")
 QUICK: dict[str, Callable[[], Table]] = {
     "errors": errors.table,
     "language_model": functools.partial(characters.table, quick=True),
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or known:
         tables[name] = known[name]()
         print(f"\n{name}\n\n{tables[name].markdown}", flush=True)
-        if options.write:
+        if options.write and name in ON_PAGE:
             PAGE.write_text(into(PAGE.read_text(), name, tables[name]))
     if options.json:
         found = {name: dataclasses.asdict(table) for name, table in tables.items()}

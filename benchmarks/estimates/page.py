@@ -8,28 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.estimates.tables import MODELS, Table, stored, tables
+from benchmarks.estimates.tables import MODELS, TARGETS, Table, stored, tables
 from benchmarks.markdown import WIDTH, note, wrapped
 from benchmarks.markdown import table as markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
 NOTES = Path(__file__).parent / "notes"
 GIB, MIB = 2.0**30, 2.0**20
-_LINES = 8  # of the largest arrays
+_LINES = 4  # of the largest arrays
 Found = Mapping[str, Any]
-HEAD = (
-    "policy",
-    "memory, GiB",
-    "arguments",
-    "temporaries",
-    "fits",
-    "TFLOPs of matmuls",
-    "GiB moved",
-    "exchanged, MiB",
-    "ms",
-    "of these exchanging",
-    "compile, CPU s",
-)
+HEAD = ("policy", "memory, GiB", "left", "ms", "MiB exchanged")
 
 
 def page() -> str:
@@ -39,6 +27,8 @@ def page() -> str:
     for model in MODELS:
         parts += [f"## {model.title}", note(NOTES, model.module)]
         for table in tables(only=[model.module]):
+            if table.target == TARGETS[0]:
+                parts += [f"```console\n{command(table.command)}\n```"]
             one = found[model.module, table.target]
             if one is not None:
                 parts += [section(table, one)]
@@ -64,13 +54,12 @@ def made_by(found: Sequence[Found]) -> str:
 
 
 def section(table: Table, found: Found) -> str:
-    """Returns a table with its command, and the largest arrays of the rows that don't fit."""
+    """Returns a table, and the largest arrays of the first row beyond memory."""
     return "\n\n".join(
         [
             f"### {table.model.title}, {place(found)}",
-            f"```console\n{command(table.command)}\n```",
-            markdown(HEAD, [cells(row) for row in found["rows"]]),
-            *buffers(found["rows"]),
+            figures(found["rows"]),
+            *itertools.islice(buffers(found["rows"]), 1),
             *remarks(found),
         ]
     )
@@ -100,29 +89,33 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
         yield word, [rest.pop(0)] if word.startswith("-") and rest else []
 
 
+def figures(rows: Sequence[Found]) -> str:
+    """Returns the table of the rows, without columns that are empty in all of them."""
+    lines = [cells(row) for row in rows]
+    filled = [any(column) for column in zip(*lines, strict=True)]
+    return markdown(
+        list(itertools.compress(HEAD, filled)),
+        [list(itertools.compress(line, filled)) for line in lines],
+    )
+
+
 def cells(row: Found) -> list[str]:
     """Returns a row of a table."""
     seconds = total_seconds(row)
-    exchanging = exchange_seconds(row)
     return [
         row["name"],
         gib(row["memory"]),
-        gib(row["arguments"]),
-        gib(row["temporaries"]),
-        fit(row),
-        flops(row["matmul_flops"]),
-        "" if row["bytes"] is None else gib(row["bytes"]),
-        exchanged(row["collectives"]),
+        left(row),
         "" if seconds is None else milliseconds(seconds),
-        "" if seconds is None or not exchanging else milliseconds(exchanging),
-        f"{row['compile_seconds']:.0f}",
+        exchanged(row["collectives"]),
     ]
 
 
-def fit(row: Found) -> str:
+def left(row: Found) -> str:
+    """Returns the GiB that a device has left; in bold, below 0, those that it lacks."""
     spare = (row["capacity"] - row["memory"]) / GIB
     fits = not row["is_exhausted"] and spare >= 0
-    return f"yes, {spare:.2f} left" if fits else f"**no**, {-spare:.2f} too much"
+    return f"{spare:.2f}" if fits else f"**{spare:.2f}**"
 
 
 def gib(size: float) -> str:
@@ -131,18 +124,6 @@ def gib(size: float) -> str:
 
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
-
-
-def tera(count: float) -> str:
-    return f"{count / 1e12:,.0f}" if count >= 1e15 else f"{count / 1e12:.4g}"
-
-
-def flops(by_dtype: Mapping[str, float]) -> str:
-    """Returns TFLOPs by dtype, those of a thousandth and less left out."""
-    whole = sum(by_dtype.values())
-    return ", ".join(
-        f"{tera(count)} {dtype}" for dtype, count in by_dtype.items() if count > whole / 1e3
-    )
 
 
 def exchanged(collectives: Sequence[Found]) -> str:
@@ -207,31 +188,14 @@ def remarks(found: Found) -> Iterator[str]:
 
 
 def arithmetic(found: Mapping[tuple[str, str], Found | None]) -> str:
-    """Returns the table of memory and FLOPs beside arithmetic, of each table's first row."""
-    rows = [
-        _beside(_titled(module), target, one, one["rows"][0])
-        for (module, target), one in found.items()
-        if one is not None
-    ]
-    head = ("step", "arguments, GiB", "by hand", "ratio", "TFLOPs of matmuls", "by hand", "ratio")
-    return markdown(head, rows)
+    """Returns the range of memory and FLOPs beside arithmetic, of each table's first row."""
+    beside = [_beside(one, one["rows"][0]) for one in found.values() if one is not None]
+    arguments, flops = (f"{min(of):.3f} to {max(of):.3f}" for of in zip(*beside, strict=True))
+    return f"Arguments are {arguments} of those by hand, and FLOPs {flops}."
 
 
-def _titled(module: str) -> str:
-    return next(model.title for model in MODELS if model.module == module)
-
-
-def _beside(title: str, target: str, found: Found, row: Found) -> list[str]:
+def _beside(found: Found, row: Found) -> tuple[float, float]:
     counts, devices = found["counts"], found["devices"]
     by_hand = 12.0 * counts["params"] / found["mesh"].get("fsdp", 1) + counts["batch"]
     flops = sum(row["matmul_flops"].values())
-    flops_by_hand = counts["flops"] * devices
-    return [
-        f"{title}, {target}, {row['name']}",
-        gib(row["arguments"]),
-        gib(by_hand),
-        f"{row['arguments'] / by_hand:.3f}",
-        tera(flops),
-        tera(flops_by_hand),
-        f"{flops / flops_by_hand:.3f}",
-    ]
+    return row["arguments"] / by_hand, flops / (counts["flops"] * devices)

@@ -39,33 +39,40 @@ class Row:
                 yield f"{where}: an error of {figures.ratio:.2f} ({errors}), bound {RATIO}"
 
     def cells(self) -> list[str]:
-        """Returns the row's cells; a missed bound is in bold."""
+        """Returns the row's cells: the largest ratio of errors of each policy, in bold beyond the
+        bound.
+        """
+        by_policy = [[self.found.get((policy, way), "") for way in WAYS] for policy in POLICIES]
+        return [self.name, *map(_largest, by_policy)]
+
+    def counted(self) -> str:
+        """Returns the most float32 matmuls and half sums of all models, "" if there are none."""
         measured = [each for each in self.found.values() if isinstance(each, Figures)]
-        counts = [
-            max((each.float32_matmuls for each in measured), default=0),
-            max((each.half_sums for each in measured), default=0),
-        ]
-        ratios = [_ratio(self.found.get((p, way), "")) for p in POLICIES for way in WAYS]
-        return [self.name, *(f"**{count}**" if count else "0" for count in counts), *ratios]
+        matmuls = max((each.float32_matmuls for each in measured), default=0)
+        sums = max((each.half_sums for each in measured), default=0)
+        if not matmuls and not sums:
+            return ""
+        return f"- **{self.name}**: {matmuls} float32 matmuls, {sums} half sums"
 
 
-def _ratio(figures: Figures | str) -> str:
-    if isinstance(figures, str):
-        return "**fails**" if figures else ""
-    return f"{figures.ratio:.2f}" if figures.ratio <= RATIO else f"**{figures.ratio:.2f}**"
+def _largest(found: Sequence[Figures | str]) -> str:
+    if any(isinstance(each, str) and each for each in found):
+        return "**fails**"
+    ratios = [each.ratio for each in found if isinstance(each, Figures)]
+    if not ratios:
+        return ""
+    within = all(ratio <= RATIO for ratio in ratios)  # NaN is not
+    return f"{max(ratios):.2f}" if within else f"**{max(ratios):.2f}**"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows as a Markdown table: the most matmuls and sums of all models of a snippet,
-    and the ratios of errors of each.
+    """Returns the ratios of errors as a Markdown table, and a list of the rows with float32 matmuls
+    and half sums.
     """
-    ratios = [
-        f"{policy.removeprefix('mixed_')}: {way}" if way == WAYS[0] else way
-        for policy in POLICIES
-        for way in WAYS
-    ]
-    head = ["code", "float32 matmuls", "half sums", *ratios]
-    return markdown_table(head, [row.cells() for row in rows])
+    head = ["code", *(policy.removeprefix("mixed_") for policy in POLICIES)]
+    counted = "\n".join(filter(None, (row.counted() for row in rows)))
+    made = markdown_table(head, [row.cells() for row in rows])
+    return f"{made}\n\n{counted}" if counted else made
 
 
 def into(page: str, part: str) -> str:

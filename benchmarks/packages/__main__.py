@@ -17,6 +17,9 @@ gradients       most 1.1 times that of the model's own option, or of autocast wh
 import swap     whether parameters, outputs and gradients in float32 are the same bits where the
                 package's imports of `flax.linen` and `flax.nnx` are replaced by ours.
 
+The table has the errors of the port, and beside them those of its bound. Other bounds that are
+missed are listed below it.
+
 A model that fails is a row with the first line of its error.
 """
 

@@ -14,18 +14,7 @@ SHARE, RATIO = (
     1.1,
 )  # a port's bounds: FLOPs in float32; errors beside those of the model's own option
 IDENTICAL = "identical"
-_HEAD = (
-    *(
-        "model",
-        "float32 FLOPs: port",
-        "autocast",
-        "own dtype",
-        "outputs: port",
-        "autocast",
-        "own dtype",
-    ),
-    *("gradients: port", "autocast", "own dtype", "import swap", "fails"),
-)
+_HEAD = ("model", "outputs", "beside", "gradients", "beside")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +60,28 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns the row's cells; a missed bound is in bold."""
-        missed = set(self.missed())
-        cells = [self.name]
-        for quantity, text in (("share", "{:.1%}"), ("outputs", "{:.1e}"), ("gradients", "{:.1e}")):
-            for way in (PORT, AUTOCAST, OWN):
-                found = self.figures(way)
-                cell = "" if found is None else text.format(getattr(found, quantity))
-                cells.append(f"**{cell}**" if cell and way == PORT and quantity in missed else cell)
-        swap = "" if self.swap in ("", IDENTICAL) else f"import swap: {self.swap}"
-        fails = [
-            *(f"{way}: {found}" for way, found in self.ways.items() if isinstance(found, str)),
-            swap,
-        ]
-        cells += [
-            self.swap if self.swap == IDENTICAL else "",
-            "; ".join(map(_cell, filter(None, fails))),
-        ]
+        missed, cells = set(self.missed()), [self.name]
+        for quantity in ("outputs", "gradients"):
+            for found in (self.figures(PORT), self.beside()):
+                cells.append("" if found is None else f"{getattr(found, quantity):.1e}")
+            if quantity in missed:
+                cells[-2] = f"**{cells[-2]}**"
         return cells
+
+    def failures(self) -> str:
+        """Returns what fails, and the bounds that no column has: one text, or ""."""
+        port = self.figures(PORT)
+        return "; ".join(
+            [
+                *(
+                    f"{way}: {_cell(found)}"
+                    for way, found in self.ways.items()
+                    if isinstance(found, str) and way != OWN
+                ),
+                *([f"{port.share:.1%} in float32"] if port and "share" in self.missed() else []),
+                *([f"import swap: {_cell(self.swap)}"] if "import swap" in self.missed() else []),
+            ]
+        )
 
 
 def _cell(text: str, limit: int = 160) -> str:
@@ -96,9 +90,11 @@ def _cell(text: str, limit: int = 160) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows as a Markdown table."""
-    lines = [list(_HEAD), ["---", *["---:"] * 9, "---", "---"], *(row.cells() for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Returns the rows as a Markdown table, and below it a list of what fails."""
+    lines = [list(_HEAD), ["---", *["---:"] * 4], *(row.cells() for row in rows)]
+    failing = [f"- {row.name}: {row.failures()}" for row in rows if row.failures()]
+    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return made + ("\n\n" + "\n".join(failing) if failing else "")
 
 
 def into(page: str, part: str) -> str:

@@ -177,7 +177,7 @@ def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
     assert _command(monkeypatch, _doubling(), "--json", str(figures), "--markdown", str(table)) == 0
     assert "All 2 rows are within their bounds." in capsys.readouterr().out
     page = table.read_text()
-    assert "| doubling | normal | 0.00 | 0.00 |  |" in page and "## Float16, functions" in page
+    assert "| Bfloat16, functions | 1 | 0.00 | 0.00 |" in page and "doubling" not in page
     assert f"jax {jax.__version__}" in page
     rows = json.loads(figures.read_text())["rows"]
     assert [row["precision"] for row in rows] == ["bfloat16", "float16"]
@@ -192,6 +192,11 @@ def test_the_command_prints_writes_and_says_by_its_status_whether_all_rows_hold(
     )
     assert _command(monkeypatch, _doubling(), "--only", "nothing") == 2
     assert "No row matches --only 'nothing'." in capsys.readouterr().out
+
+
+def test_the_page_has_the_cases_where_others_are_off_by_more():
+    rows = report.as_json([measure(_doubling(upstream=_off(4)), BFLOAT16)])
+    assert "| doubling, normal | 0.00 | 8.00 |" in report.markdown(rows, "# Notes")
 
 
 def test_without_torch_its_column_is_empty_and_the_report_says_so(monkeypatch):

@@ -78,11 +78,9 @@ def test_the_jsons_of_the_examples_make_the_second_part():
         "language_model": beside_float32.from_language_model({**where, "runs": texts}),
     }
     text = "\n".join(beside_float32.sections(results))
-    assert "| mixed_float16 | 91.00% ± 1.00% | 1.5000 | 1.0 | 2.0 | 0.5 | 3, 3, 3 |" in text
-    assert "| 2^18, 2^18, 2^18 | 2 |" in text and "1.7000 nats a character" in text
-    assert "Steps that mixed_float16 skipped: seed 0: 0, 1, 3; seed 1: 0, 1, 3;" in text
+    assert "| mixed_float16 | 91.00% ± 1.00% | 1.5000 | 0 | 3, 3, 3 |" in text
     assert text.count(": within the noise of float32") == 4 and "**not within**" not in text
-    assert "Measured on today, on 2 cpu, with jax 1." in text and "In the" in text
+    assert "Measured on today, on 2 cpu, with jax 1." in text
 
 
 def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_others_end():
@@ -126,4 +124,4 @@ def test_what_does_not_hold_is_named(name, change, text):
 
 def test_the_table_is_against_float32():
     rows = [Row(REFERENCE, 2e-4, 2e-4, 0.01, 0.99), Row(STORAGES[1], 5e-4, 5e-4, 0.02, 0.98)]
-    assert "| 2.50 " in table(rows).splitlines()[-1]
+    assert "| 5.00e-04 (2.50) |" in table(rows).splitlines()[-1]

@@ -243,10 +243,7 @@ def test_python_m_benchmarks_hands_its_options_on(monkeypatch: pytest.MonkeyPatc
 
 def test_a_row_shows_its_figures_with_what_is_left():
     row = record(found_of(cost("a")), COUNTS)["rows"][0]
-    assert page.cells(row) == [
-        "a", "3.00", "1.00", "2.00", "yes, 1.00 left", "2 bfloat16", "2.00", "4 bf16", "1000",
-        "750", "12",
-    ]  # fmt: skip
+    assert page.cells(row) == ["a", "3.00", "1.00", "1000", "4 bf16"]
 
 
 def buffer_of(**others: Any) -> Buffer:
@@ -273,7 +270,7 @@ def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest
     )
     exhausted = cost("a", memory=6 * 2**30, is_exhausted=True, buffers=arrays)
     (row,) = record(found_of(exhausted), COUNTS)["rows"]
-    assert page.cells(row)[:5] == ["a", "6.00", "1.00", "2.00", "**no**, 2.00 too much"]
+    assert page.cells(row)[:3] == ["a", "6.00", "**-2.00**"]
     (text,) = page.buffers([row])
     assert text.splitlines() == [
         "The largest arrays under a:",
@@ -305,7 +302,7 @@ def test_the_page_is_made_of_the_stored_results():
 def test_every_command_of_the_page_is_that_of_a_table():
     text = page.PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     typed = [shlex.split(line[1:]) for line in text.splitlines() if line.startswith("$ ")]
-    assert typed == [table.command for table in tables()]
+    assert typed == [table.command for table in tables(on=["v5e:1x1"])]
 
 
 @pytest.mark.parametrize("table", tables(), ids=lambda table: table.file.stem)

@@ -145,8 +145,7 @@ def test_a_planted_bad_row_is_named_and_fails_the_check(figures, line, monkeypat
     assert command.main([]) == 0
     assert command.main(["--check"]) == 1
     assert capsys.readouterr().err == f"missed: bad, nnx, mixed_float16: {line}\n"
-    assert any("**" in cell for cell in bad.cells())
-    assert not any("**" in cell for cell in good.cells())
+    assert "**" in rows.table([good, bad]) and "**" not in rows.table([good])
     monkeypatch.setattr(command, "rows", lambda only, counts_only: [good])
     assert command.main(["--check"]) == 0
 
@@ -163,7 +162,7 @@ def test_a_model_that_fails_is_a_row_with_its_error(monkeypatch):
 
     row = command.row_of(Snippet("broken", body, {}), counts_only=True)
     assert set(row.found.values()) == {"TypeError: no"}
-    assert row.cells().count("**fails**") == len(POLICIES) * len(WAYS)
+    assert row.cells() == ["broken", "**fails**", "**fails**"]
 
 
 def test_the_table_is_written_between_its_marks(tmp_path, monkeypatch):
@@ -175,7 +174,7 @@ def test_the_table_is_written_between_its_marks(tmp_path, monkeypatch):
     assert command.main(["--write"]) == 0
     text = page.read_text()
     assert "old" not in text and text.startswith("before") and text.endswith("after\n")
-    assert f"| one | 0 | 0 |{' 1.00 |' * 8}\n\n{CLOSING}" in text
+    assert f"| one | 1.00 | 1.00 |\n\n{CLOSING}" in text
     with pytest.raises(ValueError, match="The page should have <!-- own code --> and, after it"):
         rows.into("nothing", "part")
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Prints the table of docs/porting.md: ``python -m tests.porting``. About a minute on one core."""
+"""Prints the tables of docs/porting.md: ``python -m tests.porting``. About a minute on one core."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 import policy
 from tests.porting import models, recipe
-from tests.porting.test_ports import DIFFERENTIATED, HALVES, error, gradients_error, pair, shapes
+from tests.porting.test_ports import HALVES, error, pair, shapes
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,33 +22,19 @@ def findings(name: str) -> list[int]:
 
 
 def main() -> None:
-    rows = []
+    logits, losses = [], []
     for name in recipe.NAMES:
         for dtype in HALVES:
             ulp = float(jnp.finfo(dtype).eps)
             made = ["hand", "policy", *(["rules"] if name in ("lm1b", "wmt") else [])]
-            errors = [error(name, by, dtype) / ulp for by in made]
-            differentiated = name in DIFFERENTIATED[dtype]
-            gradients = [
-                f"{gradients_error(name, by, dtype):.3f}" if differentiated else ""
-                for by in made[:2]
-            ]
-            audited = findings(name) if dtype == "bfloat16" else ["", ""]
-            losses = [f"{error(name, by, dtype, 'loss'):.1e}" for by in made[:2]]
-            logits = [*(f"{e:.2f}" for e in errors), *[""] * (3 - len(made))]
-            rows.append([name, dtype, *logits, *losses, *gradients, *audited])
-    header = [
-        "model",
-        "dtype",
-        "logits: by hand",
-        "ported",
-        "with two rules",
-        "loss: by hand",
-        "ported",
-    ]
-    header += ["gradients: by hand", "ported"]
-    header += ["findings: by hand", "ported"]
-    print(tabulate(rows, header, tablefmt="github", disable_numparse=True))
+            errors = [f"{error(name, by, dtype) / ulp:.2f}" for by in made]
+            logits.append([name, dtype, *errors, *[""] * (3 - len(made))])
+        error_of_loss = [f"{error(name, by, 'bfloat16', 'loss'):.1e}" for by in ("hand", "policy")]
+        losses.append([name, *error_of_loss, *findings(name)])
+    header = ["model", "dtype", "by hand", "ported", "with two rules"]
+    print(tabulate(logits, header, tablefmt="github", disable_numparse=True), end="\n\n")
+    header = ["model", "loss: by hand", "ported", "findings: by hand", "ported"]
+    print(tabulate(losses, header, tablefmt="github", disable_numparse=True))
 
 
 if __name__ == "__main__":
