@@ -2,13 +2,13 @@
 
 python -m benchmarks.house            # lines of code by package, long functions and files
 python -m benchmarks.house --calls    # and the files that calls and reports pass, in order
+python -m benchmarks.house --write    # puts both into docs/architecture.md
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import io
 import sys
 import tokenize
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("policy", "mpmodules")
 LONG_FUNCTION, LONG_FILE = 60, 400
 _LAYOUT = frozenset(
@@ -78,7 +79,12 @@ def long_parts(root: Path = ROOT) -> Iterator[tuple[str, int]]:
 
 
 def files_passed(call: Callable[[], Any]) -> list[str]:
-    """Returns the files of the library that a call runs code of, in the order of their entry."""
+    """Returns the files of the library that a call runs code of, in the order of their entry.
+
+    A policy's scope is open around it. What is imported, traced and cached once is no part of it.
+    """
+    from policy import use_policy
+
     seen: dict[str, None] = {}
     inside = tuple(f"{ROOT / package}/" for package in PACKAGES)
 
@@ -86,12 +92,13 @@ def files_passed(call: Callable[[], Any]) -> list[str]:
         if event == "call" and frame.f_code.co_filename.startswith(inside):
             seen.setdefault(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
 
-    call()  # what is imported, traced and cached once is no part of a call
-    sys.setprofile(profile)
-    try:
+    with use_policy("mixed_bfloat16"):
         call()
-    finally:
-        sys.setprofile(None)
+        sys.setprofile(profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
     return list(seen)
 
 
@@ -127,44 +134,65 @@ def calls() -> dict[str, Callable[[], Any]]:
     params: Any = {"w": x}
     state = tx.init(params)
 
-    def under(run: Callable[[], Any]) -> Callable[[], Any]:
-        def within() -> Any:
-            with policy.use_policy("mixed_bfloat16"):
-                return run()
-
-        return within
-
     return {
-        "a linen Dense": under(lambda: dense.apply(variables[0], x)),
-        "an nnx Linear": under(lambda: linear(x)),
-        "a linen module with a matmul of its own": under(lambda: own.apply(variables[1], x)),
+        "a linen Dense": lambda: dense.apply(variables[0], x),
+        "an nnx Linear": lambda: linear(x),
+        "a linen module with a matmul of its own": lambda: own.apply(variables[1], x),
         "a port of a linen model": lambda: port.apply(ported, x),
         "one step of the optimizer": lambda: policy.apply_gradients(tx, params, state, params),
         "an audit": lambda: policy.audit(jnp.sum, x),
     }
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--calls", action="store_true", help="the files that calls pass, too")
-    arguments = options.parse_args()
+def sizes() -> str:
+    """Returns the table of packages, with a line for all of them and for the tests."""
+    lines = ["| package | files | lines of code |", "|---|---|---|"]
     found = code_by_package()
-    for package, (count, lines) in found.items():
-        print(f"{package:36}{count:5} files{lines:7} lines")
-    total = collections.Counter({"files": 0, "lines": 0})
-    for count, lines in found.values():
-        total.update(files=count, lines=lines)
-    print(f"{'together':36}{total['files']:5} files{total['lines']:7} lines of code")
+    lines += [f"| `{package}` | {count} | {code} |" for package, (count, code) in found.items()]
+    counts, codes = zip(*found.values(), strict=True)
+    lines.append(f"| together | {sum(counts)} | {sum(codes)} |")
     tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files("tests"))
-    print(f"{'tests':36}{len(files('tests')):5} files{tests:7} lines")
+    lines.append(f"| `tests`, all lines | {len(files('tests'))} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def ways() -> str:
+    """Returns the files that each call passes, each with its idea: its docstring's first line."""
+    lines = []
+    for name, call in calls().items():
+        passed = files_passed(call)
+        lines += [f"### {name[0].upper()}{name[1:]}: {len(passed)} files", ""]
+        for path in passed:
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            idea = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
+            lines.append(f"1. `{path}`: {idea}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def into(page: str, name: str, text: str) -> str:
+    """Returns a page with a text between the marks of a name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--calls", action="store_true", help="the files that calls pass, too")
+    options.add_argument("--write", action="store_true", help=f"put both into {PAGE.name}")
+    arguments = options.parse_args()
+    print(sizes())
     for name, length in long_parts():
         print(f"long: {name} ({length} lines)")
-    if arguments.calls:
-        for name, call in calls().items():
-            passed = files_passed(call)
-            print(f"\n{name}: {len(passed)} files")
-            for path in passed:
-                print(f"  {path}")
+    if arguments.calls or arguments.write:
+        passed = ways()
+        print(f"\n{passed}")
+        if arguments.write:
+            page = into(PAGE.read_text(encoding="utf-8"), "sizes", sizes())
+            PAGE.write_text(into(page, "ways", passed), encoding="utf-8")
 
 
 if __name__ == "__main__":
