@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.text import Text  # Flax draws its tables with it
 
 from policy.core.policy import Policy
-from policy.core.provenance import Source
+from policy.core.scope import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
+from mpmodules.calls.layer_classes import is_ours
 from mpmodules.calls.own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules.calls.references import is_reference
-from mpmodules.nnx._registry import is_ours
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 

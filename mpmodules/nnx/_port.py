@@ -12,9 +12,8 @@ from mpmodules.nnx._resolution import carried
 from mpmodules.tracing.nnx_rebuilding import Rebuilding
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.provenance import Source
 from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike
+from policy.core.scope import RulesLike, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
 
@@ -120,7 +119,7 @@ def apply_policy(
         )
         holding[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
-        if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
+        if planned is None or (source.own and source.kind == "rule" and not planned[1].source.own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
     copy = Rebuilding(class_in_port)
     ported = copy(model)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from policy.programs.outlining import keeping_lines
+from policy.programs.thread import during
 
 _noted: set[str] = set()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
@@ -111,7 +111,7 @@ def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., An
     @functools.wraps(function)
     def noting(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keeping_lines())
+            stack.enter_context(during(keeps_lines=True))
             for context in NOTING:
                 stack.enter_context(context())
             return function(*args)

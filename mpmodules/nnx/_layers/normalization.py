@@ -41,7 +41,7 @@ from mpmodules.nnx._resolution import in_complex, viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.provenance import Source
+from policy.core.scope import Source
 from policy.functions.checkpointing import keeping_inputs, keeping_inputs_once
 
 

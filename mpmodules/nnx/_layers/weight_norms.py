@@ -18,7 +18,7 @@ from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._resolution import viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
-from policy.core.provenance import Source
+from policy.core.scope import Source
 from policy.functions.widening import reduction_dtype_of
 
 
