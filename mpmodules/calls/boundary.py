@@ -64,9 +64,12 @@ class Crossing:
         """Returns whether a call with these arguments returns a carry, as the first of a pair."""
         return False
 
-    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the carry that a call is given, or None."""
-        return None
+    def carry_of(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Returns whether a call returns a carry, and then the one that it is given, or None."""
+        has_carry = self.returns_carry(module, kwargs)
+        return has_carry, given_carry(args, kwargs) if has_carry else None
 
     def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a call's outputs with its carry in dtypes at least as wide as those of the one
@@ -76,6 +79,11 @@ class Crossing:
 
 
 PLAIN = Crossing()
+
+
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
 
 
 def _kept_positions(method: Callable[..., Any], count: int, keep: Collection[str]) -> set[int]:

@@ -225,8 +225,7 @@ def _run_in_trace(
         source = effective.source.for_those_inside(where(module))
         return own_code.run_inside(run_own_code, scope, effective.base, source)
     put_back_for_layer(module)
-    has_carry = crossing.returns_carry(module, kwargs)
-    carry = crossing.given_carry(args, kwargs) if has_carry else None
+    _, carry = crossing.carry_of(module, args, kwargs)
     return own_code.run_layer(run_layer, scope, carry)
 
 

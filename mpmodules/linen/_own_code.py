@@ -58,10 +58,8 @@ def call_traced(
     calls.crossed["/".join(module.path)] = effective
     suffix = "" if name == "__call__" else f".{name}"
     with jax.named_scope(f"{module.name or type(module).__name__}{suffix}"):
-        crossing = crossing_of(type(module), name)
-        has_carry = crossing.returns_carry(module, kwargs)
-        carry = crossing.given_carry(args, kwargs) if has_carry else None
-        return own_code.outputs_of(scope, policy, outputs, has_carry, carry)
+        carry = crossing_of(type(module), name).carry_of(module, args, kwargs)
+        return own_code.outputs_of(scope, policy, outputs, *carry)
 
 
 @functools.lru_cache(1024)

@@ -175,8 +175,7 @@ def _run_in_trace(
             calls.recorded(module, *given, outputs)
         return outputs
 
-    has_carry = crossing.returns_carry(module, kwargs)
-    carry = crossing.given_carry(args, kwargs) if has_carry else None
+    _, carry = crossing.carry_of(module, args, kwargs)
     return own_code.run_layer(run_layer, scope, carry)
 
 

@@ -54,10 +54,8 @@ def call_traced(
     except own_code.CANNOT_BE_TRACED as error:
         return own_code.run_kept(type(module), error, plainly)
     outputs = stateful.finish(returned)
-    crossing = crossing_of(type(module), name)
-    has_carry = crossing.returns_carry(module, kwargs)
-    carry = crossing.given_carry(args, kwargs) if has_carry else None
-    return own_code.outputs_of(current_scope(), policy, outputs, has_carry, carry)
+    carry = crossing_of(type(module), name).carry_of(module, args, kwargs)
+    return own_code.outputs_of(current_scope(), policy, outputs, *carry)
 
 
 def _key(stateful: StatefulCall, name: str) -> Hashable:

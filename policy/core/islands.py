@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from policy.core.callables import require_function
 from policy.core.casting import cast_floating
-from policy.core.references import is_reference
 from policy.core.scope import current_scope, enter, in_island, multiplying
+from policy.programs.frameworks import is_reference
 from policy.programs.marks import returned
 from policy.programs.scope_names import BOUNDARY, ISLAND
 from policy.programs.thread import thread

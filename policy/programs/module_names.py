@@ -11,11 +11,11 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
+from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.thread import during
 
 _noted: set[str] = set()
@@ -23,9 +23,6 @@ _noted: set[str] = set()
 _roots: set[str] = set()
 _repeated: set[str] = set()  # names of modules that stand directly in one of the same name
 _version = 0  # of all of these
-
-# Contexts in which frameworks note the names of the modules that are called.
-NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
 
 _METHOD = re.compile(r"([^.]+)\.([A-Za-z_]\w*|<lambda>)")
 # Names that JAX gives to einsums and to functions without a name.
@@ -112,8 +109,8 @@ def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., An
     def noting(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(during(keeps_lines=True))
-            for context in NOTING:
-                stack.enter_context(context())
+            for framework in FRAMEWORKS:
+                stack.enter_context(framework.noting_modules())
             return function(*args)
 
     return jax.make_jaxpr(noting, **options)
