@@ -95,7 +95,6 @@ def with_columns(
         zip(*(column.cells for column in table.columns), strict=True), cells, strict=True
     ):
         path, kind, *rest = row
-        wider.add_row(
-            Text(path), kind, *map(Text, ours), *rest
-        )  # as texts: brackets in names are no markup
+        # As texts: brackets in names are no markup.
+        wider.add_row(Text(path), kind, *map(Text, ours), *rest)
     return wider

@@ -311,9 +311,8 @@ def _with_boundary(method: Method, lifted: bool) -> Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
-            return method(
-                self, *args, **kwargs
-            )  # Flax says what is wrong with a call on an unbound module
+            # Flax says what is wrong with a call on an unbound module.
+            return method(self, *args, **kwargs)
         return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
 
     call._policy_boundary = call  # type: ignore[attr-defined]

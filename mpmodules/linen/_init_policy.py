@@ -23,22 +23,12 @@ _initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}
 
 def note_policy(model: Any) -> None:
     """Notes the policy in force beside a model that was initialised under it."""
-    policy = None if _carries_policy(model) else current_scope().policy
-    if policy is None or _is_float32(policy):
-        _initialised.pop(id(model), None)
-    else:
-        key = id(model)
+    key, policy = id(model), current_scope().policy
+    _initialised.pop(key, None)
+    if policy is None or model.dtype_policy is not None or hasattr(type(model), "_ported_from"):
+        return
+    if {policy.param_dtype, policy.compute_dtype, policy.output_dtype} != {jnp.dtype(jnp.float32)}:
         _initialised[key] = weakref.ref(model, lambda _: _initialised.pop(key, None)), policy
-
-
-def _carries_policy(model: Any) -> bool:
-    return model.dtype_policy is not None or hasattr(type(model), "_ported_from")
-
-
-def _is_float32(policy: Policy) -> bool:
-    return {policy.param_dtype, policy.compute_dtype, policy.output_dtype} == {
-        jnp.dtype(jnp.float32)
-    }
 
 
 def warn_where_missing(model: Any) -> None:

@@ -52,9 +52,8 @@ class Layer(Module):
         complex_dtype = complex_input((*args, *kwargs.values()))
         if policy is not None and effective.dtype is None and complex_dtype is not None:
             with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                return method(
-                    self, *args, **kwargs
-                )  # as Flax infers it: no policy casts complex numbers
+                # As Flax infers it: no policy casts complex numbers.
+                return method(self, *args, **kwargs)
         output_dtype = None
         if policy is not None:
             output_dtype = policy.output_dtype if crosses else policy.compute_dtype

@@ -52,9 +52,8 @@ class _ModuleMeta(_MetaOfProtocol):
             isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta)
             for base in cls.__mro__
         ):
-            cls.__abstractmethods__ = (
-                frozenset()
-            )  # no base asked for the check, which Flax's modules do not make
+            # No base asked for the check, which Flax's modules do not make.
+            cls.__abstractmethods__ = frozenset()
         return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -116,9 +115,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position
     # reaches it.
-    if (
-        TYPE_CHECKING
-    ):  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
+    # Type checkers know a keyword-only field of a Flax module by Flax's own specifier.
+    if TYPE_CHECKING:
         dtype_policy: DtypePolicy = module_field(kw_only=True, default=None)
     else:
         dtype_policy: DtypePolicy = dataclasses.field(
@@ -128,9 +126,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
-    _upstream_class: ClassVar[type] = (
-        flax_nn.Module
-    )  # what the class stands for in isinstance and in class rules
+    # What the class stands for in isinstance and in class rules.
+    _upstream_class: ClassVar[type] = flax_nn.Module
     _crossing: ClassVar[Crossing] = PLAIN
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
     _is_whole: ClassVar[bool] = (
@@ -186,9 +183,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:
-            if (
-                calls.validates
-            ):  # else a call of ours is lifted, where a plain one validates nothing
+            # A lifted call of ours validates no more than a plain one.
+            if calls.validates:
                 super()._validate_setup()
 
         @flax_nn.nowrap

@@ -130,9 +130,8 @@ class _Port:
         if layer is not base and _is_transformed(inspect.getattr_static(base, "__call__")):
             is_layer = False
         self.options = options
-        policy = (
-            None if is_layer else options.policy
-        )  # a layer is a boundary only by a policy of its own
+        # A layer is a boundary only by a policy of its own.
+        policy = None if is_layer else options.policy
         self.scope = Scope(policy, options.rules, options=options.beside_policy)
         # An explicit param_dtype can't be told from the default.
         self.adopter = Adopter(["dtype"] if options.keep_explicit else [], options)
@@ -143,14 +142,6 @@ class _Port:
         not entered again.
         """
         return self.adopter in calls.adopters
-
-    def outermost(
-        self, module: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls ``method(module, *args, **kwargs)``, the outermost method of a bound model, under
-        scope and adopter.
-        """
-        return self._run(functools.partial(method, module), module, method, args, kwargs)
 
     def entering(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a method that does not run through Flax's `_call_wrapped_method`, entered all the
@@ -169,11 +160,11 @@ class _Port:
                 # ours already.
                 return run_method(module, method, args, kwargs, lifted=True)
 
-            return self._run(plainly, module, method, args, kwargs)
+            return self.run(plainly, module, method, args, kwargs)
 
         return call
 
-    def _run(
+    def run(
         self,
         plainly: Callable[..., Any],
         module: Any,
@@ -181,6 +172,9 @@ class _Port:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Calls the outermost method of a bound model under scope and adopter; `plainly` calls it
+        without a trace.
+        """
         around = current_scope()
         scope = dataclasses.replace(
             self.scope,
@@ -209,9 +203,8 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
     in all else.
     """
     port = _Port(base, options)
-    call_wrapped_method = (
-        base._call_wrapped_method
-    )  # Flax's, through which every method runs that it wrapped
+    # Flax's, through which every method runs that it wrapped.
+    call_wrapped_method = base._call_wrapped_method
 
     @flax_nn.nowrap
     def _call_wrapped_method(
@@ -219,7 +212,8 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
     ) -> Any:
         if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
             return call_wrapped_method(self, fun, args, kwargs)
-        return port.outermost(self, wrapped_once(fun), args, kwargs)
+        method = wrapped_once(fun)
+        return port.run(functools.partial(method, self), self, method, args, kwargs)
 
     @flax_nn.nowrap
     def _validate_setup(self: Any) -> None:

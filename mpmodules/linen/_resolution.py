@@ -54,9 +54,8 @@ def _carried(
         return get_policy(own), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
         rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
-        if (
-            rule is not None
-        ):  # one for the whole model, too, whose policy is what `apply_policy` was given
+        # One for the whole model, too, whose policy is what `apply_policy` was given.
+        if rule is not None:
             return rule[1], Source("rule", pattern_text(rule[0]), own=True)
     return None if own is None else (get_policy(own), Source("argument", "apply_policy", own=True))
 

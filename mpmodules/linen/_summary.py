@@ -169,9 +169,8 @@ def _flops(recorded: _Recorded) -> Callable[..., tuple[int, int]]:
         held = one_by_one()(call.path, call.method).effective
         policy = current_scope().policy if held is None else held.base
         with enter(Scope(policy)), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DtypePolicyWarning
-            )  # told of already, under the module's own path
+            # Told of already, under the module's own path.
+            warnings.simplefilter("ignore", DtypePolicyWarning)
             return flax_summary._get_call_flops(call, *which)
 
     return flops

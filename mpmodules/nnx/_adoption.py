@@ -109,9 +109,8 @@ def _cast_variables(module: Any, policy: Policy) -> None:
     for _, variable in children_of(module):
         if isinstance(variable, flax_nnx.Param):
             variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
-        elif isinstance(
-            variable, flax_nnx.Cache
-        ):  # keys and values are written into it as they are computed
+        elif isinstance(variable, flax_nnx.Cache):
+            # Keys and values are written into it as they are computed.
             variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
 
 

@@ -135,9 +135,8 @@ class ModuleMeta(FlaxModuleMeta):
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if (
-            "_upstream_class" in cls.__dict__
-        ):  # asked of the MRO: Flax's own check asks all its subclasses, us included
+        # Asked of the MRO: Flax's own check asks all its subclasses, us included.
+        if "_upstream_class" in cls.__dict__:
             return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
 
@@ -189,9 +188,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
-    _upstream_class: ClassVar[type] = (
-        flax_nnx.Module
-    )  # what the class stands for in isinstance and in class rules
+    # What the class stands for in isinstance and in class rules.
+    _upstream_class: ClassVar[type] = flax_nnx.Module
 
     _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
@@ -218,9 +216,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
-        if (
-            policy is not None or self.dtype_policy is not None
-        ):  # an __init__ may have stored its own argument there
+        # An __init__ may have stored its own argument there.
+        if policy is not None or self.dtype_policy is not None:
             self.dtype_policy = policy
             self._policy_source = NO_SOURCE if policy is None else source
 

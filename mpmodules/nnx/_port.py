@@ -26,9 +26,8 @@ def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
         if isinstance(node, flax_nnx.Module):
             found[path] = node
         for keys, child in children_of(node):
-            if (
-                not isinstance(child, flax_nnx.Variable) and id(child) not in above
-            ):  # a cycle ends where it closes
+            # A cycle ends where it closes.
+            if not isinstance(child, flax_nnx.Variable) and id(child) not in above:
                 visit(child, (*path, *keys), above | {id(child)})
 
     visit(module, (), frozenset({id(module)}))

@@ -121,9 +121,8 @@ def dtype_arguments(
 
 def is_initialiser(name: str) -> bool:
     """Returns whether an argument of that name is an initialiser of parameters."""
-    return (
-        name.endswith(("_init", "_initializer")) and name != "carry_init"
-    )  # a carry's is no parameter's
+    # A carry's is no parameter's.
+    return name.endswith(("_init", "_initializer")) and name != "carry_init"
 
 
 def is_complex(dtype: DTypeLike | None) -> bool:
