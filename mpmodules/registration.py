@@ -8,20 +8,20 @@ from mpmodules.calls.references import is_reference
 from mpmodules.serialization import register_states
 from mpmodules.tracing.linen_names import noting_modules
 from mpmodules.tracing.nnx_lowering import is_no_parameter, lowered
-from policy.core.references import REFERENCES
-from policy.inspect.estimate.steps import EVAL_SHAPES
-from policy.inspect.traced.gradients import NO_PARAMETERS
-from policy.programs.module_names import NOTING
-from policy.programs.trace import LOWERINGS
+from policy.programs.frameworks import FRAMEWORKS
+
+
+class _Flax:
+    """Flax as a library of modules that hold state."""
+
+    noting_modules = staticmethod(noting_modules)
+    lowered = staticmethod(lowered)
+    is_reference = staticmethod(is_reference)
+    is_no_parameter = staticmethod(is_no_parameter)
+    eval_shape = staticmethod(flax_nnx.eval_shape)
 
 
 def register() -> None:
-    """Registers the names, references, calls and variables of Flax's modules, their shapes, and how
-    states are saved.
-    """
-    NOTING.append(noting_modules)
-    REFERENCES.append(is_reference)
-    LOWERINGS.append(lowered)
-    EVAL_SHAPES.append(flax_nnx.eval_shape)
-    NO_PARAMETERS.append(is_no_parameter)
+    """Makes Flax known to `policy`, and our states to Flax's serialization."""
+    FRAMEWORKS.append(_Flax())
     register_states()

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from mpmodules.calls.references import is_reference
-from policy.core import boundary
+from policy.core.casting import cast_floating
 from policy.core.policy import Policy
+from policy.programs.scope_names import BOUNDARY
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,40 +32,44 @@ class Crossing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        keep: Collection[str],
-        signature: Callable[[], inspect.Signature],
+        keep: Collection[str] = (),
+        method: Callable[..., Any],
     ) -> Arguments:
-        """Casts a call's floating inputs to compute_dtype, but for those that hold a carry.
+        """Casts the floating arrays among a call's arguments to compute_dtype.
+
+        References are passed on by identity, because a copy would lose their holder.
 
         Args:
-          policy: the policy entered.
-          args, kwargs: the call's arguments.
-          keep: the names of other arguments to leave uncast.
-          signature: returns the method's signature without `self`.
+          policy: the policy entered. If its `cast_inputs` is False, nothing is cast.
+          args, kwargs: the call's arguments, without `self`.
+          keep: the names of arguments to leave uncast, beside those of a carry.
+          method: the method, which tells the names of positional arguments; `self` is the first.
         """
-        carry = args[: self.leading]
+        if not policy.cast_inputs:
+            return args, kwargs
+        names, kept = (*keep, *self.keeps), set(range(self.leading))
+        if names and len(args) > self.leading:
+            kept |= _kept_positions(method, len(args), names)
+        with jax.named_scope(BOUNDARY):
 
-        def without_carry() -> inspect.Signature:
-            full = signature()
-            return full.replace(parameters=list(full.parameters.values())[len(carry) :])
+            def cast(tree: Any) -> Any:
+                return cast_floating(tree, policy.compute_dtype, is_leaf=is_reference)
 
-        args, kwargs = boundary.cast_inputs(
-            policy,
-            args[len(carry) :],
-            kwargs,
-            is_leaf=is_reference,
-            keep=(*keep, *self.keeps),
-            signature=without_carry,
-        )
-        return (*carry, *args), kwargs
+            new_args = tuple(arg if i in kept else cast(arg) for i, arg in enumerate(args))
+            return new_args, {
+                name: value if name in names else cast(value) for name, value in kwargs.items()
+            }
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         """Returns whether a call with these arguments returns a carry, as the first of a pair."""
         return False
 
-    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the carry that a call is given, or None."""
-        return None
+    def carry_of(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Returns whether a call returns a carry, and then the one that it is given, or None."""
+        has_carry = self.returns_carry(module, kwargs)
+        return has_carry, given_carry(args, kwargs) if has_carry else None
 
     def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a call's outputs with its carry in dtypes at least as wide as those of the one
@@ -75,24 +81,35 @@ class Crossing:
 PLAIN = Crossing()
 
 
-def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool) -> Any:
+def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
+    return args[0] if args else kwargs.get("carry")
+
+
+def _kept_positions(method: Callable[..., Any], count: int, keep: Collection[str]) -> set[int]:
+    """Returns the positions, among the first `count`, of the parameters named in `keep`."""
+    kept: set[int] = set()
+    for position, parameter in enumerate([*inspect.signature(method).parameters.values()][1:]):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return kept | (set(range(position, count)) if parameter.name in keep else set())
+        if parameter.name in keep:
+            kept.add(position)
+    return kept
+
+
+def cast_outputs(policy: Policy, outputs: Any, *, has_carry: bool = False) -> Any:
     """Casts floating outputs to output_dtype, but not the carry where there is one: the first of a
-    pair.
+    pair. References are returned by identity.
     """
     if has_carry and is_pair(outputs):
-        return outputs[0], boundary.cast_outputs(policy, outputs[1], is_leaf=is_reference)
-    return boundary.cast_outputs(policy, outputs, is_leaf=is_reference)
+        return outputs[0], cast_outputs(policy, outputs[1])
+    with jax.named_scope(BOUNDARY):
+        return cast_floating(outputs, policy.output_dtype, is_leaf=is_reference)
 
 
 def is_pair(outputs: Any) -> bool:
     """Returns whether a call returned two values, as cells return a carry and an output."""
     return isinstance(outputs, tuple) and len(outputs) == 2
-
-
-def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
-    """Returns the signature of a method as its callers see it."""
-    signature = inspect.signature(method)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def returned_dtype(policy: Policy, crosses: bool) -> np.dtype:

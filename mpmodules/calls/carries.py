@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Arguments, Crossing, is_pair
+from mpmodules.calls.boundary import Arguments, Crossing, given_carry, is_pair
 from mpmodules.functions.functional import is_wider
 from policy.core.casting import cast_array, cast_floating, is_floating
 
@@ -27,9 +27,6 @@ class StepCrossing(Crossing):
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         return True
 
-    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return given_carry(args, kwargs)
-
     def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_given_dtypes(outputs, given_carry(args, kwargs))
 
@@ -44,14 +41,6 @@ class LoopCrossing(Crossing):
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         asked = kwargs.get("return_carry")
         return bool(module.return_carry if asked is None else asked)
-
-    def given_carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return given_carry(args, kwargs)
-
-
-def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the carry that a cell is called with: its first argument, or `carry=`."""
-    return args[0] if args else kwargs.get("carry")
 
 
 def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

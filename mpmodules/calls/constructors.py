@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,20 +27,6 @@ _NAMES_OF_A_POLICY = (
 _CLASS_ATTRIBUTES = ("keep_inputs", "keep_params")
 
 _checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
-
-
-def with_explained_errors(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns a constructor whose errors on unknown arguments say how a policy is given."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            explain(error, type(self), args, kwargs)
-            raise
-
-    return __init__
 
 
 def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -75,6 +60,14 @@ def _is_policy(value: Any) -> bool:
         get_policy(value)
         return True
     return False
+
+
+def policy_given(cls: type, given: Any) -> Policy:
+    """Returns the policy that a module is given as `dtype_policy`; errors name the module."""
+    try:
+        return get_policy(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
 
 
 def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:

@@ -19,18 +19,14 @@ import jax
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
 
 import policy as policy_package
-from mpmodules.calls.boundary import Crossing, cast_outputs, is_pair
+from mpmodules.calls.boundary import cast_outputs, is_pair
 from mpmodules.calls.references import is_reference
 from mpmodules.functions.promotion import mixing_allowed
 from policy.autocasting import own_code
-from policy.core import boundary
 from policy.core.casting import cast_array, is_floating
-from policy.core.matmul_precision import computes_in_half, multiplying
 from policy.core.policy import Policy
 from policy.core.precedence import warn_once
-from policy.core.provenance import Source
-from policy.core.rules import PolicyRules
-from policy.core.scope import Scope, current_scope, enter
+from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 
 CANNOT_BE_TRACED = (
@@ -39,17 +35,6 @@ CANNOT_BE_TRACED = (
     TraceContextError,
 )
 """Errors of code that needs the values of arrays, or hands out what a trace can't."""
-
-
-def decides(scope: Scope, policy: Policy | None, rules: PolicyRules | None) -> bool:
-    """Returns whether a call is one whose own code is to be traced: the outermost in half
-    precision.
-    """
-    if policy is None or scope.traces_own_code or scope.keeps_own_code:
-        return False
-    return any(
-        each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
-    )
 
 
 def run(
@@ -178,14 +163,7 @@ def _marked_carry(new: Any, given: Any) -> Any:
 
 
 def outputs_of(
-    scope: Scope,
-    policy: Policy,
-    outputs: Any,
-    *,
-    crossing: Crossing,
-    has_carry: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    scope: Scope, policy: Policy, outputs: Any, has_carry: bool, given_carry: Any
 ) -> Any:
     """Returns the outputs of an outermost call in the dtypes that its caller is to get.
 
@@ -195,13 +173,12 @@ def outputs_of(
       scope: the one that it was called in.
       policy: the one that it obeyed.
       outputs: in the dtypes that they were computed in.
-      crossing: the casts of the call.
       has_carry: whether the first of a pair of outputs is a carry.
-      args, kwargs: those of the call.
+      given_carry: the carry that it was called with, or None.
     """
     if has_carry and is_pair(outputs):
-        outputs = _as_given(outputs[0], crossing.given_carry(args, kwargs)), outputs[1]
-    returned = boundary.returns(scope, policy)
+        outputs = _as_given(outputs[0], given_carry), outputs[1]
+    returned = scope.returned(policy)
     if scope.boundary_open and scope.policy is not None:
         returned = policy.replace(output_dtype=scope.policy.compute_dtype)
     return cast_outputs(returned, outputs, has_carry=has_carry)

@@ -14,7 +14,7 @@ from mpmodules.calls.defined_in import package_of
 from policy.core.callables import shown
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike, require_usable
+from policy.core.scope import RulesLike, computes_in_half, require_usable
 
 OwnCode = Literal["autocast", "keep"] | None
 
@@ -75,10 +75,7 @@ def port_options(
             "own_code='autocast' runs a model's own code in the policy's dtypes, whatever the "
             f"code names: leave out {beside[0]}=True, or pass own_code='keep'."
         )
-    is_half = any(
-        each.compute_dtype.itemsize < 4 for each in (policy, *(found for _, found in rules or ()))
-    )
-    own_code = own_code if is_half and not beside else "keep"
+    own_code = own_code if computes_in_half(policy, rules) and not beside else "keep"
     return PortOptions(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.text import Text  # Flax draws its tables with it
 
 from policy.core.policy import Policy
-from policy.core.provenance import Source
+from policy.core.scope import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,7 +95,6 @@ def with_columns(
         zip(*(column.cells for column in table.columns), strict=True), cells, strict=True
     ):
         path, kind, *rest = row
-        wider.add_row(
-            Text(path), kind, *map(Text, ours), *rest
-        )  # as texts: brackets in names are no markup
+        # As texts: brackets in names are no markup.
+        wider.add_row(Text(path), kind, *map(Text, ours), *rest)
     return wider

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
 
+from mpmodules.calls.boundary import cast_outputs, is_pair
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.layer_classes import LAYER_OF, crossing_of, is_ours, layer_class
+from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions.functional import is_half
-from mpmodules.linen._boundary import NOT_BOUNDARIES, run_method, run_setup
-from mpmodules.linen._calls import is_innermost
-from mpmodules.linen._foreign import foreign_module
+from mpmodules.linen._call import NOT_BOUNDARIES, is_innermost, run_method, run_setup
 from mpmodules.linen._instances import stand_in
-from mpmodules.linen._registry import LAYER_OF, layer_class, obeys_policies
+from mpmodules.linen._own_parameters import own_params
+from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 
@@ -80,7 +84,7 @@ def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
     with contextlib.ExitStack() as parts:
         for name in getattr(cls, "_adopts_fields", ()):  # asked something before they are called
             part = given.get(name)
-            ours = None if obeys_policies(part) else adopting_class(type(part))
+            ours = None if is_ours(type(part)) else adopting_class(type(part))
             if ours is not None:
                 fields[name] = parts.enter_context(seen_as(part, ours, keep))
         yield parts.enter_context(stand_in(module, cls, fields))
@@ -94,26 +98,13 @@ class Adopter:
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
-      composites: whether modules that are no layers are boundaries too, and their parameters follow
-        the policy.
-      dtype_fields: whether the dtype fields of modules that are no layers hold the policy's dtypes
-        in their calls.
-      cast_submodules: whether such a submodule's outputs are cast to its caller's compute_dtype.
+      options: those of a port, in which modules that are no layers are boundaries too, and their
+        parameters follow the policy. None adopts layers alone.
     """
 
-    def __init__(
-        self,
-        *,
-        keep: Collection[str],
-        composites: bool,
-        dtype_fields: bool = False,
-        cast_submodules: bool = False,
-    ):
-        self.keep = keep
-        self.composites = composites
-        self.is_of_a_port = composites  # then a `Scope` holds the options
-        self.dtype_fields = dtype_fields
-        self.cast_submodules = cast_submodules
+    def __init__(self, keep: Collection[str], options: PortOptions | None = None):
+        self.keep, self.options = keep, options
+        self.is_of_a_port = options is not None  # then a `Scope` holds the options
 
     def __call__(
         self,
@@ -123,9 +114,9 @@ class Adopter:
         context: Any,
     ) -> Any:
         module, method = context.module, context.orig_method.func
-        if _in_force.adopters[-1] is not self:
+        if calls.adopters[-1] is not self:
             return next_fun(*args, **kwargs)
-        is_known = obeys_policies(module)
+        is_known = is_ours(type(module))
         ours = None if is_known else adopting_class(type(module))
         if ours is not None and not _is_of_class(method, type(module), context.method_name):
             return next_fun(*args, **kwargs)  # Flax's own, around calls of the layer
@@ -138,11 +129,15 @@ class Adopter:
             if "_policy_boundary" in vars(method) or is_innermost(module):
                 return next_fun(*args, **kwargs)
             return _run(module, self._method(next_fun, module, context), args, kwargs, context)
-        if not self.composites or module.scope is None:
+        if self.options is None or module.scope is None:
             return next_fun(*args, **kwargs)
-        hands_on = self.cast_submodules and bool(module.path) and not is_innermost(module)
-        method = self._foreign_method(next_fun, context)
-        return _run(module, method, args, kwargs, context, cast_result=hands_on)
+        hands_on = self.options.cast_submodules and bool(module.path) and not is_innermost(module)
+        method = self._foreign_method(next_fun, context, self.options.dtype_fields)
+        outputs = _run(module, method, args, kwargs, context)
+        if hands_on and _is_boundary(context.method_name):
+            has_carry = crossing_of(type(module), context.method_name).returns_carry(module, kwargs)
+            return _in_compute_dtype(outputs, has_carry=has_carry, module=module, args=args)
+        return outputs
 
     def _method(
         self, next_fun: Callable[..., Any], instance: Any, context: Any
@@ -158,14 +153,16 @@ class Adopter:
             run = functools.partial(_intercepted, interceptor, run, context)
         return _method_of(run, instance, method, context)
 
-    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+    def _foreign_method(
+        self, next_fun: Callable[..., Any], context: Any, dtype_fields: bool
+    ) -> Callable[..., Any]:
         """Returns the method of a module that is no layer, which runs by the policy in force."""
         module = context.module
-        if not self.dtype_fields and not module.is_mutable_collection("params"):
+        if not dtype_fields and not module.is_mutable_collection("params"):
             return self._method(next_fun, module, context)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with foreign_module(module, dtype_fields=self.dtype_fields) as instance:
+            with _foreign_module(module, dtype_fields=dtype_fields) as instance:
                 return self._method(next_fun, instance, context)(instance, *args, **kwargs)
 
         return _method_of(run, module, context.orig_method.func, context)
@@ -173,7 +170,7 @@ class Adopter:
 
 def _code_of(method: Callable[..., Any], instance: Any) -> Callable[..., Any]:
     """Returns our layer's code for a method of Flax's; any other method as it is."""
-    ours = layer_class(type(instance)) if obeys_policies(instance) else None
+    ours = layer_class(type(instance)) if is_ours(type(instance)) else None
     if ours is None:
         return method
     flaxs, own = (
@@ -198,17 +195,18 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     context: Any,
-    *,
-    cast_result: bool = False,
 ) -> Any:
     """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys."""
     name = context.method_name
     if name == "setup":
         return run_setup(module, lambda: method(module))
-    if name in NOT_BOUNDARIES or (name.startswith("_") and name != "__call__"):
+    if not _is_boundary(name):
         return method(module, *args, **kwargs)
-    own_body = is_upstream(context.orig_method.func)
-    return run_method(module, method, args, kwargs, own_body=own_body, cast_result=cast_result)
+    return run_method(module, method, args, kwargs, own_body=is_upstream(context.orig_method.func))
+
+
+def _is_boundary(name: str) -> bool:
+    return name == "__call__" or not (name in NOT_BOUNDARIES or name.startswith("_"))
 
 
 def _intercepted(
@@ -233,6 +231,85 @@ def _method_of(
     return method
 
 
+# --------------------------------------------------------------------------------------------------
+# Modules that are no layers
+# --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _foreign_module(module: Any, *, dtype_fields: bool) -> Iterator[Any]:
+    """Yields a module that is no layer, or its stand-in, as it follows the policy in force.
+
+    Parameters that it creates are stored in param_dtype.
+
+    Args:
+      module: the module, bound.
+      dtype_fields: whether its fields `dtype` and `param_dtype` hold the policy's dtypes too.
+    """
+    policy = current_scope().policy
+    if policy is None:
+        yield module
+        return
+    before = {*own_params(module)}
+    with stand_in(module, type(module), _dtypes_of(policy, module) if dtype_fields else {}) as seen:
+        yield seen
+    if module.is_mutable_collection("params"):
+        for name, value in own_params(module).items():
+            if name not in before:
+                module.put_variable("params", name, cast_floating(value, policy.param_dtype))
+
+
+def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
+    """Returns the module's dtype fields that the policy decides, with its dtypes in them."""
+    declared = {field.name for field in dataclasses.fields(module)} & vars(module).keys()
+    wanted = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+    return {
+        name: spelled_as(vars(module)[name], dtype)
+        for name, dtype in wanted.items()
+        if name in declared and may_be_set(vars(module)[name])
+    }
+
+
+def _in_compute_dtype(outputs: Any, *, has_carry: bool, module: Any, args: tuple[Any, ...]) -> Any:
+    """Casts a submodule's outputs to the compute_dtype in force, but no carry that was given in
+    another dtype.
+
+    Args:
+      outputs: the outputs of its call.
+      has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
+      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
+      args: the arguments of its call; the first may be a carry.
+    """
+    scope = current_scope()
+    policy = scope.policy
+    if policy is None or scope.traces_own_code:
+        return outputs
+    to_compute_dtype = dataclasses.replace(policy, output_dtype=policy.compute_dtype)
+    lifted = not isinstance(module.parent, flax_nn.Module)
+    if not (lifted and args and is_pair(outputs)) or has_carry:
+        return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
+    carry, rest = outputs
+    if jax.tree.structure(carry) == jax.tree.structure(args[0]):
+        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type
+        # than the first.
+        carry = jax.tree.map(
+            lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0]
+        )
+    else:
+        carry = cast_outputs(to_compute_dtype, carry, has_carry=False)
+    return carry, cast_outputs(to_compute_dtype, rest, has_carry=False)
+
+
+def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
+    same = getattr(given, "dtype", None) == to_compute_dtype.compute_dtype
+    return cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+
+
+# --------------------------------------------------------------------------------------------------
+# Where an adopter is in force
+# --------------------------------------------------------------------------------------------------
+
+
 def layers_inside(
     policy: Policy | None, declared: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[Any]:
@@ -253,27 +330,17 @@ def layers_inside(
         and not any(is_half(declared[name]) for name in given)
     ):
         return contextlib.nullcontext()
-    if _in_force.adopters:  # it reaches them
+    if calls.adopters:  # it reaches them
         return contextlib.nullcontext()
-    return adopting(Adopter(keep=given, composites=False))
-
-
-class _InForce(threading.local):
-    """The adopters in force in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.adopters: list[Adopter] = []
-
-
-_in_force = _InForce()
+    return adopting(Adopter(given))
 
 
 @contextlib.contextmanager
 def adopting(adopter: Adopter) -> Iterator[None]:
     """Puts an adopter in force for a block."""
-    _in_force.adopters.append(adopter)
+    calls.adopters.append(adopter)
     try:
         with flax_nn.intercept_methods(adopter):
             yield
     finally:
-        _in_force.adopters.pop()
+        calls.adopters.pop()

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax.core import Scope
 
-from mpmodules.linen._calls import calls
+from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.casting import cast_array, is_floating
 from policy.programs import marks
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
-from mpmodules.functions.functional import complex_input
+from mpmodules.functions.functional import complex_input, is_half
 from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
@@ -53,10 +52,11 @@ class Layer(Module):
         complex_dtype = complex_input((*args, *kwargs.values()))
         if policy is not None and effective.dtype is None and complex_dtype is not None:
             with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                return method(
-                    self, *args, **kwargs
-                )  # as Flax infers it: no policy casts complex numbers
-        output_dtype = None if policy is None else returned_dtype(policy, crosses)
+                # As Flax infers it: no policy casts complex numbers.
+                return method(self, *args, **kwargs)
+        output_dtype = None
+        if policy is not None:
+            output_dtype = policy.output_dtype if crosses else policy.compute_dtype
         fields = self._policy_fields(policy, output_dtype, method.__name__)
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
         if effective.dtype is not None:
@@ -78,6 +78,8 @@ def half_safe_fields(
       defaults: whether Flax's own defaults are among them; those of most layers run in half as they
         are.
     """
+    if not is_half(param_dtype):
+        return {}
     given = {
         field.name: getattr(layer, field.name)
         for field in dataclasses.fields(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -14,18 +15,19 @@ from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.constructors import require_dtypes, require_keep_inputs, with_explained_errors
-from mpmodules.calls.defined_in import module_of, package_of
-from mpmodules.calls.own_parameters import require_keep_params
+from mpmodules.calls.constructors import explain, policy_given, require_dtypes, require_keep_inputs
+from mpmodules.calls.defined_in import module_of
+from mpmodules.calls.layer_classes import register_layer
+from mpmodules.calls.own_parameters import is_written_by_user, require_keep_params
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.linen import _own_parameters as own_parameters
-from mpmodules.linen._boundary import install_boundaries
-from mpmodules.linen._calls import calls
-from mpmodules.linen._init_policy import missing_policy, noting_policy
-from mpmodules.linen._own_code import call, policy_of_outermost, wrapped_once
-from mpmodules.linen._registry import LAYER_OF
+from mpmodules.linen._call import install_boundaries, outermost
+from mpmodules.linen._init_policy import note_policy, warn_where_missing
+from mpmodules.linen._own_code import call_traced, wrapped_once
 from mpmodules.linen._summary import tabulate_method
-from policy.core.policy import Policy, get_policy
+from policy.core.policy import Policy
+from policy.core.scope import current_scope
 
 DtypePolicy = Policy | str | None
 T = TypeVar("T")
@@ -50,9 +52,8 @@ class _ModuleMeta(_MetaOfProtocol):
             isinstance(base, abc.ABCMeta) and not isinstance(base, _ModuleMeta)
             for base in cls.__mro__
         ):
-            cls.__abstractmethods__ = (
-                frozenset()
-            )  # no base asked for the check, which Flax's modules do not make
+            # No base asked for the check, which Flax's modules do not make.
+            cls.__abstractmethods__ = frozenset()
         return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -114,9 +115,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     # Marked as Flax marks `parent` and `name`: it follows a subclass's own fields, and no position
     # reaches it.
-    if (
-        TYPE_CHECKING
-    ):  # type checkers know a keyword-only field of a Flax module by Flax's own specifier
+    # Type checkers know a keyword-only field of a Flax module by Flax's own specifier.
+    if TYPE_CHECKING:
         dtype_policy: DtypePolicy = module_field(kw_only=True, default=None)
     else:
         dtype_policy: DtypePolicy = dataclasses.field(
@@ -126,9 +126,8 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
-    _upstream_class: ClassVar[type] = (
-        flax_nn.Module
-    )  # what the class stands for in isinstance and in class rules
+    # What the class stands for in isinstance and in class rules.
+    _upstream_class: ClassVar[type] = flax_nn.Module
     _crossing: ClassVar[Crossing] = PLAIN
     _is_layer: ClassVar[bool] = False  # a bare layer is a boundary only by a policy of its own
     _is_whole: ClassVar[bool] = (
@@ -141,29 +140,22 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
             _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
-        type.__setattr__(cls, "__init__", with_explained_errors(cls.__init__))
+        type.__setattr__(cls, "__init__", _with_explained_errors(cls.__init__))
         if is_library:
-            for base in cls.__bases__:
-                if base.__name__ == cls.__name__ and package_of(base) == "flax":
-                    cls._upstream_class = base
-                    LAYER_OF[base] = cls
-                    extend_docstring(cls, base, _DTYPE_POLICY)
+            upstream = register_layer(cls)
+            if upstream is not None:
+                extend_docstring(cls, upstream, _DTYPE_POLICY)
         install_boundaries(cls)
         require_keep_params(cls)
 
     def __post_init__(self) -> None:
-        require_keep_inputs(type(self))
-        if getattr(type(self), "_dtype_fields", False):
-            require_dtypes(type(self).__name__, vars(self))
-        policy = self.dtype_policy
+        cls, given, policy = type(self), vars(self), self.dtype_policy
+        if cls.keep_inputs:
+            require_keep_inputs(cls)
+        if hasattr(cls, "_dtype_fields") and (given.get("dtype") or given.get("param_dtype")):
+            require_dtypes(cls.__name__, given)
         if policy is not None and not isinstance(policy, Policy):
-            try:
-                policy = get_policy(policy)
-            except (TypeError, ValueError) as error:
-                raise type(error)(
-                    f"{type(self).__name__}(dtype_policy={policy!r}): {error}"
-                ) from None
-            object.__setattr__(self, "dtype_policy", policy)
+            object.__setattr__(self, "dtype_policy", policy_given(cls, policy))
         super().__post_init__()
 
     if TYPE_CHECKING:  # as Flax's, with `compute_dtype`
@@ -180,37 +172,69 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
 
     else:  # type checkers see Flax's, which takes the same but for `policy_columns`
         tabulate = flax_nn.nowrap(tabulate_method)
-        param = flax_nn.nowrap(own_parameters.param)
+
+        @flax_nn.nowrap
+        @functools.wraps(own_parameters.param)
+        def param(self, *args: Any, **kwargs: Any) -> Any:
+            if is_written_by_user(type(self), flax_nn.Module):
+                return own_parameters.param(self, *args, **kwargs)
+            kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
+            return super().param(*args, **kwargs)
 
         @flax_nn.nowrap
         def _validate_setup(self) -> None:
-            if (
-                calls.validates
-            ):  # else a call of ours is lifted, where a plain one validates nothing
+            # A lifted call of ours validates no more than a plain one.
+            if calls.validates:
                 super()._validate_setup()
 
         @flax_nn.nowrap
         def _call_wrapped_method(
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            policy, flaxs = policy_of_outermost(self, fun), super()._call_wrapped_method
-            if policy is None:
+            effective, flaxs = outermost(self, fun), super()._call_wrapped_method
+            if effective is None:
                 outputs = flaxs(fun, args, kwargs)
             else:
                 method = wrapped_once(fun)
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
-                outputs = call(self, method, args, kwargs, policy, plainly=plainly)
-            if fun.__name__ != "setup" and self.scope is not None:
+                outputs = call_traced(self, method, args, kwargs, effective, plainly=plainly)
+            if type(self).keep_params and fun.__name__ != "setup" and self.scope is not None:
                 own_parameters.check_names(self)
             return outputs
 
-        init_with_output = flax_nn.nowrap(noting_policy(flax_nn.Module.init_with_output))
-        apply = flax_nn.nowrap(missing_policy(flax_nn.Module.apply))
+        @flax_nn.nowrap
+        @functools.wraps(flax_nn.Module.init_with_output)
+        def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().init_with_output(*args, **kwargs)
+            if calls.recorded is None:  # a summary's init makes no parameters
+                note_policy(self)
+            return made
+
+        @flax_nn.nowrap
+        @functools.wraps(flax_nn.Module.apply)
+        def apply(self, *args: Any, **kwargs: Any) -> Any:
+            if current_scope().policy is None:
+                warn_where_missing(self)
+            return super().apply(*args, **kwargs)
 
 
 Module.__annotations__["dtype_policy"] = (
     DtypePolicy  # Flax copies it into subclasses, where the name means nothing
 )
+
+
+def _with_explained_errors(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns a constructor whose errors on unknown arguments say how a policy is given."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, type(self), args, kwargs)
+            raise
+
+    return __init__
 
 
 def _keep_from_flax(cls: type) -> None:

@@ -10,18 +10,13 @@ import jax
 from flax.core import meta
 from jax.typing import DTypeLike
 
-from mpmodules.calls.own_parameters import is_written_by_user, warn_of_unknown_names
-from mpmodules.linen._calls import calls
+from mpmodules.calls.own_parameters import warn_of_unknown_names
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._resolution import effective_policy, where
 from policy.core.casting import cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 from policy.programs import marks
-
-
-def is_users(cls: type) -> bool:
-    """Returns whether a class is one that a user wrote, and derives from none of Flax's layers."""
-    return is_written_by_user(cls, flax_nn.Module)
 
 
 def param(
@@ -47,7 +42,7 @@ def param(
     """
     cls = type(self)
     is_kept = name in cls.keep_params
-    policy = effective_policy(self, current_scope()).policy if is_users(cls) else None
+    policy = effective_policy(self, current_scope()).policy
     if policy is not None and not is_kept and not self.has_variable("params", name):
         init_fn = _cast_after(init_fn, policy)
     stored = flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
@@ -76,7 +71,7 @@ def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 
 def check_names(module: Any) -> None:
     """Warns of names in `keep_params` that a module, just initialised, has no parameter of."""
-    if getattr(type(module), "keep_params", ()) and module.is_initializing():
+    if module.is_initializing():
         warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
 
 

@@ -4,9 +4,10 @@ them come out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -15,7 +16,7 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from mpmodules.calls.references import is_reference
-from mpmodules.linen._calls import roots_unchecked
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._half_states import (
     as_stored,
     half_dtypes,
@@ -43,7 +44,7 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
     def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
         before = _copied(module.scope.rng_counters)
-        with roots_unchecked() as checked:
+        with _roots_unchecked() as checked:
             # Flax runs setup here, and again inside.
             start = functools.partial(set_counters, module.scope.rng_counters, before)
             transform = functools.partial(_transform, run=run, checked=checked, start=start)
@@ -147,6 +148,30 @@ def _transform(
             raise
 
     return lifted
+
+
+@contextlib.contextmanager
+def _roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Makes no call in a block a root's, and has no setup validated there.
+
+    Yields a context that undoes both.
+    """
+    outer, validates = calls.seen, calls.validates
+    calls.seen, calls.validates = {} if outer is None else outer, False
+    try:
+        yield lambda: _checked(outer, validates)
+    finally:
+        calls.seen, calls.validates = outer, validates
+
+
+@contextlib.contextmanager
+def _checked(seen: dict[str, set[type]] | None, validates: bool) -> Iterator[None]:
+    before = calls.seen, calls.validates
+    calls.seen, calls.validates = seen, validates
+    try:
+        yield
+    finally:
+        calls.seen, calls.validates = before
 
 
 def _copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:

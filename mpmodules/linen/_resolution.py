@@ -12,28 +12,33 @@ from typing import Any
 import flax.linen as flax_nn
 import jax.numpy as jnp
 
-from mpmodules.linen._calls import calls, model_of, path_of
-from policy.core.islands import as_in_force
+from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.tracing.linen_names import model_name
 from policy.core.policy import Policy, get_policy
 from policy.core.precedence import Effective, with_explicit_dtypes
-from policy.core.provenance import NO_SOURCE, Source, source_in_force
 from policy.core.rules import pattern_text
-from policy.core.scope import Scope
+from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
     """Returns the policy that `module` would obey in a call under `scope`."""
-    path = path_of(module)
+    path = _path_of(module)
     base, source = _carried(module, path, scope) or _inherited(module, path, scope)
-    base = as_in_force(base, scope)
+    base = scope.held(base)
+    if base is None:
+        return Effective(None, None, NO_SOURCE)
     if not getattr(type(module), "_dtype_fields", False):
-        return Effective(base, base, NO_SOURCE if base is None else source)
+        return Effective(base, base, source)
+    require_usable(base)
     declared = declared_dtypes(module)
+    dtype, param_dtype = declared.get("dtype"), declared.get("param_dtype")
+    if dtype is None and param_dtype is None:
+        return Effective(base, base, source)
     return with_explicit_dtypes(
         base,
         source=source,
-        dtype=declared.get("dtype"),
-        param_dtype=declared.get("param_dtype"),
+        dtype=dtype,
+        param_dtype=param_dtype,
         what=type(module).__name__,
         where=where(module),
     )
@@ -49,9 +54,8 @@ def _carried(
         return get_policy(own), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
         rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
-        if (
-            rule is not None
-        ):  # one for the whole model, too, whose policy is what `apply_policy` was given
+        # One for the whole model, too, whose policy is what `apply_policy` was given.
+        if rule is not None:
             return rule[1], Source("rule", pattern_text(rule[0]), own=True)
     return None if own is None else (get_policy(own), Source("argument", "apply_policy", own=True))
 
@@ -63,7 +67,7 @@ def _inherited(
 
     Where no module of ours is calling, the policy that its ancestors would obey.
     """
-    in_force = scope.policy, source_in_force()
+    in_force = scope.policy, scope.source
     if not path or (not scope.rules and calls.paths):
         return in_force
     ancestor = module.parent
@@ -90,9 +94,26 @@ def _inherited(
     return in_force
 
 
+def _path_of(module: flax_nn.Module) -> tuple[str, ...] | None:
+    """Returns the module's path from the root, or None for an unbound module."""
+    return None if module.scope is None else module.path
+
+
+def model_of(module: flax_nn.Module) -> str:
+    """Returns the name of the model that a module is part of: its class's, or the one it was given.
+
+    The copies of modules that Flax's transforms call know of nothing above: they are the root
+    call's.
+    """
+    while isinstance(module.parent, flax_nn.Module):
+        module = module.parent
+    root = calls.root if _path_of(module) else module
+    return "" if root is None else model_name(root)
+
+
 def where(module: Any) -> str:
     """Returns a module's path for messages; a root's is its class's name."""
-    return "/".join(path_of(module) or ()) or type(module).__name__
+    return "/".join(_path_of(module) or ()) or type(module).__name__
 
 
 def declared_dtypes(module: Any) -> Mapping[str, Any]:

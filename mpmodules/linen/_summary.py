@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
+from mpmodules.calls.layer_classes import layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
@@ -20,8 +22,7 @@ from mpmodules.calls.summary import (
     with_columns,
     with_signature_of,
 )
-from mpmodules.linen._calls import Recorded, RecordedCall, recording
-from mpmodules.linen._registry import layer_class
+from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.precedence import DtypePolicyWarning, Effective
 from policy.core.scope import Scope, current_scope, enter
 
@@ -72,7 +73,7 @@ def tabulate(
         return flax_summary.tabulate(module, rngs, *options, **named_options)
 
     def summary(*args: Any, **kwargs: Any) -> str:
-        with recording(_as_multiplied) as recorded:
+        with _recording(_as_multiplied) as recorded:
 
             def render(
                 table: Any,
@@ -128,22 +129,22 @@ def _may_scale(module: flax_nn.Module) -> bool:
     return is_matmul and hooks == [None, None]
 
 
-def _one_by_one(recorded: Recorded) -> Callable[[tuple[str, ...], str], RecordedCall]:
+def _one_by_one(recorded: _Recorded) -> Callable[[tuple[str, ...], str], _RecordedCall]:
     """Returns a function that gives a method's calls one by one, in the order of the table's
     rows.
     """
     calls = {call: iter(found) for call, found in recorded.calls.items()}
-    return lambda path, method: next(calls.get((path, method), iter(())), RecordedCall())
+    return lambda path, method: next(calls.get((path, method), iter(())), _RecordedCall())
 
 
-def _cells(table: Any, recorded: Recorded) -> list[Cells]:
+def _cells(table: Any, recorded: _Recorded) -> list[Cells]:
     """Returns the texts of our columns, by row."""
     call = _one_by_one(recorded)
     effective = [call(row.path, row.method).effective for row in table]
     return [NOT_OURS if held is None else cells_of(held.policy, held.source) for held in effective]
 
 
-def _as_run(table: Any, recorded: Recorded) -> Any:
+def _as_run(table: Any, recorded: _Recorded) -> Any:
     """Returns a table whose layers have the inputs and outputs that they compute with, not those
     that the code around them sees.
     """
@@ -158,7 +159,7 @@ def _as_run(table: Any, recorded: Recorded) -> Any:
     return flax_summary.Table(table.module, table.collections, rows)
 
 
-def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
+def _flops(recorded: _Recorded) -> Callable[..., tuple[int, int]]:
     """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
     without path rules.
     """
@@ -168,9 +169,8 @@ def _flops(recorded: Recorded) -> Callable[..., tuple[int, int]]:
         held = one_by_one()(call.path, call.method).effective
         policy = current_scope().policy if held is None else held.base
         with enter(Scope(policy)), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DtypePolicyWarning
-            )  # told of already, under the module's own path
+            # Told of already, under the module's own path.
+            warnings.simplefilter("ignore", DtypePolicyWarning)
             return flax_summary._get_call_flops(call, *which)
 
     return flops
@@ -182,3 +182,78 @@ def _drawing(
     return lambda table, console_kwargs: flax_summary._get_rich_repr(
         with_columns(table, cells, column_kwargs, policy_columns), console_kwargs
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _RecordedCall:
+    """A call of a module.
+
+    Attributes:
+      effective: the policy that the module obeys in it; None of one that is not ours.
+      run: the arguments and the outputs of a layer in a trace of own code, in the dtypes that the
+        layer computes in, as Flax's summaries represent them; None of other modules.
+    """
+
+    effective: Effective | None = None
+    run: tuple[Any, Any, Any] | None = None
+
+
+class _Recorded:
+    """The calls of Flax's modules and ours, in order.
+
+    In each call, `intercept` runs first, outside of our boundary; `note` and `note_run` add what is
+    known inside of it.
+    """
+
+    def __init__(self, shown: Callable[[flax_nn.Module, Effective], Effective]) -> None:
+        self.calls: dict[tuple[tuple[str, ...], str], list[_RecordedCall]] = {}
+        self._shown = shown
+        self._open: list[tuple[tuple[str, ...], str]] = []
+
+    def intercept(
+        self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> Any:
+        if context.method_name == "setup":
+            return next_fun(*args, **kwargs)
+        call = context.module.path, context.method_name
+        self.calls.setdefault(call, []).append(_RecordedCall())
+        self._open.append(call)
+        try:
+            return next_fun(*args, **kwargs)
+        finally:
+            self._open.pop()
+
+    def note(self, module: flax_nn.Module, effective: Effective) -> None:
+        call = self._innermost(module)
+        if call is not None and call.effective is None:
+            call.effective = self._shown(module, effective)
+
+    def note_run(
+        self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        call = self._innermost(module)
+        if call is not None:
+            call.run = flax_summary._represent_tree((args, kwargs, outputs))
+
+    def _innermost(self, module: flax_nn.Module) -> _RecordedCall | None:
+        """Returns the innermost call under way, if it is of this module."""
+        is_its = self._open and self._open[-1][0] == module.path
+        return self.calls[self._open[-1]][-1] if is_its else None
+
+
+@contextlib.contextmanager
+def _recording(
+    shown: Callable[[flax_nn.Module, Effective], Effective],
+) -> Iterator[_Recorded]:
+    """Records the policies that the modules called in a block obey, as `shown` returns them."""
+    outer, calls.recorded = calls.recorded, _Recorded(shown)
+    try:
+        with flax_nn.intercept_methods(calls.recorded.intercept):
+            yield calls.recorded
+    finally:
+        calls.recorded = outer

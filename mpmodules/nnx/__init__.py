@@ -72,9 +72,8 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("_") or _util.find_spec(f"flax.nnx.{name}") is None:
             raise
-        return _importlib.import_module(
-            f"flax.nnx.{name}"
-        )  # a submodule that Flax does not import by itself
+        # A submodule that Flax does not import by itself.
+        return _importlib.import_module(f"flax.nnx.{name}")
 
 
 def __dir__() -> list[str]:

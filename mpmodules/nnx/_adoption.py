@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 from typing import Any
@@ -10,17 +11,17 @@ import jax
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.port_options import PortOptions
-from mpmodules.nnx._foreign import set_dtype_fields
+from mpmodules.calls.layer_classes import LAYER_OF, is_ours, layer_class
+from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
+from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from mpmodules.nnx._ported_classes import is_container, ported_class
-from mpmodules.nnx._registry import LAYER_OF, is_ours, layer_class
+from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import as_instance_of, is_complex, of_rule
+from mpmodules.tracing.nnx_rebuilding import one_per_class, stand_in
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
-from policy.core.provenance import NO_SOURCE, Source
-from policy.core.scope import current_scope
+from policy.core.scope import NO_SOURCE, Source, current_scope
 
 # Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
 _CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
@@ -43,7 +44,7 @@ def effective_in_port(
 
 def class_in_port(node: Any) -> type:
     """Returns the class that an object of a model has in a port of the model."""
-    is_module = isinstance(node, flax_nnx.Module) and not is_container(node)
+    is_module = isinstance(node, flax_nnx.Module) and not _is_container(node)
     return ported_class(type(node)) if is_module else type(node)
 
 
@@ -60,7 +61,7 @@ def adopt(
       options: those of the port.
       is_root: whether the module is the whole model.
     """
-    if is_container(module):
+    if _is_container(module):
         _cast_variables(module, policy)
         return
     if not is_ours(type(given)):
@@ -70,7 +71,7 @@ def adopt(
         module._ported_code = options.own_code
         module._casts_outputs = options.cast_submodules and not is_root
         if options.dtype_fields:
-            set_dtype_fields(module, policy)
+            _set_dtype_fields(module, policy)
     _obey(module, policy, source)
 
 
@@ -108,9 +109,8 @@ def _cast_variables(module: Any, policy: Policy) -> None:
     for _, variable in children_of(module):
         if isinstance(variable, flax_nnx.Param):
             variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
-        elif isinstance(
-            variable, flax_nnx.Cache
-        ):  # keys and values are written into it as they are computed
+        elif isinstance(variable, flax_nnx.Cache):
+            # Keys and values are written into it as they are computed.
             variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
 
 
@@ -181,3 +181,61 @@ def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 def _is_child(x: Any) -> bool:
     return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
+
+
+def _set_dtype_fields(module: Any, policy: Policy) -> None:
+    """Sets the dtype attributes of a module that is no layer to the policy's dtypes."""
+    for name, dtype in (("dtype", policy.compute_dtype), ("param_dtype", policy.param_dtype)):
+        value = inspect.getattr_static(module, name, NotImplemented)
+        if may_be_set(value):
+            setattr(module, name, spelled_as(value, dtype))
+
+
+# --------------------------------------------------------------------------------------------------
+# The classes of ported modules: ours for Flax's layers, and subclasses of all others
+#
+# A subclass has the name of its base, derives from it and from a class of ours, and its public
+# methods are boundaries. Looked up on the class, they are the functions of the base: code that asks
+# whether a class overrides a method gets the same answer.
+# --------------------------------------------------------------------------------------------------
+
+
+@one_per_class
+def ported_class(cls: Any) -> Any:
+    """Returns the class of ported modules of a class: itself where it is one of ours."""
+    if is_ours(cls):
+        return cls
+    if cls in LAYER_OF:
+        return LAYER_OF[cls]
+    ported = stand_in(
+        cls, {"_ported_from": cls, "__reduce__": _reduced}, layer_class(cls) or Module
+    )
+    install_boundaries(ported, is_port=True)
+    copyreg.pickle(type(ported), _reduced_class)  # type: ignore[arg-type]
+    return ported
+
+
+def _reduced(module: Any) -> Any:
+    return _empty, (type(module)._ported_from,), module.__getstate__()
+
+
+def _empty(cls: type) -> Any:
+    return object.__new__(ported_class(cls))
+
+
+def _reduced_class(cls: Any) -> Any:
+    """Reduces a class for pickle: one that was made for a port, or else one that is found by name.
+
+    Graph definitions hold classes.
+    """
+    made_from = vars(cls).get("_ported_from")
+    return cls.__qualname__ if made_from is None else (ported_class, (made_from,))
+
+
+def _is_container(module: Any) -> bool:
+    """Returns whether a module can't carry a policy, or has no methods that would obey one.
+
+    A Dict reads every attribute as an item of it, and a linen module in a bridge as a variable.
+    """
+    held = isinstance(module, flax_nnx.Dict | flax_nnx.bridge.ToNNX)
+    return held or type(module) is flax_nnx.List

@@ -15,7 +15,7 @@ from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import dtype_arguments, in_complex, viewed
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.provenance import Source
+from policy.core.scope import Source
 
 
 class BuiltWithDtypes(Module):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from flax import nnx as flax_nnx
@@ -13,17 +14,16 @@ from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
 from mpmodules.calls.boundary import PLAIN, Crossing
 from mpmodules.calls.constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
-from mpmodules.calls.defined_in import module_of, package_of
+from mpmodules.calls.defined_in import module_of
+from mpmodules.calls.layer_classes import register_layer
 from mpmodules.calls.own_parameters import require_keep_params
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
-from mpmodules.nnx._boundary import install_boundaries
-from mpmodules.nnx._calls import Construction, calls, construction_under_way
+from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._own_parameters import store_in_param_dtype
-from mpmodules.nnx._registry import LAYER_OF
 from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
 from policy.core.policy import Policy
-from policy.core.provenance import NO_SOURCE, Source, source_in_force
-from policy.core.scope import current_scope, enter
+from policy.core.scope import NO_SOURCE, Source, current_scope, enter
 
 T = TypeVar("T")
 
@@ -51,10 +51,31 @@ class _BoundArguments(inspect.BoundArguments):
         pass
 
 
+@dataclasses.dataclass
+class _Construction:
+    """One construction: the source of its policy, whether it is captured yet, and the module."""
+
+    source: Source
+    captured: bool = False
+    module: Any = None
+
+
+@contextlib.contextmanager
+def _under_way(source: Source) -> Iterator[_Construction]:
+    """Notes the construction of a module for a block, whose policy comes from `source`."""
+    construction = _Construction(source)
+    calls.constructions.append(construction)
+    try:
+        yield construction
+    finally:
+        calls.constructions.pop()
+
+
 class ModuleMeta(FlaxModuleMeta):
     """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
 
     _upstream_class: type
+    keep_inputs: tuple[str, ...]
 
     # An `__init__` need not declare `dtype_policy`. A checker that reads metaclasses leaves
     # `__init__` alone only where this returns something else than the class: hence the union, in
@@ -66,14 +87,15 @@ class ModuleMeta(FlaxModuleMeta):
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        require_keep_inputs(cls)
+        if cls.keep_inputs:
+            require_keep_inputs(cls)
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
         inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
         inside = source.for_those_inside(cls.__name__)
         try:
-            with construction_under_way(source) as construction, enter(inner, inside):
+            with _under_way(source) as construction, enter(inner, inside):
                 module = super().__call__(*args, **kwargs)
         except TypeError as error:
             explain(error, cls, args, kwargs)
@@ -113,9 +135,8 @@ class ModuleMeta(FlaxModuleMeta):
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if (
-            "_upstream_class" in cls.__dict__
-        ):  # asked of the MRO: Flax's own check asks all its subclasses, us included
+        # Asked of the MRO: Flax's own check asks all its subclasses, us included.
+        if "_upstream_class" in cls.__dict__:
             return cls.__dict__["_upstream_class"] in subclass.__mro__
         return super().__subclasscheck__(subclass)
 
@@ -167,9 +188,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     keep_inputs: ClassVar[tuple[str, ...]] = ()
     keep_params: ClassVar[tuple[str, ...]] = ()
     own_code: ClassVar[Literal["keep"] | None] = None
-    _upstream_class: ClassVar[type] = (
-        flax_nnx.Module
-    )  # what the class stands for in isinstance and in class rules
+    # What the class stands for in isinstance and in class rules.
+    _upstream_class: ClassVar[type] = flax_nnx.Module
 
     _policy_source = NO_SOURCE  # where the policy came from
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
@@ -184,23 +204,20 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if module_of(cls).startswith("mpmodules.nnx."):
-            for base in cls.__bases__:
-                if base.__name__ == cls.__name__ and package_of(base) == "flax":
-                    cls._upstream_class = base
-                    LAYER_OF[base] = cls
-                    extend_docstring(cls, base, _DTYPE_POLICY)
-                    if hasattr(cls, "_construct"):
-                        # Not `cls.__init__ =`: to a type checker that would be an __init__ of
-                        # Module's own.
-                        type.__setattr__(cls, "__init__", _with_policy_dtypes(base.__init__))
+            upstream = register_layer(cls)
+            if upstream is not None:
+                extend_docstring(cls, upstream, _DTYPE_POLICY)
+                if hasattr(cls, "_construct"):
+                    # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's
+                    # own.
+                    type.__setattr__(cls, "__init__", _with_policy_dtypes(upstream.__init__))
         install_boundaries(cls)
         require_keep_params(cls)
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
-        if (
-            policy is not None or self.dtype_policy is not None
-        ):  # an __init__ may have stored its own argument there
+        # An __init__ may have stored its own argument there.
+        if policy is not None or self.dtype_policy is not None:
             self.dtype_policy = policy
             self._policy_source = NO_SOURCE if policy is None else source
 
@@ -212,10 +229,9 @@ def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., Non
 
     @functools.wraps(upstream_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construction = (
-            calls.constructions[-1] if calls.constructions else Construction(source_in_force())
-        )
-        self._construct(current_scope().policy, construction.source, upstream_init, args, kwargs)
+        scope, under_way = current_scope(), calls.constructions
+        construction = under_way[-1] if under_way else _Construction(scope.source)
+        self._construct(scope.policy, construction.source, upstream_init, args, kwargs)
         construction.captured = True
 
     return __init__

@@ -10,16 +10,8 @@ from flax import nnx as flax_nnx
 
 from mpmodules.calls.own_parameters import is_written_by_user, warn_of_unknown_names
 from mpmodules.calls.references import is_reference
-from mpmodules.nnx._registry import is_ours
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
-
-
-def is_users(cls: type) -> bool:
-    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
-    layers.
-    """
-    return is_ours(cls) and is_written_by_user(cls, flax_nnx.Module)
 
 
 def own_params(module: Any, kind: type = flax_nnx.Param) -> Iterator[tuple[str, Any]]:
@@ -55,13 +47,6 @@ def _is_container(value: Any) -> bool:
     return is_pytree or isinstance(value, flax_nnx.List | flax_nnx.Dict)
 
 
-def touched_params(module: Any) -> Iterator[flax_nnx.Param]:
-    """Yields the parameters of a user's module that follow its policy: those whose names it does
-    not keep.
-    """
-    return (param for name, param in own_params(module) if name not in type(module).keep_params)
-
-
 def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> None:
     """Casts the parameters that a user's module has just made to param_dtype.
 
@@ -71,15 +56,15 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
       arguments: those that it was built with; parameters among them are shared, and stay as they
         are.
     """
-    if not is_users(type(module)):
+    if not is_written_by_user(type(module), flax_nnx.Module):
         return
     if type(module).keep_params:
         warn_of_unknown_names(type(module), (name for name, _ in own_params(module)), "the module")
     if policy is None:
         return
     shared = {id(leaf) for leaf in _variables(arguments)}
-    for param in touched_params(module):
-        if id(param) not in shared:
+    for name, param in own_params(module):
+        if name not in type(module).keep_params and id(param) not in shared:
             param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))
 
 

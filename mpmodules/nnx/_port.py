@@ -12,9 +12,8 @@ from mpmodules.nnx._resolution import carried
 from mpmodules.tracing.nnx_rebuilding import Rebuilding
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.provenance import Source
 from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike
+from policy.core.scope import RulesLike, Source
 
 M = TypeVar("M", bound=flax_nnx.Module)
 
@@ -27,9 +26,8 @@ def _paths(module: flax_nnx.Module) -> dict[tuple[str, ...], flax_nnx.Module]:
         if isinstance(node, flax_nnx.Module):
             found[path] = node
         for keys, child in children_of(node):
-            if (
-                not isinstance(child, flax_nnx.Variable) and id(child) not in above
-            ):  # a cycle ends where it closes
+            # A cycle ends where it closes.
+            if not isinstance(child, flax_nnx.Variable) and id(child) not in above:
                 visit(child, (*path, *keys), above | {id(child)})
 
     visit(module, (), frozenset({id(module)}))
@@ -120,7 +118,7 @@ def apply_policy(
         )
         holding[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
-        if planned is None or (source.own and source.kind == "rule" and not planned[1].own):
+        if planned is None or (source.own and source.kind == "rule" and not planned[1].source.own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
     copy = Rebuilding(class_in_port)
     ported = copy(model)

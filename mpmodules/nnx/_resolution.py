@@ -11,18 +11,16 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.constructors import policy_set_by_hand, require_dtypes
+from mpmodules.calls.constructors import policy_given, policy_set_by_hand, require_dtypes
+from mpmodules.calls.layer_classes import is_ours
 from mpmodules.calls.references import is_reference
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.functions.functional import complex_input
 from mpmodules.layers.initializers import half_safe_inits
-from mpmodules.nnx._calls import is_under_construction
-from mpmodules.nnx._registry import is_ours
-from policy.core.islands import as_in_force
-from policy.core.policy import Policy, get_policy
+from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_once, with_explicit_dtypes
-from policy.core.provenance import NO_SOURCE, Source, source_in_force
 from policy.core.rules import Pattern, PolicyRules, pattern_text
-from policy.core.scope import Scope, require_usable
+from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
 
 T = TypeVar("T")
 
@@ -48,12 +46,7 @@ def own_policy(
     else:
         kwargs = dict(kwargs)
         given = kwargs.pop("dtype_policy", None)
-    if given is None:
-        return None, kwargs
-    try:
-        return get_policy(given), kwargs
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
+    return None if given is None else policy_given(cls, given), kwargs
 
 
 def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Policy | None, Source]:
@@ -67,7 +60,7 @@ def policy_to_capture(cls: type, own: Policy | None, scope: Scope) -> tuple[Poli
     Raises:
       ValueError: path rules are in force, or the policy can't be used.
     """
-    source = source_in_force() if own is None else Source("argument", "dtype_policy", own=True)
+    source = scope.source if own is None else Source("argument", "dtype_policy", own=True)
     if scope.rules:
         if scope.rules.has_paths:
             raise ValueError(
@@ -130,9 +123,8 @@ def dtype_arguments(
 
 def is_initialiser(name: str) -> bool:
     """Returns whether an argument of that name is an initialiser of parameters."""
-    return (
-        name.endswith(("_init", "_initializer")) and name != "carry_init"
-    )  # a carry's is no parameter's
+    # A carry's is no parameter's.
+    return name.endswith(("_init", "_initializer")) and name != "carry_init"
 
 
 def is_complex(dtype: DTypeLike | None) -> bool:
@@ -198,8 +190,8 @@ def _captured_from(module: Any, policy: Policy) -> bool:
 
 def warn_of_scope(module: Any, scope: Scope) -> None:
     """Warns where a built module is called in a scope whose policy it did not capture."""
-    if is_under_construction(module):  # its policy is captured when it is built
-        return
+    if any(construction.module is module for construction in calls.constructions):
+        return  # its policy is captured when it is built
     if (
         scope.policy is not None
         and not scope.boundary_open
@@ -252,7 +244,7 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     captured = module.dtype_policy
     if isinstance(captured, str):
         raise policy_set_by_hand(module, captured)
-    policy = as_in_force(captured, scope)
+    policy = scope.held(captured)
     return Effective(policy, policy, module._policy_source)
 
 

@@ -12,6 +12,7 @@ from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
 from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.layer_classes import is_ours, layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
@@ -21,8 +22,7 @@ from mpmodules.calls.summary import (
     with_columns,
     with_signature_of,
 )
-from mpmodules.nnx._calls import calls
-from mpmodules.nnx._registry import is_ours, layer_class
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
@@ -113,11 +113,11 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
         outputs = jax.tree.map(flax_summary._to_dummy_array, outputs)
         runs[module._nnx_tabulate_id] = inputs, outputs
 
-    calls.note_run, outer = note, calls.note_run
+    calls.recorded, outer = note, calls.recorded
     try:
         yield runs
     finally:
-        calls.note_run = outer
+        calls.recorded = outer
 
 
 @one_per_class

@@ -5,24 +5,14 @@ call is traced.
 from __future__ import annotations
 
 import functools
-import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as flax_nn
 
+from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.requested_dtypes import note_given
 from policy.programs.module_names import note, note_repeated, note_root
-
-
-class _Root(threading.local):
-    """The model whose call is the outermost under way in this thread; "" where none is."""
-
-    name = ""
-    model = ""  # the same, where it is a whole model and no module of one
-
-
-_root = _Root()
 
 
 def model_name(module: flax_nn.Module) -> str:
@@ -41,24 +31,24 @@ def _is_layer_of_flax(cls: type) -> bool:
 
 
 def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
-    module, outer = context.module, _root.name
+    module, outer = context.module, calls.traced
     if module.name is not None:
         note(module.name)
         if module.scope is not None and (outer, *module.path)[-2:].count(module.name) == 2:
             note_repeated(module.name)
     if module.scope is not None and _is_layer_of_flax(type(module)):
-        model = model_name(module) if not module.path else _root.model
+        model = model_name(module) if not module.path else calls.traced_model
         note_given(model, "/".join(module.path), getattr(module, "dtype", None))
     if outer or module.scope is None:
         return next_fun(*args, **kwargs)
-    _root.name = model_name(module)
-    _root.model = "" if module.path else _root.name
+    calls.traced = model_name(module)
+    calls.traced_model = "" if module.path else calls.traced
     if not module.path:
-        note_root(_root.name)
+        note_root(calls.traced)
     try:
         return next_fun(*args, **kwargs)
     finally:
-        _root.name = outer
+        calls.traced = outer
 
 
 def noting_modules() -> AbstractContextManager[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
 from policy.core.requested_dtypes import note_given, note_obeyed
@@ -25,15 +25,6 @@ from policy.programs.module_names import note, note_repeated, note_root
 # The attribute that holds the path of a copy. Flax takes names that begin so for no items of a
 # Dict, and for no variables.
 PATH = "_pytree__policy_path"
-
-
-class _Here(threading.local):
-    """The path of the named module whose call is the innermost under way in this thread."""
-
-    path: tuple[str, ...] = ()
-
-
-_here = _Here()
 
 
 def named(node: Any) -> Any:
@@ -70,17 +61,17 @@ def _named_class(cls: Any) -> Any:
 @contextlib.contextmanager
 def name_scope(module: Any) -> Iterator[None]:
     """Enters the scope of the path that a module carries, unless it is the innermost one."""
-    outer, path = _here.path, tuple(vars(module).get(PATH, "").split("/"))
+    outer, path = calls.path, tuple(vars(module).get(PATH, "").split("/"))
     if path in (("",), outer):
         yield
         return
     relative = path[len(outer) :] if path[: len(outer)] == outer else path
-    _here.path = path
+    calls.path = path
     try:
         with jax.named_scope("/".join(relative)):
             yield
     finally:
-        _here.path = outer
+        calls.path = outer
 
 
 def note_island(module: Any, policy: Policy | None) -> None:

@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from policy.core.islands import in_island
 from policy.core.matmul_dtypes import ScaledMatmul
-from policy.core.matmul_precision import computes_in_half, precision_within
 from policy.core.policy import Policy
 from policy.core.precision import HIGHEST
 from policy.core.requested_dtypes import note_obeyed
 from policy.core.rules import PolicyRules
+from policy.core.scope import computes_in_half, in_island, precision_within
 from policy.programs import marks
 from policy.programs.dtypes import F32
 from policy.programs.paths import Path, divided, once

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -14,12 +13,11 @@ from jax.typing import DTypeLike
 
 from policy.core.callables import require_function
 from policy.core.casting import cast_floating
-from policy.core.matmul_precision import multiplying
-from policy.core.policy import Policy
-from policy.core.references import is_reference
-from policy.core.scope import Scope, current_scope, enter
+from policy.core.scope import current_scope, enter, in_island, multiplying
+from policy.programs.frameworks import is_reference
 from policy.programs.marks import returned
 from policy.programs.scope_names import BOUNDARY, ISLAND
+from policy.programs.thread import thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,38 +80,16 @@ def _cast(tree: Any, dtype: DTypeLike) -> Any:
 class _Block(contextlib.ContextDecorator):
     """An island as a block; it may be re-entered, also by several threads."""
 
-    def __init__(self) -> None:
-        self._entered = threading.local()
-
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(jax.named_scope(ISLAND))
         scope = current_scope()
-        island = _island(scope)
-        stack.enter_context(enter(island))
-        stack.enter_context(multiplying(island.policy, scope.policy))
-        self._entered.__dict__.setdefault("stack", []).append(stack)
+        policy = in_island(scope.policy)
+        stack.enter_context(
+            enter(dataclasses.replace(scope, policy=policy, in_full_precision=True))
+        )
+        stack.enter_context(multiplying(policy, scope.policy))
+        thread.blocks.append(stack)
 
     def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.stack.pop().__exit__(*exception)
-
-
-def _island(scope: Scope) -> Scope:
-    return dataclasses.replace(scope, policy=in_island(scope.policy), in_full_precision=True)
-
-
-def in_island(policy: Policy | None) -> Policy | None:
-    """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
-    if policy is None:
-        return None
-    return policy.replace(
-        compute_dtype=policy.reduction_dtype,
-        output_dtype=policy.reduction_dtype,
-        reduction_dtype=policy.reduction_dtype,
-        matmul=None,
-    )
-
-
-def as_in_force(policy: Policy | None, scope: Scope) -> Policy | None:
-    """Returns a module's policy as it holds in `scope`: in an island, the island's version."""
-    return in_island(policy) if scope.in_full_precision else policy
+        return thread.blocks.pop().__exit__(*exception)

@@ -5,16 +5,15 @@ The formats are those of Micikevicius et al., "FP8 formats for deep learning" (a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from policy.programs.thread import thread
 
 _SCALINGS = ("row", "tensor")
 _WEIGHT_GRADIENTS = ("same", "compute")
@@ -149,33 +148,16 @@ def scaled_matmul_of(text: str) -> ScaledMatmul | None:
     return ScaledMatmul(*dtypes, **given)
 
 
-_assumed: ContextVar[tuple[str, str] | None] = ContextVar("policy_backend", default=None)
-
-
 def backend() -> tuple[str, str]:
     """Returns the platform of the devices that programs are traced for, and their kind or compute
-    capability: of the default backend, or of an `assumed_backend`.
+    capability: of the default backend, or of one that is traced for.
     """
-    assumed = _assumed.get()
-    return backend_of(jax.devices()[0]) if assumed is None else assumed
+    return thread.backend or backend_of(jax.devices()[0])
 
 
 def backend_of(device: Any) -> tuple[str, str]:
     """Returns a device's platform, and its kind or compute capability."""
     return device.platform, str(getattr(device, "compute_capability", device.device_kind))
-
-
-@contextlib.contextmanager
-def assumed_backend(found: tuple[str, str]) -> Iterator[None]:
-    """Makes `backend` return another than the default backend in a block.
-
-    The cache of traces does not know of it: see `policy.core.scope.traced_for`.
-    """
-    token = _assumed.set(found)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
 
 
 def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:

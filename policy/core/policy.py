@@ -181,6 +181,8 @@ class Policy:
             reduction = _default_reduction_dtype(compute)
         else:
             reduction = _floating_dtype("reduction_dtype", reduction_dtype)
+        if precision is not None:
+            precision = precision_named(precision, compute)
         object.__setattr__(self, "param_dtype", _floating_dtype("param_dtype", param_dtype))
         object.__setattr__(self, "compute_dtype", compute)
         follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
@@ -190,7 +192,7 @@ class Policy:
         object.__setattr__(self, "reduction_dtype", reduction)
         object.__setattr__(self, "cast_inputs", cast_inputs)
         object.__setattr__(self, "matmul", matmul)
-        object.__setattr__(self, "precision", precision_named(precision, compute))
+        object.__setattr__(self, "precision", precision)
 
     def replace(self, **changes: Any) -> Policy:
         """Returns a copy with some fields changed.

@@ -14,8 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
-from policy.core.provenance import NO_SOURCE, Source
-from policy.core.scope import require_usable
+from policy.core.scope import NO_SOURCE, Source, require_usable
 
 
 class DtypePolicyWarning(UserWarning):
@@ -47,11 +46,6 @@ class Effective:
     base: Policy | None
     source: Source
     dtype: np.dtype | None = None
-
-    @property
-    def own(self) -> bool:
-        """True if the policy is the module's own (an argument or a rule), not inherited."""
-        return self.source.own
 
 
 def with_explicit_dtypes(

@@ -5,7 +5,6 @@ report.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Collection, Iterator
 
@@ -15,6 +14,7 @@ from jax.typing import DTypeLike
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.programs.paths import Path, divided, once
+from policy.programs.thread import during, thread
 
 Request = tuple[np.dtype, str | None]
 """A compute dtype, and the precision of matmuls in it; None is no request for one."""
@@ -86,23 +86,17 @@ class Asked:
         return None if policy is None else (_of(policy),)
 
 
-_asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
-
-
 @contextlib.contextmanager
 def collecting(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Asked]:
     """Collects the dtypes requested in a block, in this thread."""
     asked = Asked(policy, rules, has_policies=policy is not None)
-    token = _asked.set(asked)
-    try:
+    with during(asked=asked):
         yield asked
-    finally:
-        _asked.reset(token)
 
 
 def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
     """Records the policy that a module obeys in a call, if a collection is open."""
-    asked = _asked.get()
+    asked = thread.asked
     if asked is not None and policy is not None:
         asked.has_policies = True
         asked.obeyed.setdefault((model, path), set()).add(_of(policy))
@@ -110,6 +104,6 @@ def note_obeyed(model: str, path: str, policy: Policy | None) -> None:
 
 def note_given(model: str, path: str, dtype: DTypeLike | None) -> None:
     """Records the dtype that a layer was given as an argument, if a collection is open."""
-    asked = _asked.get()
+    asked = thread.asked
     if asked is not None and dtype is not None:
         asked.given.setdefault((model, path), set()).add((np.dtype(dtype), None))

@@ -4,19 +4,65 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from policy.core.casting import require_available
 from policy.core.compat import set_global
-from policy.core.matmul_dtypes import assumed_backend, backend, backend_of
+from policy.core.matmul_dtypes import backend, backend_of
 from policy.core.policy import Policy, get_policy
-from policy.core.provenance import Source, coming_from, source_in_force
+from policy.core.precision import HIGHEST
 from policy.core.rules import PolicyRules, RulesLike
+from policy.programs.thread import during, thread
+
+# --------------------------------------------------------------------------------------------------
+# The provenance of policies
+# --------------------------------------------------------------------------------------------------
+
+ProvenanceKind = Literal["argument", "rule", "enclosing module", "scope", "global", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The provenance of a module's policy.
+
+    Sources compare equal if their `own` is equal: the rest is for people, and the structure of a
+    model must not depend on it.
+
+    Attributes:
+      kind: the origin of the policy.
+      detail: the argument's name, the rule's pattern, or the enclosing module's path.
+      own: whether the module itself has the policy, by an argument or a rule, rather than
+        inheriting it.
+      dtypes: dtype arguments that override the policy, as ``dtype=float32``.
+    """
+
+    kind: ProvenanceKind = dataclasses.field(compare=False)
+    detail: str = dataclasses.field(default="", compare=False)
+    own: bool = False
+    dtypes: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        source = f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return f"argument: {self.dtypes}; else {source}" if self.dtypes else source
+
+    def for_those_inside(self, where: str) -> Source:
+        """Returns the source for a module that inherits the policy inside the module at `where`."""
+        if self.kind == "argument" or self.dtypes:
+            return Source("enclosing module", where)
+        return dataclasses.replace(self, own=False)
+
+
+NO_SOURCE = Source("none")
+GLOBAL = Source("global")
+
+
+# --------------------------------------------------------------------------------------------------
+# The context
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +82,7 @@ class Scope:
         reduction_dtype.
       backend: the platform and kind of the devices to trace for, if they are not the default ones.
       options: other values that change the traces of a model under the policy; used as a key only.
+      source: the provenance of the policy, for summaries. It is no part of the key.
     """
 
     policy: Policy | None = None
@@ -46,6 +93,25 @@ class Scope:
     in_full_precision: bool = False
     backend: tuple[str, str] | None = None
     options: Hashable = None
+    source: Source = dataclasses.field(default=GLOBAL, compare=False)
+
+    def held(self, policy: Policy | None) -> Policy | None:
+        """Returns a module's policy as it holds here: in an island, the island's version."""
+        return in_island(policy) if self.in_full_precision else policy
+
+    def crosses(self, policy: Policy | None) -> bool:
+        """Returns whether a call that obeys `policy` is a boundary: its policy differs from the one
+        in force, or no boundary is open yet.
+        """
+        return policy is not None and (not self.boundary_open or policy != self.policy)
+
+    def inside(self, policy: Policy | None) -> Scope:
+        """Returns the scope for the body of a call that crossed into `policy`."""
+        return dataclasses.replace(self, policy=policy, boundary_open=policy is not None)
+
+    def returned(self, policy: Policy) -> Policy:
+        """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""
+        return policy.returned_to(self.policy if self.boundary_open else None)
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.
@@ -72,23 +138,19 @@ def current_policy() -> Policy | None:
     return _context.value.policy
 
 
-@contextlib.contextmanager
-def enter(scope: Scope, source: Source | None = None):
+def enter(scope: Scope, source: Source | None = None) -> contextlib.AbstractContextManager[Any]:
     """Puts `scope` in force for a block. A scope equal to the current one is not entered again.
 
     Args:
       source: the provenance of its policy, for summaries; None keeps the current source.
     """
     outer = _context.value
-    if scope.backend is None:
-        scope = dataclasses.replace(scope, backend=outer.backend)
-    with coming_from(source_in_force() if source is None else source):
-        if scope == outer:
-            yield
-        else:
-            # a fresh context object for each entry: one object can't be entered twice
-            with _context(scope):
-                yield
+    scope = dataclasses.replace(
+        scope, backend=scope.backend or outer.backend, source=source or outer.source
+    )
+    if scope == outer and scope.source is outer.source:
+        return contextlib.nullcontext()
+    return _context(scope)  # a fresh context for each entry: one object can't be entered twice
 
 
 @contextlib.contextmanager
@@ -101,7 +163,7 @@ def traced_for(device: Any):
     if found == backend():
         yield
         return
-    with assumed_backend(found), enter(dataclasses.replace(current_scope(), backend=found)):
+    with during(backend=found), enter(dataclasses.replace(current_scope(), backend=found)):
         yield
 
 
@@ -129,7 +191,8 @@ def require_usable(policy: Policy) -> Policy:
       ValueError: a field is float64 while x64 is disabled.
     """
     for field in ("param_dtype", "compute_dtype", "output_dtype", "reduction_dtype"):
-        require_available(getattr(policy, field))
+        if (dtype := getattr(policy, field)).itemsize == 8:
+            require_available(dtype)
     return policy
 
 
@@ -161,7 +224,6 @@ class use_policy(contextlib.ContextDecorator):
 
     def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
         self._policy, self._rules = _checked(policy, rules)
-        self._entered = threading.local()  # one object may be entered again, and by several threads
         self._is_used = False
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,11 +248,11 @@ class use_policy(contextlib.ContextDecorator):
             dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope")
         )
         entered.__enter__()
-        self._entered.__dict__.setdefault("stack", []).append(entered)
+        thread.blocks.append(entered)  # one object may be entered again, and by several threads
         return self._policy
 
     def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.stack.pop().__exit__(*exception)
+        return thread.blocks.pop().__exit__(*exception)
 
 
 def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
@@ -214,3 +276,62 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
     """
     policy, rules = _checked(policy, rules)
     set_global(_context, Scope(policy, rules))
+
+
+# --------------------------------------------------------------------------------------------------
+# Islands, and what float32 inside of half precision means
+# --------------------------------------------------------------------------------------------------
+
+
+def in_island(policy: Policy | None) -> Policy | None:
+    """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
+    if policy is None:
+        return None
+    return policy.replace(
+        compute_dtype=policy.reduction_dtype,
+        output_dtype=policy.reduction_dtype,
+        reduction_dtype=policy.reduction_dtype,
+        matmul=None,
+    )
+
+
+def precision_within(policy: Policy | None, around: Policy | None) -> str | None:
+    """Returns the precision of the matmuls of a module, or None for JAX's default.
+
+    By default a TPU multiplies float32 operands in one pass of bfloat16, an NVIDIA GPU in TF32.
+    A module that is asked for float32 in a half-precision model multiplies at the highest
+    precision.
+
+    It is the policy's own; else the highest where the policy computes in at least float32 and the
+    one around it in half precision.
+
+    Args:
+      policy: the policy that the module obeys, or None.
+      around: the policy in force where it is called, or None.
+    """
+    if policy is None or policy.precision is not None:
+        return None if policy is None else policy.precision
+    is_island = policy.compute_dtype.itemsize >= 4 and computes_in_half(around)
+    return HIGHEST if is_island else None
+
+
+def computes_in_half(policy: Policy | None, rules: PolicyRules | None = None) -> bool:
+    """Returns whether a policy, or that of a rule beside it, computes in half precision."""
+    if policy is None:
+        return False
+    held = (policy, *(ruled for _, ruled in rules or ()))
+    return any(each.compute_dtype.itemsize < 4 for each in held)
+
+
+def multiplying(
+    policy: Policy | None, around: Policy | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Puts the precision of a module's matmuls in force for its call; see `precision_within`.
+
+    A precision that is given to a layer or to an operation wins.
+    """
+    config: Any = jax.config
+    precision = precision_within(policy, around)
+    if precision is None or precision == config.jax_default_matmul_precision:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(precision)

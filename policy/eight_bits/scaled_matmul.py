@@ -12,10 +12,9 @@ those of the row-wise recipe there.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from jax.typing import DTypeLike
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
 from policy.functions.once_differentiable import differentiated_once, mark
+from policy.programs.thread import during, thread
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As of `jax.lax.dot_general`: contracted axes of both operands, and batch axes of both."""
@@ -184,22 +184,12 @@ class _Known(NamedTuple):
     codes: Quantised
 
 
-_shared: contextvars.ContextVar[dict[Any, _Known] | None] = contextvars.ContextVar(
-    "shared_operands", default=None
-)
-
-
-@contextlib.contextmanager
-def shared_operands() -> Iterator[None]:
+def shared_operands() -> contextlib.AbstractContextManager[None]:
     """Quantises an operand of several matmuls once in a block, as attention's projections have it.
 
     Its codes and scales are one set of residuals.
     """
-    token = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(token)
+    return during(shared_operands={})
 
 
 def quantise_for(
@@ -210,7 +200,7 @@ def quantise_for(
     Inside `shared_operands`, matmuls of the same operand share it.
     """
     contracted = _Axes.of(numbers, ndims).contracted[side]
-    known = _shared.get()
+    known: dict[Any, _Known] | None = thread.shared_operands
     key = (id(x), contracted, by.operands, by.scaling)
     # What a checkpoint inside the block computes is its own.
     trace = get_opaque_trace_state(convention="flax")

@@ -17,9 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from policy.core.precedence import warn_once
-
-_pending: dict[Hashable, weakref.ref[Any] | None] = {}
-"""The scales that multiplied a traced loss, without a division since."""
+from policy.programs.thread import thread
 
 _ABSENT: Any = object()
 
@@ -28,9 +26,9 @@ def note_scaled(tree: Any, scale: Any) -> None:
     """Records that a loss under differentiation (one traced floating scalar) was scaled."""
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and isinstance(leaves[0], Tracer) and _is_loss(leaves[0]):
-        key = _key(scale)
-        _pending[key] = (
-            None if _is_number(scale) else weakref.ref(scale, lambda _: _pending.pop(key, None))
+        key, scales = _key(scale), thread.scaled_losses
+        scales[key] = (
+            None if _is_number(scale) else weakref.ref(scale, lambda _: scales.pop(key, None))
         )
 
 
@@ -39,12 +37,12 @@ def note_unscaled() -> None:
 
     The scale doesn't matter, because jit gives one scale several tracers.
     """
-    _pending.clear()
+    thread.scaled_losses.clear()
 
 
 def warn_if_scaled(scale: Any) -> None:
     """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since."""
-    if _pending.pop(_key(scale), _ABSENT) is not _ABSENT:
+    if thread.scaled_losses.pop(_key(scale), _ABSENT) is not _ABSENT:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision "
             "without loss_scale.unscale. A plain tree counts as unscaled gradients, so each step "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.paths import Path
 from policy.programs.protocols import Equation
 from policy.programs.scope_names import REGION
+from policy.programs.thread import during, thread
 
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
@@ -82,33 +82,24 @@ def returned(array: Any) -> Any:
 
     The code around it reads it in its own dtype: autocast removes the mark.
     """
-    result, wide = _marked(array, RETURNED), _wide.get()
+    result, wide = _marked(array, RETURNED), thread.wide
     if wide is not None and result is not array and array.dtype == F32:
         wide.append(result)
     return result
 
 
-# The inputs and marked results that were float32 before, in the trace under way.
-_wide: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("wide", default=None)
-
-
-@contextlib.contextmanager
-def noting_wide_results(inputs: Sequence[Any]) -> Iterator[None]:
+def noting_wide_results(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Notes which results were float32 where they were made, for `is_wide_result`.
 
     Args:
       inputs: the arguments of the call that were given in float32.
     """
-    token = _wide.set(list(inputs))
-    try:
-        yield
-    finally:
-        _wide.reset(token)
+    return during(wide=list(inputs))
 
 
 def is_wide_result(array: Any) -> bool:
     """Returns whether an array is a float32 input, or a result that `returned` marked."""
-    return any(array is result for result in _wide.get() or ())
+    return any(array is result for result in thread.wide or ())
 
 
 def returned_if_half(array: Any) -> Any:

@@ -11,21 +11,18 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
-from policy.programs.outlining import keeping_lines
+from policy.programs.frameworks import FRAMEWORKS
+from policy.programs.thread import during
 
 _noted: set[str] = set()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
 _roots: set[str] = set()
 _repeated: set[str] = set()  # names of modules that stand directly in one of the same name
 _version = 0  # of all of these
-
-# Contexts in which frameworks note the names of the modules that are called.
-NOTING: list[Callable[[], AbstractContextManager[Any]]] = []
 
 _METHOD = re.compile(r"([^.]+)\.([A-Za-z_]\w*|<lambda>)")
 # Names that JAX gives to einsums and to functions without a name.
@@ -111,9 +108,9 @@ def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., An
     @functools.wraps(function)
     def noting(*args: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keeping_lines())
-            for context in NOTING:
-                stack.enter_context(context())
+            stack.enter_context(during(keeps_lines=True))
+            for framework in FRAMEWORKS:
+                stack.enter_context(framework.noting_modules())
             return function(*args)
 
     return jax.make_jaxpr(noting, **options)

@@ -9,8 +9,6 @@ a trace for a report keeps the equations as they are.
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
@@ -25,6 +23,7 @@ from jax.extend import source_info_util
 from policy.programs.interpreter import contexts_of
 from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind, is_jaxpr, opened
+from policy.programs.thread import thread
 
 _NAME = "policy_part"  # of the functions that take the places of parts
 _SMALLEST = 8  # equations of a part
@@ -50,22 +49,12 @@ class _Part:
     key: Hashable
 
 
-_keeps_lines: contextvars.ContextVar[bool] = contextvars.ContextVar("keeps_lines", default=False)
-
-
-@contextlib.contextmanager
-def keeping_lines() -> Iterator[None]:
-    """Makes `outlined` return programs as they are, with the source line of each equation."""
-    token = _keeps_lines.set(True)
-    try:
-        yield
-    finally:
-        _keeps_lines.reset(token)
-
-
 def outlined(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr whose repeated parts are calls, or itself where there are none."""
-    if _keeps_lines.get():
+    """Returns a closed jaxpr whose repeated parts are calls, or itself where there are none.
+
+    A trace for a report keeps the source line of each equation, and is returned as it is.
+    """
+    if thread.keeps_lines:
         return jaxpr
     body, consts = opened(jaxpr)
     items = _items(body)

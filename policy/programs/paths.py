@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import re
@@ -13,6 +12,7 @@ from policy.programs.module_names import is_noted, is_repeated, is_root, module_
 from policy.programs.protocols import OpenJaxpr
 from policy.programs.scope_names import AUTOCAST, REGION
 from policy.programs.subprograms import programs_of
+from policy.programs.thread import during, thread
 
 Path = tuple[str, ...]
 
@@ -95,18 +95,10 @@ def divided(path: Path) -> tuple[str, Path] | None:
     return None
 
 
-_names_models: contextvars.ContextVar[bool] = contextvars.ContextVar("names_models", default=False)
-
-
-@contextlib.contextmanager
-def naming(paths: Iterable[Path]) -> Iterator[None]:
+def naming(paths: Iterable[Path]) -> contextlib.AbstractContextManager[None]:
     """Lets `spelled` name models in a block, where `paths` lead into more than one."""
     models = {found[0] for path in set(paths) if (found := divided(path)) is not None}
-    token = _names_models.set(len(models) > 1)
-    try:
-        yield
-    finally:
-        _names_models.reset(token)
+    return during(names_models=len(models) > 1)
 
 
 def spelled(path: Path) -> str:
@@ -119,7 +111,7 @@ def spelled(path: Path) -> str:
     if found is None:
         return "/".join(path)
     model, below = found[0], "/".join(once(found[1]))
-    return below if below and not _names_models.get() else f"{model}:{below}"
+    return below if below and not thread.names_models else f"{model}:{below}"
 
 
 def once(below: Path) -> Path:

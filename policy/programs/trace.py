@@ -11,6 +11,7 @@ import jax
 import jax.core
 import numpy as np
 
+from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.module_names import make_jaxpr, note_keys
 
 
@@ -39,15 +40,10 @@ class Lowered:
     origins: Callable[[], tuple[int | None, ...]] = tuple
 
 
-# Functions of libraries whose modules hold state, which pass it in and out. Each returns None for
-# calls that do not concern it.
-LOWERINGS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Lowered | None]] = []
-
-
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
     """Returns the call of a pure function of its arguments; None if the call is one already."""
-    for lower in LOWERINGS:
-        call = lower(fn, args, kwargs)
+    for framework in FRAMEWORKS:
+        call = framework.lowered(fn, args, kwargs)
         if call is not None:
             return call
     holder, pure = _held(fn)

@@ -15,6 +15,7 @@ ONLY_LINEN = {
     "_half_states",  # nnx reads them through its variables
     "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
     "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`
+    "_unmatched_rules",  # nnx checks rules when a model is ported
 }
 # Linen has none of these.
 ONLY_NNX = {"_gradients", "_optimizer", "_layers/ema", "_layers/lora", "_layers/rotary"}

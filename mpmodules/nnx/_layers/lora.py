@@ -20,8 +20,7 @@ from mpmodules.nnx._resolution import as_instance_of, viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
-from policy.core.provenance import Source
-from policy.core.scope import current_scope
+from policy.core.scope import Source, current_scope
 
 
 class LoRA(Layer, flax_nnx.LoRA):

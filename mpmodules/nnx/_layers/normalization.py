@@ -29,7 +29,7 @@ from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import in_complex
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.provenance import Source
+from policy.core.scope import Source
 
 
 class Normalization(Layer):

@@ -19,7 +19,7 @@ from mpmodules.layers import weight_norms as norms
 from mpmodules.nnx._layer import BuiltWithDtypes
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
-from policy.core.provenance import Source
+from policy.core.scope import Source
 from policy.functions.widening import reduction_dtype_of
 
 

@@ -18,11 +18,8 @@ from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.traced.call import input_paths
 from policy.inspect.traced.under_policy import Route, traced_under
 from policy.programs.donation import donated_inputs
+from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.trace import Traced, is_array, lowered, origins_of
-
-# Functions that return the shapes of what a function builds; the last one is asked. Libraries with
-# stateful modules add theirs.
-EVAL_SHAPES: list[Callable[[Callable[[], Any]], Any]] = [jax.eval_shape]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,8 @@ def made_call(
                 "give estimate a function that returns (function, args), in place of the function "
                 "and its arguments."
             )
-        built = tuple(EVAL_SHAPES[-1](arg) if _is_builder(arg) else arg for arg in args)
+        eval_shape = FRAMEWORKS[-1].eval_shape if FRAMEWORKS else jax.eval_shape
+        built = tuple(eval_shape(arg) if _is_builder(arg) else arg for arg in args)
     return MadeCall(fn, built, dict(kwargs), made is not None or any(map(_is_builder, args)))
 
 

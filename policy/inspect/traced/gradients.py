@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters, require_params
+from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.module_names import make_jaxpr
 from policy.programs.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
-
-# Predicates of libraries for tree nodes whose array is no parameter, such as nnx's BatchStat.
-NO_PARAMETERS: list[Callable[[Any], bool]] = []
 
 
 def require_differentiable_by(params: ParamsArgument) -> None:
@@ -78,7 +76,7 @@ def parameter_places(
 
 def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     """Returns, for each array of a call, whether it is in a node that holds no parameter."""
-    excludes = lambda node: any(is_none(node) for is_none in NO_PARAMETERS)  # noqa: E731
+    excludes = lambda node: any(each.is_no_parameter(node) for each in FRAMEWORKS)  # noqa: E731
     nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
     return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
 

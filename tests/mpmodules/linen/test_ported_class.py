@@ -455,7 +455,7 @@ def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
     model.apply({}, X, scale=2)
     model.apply({}, X, method="unwrapped")
     renamed = (
-        "Flax runs a module's methods another way: mpmodules/linen/_ported_classes.py overrides "
+        "Flax runs a module's methods another way: mpmodules/linen/_port.py overrides "
         "its _call_wrapped_method"
     )
     assert seen == [("__call__", 1, ("scale",)), ("setup", 0, ()), ("_private", 1, ())], renamed

@@ -7,7 +7,7 @@ import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
 from policy.core.precedence import warn_once, with_explicit_dtypes
-from policy.core.provenance import Source
+from policy.core.scope import Source
 
 MIXED = get_policy("mixed_bfloat16")
 
@@ -21,7 +21,7 @@ def _form(base: Policy | None = MIXED, own=False, **dtypes):
 def test_without_arguments_the_policy_holds_as_it_is():
     effective = _form()
     assert effective.policy == effective.base == MIXED
-    assert not effective.own
+    assert not effective.source.own
     assert _form(base=None, dtype=jnp.float16).policy is None
 
 

@@ -3,28 +3,27 @@
 import threading
 
 from policy import use_policy
-from policy.core.provenance import Source, source_in_force
-from policy.core.scope import current_scope, enter
+from policy.core.scope import Source, current_scope, enter
 
 
 def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
-    assert str(source_in_force()) == "global"
+    assert str(current_scope().source) == "global"
     with use_policy("bf16"):
-        assert str(source_in_force()) == "scope"
+        assert str(current_scope().source) == "scope"
         with enter(
             current_scope(), Source("rule", "'a'")
         ):  # an equal scope: the note changes all the same
-            assert str(source_in_force()) == "rule: 'a'"
+            assert str(current_scope().source) == "rule: 'a'"
             with enter(current_scope()):
-                assert str(source_in_force()) == "rule: 'a'"
-        assert str(source_in_force()) == "scope"
-    assert str(source_in_force()) == "global"
+                assert str(current_scope().source) == "rule: 'a'"
+        assert str(current_scope().source) == "scope"
+    assert str(current_scope().source) == "global"
 
 
 def test_another_thread_sees_the_global_policy():
     seen = []
     with use_policy("bf16"):
-        thread = threading.Thread(target=lambda: seen.append(str(source_in_force())))
+        thread = threading.Thread(target=lambda: seen.append(str(current_scope().source)))
         thread.start()
         thread.join()
     assert seen == ["global"]

@@ -1,0 +1,328 @@
+"""A call of a linen module: who is outermost, what is cast, and the boundary around each method."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as flax_nn
+
+from mpmodules.calls import own_code
+from mpmodules.calls.boundary import PLAIN, Arguments, cast_outputs
+from mpmodules.calls.defined_in import is_upstream
+from mpmodules.calls.layer_classes import CALLERS, calls_users, crossing_of, is_library, is_ours
+from mpmodules.calls.scan_errors import explain_scan
+from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.linen._half_states import put_back_for_layer, states_made_in_float32
+from mpmodules.linen._own_code import call_traced
+from mpmodules.linen._resolution import effective_policy, fields_set, model_of, plain_fields, where
+from mpmodules.linen._unmatched_rules import check_rules
+from policy.core.policy import Policy
+from policy.core.precedence import Effective
+from policy.core.requested_dtypes import note_obeyed
+from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
+from policy.programs.thread import thread
+
+Method = Callable[..., Any]
+
+# Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
+NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
+_FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Whose code runs, and who is calling
+# --------------------------------------------------------------------------------------------------
+
+
+def is_layer(module: Any, method: Method) -> bool:
+    """Returns whether a method is that of a layer which obeys policies itself."""
+    return is_ours(type(module)) and is_layers(module, method)
+
+
+def is_layers(module: Any, method: Method) -> bool:
+    """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
+    return is_library(method) and not (isinstance(module, CALLERS) and calls_users(module))
+
+
+def _keeps(module: Any) -> bool:
+    """Returns whether a module's class keeps its own code out of a trace."""
+    return getattr(type(module), "own_code", None) == "keep"
+
+
+def outermost(module: Any, method: Method) -> Effective | None:
+    """Returns the policy of a call whose own code is to be traced; None of other calls."""
+    scope, name = current_scope(), _name_of(method)
+    if scope.traces_own_code or scope.keeps_own_code or module.scope is None:
+        return None
+    if is_layer(module, method) or _keeps(module) or not _is_boundary_name(name):
+        return None
+    effective = effective_policy(module, scope)
+    return effective if computes_in_half(effective.policy, scope.rules) else None
+
+
+def is_innermost(module: flax_nn.Module) -> bool:
+    """Returns whether the innermost call under way is of this instance, or of one that it stands in
+    for.
+    """
+    return calls.innermost is not None and calls.innermost._state is module._state
+
+
+@contextlib.contextmanager
+def _under_way(module: Any, scope: Scope) -> Iterator[None]:
+    """Notes the call, and after a root's call refuses rules that matched nothing in it."""
+    path = module.path
+    is_root = not path and calls.seen is None
+    if is_root:
+        calls.seen, calls.root = {}, module
+    outer, calls.innermost = calls.innermost, module
+    calls.paths.append(path)
+    try:
+        if calls.seen is not None:
+            calls.seen.setdefault("/".join(path), set()).add(type(module))
+        yield
+        if is_root and scope.rules:
+            check_rules(module, scope.rules)
+    finally:
+        calls.paths.pop()
+        calls.innermost = outer
+        if not calls.paths:
+            calls.crossed.clear()
+        if is_root:
+            calls.seen = calls.root = None
+
+
+# --------------------------------------------------------------------------------------------------
+# Methods and setups under the policy of their module
+# --------------------------------------------------------------------------------------------------
+
+
+def run_method(
+    module: Any,
+    method: Method,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    lifted: bool = False,
+    own_body: bool = True,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
+
+    Args:
+      lifted: `method` is a transformed one, which calls another boundary of the same module inside
+        of the transform: only the casts and the scope are applied here.
+      own_body: `method` is the layer's own. Around a user's method on top of a layer only the
+        fields are set: its inputs are the user's business, and the layer's own method is a call
+        inside.
+    """
+    scope, cls = current_scope(), type(module)
+    if lifted and (effective := outermost(module, method)) is not None:
+        plainly = functools.partial(method, module)
+        return call_traced(module, method, args, kwargs, effective, plainly=plainly)
+    effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
+    policy, is_bare = effective.policy, getattr(cls, "_is_layer", False)
+    if thread.asked is not None or calls.recorded is not None:
+        _note_obeyed(module, effective)
+    with _under_way(module, scope):
+        if scope.traces_own_code:
+            return _run_in_trace(
+                module, method, args, kwargs, effective, lifted=lifted, own_body=own_body
+            )
+        # A bare layer is a boundary only by a policy of its own.
+        crosses = scope.crosses(policy if is_bare else effective.base)
+        entered = policy if crosses and (effective.source.own or not is_bare) else None
+        if entered is not None:
+            calls.crossed["/".join(module.path)] = effective
+            if not (is_bare and cls._takes_inputs_as_they_come):
+                args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
+        source = effective.source.for_those_inside(where(module))
+        try:
+            inner = _scope_inside(scope, policy, entered is not None)
+            with enter(inner, source), multiplying(policy, scope.policy):
+                if own_body and not lifted and getattr(cls, "_dtype_fields", False):
+                    returns = entered is not None and is_bare
+                    outputs = module._call_layer(effective, returns, method, args, kwargs)
+                else:
+                    outputs = _run_users(module, method, args, kwargs, effective, lifted=lifted)
+        except TypeError as error:
+            lifting = "lift its class (nn.scan(Block)) instead of a function, "
+            explain_scan(error, calls.crossed, "/".join(module.path), lifting=lifting)
+            raise
+        crossing = crossing_of(cls, _name_of(method))
+        if policy is not None and crossing is not PLAIN:
+            outputs = crossing.keep_carry(outputs, args, kwargs)
+        if entered is None:
+            return outputs
+        has_carry = crossing.returns_carry(module, kwargs)
+        return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
+
+
+def _note_obeyed(module: Any, effective: Effective) -> None:
+    """Notes the policy that a module obeys in a call, for a summary or a report."""
+    if module.scope is not None:
+        note_obeyed(model_of(module), "/".join(module.path), effective.policy)
+    if calls.recorded is not None:
+        calls.recorded.note(module, effective)
+
+
+def _scope_inside(scope: Scope, policy: Policy | None, crosses: bool) -> Scope:
+    """Returns the scope inside of a module's call."""
+    if policy is None:
+        return scope
+    return scope.inside(policy) if crosses else dataclasses.replace(scope, policy=policy)
+
+
+def _run_users(
+    module: Any,
+    method: Method,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    effective: Effective,
+    *,
+    lifted: bool,
+) -> Any:
+    """Calls a method that is no layer's own: where it is one on top of a layer, with the policy's
+    dtypes in the layer's fields.
+    """
+    if lifted or not getattr(type(module), "_dtype_fields", False):
+        return method(module, *args, **kwargs)
+    with fields_set(module, plain_fields(module, effective)):
+        return method(module, *args, **kwargs)
+
+
+def _run_in_trace(
+    module: Any,
+    method: Method,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    effective: Effective,
+    *,
+    lifted: bool,
+    own_body: bool,
+) -> Any:
+    """Calls a module in a trace of the code around it."""
+    scope, crossing = current_scope(), crossing_of(type(module), _name_of(method))
+
+    def run_own_code() -> Any:
+        with states_made_in_float32(module):
+            return _run_users(module, method, args, kwargs, effective, lifted=lifted)
+
+    def run_layer() -> Any:
+        policy, given = effective_policy(module, current_scope()).policy, (args, kwargs)
+        if policy is not None and not own_code.come_wide(module, args):
+            given = _cast_inputs(module, policy, method, args, kwargs)
+        with own_code.keeping() if _keeps(module) else contextlib.nullcontext():
+            outputs = run_method(module, method, *given, lifted=lifted, own_body=own_body)
+        if calls.recorded is not None:
+            calls.recorded.note_run(module, *given, outputs)
+        return outputs
+
+    if not _keeps(module) and not is_layer(module, method):
+        source = effective.source.for_those_inside(where(module))
+        return own_code.run_inside(run_own_code, scope, effective.base, source)
+    put_back_for_layer(module)
+    _, carry = crossing.carry_of(module, args, kwargs)
+    return own_code.run_layer(run_layer, scope, carry)
+
+
+def _cast_inputs(
+    module: Any, policy: Policy, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    keep = getattr(type(module), "keep_inputs", ())
+    crossing = crossing_of(type(module), _name_of(method))
+    return crossing.cast_inputs(policy, args, kwargs, keep=keep, method=method)
+
+
+def _name_of(method: Method) -> str:
+    """Returns the name of a method; "" of a `functools.partial`, which has none."""
+    return getattr(method, "__name__", "")
+
+
+def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
+    """Runs a module's setup under its policy, whichever entry reaches it: parameters made there
+    need their dtype. A layer's fields are as the policy wants them.
+    """
+    scope = current_scope()
+    effective = effective_policy(module, scope)
+    if getattr(type(module), "_is_layer", False):
+        with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
+            return setup()
+    inner = _scope_inside(scope, effective.policy, scope.crosses(effective.base))
+    traces = scope.traces_own_code and not _keeps(module)
+    states = states_made_in_float32(module) if traces else contextlib.nullcontext()
+    with enter(inner, effective.source.for_those_inside(where(module))), states:
+        return setup()
+
+
+# --------------------------------------------------------------------------------------------------
+# Boundaries of a class
+# --------------------------------------------------------------------------------------------------
+
+
+def _is_boundary_name(name: str) -> bool:
+    """Returns whether a method of that name is public, and no method of every module."""
+    is_public = name == "__call__" or not name.startswith("_")
+    return is_public and name not in NOT_BOUNDARIES and name not in _FLAX_METHODS
+
+
+def install_boundaries(cls: Any) -> None:
+    """Puts the boundary around each public method that `cls` adds, and around its setup.
+
+    Interceptors and summaries of Flax see the uncast inputs and the final outputs: its machinery is
+    outside of the boundary. A class made by nn.scan, nn.remat, nn.jit, ... copies the attributes of
+    the method that it transforms, our mark included. A mark that points to another function
+    therefore identifies such a method, which gets a boundary outside of the transform.
+    """
+    fields = {field.name for field in dataclasses.fields(cls)}
+    names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
+    for name in names - fields:
+        if not _is_boundary_name(name) and name != "setup":
+            continue
+        method = inspect.getattr_static(cls, name)
+        if not inspect.isfunction(method) or hasattr(method, "nowrap"):
+            continue
+        if method is inspect.getattr_static(flax_nn.Module, name, None):
+            # A wrapped copy here would come before the layer's own in the order of inheritance.
+            continue
+        mark = method.__dict__.get("_policy_boundary")
+        if mark is not method:
+            is_setup, lifted = name == "setup", mark is not None
+            setattr(cls, name, _around_setup(method) if is_setup else _bounded(method, lifted))
+
+
+def _bounded(method: Method, lifted: bool) -> Method:
+    """Puts a boundary around a method: inside of Flax's wrapper, unless it is a transformed one."""
+    wrapped = getattr(method, "__wrapped__", None)
+    transformed = lifted or hasattr(wrapped, "method_handler_wrapped")
+    if wrapped is None or transformed or not hasattr(method, "method_handler_wrapped"):
+        return _with_boundary(method, lifted)
+    bounded = flax_nn.module.wrap_method_once(_with_boundary(wrapped, False))
+    bounded._policy_boundary = bounded  # type: ignore[attr-defined]
+    return bounded
+
+
+def _with_boundary(method: Method, lifted: bool) -> Method:
+    own_body = not lifted and is_upstream(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, flax_nn.Module) or self.scope is None:
+            # Flax says what is wrong with a call on an unbound module.
+            return method(self, *args, **kwargs)
+        return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call
+
+
+def _around_setup(setup: Method) -> Method:
+    @functools.wraps(setup)
+    def call(self: Any) -> Any:
+        return run_setup(self, lambda: setup(self))
+
+    call._policy_boundary = call  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,41 @@
+"""Libraries whose modules hold state: `policy` imports none, and is told of them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Framework(Protocol):
+    """A library of modules that hold state."""
+
+    def noting_modules(self) -> AbstractContextManager[Any]:
+        """Notes the names of the modules that are called in a block."""
+        ...
+
+    def lowered(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns a call as one of a pure function (`policy.programs.trace.Lowered`), which passes
+        state in and out; None for calls that do not concern the library.
+        """
+        ...
+
+    def is_reference(self, x: Any) -> bool:
+        """Returns whether `x` is state, or is tied to state, that a copy would lose."""
+        ...
+
+    def is_no_parameter(self, node: Any) -> bool:
+        """Returns whether a tree node holds an array that is no parameter, as nnx's BatchStat."""
+        ...
+
+    def eval_shape(self, function: Callable[[], Any], /) -> Any:
+        """Returns the shapes of what a function builds."""
+        ...
+
+
+FRAMEWORKS: list[Framework] = []
+
+
+def is_reference(x: Any) -> bool:
+    """Returns whether casts pass `x` on by identity, since a copy would lose state."""
+    return any(framework.is_reference(x) for framework in FRAMEWORKS)

@@ -1,0 +1,55 @@
+"""Values of this thread that no program depends on: blocks under way, and what a report collects.
+
+Values that change programs are in the scope (`policy.core.scope`), which is a key of JAX's caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+
+class _Thread(threading.local):
+    """The values of a thread.
+
+    Attributes:
+      blocks: the `use_policy` and `full_precision` blocks under way, innermost last.
+      names_models: whether printed paths begin with a model's name (`policy.programs.paths`).
+      keeps_lines: whether a trace keeps the source line of each equation
+        (`policy.programs.outlining`).
+      wide: results of the trace under way that were float32 before, or None
+        (`policy.programs.marks`).
+      asked: the dtypes that a report collects, or None (`policy.core.requested_dtypes`).
+      backend: the platform and kind of the devices to trace for, or None for the default ones
+        (`policy.core.matmul_dtypes`).
+      shared_operands: operands in 8 bits by their identities, or None
+        (`policy.eight_bits.scaled_matmul`).
+      scaled_losses: the scales that multiplied a traced loss (`policy.grads.scaled_losses`).
+    """
+
+    names_models = False
+    keeps_lines = False
+    wide: list[Any] | None = None
+    asked: Any = None
+    backend: tuple[str, str] | None = None
+    shared_operands: dict[Any, Any] | None = None
+
+    def __init__(self) -> None:
+        self.blocks: list[contextlib.AbstractContextManager[Any]] = []
+        self.scaled_losses: dict[Hashable, Any] = {}
+
+
+thread = _Thread()
+
+
+@contextlib.contextmanager
+def during(**values: Any) -> Iterator[None]:
+    """Sets values of this thread for a block."""
+    before = {name: getattr(thread, name) for name in values}
+    vars(thread).update(values)
+    try:
+        yield
+    finally:
+        vars(thread).update(before)

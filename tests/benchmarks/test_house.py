@@ -1,0 +1,23 @@
+"""The files that a layer's call passes, and the state of threads, stay few."""
+
+import re
+
+import pytest
+
+from benchmarks import house
+
+
+@pytest.mark.parametrize("name", ["a linen Dense", "an nnx Linear"])
+def test_a_matmul_layers_call_passes_at_most_ten_files(name: str) -> None:
+    passed = house.files_passed(house.calls()[name])
+    assert len(passed) <= 10, passed
+
+
+def test_three_objects_hold_what_a_thread_knows() -> None:
+    holding = re.compile(r"\(threading\.local\)|threading\.local\(\)|ContextVar\(")
+    files = house.files(*house.PACKAGES)
+    found = [path for path in files if holding.search(path.read_text("utf-8"))]
+    assert [path.relative_to(house.ROOT).as_posix() for path in found] == [
+        "mpmodules/calls/under_way.py",  # one for each wing
+        "policy/programs/thread.py",
+    ]
