@@ -1,144 +1,183 @@
-"""A language model of hand-written layers runs in half, in both wings, with the gradients of a
-careful author.
-"""
-
-# What Flax returns is typed as Flax's own class.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+"""Parameters of a user's modules: used in compute_dtype, gradients summed in float32."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import flax.linen as flax_linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 
 import policy
-from mpmodules import linen, nnx
-from policy import use_policy
-from tests.mpmodules.own_parameters_net import (
-    LENGTH,
-    WORDS,
-    LinenModel,
-    NnxModel,
-    by_hand,
+from policy import DtypePolicyWarning, audit, get_policy
+from tests.mpmodules.wings import BOTH, MIXED, ONES, Text, X, dense, weight
+from tests.programs import named
+
+MANY = jnp.zeros(4096, int)
+MIXED_AND_HALF = pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+TABLE = Text(lambda self, ids: self.table[ids], "Table", table=weight(8, 4, init=ONES))
+LINEAR = Text(
+    lambda self, x: x @ self.w + jnp.asarray(self.b)[None],
+    "Linear",
+    w=weight(4, 4),
+    b=weight(4),
 )
-from tests.programs import named, operations
-
-IDS = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, WORDS)
 
 
-def loss_of(logits: jax.Array) -> jax.Array:
-    return -jax.nn.log_softmax(logits.astype(jnp.float32))[..., 3].mean()
+@BOTH
+def test_parameters_are_used_in_compute_dtype(wing):
+    model = wing.ours(LINEAR, MIXED)
+    ops = model.operations(X, gradient=True)
+    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16",) * 2}
+    forward = [op for op in named(ops, "add") if not op.is_backward]
+    assert {op.outputs for op in forward} == {("bfloat16",)}
+    assert audit(jax.grad(model.total(X)), model.params).findings == ()
 
 
-def linen_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.Array:
-    with use_policy(dtype_policy):
-        return loss_of(LinenModel().apply({"params": params}, IDS))  # type: ignore[arg-type]
+@BOTH
+def test_without_a_policy_a_parameter_is_as_stored(wing):
+    seen: list[Any] = []
+
+    def call(self, x):
+        seen.append(jnp.asarray(self.w).dtype.name)
+        return x @ self.w
+
+    model = wing.ours(Text(call, w=weight(4, 4)), None)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), model.params)
+    model.pure(half, X.astype(jnp.float16))
+    assert seen[-1] == "float16"
 
 
-def nnx_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.Array:
-    graph, state, rest = flax_nnx.split(
-        NnxModel(nnx.Rngs(0), dtype_policy=dtype_policy), flax_nnx.Param, ...
+# --- sums of gradients ----------------------------------------------------------------------------
+
+
+@BOTH
+@MIXED_AND_HALF
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("where", ["own", "of a module that it holds"])
+def test_an_embeddings_gradient_counts_4096_equal_ids(wing, text, wrap, where):
+    outer = Text(lambda self, ids: self.words.table[ids], "Outer", words=TABLE)
+    model = wing.ours(TABLE if where == "own" else outer, text, MANY)
+    (gradient,) = jax.tree.leaves(wrap(jax.grad(model.total(MANY)))(model.params))
+    assert gradient[0, 0] == 4096 and gradient.dtype == get_policy(text).param_dtype
+
+
+FUNCTIONS: dict[str, Any] = {
+    "itself": lambda t: t,
+    "exp": jnp.exp,
+    "softplus": jax.nn.softplus,
+    "reciprocal": lambda t: 1 / t,
+}
+
+
+@BOTH
+@MIXED_AND_HALF
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_gradient_of_a_function_of_a_parameter_is_summed_in_float32(wing, text, name, wrap):
+    """The learned temperature of a contrastive loss: a bfloat16 sum stops at a quarter."""
+    x, function = jnp.ones((4096, 64)), FUNCTIONS[name]
+    temperature = Text(lambda self, x: x * wrap(function)(jnp.asarray(self.t)), t=weight(init=ONES))
+    model = wing.ours(temperature, text, x)
+    sums = named(model.operations(x, gradient=True), "reduce_sum")
+    assert not [op for op in sums if "bfloat16" in op.outputs]
+    (gradient,) = jax.tree.leaves(jax.grad(lambda p: model.total(x)(p) / x.size)(model.params))
+    # a value, its derivative and the sum's terms are rounded to bfloat16, each by 2**-9 at most
+    np.testing.assert_allclose(gradient, jax.grad(function)(1.0), rtol=2**-7)
+
+
+USES: dict[str, Any] = {
+    "broadcast": lambda x, w, t: x + w[None],
+    "product": lambda x, w, t: x * w[None],
+    "quotient": lambda x, w, t: x / w[None],
+    "scalar": lambda x, w, t: x * t * w[None],
+    "scalar quotient": lambda x, w, t: x / t * w[None],
+    "scalar sum": lambda x, w, t: (t - x) * w[None],
+    "repeated": lambda x, w, t: sum(
+        (x[i : i + 1] * w[None] for i in range(300)), jnp.zeros_like(x[:1])
+    ),
+    "concatenated": lambda x, w, t: x + jnp.concatenate([w[:2], w[2:]])[None],
+    "scan": lambda x, w, t: jax.lax.scan(lambda carry, row: (carry, row * w), 0, x)[1],
+    "cond": lambda x, w, t: jax.lax.cond(x[0, 0] > 0, lambda x: x * w[None], lambda x: x, x),
+    "checkpoint": lambda x, w, t: jax.checkpoint(lambda x, w: jnp.sin(x * w[None]))(x, w),
+    "jit": lambda x, w, t: jax.jit(lambda x, w: x * w[None])(x, w),
+    "vmap": lambda x, w, t: jax.vmap(lambda row: row * w)(x),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("how", USES)
+def test_gradients_of_many_uses_are_summed_in_float32(wing, how):
+    x = jnp.ones((1024, 4))
+    parts: dict[str, Any] = {"w": weight(4, init=ONES), "t": weight(init=ONES)}
+    uses = Text(lambda self, x: USES[how](x, jnp.asarray(self.w), jnp.asarray(self.t)), **parts)
+    half, plain = wing.ours(uses, MIXED, x), wing.ours(uses, None, x)
+    gradient, exact = (jax.grad(model.total(x))(model.params) for model in (half, plain))
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True):
+        # one rounding of each contribution, none of the sum
+        np.testing.assert_allclose(a, b, rtol=2**-7)
+    sums = named(half.operations(x, gradient=True), "reduce_sum", "scatter-add", "add_any")
+    assert not [op for op in sums if op.is_backward and "bfloat16" in op.outputs]
+
+
+IDS = jnp.arange(6).reshape(2, 3)
+# Of a loss that is quadratic in its parameters, and that adds up over rows of ids.
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda loss, p: jax.tree.map(
+        lambda leaf: leaf.sum(0), jax.vmap(jax.grad(loss), (None, 0))(p, IDS)
+    ),
+    "jvp": lambda loss, p: jax.jvp(jax.grad(loss), (p,), (p,))[1],
+    "linearize": lambda loss, p: jax.linear_transpose(jax.linearize(loss, p)[1], p)(1.0)[0],
+    "hessian": lambda loss, p: jax.tree.leaves(jax.hessian(loss)(p))[0].sum((2, 3)),
+    "checkpoint": lambda loss, p: jax.jit(jax.grad(jax.checkpoint(loss)))(p),
+    "value_and_grad": lambda loss, p: policy.value_and_grad(loss)(p)[1],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_jaxs_transformations_hold(wing, transform):
+    model = wing.ours(TABLE, MIXED, IDS)
+
+    def loss(params, ids=IDS):
+        return jnp.square(model.pure(params, ids).astype(jnp.float32)).sum()
+
+    (gradient,) = jax.tree.leaves(jax.grad(loss)(model.params))
+    (found,) = jax.tree.leaves(TRANSFORMS[transform](loss, model.params))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, gradient)
+
+
+# --- what is kept in float32 ----------------------------------------------------------------------
+
+
+@BOTH
+@MIXED_AND_HALF
+def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(wing, text):
+    against = Text(
+        lambda self, x: self.layer(x) * self.plain * self.kept * self.asked,
+        attributes={"keep_params": ("kept",)},
+        layer=dense(4, 4),
+        plain=weight(1, 4, init=ONES),
+        kept=weight(1, 4, init=ONES),
+        asked=weight(1, 4, init=ONES, compute_dtype=jnp.float32),
     )
-    flax_nnx.replace_by_pure_dict(state, params)
-    return loss_of(flax_nnx.merge(graph, state, rest)(IDS))
+    model = wing.ours(against, text)
+    products = named(model.operations(X), "mul")
+    assert [op.outputs[0] for op in products] == ["bfloat16", "float32", "float32"]
+    made = model.made()
+    assert made["kept"] == "float32"
+    assert made["plain"] == made["asked"] == get_policy(text).param_dtype.name
 
 
-WINGS: dict[str, Callable[..., jax.Array]] = {"linen": linen_loss, "nnx": nnx_loss}
-
-
-@pytest.fixture(scope="module")
-def params() -> Any:
-    return LinenModel().init(jax.random.key(0), IDS)["params"]
-
-
-@functools.cache
-def _gradient(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    return jax.jit(jax.grad(function))
-
-
-def _distance(a: Any, b: Any) -> float:
-    parts = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return float(np.sqrt(sum(np.sum(np.square(np.float64(x) - np.float64(y))) for x, y in parts)))
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_no_matmul_runs_in_float32_and_the_residual_stream_is_half(wing: str, params: Any) -> None:
-    ops = operations(jax.grad(WINGS[wing]), params)
-    dots = named(ops, "dot_general")
-    assert len(dots) > 20
-    assert {(*op.inputs, *op.outputs) for op in dots} == {("bfloat16",) * 3}
-    sums = [op for op in named(ops, "add") if not op.is_backward and op.outputs == ("float32",)]
-    assert not [op for op in sums if "bfloat16" in op.inputs]
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_gradients_are_as_near_to_float32_as_those_threaded_by_hand(wing: str, params: Any) -> None:
-    truth = _gradient(lambda p: loss_of(by_hand(p, IDS, jnp.float32)))(params)
-    by_author = _gradient(lambda p: loss_of(by_hand(p, IDS, jnp.bfloat16)))(params)
-    ours = _gradient(WINGS[wing])(params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(ours)} == {jnp.dtype("float32")}
-    assert _distance(ours, truth) <= 1.1 * _distance(by_author, truth)
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_backward_keeps_no_more_than_by_hand(wing: str, params: Any) -> None:
-    def kept(function: Callable[..., jax.Array]) -> int:
-        _, pullback = jax.eval_shape(lambda p: jax.vjp(function, p), params)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
-
-    # Softmax's probabilities and the tables of sines are float32.
-    assert kept(WINGS[wing]) <= 1.02 * kept(lambda p: loss_of(by_hand(p, IDS, jnp.bfloat16)))
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_without_a_policy_the_numbers_are_those_of_plain_functions(wing: str, params: Any) -> None:
-    ours = WINGS[wing](params, None)
-    assert ours == loss_of(by_hand(params, IDS, jnp.float32))
-
-
-def test_both_wings_have_the_same_tree_as_plain_flax(params: Any) -> None:
-    state = flax_nnx.state(NnxModel(nnx.Rngs(0)), flax_nnx.Param)
-    assert jax.tree.structure(flax_nnx.to_pure_dict(state)) == jax.tree.structure(params)
-
-    class Plain(flax_linen.Module):
-        @flax_linen.compact
-        def __call__(self, x):
-            return x @ self.param("w", flax_linen.initializers.ones, (4, 4))
-
-    class Ours(linen.Module):
-        @flax_linen.compact
-        def __call__(self, x):
-            return x @ self.param("w", flax_linen.initializers.ones, (4, 4))
-
-    x = jnp.ones((2, 4))
-    plain, ours = Plain().init(jax.random.key(0), x), Ours().init(jax.random.key(0), x)
-    assert jax.tree.structure(plain) == jax.tree.structure(ours)
-    programs = [
-        jax.make_jaxpr(jax.grad(lambda v, m=m: m.apply(v, x).sum()))(plain)
-        for m in (Plain(), Ours())
-    ]
-    assert str(programs[0]) == str(programs[1])
-
-
-def test_accessors_tell_the_dtypes_in_force() -> None:
-    accessors = (
-        policy.param_dtype,
-        policy.compute_dtype,
-        policy.output_dtype,
-        policy.reduction_dtype,
-    )
-    assert [accessor() for accessor in accessors] == [None] * 4
-    with use_policy("p=f32,c=bf16,o=f16"):
-        assert [accessor() for accessor in accessors] == [
-            "float32",
-            "bfloat16",
-            "float16",
-            "float32",
-        ]
+@BOTH
+def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(wing):
+    for names in ("scale", 3, (1,)):
+        with pytest.raises(
+            TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"
+        ):
+            type("Wrong", (wing.module.Module,), {"keep_params": names, "__module__": __name__})
+    misspelt = Text(lambda self, x: x, "Misspelt", {"keep_params": ("scael",)}, scale=weight(1, 4))
+    with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
+        wing.ours(misspelt, MIXED).made()

@@ -14,7 +14,6 @@ from flax import errors
 
 from mpmodules import linen as nn
 from policy import use_policy
-from policy.autocasting import own_code
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -71,8 +70,9 @@ def variables():
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
-    own_code._kept.clear()
+def classes_that_nothing_is_kept_of(monkeypatch, variables):
+    monkeypatch.setitem(globals(), "OURS", net(nn))
+    monkeypatch.setitem(globals(), "THEIRS", net(flax_nn))
     traced.clear()
 
 

@@ -426,50 +426,6 @@ def test_an_interceptor_inside_of_a_port_is_around_the_policys_layer():
     assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
 
 
-# --- Flax's machinery -----------------------------------------------------------------------------
-
-
-def test_flax_runs_wrapped_methods_through_the_hook_that_ports_override():
-    seen = []
-
-    class Noting(nn.Module):
-        @nn.nowrap
-        def _call_wrapped_method(self, fun, args, kwargs):
-            seen.append((fun.__name__, len(args), tuple(kwargs)))
-            return super()._call_wrapped_method(fun, args, kwargs)
-
-        def setup(self):
-            pass
-
-        def __call__(self, x, *, scale):
-            return self._private(x)
-
-        def _private(self, x):
-            return x
-
-        @nn.nowrap
-        def unwrapped(self, x):
-            return x
-
-    model = Noting()
-    model.apply({}, X, scale=2)
-    model.apply({}, X, method="unwrapped")
-    renamed = (
-        "Flax runs a module's methods another way: mpmodules/linen/_port.py overrides "
-        "its _call_wrapped_method"
-    )
-    assert seen == [("__call__", 1, ("scale",)), ("setup", 0, ()), ("_private", 1, ())], renamed
-
-
-def test_a_port_is_refused_where_flax_has_no_such_hook(monkeypatch):
-    class Fresh(nn.Module):
-        pass
-
-    monkeypatch.delattr(nn.Module, "_call_wrapped_method")
-    with pytest.raises(AttributeError, match="_call_wrapped_method"):
-        apply_policy(Fresh(), MIXED)
-
-
 def test_ports_that_differ_in_an_option_share_no_trace():
     class Block(nn.Module):
         @nn.jit

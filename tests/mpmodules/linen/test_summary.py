@@ -9,12 +9,10 @@ import pytest
 
 from mpmodules import linen as nn
 from mpmodules import set_policy, use_policy
-from mpmodules.calls import summary as _summary
+from tests.mpmodules.summaries import CONSOLE, F16, FULL, HALF, MIXED, SHORT, cells, lines_of
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
-CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
-MIXED, SHORT = "mixed_bfloat16", "p=f32,c=bf16,o=f32"
 
 
 class Block(nn.Module):
@@ -44,22 +42,6 @@ class Net(nn.Module):
         return x
 
 
-def cells(table):
-    """The two columns by path (and method, where it is not __call__)."""
-    lines = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in table.splitlines()
-        if "│" in line
-    ]
-    header = [
-        cell.strip()
-        for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]
-    ]
-    assert header[2:4] == ["policy", "policy source"]
-    rows = [line for line in lines if line[1]]
-    return {line[0] + "".join(line[1].split(" ")[1:]): (line[2], line[3]) for line in rows}
-
-
 def shown(model, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the explicit dtype is told of
@@ -67,33 +49,28 @@ def shown(model, **options):
 
 
 def test_every_source_is_named():
-    with use_policy(
-        MIXED, {"inherits/LayerNorm_[0-9]": "f32", "remat": "bf16", nn.LayerNorm: "f32"}
+    with use_policy(  # [b0] would be a tag of rich
+        MIXED, {"inherits/LayerNorm_[b0]": "f32", "remat": "bf16", nn.LayerNorm: "f32"}
     ):
         rows = shown(Net())
-    scope, own, remat = (
-        (SHORT, "scope"),
-        "p=f16,c=f16,o=f16",
-        ("p=bf16,c=bf16,o=bf16", "rule: 'remat'"),
-    )
-    full = "p=f32,c=f32,o=f32"
+    scope, remat = (SHORT, "scope"), (HALF, "rule: 'remat'")
     assert rows == {
         "": scope,
         "inherits": scope,
         "inherits/Dense_0": scope,
-        "inherits/LayerNorm_0": (full, "rule: 'inherits/LayerNorm_[0-9]'"),
-        "own": (own, "argument: dtype_policy"),
-        "own/Dense_0": (own, "enclosing module: own"),
-        "own/LayerNorm_0": (full, "rule: LayerNorm"),
-        "explicit": (full, "argument: dtype=float32; else scope"),
-        "block": (full, "scope"),
+        "inherits/LayerNorm_0": (FULL, "rule: 'inherits/LayerNorm_[b0]'"),
+        "own": (F16, "argument: dtype_policy"),
+        "own/Dense_0": (F16, "enclosing module: own"),
+        "own/LayerNorm_0": (FULL, "rule: LayerNorm"),
+        "explicit": (FULL, "argument: dtype=float32; else scope"),
+        "block": (FULL, "scope"),
         "theirs": ("", "none: Flax's own"),
         "remat": remat,
         "remat/Dense_0": remat,
-        "remat/LayerNorm_0": (full, "rule: LayerNorm"),
+        "remat/LayerNorm_0": (FULL, "rule: LayerNorm"),
         "scanned": scope,
         "scanned/Dense_0": scope,
-        "scanned/LayerNorm_0": (full, "rule: LayerNorm"),
+        "scanned/LayerNorm_0": (FULL, "rule: LayerNorm"),
     }
 
 
@@ -103,7 +80,7 @@ def test_the_global_policy_and_none_are_told_apart():
         KEY, X, console_kwargs=CONSOLE
     )  # without a policy it is Flax's table
     set_policy("bf16")
-    assert shown(Block())["Dense_0"] == ("p=bf16,c=bf16,o=bf16", "global")
+    assert shown(Block())["Dense_0"] == (HALF, "global")
     with use_policy(None):
         assert shown(Block(), policy_columns=True)["Dense_0"] == ("", "none")
     assert shown(Block(dtype_policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
@@ -149,7 +126,7 @@ def test_models_of_flaxs_own_under_apply_policy_and_without():
     assert rows == {
         "": (SHORT, "argument: apply_policy"),
         "attn": inherits,
-        "attn/query": ("p=f32,c=f32,o=f32", "rule: 'attn/query'"),
+        "attn/query": (FULL, "rule: 'attn/query'"),
         "attn/key": inherits,
         "attn/value": inherits,
         "attn/out": inherits,
@@ -177,12 +154,8 @@ def test_repeated_calls_of_a_shared_layer_each_show_what_held_in_them():
         table = Shared().tabulate(
             KEY, X, console_kwargs=CONSOLE, show_repeated=True, method="encode", depth=1
         )
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:5]]
-        for line in table.splitlines()
-        if "│ dense" in line
-    ]
-    assert [row[2:] for row in rows] == [[SHORT, "scope"], ["p=f16,c=f16,o=f16", "scope"]]
+    rows = [line for line in lines_of(table) if line[0] == "dense"]
+    assert [row[2:4] for row in rows] == [[SHORT, "scope"], [F16, "scope"]]
     assert cells(table)["(encode)"] == (SHORT, "scope")
 
 
@@ -225,8 +198,8 @@ def test_flops_are_counted_under_what_held_in_the_call():
         MIXED, {"block/LayerNorm_0": "f32"}
     ):  # Flax counts each module as a root, where no such path is
         rows = shown(Outer(), compute_flops=True)
-    assert rows["block/LayerNorm_0"] == ("p=f32,c=f32,o=f32", "rule: 'block/LayerNorm_0'")
-    assert rows["block/Dense_0"] == ("p=f16,c=f16,o=f16", "enclosing module: block")
+    assert rows["block/LayerNorm_0"] == (FULL, "rule: 'block/LayerNorm_0'")
+    assert rows["block/Dense_0"] == (F16, "enclosing module: block")
 
 
 def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
@@ -237,16 +210,3 @@ def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
         RuntimeError, match=r"'?_render_table'? is missing.*Pass policy_columns=False"
     ):
         Block().tabulate(KEY, X)
-
-
-def test_a_pattern_is_shown_as_it_was_written():
-    table = _summary.with_columns(_table(), [("p=f32", "rule: '[bold]x[/bold] \\d+'")], {}, None)
-    assert "[bold]x[/bold] \\d+" in next(iter(list(table.columns[3].cells))).plain
-
-
-def _table():
-    from rich.table import Table
-
-    table = Table("path", "module", "params")
-    table.add_row("a", "Dense", "1")
-    return table

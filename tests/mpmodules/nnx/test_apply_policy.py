@@ -7,9 +7,6 @@ all.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-import copy
-import operator
-import pickle
 from typing import Any
 
 import jax
@@ -19,7 +16,7 @@ import optax
 import pytest
 from flax import nnx as flax_nnx
 
-from mpmodules import PolicyRules, get_policy, nnx, use_policy
+from mpmodules import get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning
 from policy.programs.walk import walk
@@ -103,18 +100,6 @@ def policies(model):
     }
 
 
-def test_it_returns_a_copy_and_leaves_the_model_as_it_was():
-    theirs = model()
-    before, held = flax_nnx.graphdef(theirs), jax.tree.leaves(theirs)
-    ported = apply_policy(theirs, "bf16")
-    assert isinstance(ported, Model) and ported is not theirs
-    assert set(policies(ported).values()) == {HALF}
-    assert flax_nnx.graphdef(theirs) == before and type(theirs) is Model
-    assert all(map(operator.is_, jax.tree.leaves(theirs), held))
-    ported(IDS)
-    assert np.any(ported.bn.mean[...]) and not np.any(theirs.bn.mean[...])
-
-
 def test_the_copy_shares_the_arrays_whose_dtype_stays():
     theirs = model()
     ported = apply_policy(theirs, "mixed_bfloat16")
@@ -139,34 +124,6 @@ def test_every_layer_obeys_and_the_model_is_the_boundary():
     text = program(theirs, IDS)
     assert ":f32[2,2,3,3] = exp" in text
     assert ":bf16[2,2,3,3] = exp" not in text
-
-
-def test_the_result_is_near_float32_and_the_same_program_as_the_ported_model_s():
-    truth = model()(IDS)
-    for ours, theirs in zip(apply_policy(model(), "mixed_bfloat16")(IDS), truth, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=0.05)
-    for ours, theirs in zip(apply_policy(model(), "float32")(IDS), truth, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_the_state_tree_stays_the_same():
-    theirs = model()
-    before = jax.tree.structure(flax_nnx.state(theirs))
-    theirs = apply_policy(theirs, "mixed_bfloat16")
-    assert jax.tree.structure(flax_nnx.state(theirs)) == before
-
-
-def test_parameters_are_cast_and_statistics_are_not():
-    theirs = apply_policy(model(), "bf16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {
-        jnp.dtype(BF16)
-    }
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.BatchStat))} == {
-        jnp.dtype(F32)
-    }
-    theirs(IDS)
-    assert theirs.bn.mean[...].dtype == F32
-    assert np.any(theirs.bn.mean[...] != 0)
 
 
 def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention():
@@ -196,35 +153,6 @@ def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention
     assert {path: found[path] for path in expected} == expected
 
 
-def test_rules_change_what_runs():
-    theirs = apply_policy(
-        model(), "mixed_bfloat16", {"heads/b": "f32", "blocks/0/attn/query": "f32"}
-    )
-    a, b = theirs(IDS)
-    assert a.dtype == b.dtype == F32
-    text = program(theirs, IDS)
-    assert (
-        len(
-            [
-                line
-                for line in text.splitlines()
-                if "= dot_general" in line and ":f32[2,3,2,2]" in line
-            ]
-        )
-        == 1
-    )
-    assert (
-        len(
-            [
-                line
-                for line in text.splitlines()
-                if "= dot_general" in line and ":f32[2,3,2]" in line
-            ]
-        )
-        == 1
-    )
-
-
 def test_rules_by_class_take_flax_s_class_and_ours_alike():
     for cls in (flax_nnx.LayerNorm, nnx.LayerNorm):
         found = policies(apply_policy(model(), "mixed_bfloat16", {cls: "f32"}))
@@ -245,25 +173,7 @@ def test_the_first_rule_that_matches_wins_and_a_deeper_one_holds_below():
     assert found["blocks/0/mlp/layers/0"] == get_policy("f16")
     found = policies(apply_policy(model(), "f32", [("blocks/0", "bf16"), ("blocks/0/norm", "f16")]))
     assert (found["blocks/0/attn/out"], found["blocks/0/norm"]) == (HALF, get_policy("f16"))
-
-
-def test_a_rule_for_the_root_has_the_empty_path():
-    assert apply_policy(model(), "f32", [("", "bf16")]).dtype_policy == HALF
-
-
-def test_a_rule_that_matches_nothing_lists_the_paths_and_leaves_the_model_as_it_was():
-    theirs = model()
-    before = flax_nnx.graphdef(theirs)
-    expected = (
-        r"^Rules 'blokcs/\.\*', Conv matched no module\. Modules seen: blocks, blocks/0, "
-        r"blocks/0/attn, "
-        r"blocks/0/attn/key, .*, bn, embed, heads, heads/a, heads/b\.$"
-    )
-    with pytest.raises(ValueError, match=expected):
-        apply_policy(theirs, "bf16", {"blokcs/.*": "f32", nnx.Conv: "f32", "embed": "f32"})
-    assert flax_nnx.graphdef(theirs) == before
-    theirs = apply_policy(theirs, "bf16", PolicyRules({"blokcs/.*": "f32"}, strict=False))
-    assert theirs.dtype_policy == HALF
+    assert apply_policy(model(), "f32", [("", "bf16")]).dtype_policy == HALF  # the root
 
 
 def test_other_errors_leave_the_model_as_it_was_too():
@@ -271,30 +181,18 @@ def test_other_errors_leave_the_model_as_it_was_too():
     before = flax_nnx.graphdef(theirs)
     for error, match, arguments in (
         (TypeError, r"^A policy should be a Policy or its text form", (None,)),
-        (ValueError, r"^Unknown dtype 'bf15'", ("bf15",)),
         (ValueError, r"^Rule 'heads\(' is not a regular expression: ", ("bf16", {"heads(": "f32"})),
-        (
-            ValueError,
-            r"^A policy asks for float64, but JAX runs with x64 disabled",
-            ("f32", {"embed": "f64"}),
-        ),
-        (
-            TypeError,
-            r"^A rule's pattern should be a path pattern or a layer class",
-            ("f32", {3: "f32"}),
-        ),
+        (ValueError, r"^A policy asks for float64, but JAX runs", ("f32", {"embed": "f64"})),
     ):
         with pytest.raises(error, match=match):
             apply_policy(theirs, *arguments)
     assert flax_nnx.graphdef(theirs) == before
-    with pytest.raises(
-        TypeError, match=r"^apply_policy takes an nnx module here, but got .* of type dict\. Call "
-    ):
+    with pytest.raises(TypeError, match=r"^apply_policy takes an nnx module here, but got .* dict"):
         apply_policy({}, "bf16")
 
 
 def test_a_change_of_mind_goes_anywhere_from_anywhere():
-    theirs = model()
+    theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
     kernel = theirs.heads.a.kernel[...]
     for text, param, out in (
         ("bf16", BF16, BF16),
@@ -305,26 +203,23 @@ def test_a_change_of_mind_goes_anywhere_from_anywhere():
         theirs = apply_policy(theirs, text)
         assert theirs.heads.a.kernel.dtype == param
         assert [x.dtype for x in theirs(IDS)] == [out, out]
+        assert set(policies(theirs).values()) == {get_policy(text)}  # the rules are forgotten
     np.testing.assert_allclose(theirs.heads.a.kernel[...].astype(F32), kernel, rtol=2**-7)
 
 
-def test_a_change_of_mind_forgets_the_rules_of_before():
-    theirs = apply_policy(model(), "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
-    theirs = apply_policy(theirs, "mixed_bfloat16")
-    assert set(policies(theirs).values()) == {MIXED}
+class Shares(flax_nnx.Module):
+    def __init__(self):
+        self.one = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
+        self.two = self.one
+
+    def __call__(self, x):
+        return self.two(self.one(x))
 
 
-def test_a_shared_module_is_changed_once_and_stays_shared():
-    class Shares(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            self.one = flax_nnx.Linear(4, 4, rngs=rngs)
-            self.two = self.one
-
-        def __call__(self, x):
-            return self.two(self.one(x))
-
-    shares = apply_policy(Shares(rngs=flax_nnx.Rngs(0)), "bf16")
-    assert shares.one is shares.two
+@pytest.mark.parametrize("path", ["one", "two"])
+def test_a_shared_module_stays_shared_and_is_found_by_each_of_its_paths(path):
+    shares = apply_policy(Shares(), "bf16", {path: "f32"})
+    assert shares.one is shares.two and shares.one.dtype_policy == FULL
     assert shares(np.ones((2, 4), np.float32)).dtype == BF16
 
 
@@ -348,17 +243,6 @@ def test_a_shared_variable_stays_shared_and_is_cast_once():
     )
 
 
-@pytest.mark.parametrize("path", ["one", "two"])
-def test_a_shared_module_is_found_by_each_of_its_paths(path):
-    class Shares(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            self.one = flax_nnx.Linear(4, 4, rngs=rngs)
-            self.two = self.one
-
-    shares = apply_policy(Shares(rngs=flax_nnx.Rngs(0)), "bf16", {path: "f32"})
-    assert shares.one.dtype_policy == FULL
-
-
 def test_a_root_layer_obeys_as_ours_does_and_is_a_boundary():
     layer = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
     layer = apply_policy(layer, "mixed_bfloat16")
@@ -367,38 +251,16 @@ def test_a_root_layer_obeys_as_ours_does_and_is_a_boundary():
     assert ":f32[2,4] = dot_general" in program(layer, np.ones((2, 4), np.float32))
 
 
-def test_a_user_s_subclass_keeps_its_name_and_its_methods():
-    layer = Gated(4, 4, rngs=flax_nnx.Rngs(0))
-    layer = apply_policy(layer, "c=bf16")
-    assert (type(layer).__name__, type(layer).__module__) == ("Gated", Gated.__module__)
-    assert isinstance(layer, Gated)
-    assert isinstance(layer, nnx.Linear)
-    x = np.ones((2, 4), np.float32)
-    assert layer(x).dtype == BF16
-    assert type(apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), "bf16")) is type(layer)
-
-
-def test_ours_built_under_one_policy_moves_to_another():
-    with use_policy("mixed_bfloat16"):
-        ours: Any = nnx.Sequential(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
-        )
-    ours = apply_policy(ours, "f16")
-    assert ours(np.ones((2, 4), np.float32)).dtype == F16
-    assert ours.layers[0].kernel.dtype == F16
-
-
-def test_a_submodule_built_with_its_own_policy_keeps_it_and_so_do_its_children():
+def test_ours_moves_to_another_policy_but_a_submodule_built_with_its_own_keeps_it():
     with use_policy("bf16"):
         ours: Any = nnx.Sequential(
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
             nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0)),
         )
     ours = apply_policy(ours, "f16")
-    assert [str(layer.dtype_policy.compute_dtype) for layer in ours.layers] == [
-        "float16",
-        "float32",
-    ]
+    assert ours(np.ones((2, 4), np.float32)).dtype == F16
+    assert [layer.dtype for layer in ours.layers] == [F16, F32]
+    assert [layer.kernel.dtype for layer in ours.layers] == [F16, F32]
     assert apply_policy(ours.layers[1], "bf16").dtype_policy == HALF
 
 
@@ -433,15 +295,6 @@ def test_keep_explicit_on_a_model_of_ours_that_was_built_under_a_policy_keeps_on
     assert ours.layers[0].dtype == ours.layers[1].query.dtype == F16
 
 
-def test_a_decoding_cache_follows_the_policy():
-    layer = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
-    layer.init_cache((1, 3, 4))
-    layer = apply_policy(layer, "mixed_bfloat16")
-    assert layer(np.ones((1, 1, 4), np.float32)).dtype == F32
-    assert layer.cached_key[...].dtype == BF16
-    assert layer.cache_index[...] == 1
-
-
 def test_an_attention_fn_of_the_user_s_own_stays_in_place():
     calls = []
 
@@ -456,54 +309,15 @@ def test_an_attention_fn_of_the_user_s_own_stays_in_place():
     assert calls == [BF16]
 
 
-def test_it_works_after_split_and_merge_and_the_merged_model_keeps_it():
+def test_split_merged_and_abstract_models_get_and_keep_a_policy():
     definition, state = flax_nnx.split(model())
     theirs = apply_policy(flax_nnx.merge(definition, state, copy=True), "mixed_bfloat16")
     again = flax_nnx.merge(*flax_nnx.split(theirs))
     assert policies(again) == policies(theirs)
     assert [x.dtype for x in again(IDS)] == [F32, F32]
-
-
-def test_an_abstract_model_gets_a_policy_too():
-    theirs = flax_nnx.eval_shape(lambda: Model(rngs=flax_nnx.Rngs(0)))
-    theirs = apply_policy(theirs, "bf16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(flax_nnx.state(theirs, flax_nnx.Param))} == {
-        jnp.dtype(BF16)
-    }
-
-
-@pytest.mark.parametrize("copied", ["clone", "deepcopy", "pickle"])
-def test_copies_keep_the_policy(copied):
-    copies = {
-        "clone": flax_nnx.clone,
-        "deepcopy": copy.deepcopy,
-        "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    }
-    layer = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
-    twin = copies[copied](layer)
-    assert type(twin) is type(layer)
-    assert twin.dtype_policy == MIXED
-    np.testing.assert_array_equal(
-        twin(np.ones((2, 4), np.float32)), layer(np.ones((2, 4), np.float32))
-    )
-
-
-def test_references_and_training_work_through_an_adopted_model():
-    class Net(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
-            self.drop = flax_nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.drop(self.linear(x))
-
-    net = apply_policy(Net(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
-    x = jnp.ones((8, 4))
-    assert not np.array_equal(net(x) == 0, net(x) == 0)
-    net.eval()
-    assert np.array_equal(net(x), net(x))
-    gradient = flax_nnx.grad(lambda net: (net(x) ** 2).mean())(net)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
+    abstract = apply_policy(flax_nnx.eval_shape(lambda: Model(rngs=flax_nnx.Rngs(0))), "bf16")
+    params = jax.tree.leaves(flax_nnx.state(abstract, flax_nnx.Param))
+    assert {leaf.dtype for leaf in params} == {jnp.dtype(BF16)}
 
 
 def test_an_optimizer_made_for_the_copy_trains_it_alone():
@@ -521,54 +335,10 @@ def test_an_optimizer_made_for_the_copy_trains_it_alone():
 
     losses = [float(step(ported, optimizer)) for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
+    gradient = flax_nnx.grad(lambda net: net(IDS)[0].sum())(ported)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
     assert np.any(ported.heads.a.kernel[...] != theirs.heads.a.kernel[...])
     jax.tree.map(np.testing.assert_array_equal, before, flax_nnx.state(theirs, flax_nnx.Param))
-
-
-@pytest.mark.parametrize("transform", ["vmap", "scan", "remat", "jit"])
-def test_flax_s_transformations_of_methods_run_in_a_port(transform):
-    """Each Net calls its block through a transformation of the user's."""
-
-    class Block(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x) * jnp.exp(x)
-
-    class Net(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            if transform in ("vmap", "scan"):
-                rngs = rngs.split(3)
-                self.block = flax_nnx.vmap(lambda rngs: Block(rngs=rngs))(rngs)
-            else:
-                self.block = Block(rngs=rngs)
-
-        def __call__(self, x):
-            call = lambda block, x: block(x)  # noqa: E731
-            if transform == "vmap":
-                return flax_nnx.vmap(call, in_axes=(0, None))(self.block, x).sum(0)
-            if transform == "scan":
-                axes = {"in_axes": (0, flax_nnx.Carry), "out_axes": flax_nnx.Carry}
-                return flax_nnx.scan(call, **axes)(self.block, x)
-            return getattr(flax_nnx, transform)(call)(self.block, x)
-
-    theirs = Net(rngs=flax_nnx.Rngs(0))
-    ported = apply_policy(theirs, "mixed_bfloat16")
-    x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-    np.testing.assert_allclose(ported(x), theirs(x), rtol=0.03, atol=0.03)
-    text = program(ported, x)
-    assert "bf16[" in text.split("= dot_general")[0].splitlines()[-1]
-    assert ":bf16[2,4] = exp" not in text
-    gradient = flax_nnx.grad(lambda net: net(x).sum())(ported)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(F32)}
-
-
-def test_the_layers_of_a_module_that_was_not_given_a_policy_stay_flax_s():
-    theirs = model()
-    theirs.heads.a = apply_policy(theirs.heads.a, "bf16")
-    assert theirs.heads.a.kernel.dtype == BF16
-    assert type(theirs.heads.b) is flax_nnx.Linear and theirs.heads.b.kernel.dtype == F32
 
 
 def test_bare_parameters_of_a_module_are_cast_and_cycles_end():
@@ -608,16 +378,3 @@ def test_a_model_with_a_metaclass_of_its_own_is_adopted():
     theirs = apply_policy(Theirs(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
     assert theirs(np.ones((2, 4), np.float32)).dtype == F32
     assert isinstance(type(theirs), Meta)
-
-
-def test_a_module_that_is_no_pytree_is_adopted():
-    class Theirs(flax_nnx.Module, pytree=False):
-        def __init__(self, *, rngs):
-            self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    theirs = apply_policy(Theirs(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16", {"linear": "bf16"})
-    assert theirs.linear.kernel.dtype == BF16
-    assert theirs(np.ones((2, 4), np.float32)).dtype == F32

@@ -10,6 +10,7 @@ never in the state.
 import copy
 import inspect
 import pickle
+import re
 import warnings
 
 import jax
@@ -36,43 +37,28 @@ class Net(nnx.Module):
         return self.norm(self.linear(x))
 
 
-@pytest.fixture
-def global_policy():
-    yield set_policy
-    set_policy(None)
-
-
-def test_an_argument_gives_a_layer_its_policy():
+def test_an_argument_gives_a_policy_to_what_is_built_inside():
     layer = nnx.Linear(4, 4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     assert layer.dtype_policy == MIXED
     assert (layer.dtype, layer.param_dtype) == (jnp.bfloat16, jnp.float32)
-
-
-def test_an_argument_of_a_module_reaches_the_layers_built_inside():
     net = Net(dtype_policy="bf16", rngs=nnx.Rngs(0))
     assert net.dtype_policy == net.linear.dtype_policy == net.norm.dtype_policy == HALF
     assert net.linear.kernel.dtype == net.norm.scale.dtype == jnp.bfloat16
 
 
-def test_a_class_rule_in_force_gives_a_policy():
-    with use_policy("mixed_bfloat16", rules={nnx.LayerNorm: "f32"}):
-        net = Net(rngs=nnx.Rngs(0))
-    assert (net.dtype_policy, net.linear.dtype_policy, net.norm.dtype_policy) == (
-        MIXED,
-        MIXED,
-        FULL,
-    )
-
-
-def test_a_class_rule_on_a_module_holds_for_what_it_builds():
-    with use_policy("mixed_bfloat16", rules=[(Net, "f32")]):
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (nnx.LayerNorm, (MIXED, MIXED, FULL)),
+        (flax_nnx.LayerNorm, (MIXED, MIXED, FULL)),
+        (Net, (FULL, FULL, FULL)),
+    ],
+)
+def test_a_class_rule_in_force_holds_for_the_class_and_what_it_builds(cls, expected):
+    with use_policy("mixed_bfloat16", rules={cls: "f32"}):
         net, other = Net(rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    assert (net.linear.dtype_policy, other.dtype_policy) == (FULL, MIXED)
-
-
-def test_a_class_rule_of_flax_s_class_holds_for_ours():
-    with use_policy("mixed_bfloat16", rules={flax_nnx.LayerNorm: "f32"}):
-        assert Net(rngs=nnx.Rngs(0)).norm.dtype_policy == FULL
+    assert (net.dtype_policy, net.linear.dtype_policy, net.norm.dtype_policy) == expected
+    assert other.dtype_policy == MIXED
 
 
 def test_a_class_rule_reaches_the_layers_that_attention_builds():
@@ -82,22 +68,26 @@ def test_a_class_rule_reaches_the_layers_that_attention_builds():
     assert (layer.query.dtype_policy, layer.query.dtype) == (FULL, jnp.float32)
 
 
-def test_a_block_and_the_global_policy_give_a_policy_and_without_either_there_is_none(
-    global_policy,
-):
-    global_policy("float32")
+def test_path_rules_around_construction_are_refused_with_a_pointer():
+    with (
+        use_policy("f32", rules={"head": "bf16"}),
+        pytest.raises(
+            ValueError, match=r"^Building Linear under .*: path rules can't apply here, "
+        ),
+    ):
+        nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+def test_a_block_and_the_global_policy_give_a_policy_and_without_either_there_is_none():
+    set_policy("float32")
     with use_policy("mixed_bfloat16"):
         assert Net(rngs=nnx.Rngs(0)).linear.dtype_policy == MIXED
     assert Net(rngs=nnx.Rngs(0)).linear.dtype_policy == FULL
-    global_policy(None)
-    net = Net(rngs=nnx.Rngs(0))
-    assert net.dtype_policy is net.linear.dtype_policy is net.linear.dtype is None
-
-
-def test_a_policy_of_none_in_a_block_builds_without_one(global_policy):
-    global_policy("mixed_bfloat16")
     with use_policy(None):
         assert Net(rngs=nnx.Rngs(0)).linear.dtype_policy is None
+    set_policy(None)
+    net = Net(rngs=nnx.Rngs(0))
+    assert net.dtype_policy is net.linear.dtype_policy is net.linear.dtype is None
 
 
 def test_a_module_built_in_a_call_obeys_the_caller():
@@ -123,27 +113,18 @@ def test_a_child_built_before_its_parent_obeys_what_was_in_force_then():
     assert (holder.dtype_policy, holder.child.dtype_policy) == (FULL, MIXED)
 
 
+class Stack(nnx.Module):
+    def __init__(self, layers):
+        self.layers = nnx.List(layers)
+
+
 def test_a_container_refuses_a_policy_that_its_children_can_t_follow():
-    expected = (
-        r"^Sequential\(dtype_policy='params=float32,compute=bfloat16,output=float32'\): LayerNorm, "
-        r"Linear had been built before, under another policy or none, and their parameters keep "
-        r"their dtypes\. Build them inside Sequential, or in a use_policy block, or call "
-        r"mpmodules\.nnx\.apply_policy\(model, policy\) on the whole model\.$"
-    )
-    with pytest.raises(ValueError, match=expected):
-        nnx.Sequential(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
-            nnx.relu,
-            nnx.LayerNorm(4, rngs=nnx.Rngs(0)),
-            dtype_policy=MIXED,
-        )
-
-
-def test_a_container_refuses_flax_s_own_layers_and_children_in_lists_too():
-    class Stack(nnx.Module):
-        def __init__(self, layers):
-            self.layers = nnx.List(layers)
-
+    ours = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError,
+        match=r"^Sequential\(dtype_policy=.*: LayerNorm, Linear had been built before, ",
+    ):
+        nnx.Sequential(*ours, dtype_policy=MIXED)
     with pytest.raises(ValueError, match=r"^Stack\(dtype_policy=.*: Linear had been built before"):
         Stack([flax_nnx.Linear(4, 4, rngs=nnx.Rngs(0))], dtype_policy=MIXED)
 
@@ -151,28 +132,11 @@ def test_a_container_refuses_flax_s_own_layers_and_children_in_lists_too():
 def test_a_container_takes_children_that_obey_its_policy_or_carry_their_own():
     with use_policy("mixed_bfloat16"):
         inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"):
+            explicit = nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
     own = nnx.Linear(4, 4, dtype_policy="f32", rngs=nnx.Rngs(0))
-    model = nnx.Sequential(inner, nnx.relu, own, dtype_policy="mixed_bfloat16")
+    model = nnx.Sequential(inner, nnx.relu, own, explicit, dtype_policy="mixed_bfloat16")
     assert model(X).dtype == jnp.float32
-
-
-def test_a_container_takes_a_child_that_obeys_an_explicit_dtype_against_the_same_policy():
-    with (
-        use_policy("mixed_bfloat16"),
-        pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float32"),
-    ):
-        child = nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    assert nnx.Sequential(child, dtype_policy="mixed_bfloat16")(X).dtype == jnp.float32
-
-
-def test_path_rules_around_construction_are_refused_with_a_pointer():
-    expected = (
-        r"^Building Linear under use_policy\(rules=\.\.\.\): path rules can't apply here, because "
-        r"an nnx module has no path while the model is being built\. Build the model first and "
-        r"call mpmodules\.nnx\.apply_policy\(model, policy, rules\); class rules work in a scope\.$"
-    )
-    with use_policy("f32", rules={"head": "bf16"}), pytest.raises(ValueError, match=expected):
-        nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
 
 def test_the_signature_shows_dtype_policy():
@@ -406,32 +370,22 @@ def test_a_failed_construction_leaves_no_policy_behind():
     assert nnx.Linear(4, 4, rngs=nnx.Rngs(0)).dtype_policy is None
 
 
-def test_a_scope_around_a_call_changes_no_layer_and_warns_once():
-    net = Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
-    expected = (
-        r"^Net was built under 'params=float32,compute=bfloat16,output=float32'\. The scope "
-        r"around this call, 'params=float32,compute=float32,output=float32', changes no nnx layer, "
-        r"because layers capture their policy when they are built: build the model in the "
-        r"scope, or call mpmodules\.nnx\.apply_policy\(model, policy\)\.$"
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with use_policy("float32"):
-            jaxpr = str(jax.make_jaxpr(lambda x: net(x))(X))
-            net(X)
-    assert "bf16[2,4] = dot_general" in jaxpr
-    assert [warning.category for warning in caught] == [DtypePolicyWarning]
-    with use_policy("float32"), pytest.warns(DtypePolicyWarning, match=expected):
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("mixed_bfloat16", "under 'params=float32,compute=bfloat16,output=float32'"),
+        (None, "under no policy"),
+    ],
+)
+def test_a_scope_around_a_call_changes_no_layer_and_warns_once(policy, told):
+    net = Net(dtype_policy=policy, rngs=nnx.Rngs(0))
+    expected = str(jax.make_jaxpr(lambda x: net(x))(X))
+    with use_policy("f16"), pytest.warns(DtypePolicyWarning) as warned:
+        assert str(jax.make_jaxpr(lambda x: net(x))(X)) == expected
         net(X)
-
-
-def test_a_scope_around_a_call_of_a_model_without_policy_warns_and_changes_nothing():
-    net = Net(rngs=nnx.Rngs(0))
-    with (
-        use_policy("bf16"),
-        pytest.warns(DtypePolicyWarning, match=r"^Net was built under no policy\. The scope"),
-    ):
-        assert net(X).dtype == jnp.float32
+    assert len(warned) == 1
+    text = f"^Net was built {told}\\. The scope around this call, .*, changes no nnx layer, because"
+    assert re.match(text, str(warned[0].message))
 
 
 def test_no_warning_where_the_scope_agrees_or_there_is_none():
@@ -441,3 +395,55 @@ def test_no_warning_where_the_scope_agrees_or_there_is_none():
     net(X)
     with use_policy(Policy("f32", "bf16", "f32")):
         net(X)
+
+
+def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
+    class Built(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.width = self.features(jnp.ones((1, 4))).shape[-1]
+
+        def features(self, x):
+            return self.linear(x)
+
+        def __call__(self, x):
+            return self.features(x)
+
+    class Derived(nnx.Linear):
+        def __init__(self, *, rngs):
+            super().__init__(4, 4, rngs=rngs)
+            self.width = self(jnp.ones((1, 4))).shape[-1]
+
+    with warnings.catch_warnings(), use_policy(MIXED):
+        warnings.simplefilter("error")
+        models = [
+            Built(rngs=nnx.Rngs(0)),
+            Built(rngs=nnx.Rngs(0), dtype_policy="bf16"),
+            Derived(rngs=nnx.Rngs(0)),
+        ]
+    assert [model.dtype_policy for model in models] == [MIXED, get_policy("bf16"), MIXED]
+
+
+def test_another_module_that_was_built_under_no_policy_still_warns_when_init_calls_it():
+    plain = nnx.Sequential(lambda x: x)
+
+    class Calls(nnx.Module):
+        def __init__(self):
+            self.width = plain(jnp.ones((1, 4))).shape[-1]
+
+    with (
+        use_policy(MIXED),
+        pytest.warns(DtypePolicyWarning, match="^Sequential was built under no policy"),
+    ):
+        Calls()
+
+
+def test_dtype_attributes_of_modules_of_ours_are_their_own():
+    class Ours(nnx.Module):
+        def __init__(self):
+            self.dtype = jnp.float32
+
+        def __call__(self, x):
+            return x
+
+    assert nnx.apply_policy(Ours(), MIXED, dtype_fields=True).dtype is jnp.float32

@@ -7,10 +7,6 @@ ours.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-import inspect
-import pydoc
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,59 +37,6 @@ class Net(nnx.Module):
 @pytest.fixture
 def net():
     return Net(dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
-
-
-def test_everything_that_flax_exports_is_there_lazy_names_too():
-    missing = set(dir(flax_nnx)) - set(dir(nnx))
-    assert not missing
-    for name in dir(flax_nnx):
-        if not name.startswith("__"):
-            getattr(nnx, name)
-
-
-def test_names_that_flax_makes_on_demand_are_forwarded_and_unknown_ones_are_errors(monkeypatch):
-    monkeypatch.setattr(flax_nnx, "of_tomorrow", object(), raising=False)
-    assert nnx.of_tomorrow is flax_nnx.of_tomorrow
-    with pytest.raises(AttributeError, match="no_such_layer"):
-        _ = nnx.no_such_layer
-
-
-def test_what_is_not_ours_is_flax_s_own():
-    for name in dir(flax_nnx):
-        ours = getattr(nnx, name)
-        if not name.startswith("_") and ours is not getattr(flax_nnx, name):
-            assert ours.__module__.startswith(("mpmodules.", "policy.")), name
-    assert {cls.__name__ for cls in LAYERS} <= set(dir(nnx))
-
-
-def test_every_layer_of_ours_is_documented_and_has_flax_s_parameters():
-    for theirs, ours in LAYERS.items():
-        assert ours.__name__ == theirs.__name__
-        assert ours.__doc__
-        assert ours.__doc__ != theirs.__doc__
-        names = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
-        assert names == list(inspect.signature(theirs.__init__).parameters)[1:]
-        assert list(inspect.signature(ours.__call__).parameters) == list(
-            inspect.signature(theirs.__call__).parameters
-        )
-
-
-def test_help_describes_flaxs_arguments_and_ours():
-    text = pydoc.plain(pydoc.render_doc(nnx.Linear))
-    for line in (
-        "`flax.nnx.Linear` that obeys policies.",
-        "out_features: the number of output features.",
-        "dtype_policy: a `Policy` or its text form, captured when the layer is built",
-    ):
-        assert text.count(line) == 1
-    for theirs, ours in LAYERS.items():
-        for name in re.findall(
-            r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE
-        ):
-            assert re.search(rf"^ +{name}: ", ours.__doc__ or "", re.MULTILINE), (
-                f"{ours.__name__}: {name}"
-            )
-        assert (ours.__doc__ or "").count("  dtype_policy: ") == 1, ours.__name__
 
 
 def test_display_repr_and_tabulate_show_the_policy_and_do_not_fail(net, capsys):

@@ -27,7 +27,7 @@ from flax import nnx as flax_nnx
 import policy
 from mpmodules import autocast, get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
-from tests.programs import named, operations
+from tests.programs import operations
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MIXED = get_policy("mixed_bfloat16")
@@ -365,24 +365,6 @@ def test_graph_definitions_and_flax_s_transformations_hold():
     assert program(one, X) == expected
 
 
-def test_stacked_layers_are_ported_and_scanned():
-    @flax_nnx.vmap(in_axes=0, out_axes=0)
-    def build(key):
-        return Other(rngs=flax_nnx.Rngs(key))
-
-    @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
-    @flax_nnx.remat
-    def layers(layer, x):
-        return layer(x)
-
-    stack = apply_policy(build(jax.random.split(jax.random.key(0), 3)), "p=f32,c=bf16,o=bf16")
-    assert isinstance(stack, Other)
-    found = named(
-        operations(lambda x: layers(flax_nnx.clone(stack), x), X.astype(BF16)), "dot_general"
-    )
-    assert {op.inputs for op in found} == {("bfloat16", "bfloat16")}
-
-
 def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
     layer: Any = flax_nnx.MultiHeadAttention(2, 4, decode=True, rngs=flax_nnx.Rngs(0))
     layer = apply_policy(layer, MIXED)
@@ -434,21 +416,6 @@ def test_a_linen_module_inside_runs_as_it_is_and_its_parameters_are_cast():
     model = apply_policy(flax_nnx.Sequential(module, lambda x: x), "bf16", own_code="keep")
     assert model.layers[0].kernel.dtype == BF16 and module.kernel.dtype == F32
     assert model(X).dtype == BF16
-
-
-def test_ours_with_a_policy_of_its_own_inside_of_a_foreign_module_keeps_it():
-    class Holds(flax_nnx.Module):
-        def __init__(self, *, rngs):
-            self.mine = nnx.Linear(4, 4, dtype_policy="f32", rngs=rngs)
-            self.theirs = flax_nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.theirs(self.mine(x))
-
-    model = apply_policy(Holds(rngs=flax_nnx.Rngs(0)), MIXED)
-    assert type(model.mine) is nnx.Linear and model.mine.dtype_policy == get_policy("f32")
-    found = named(operations(pure(model), X), "dot_general")
-    assert [op.inputs for op in found] == [("float32", "float32"), ("bfloat16", "bfloat16")]
 
 
 def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():

@@ -8,10 +8,9 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, set_policy, use_policy
 from mpmodules.nnx import _summary
+from tests.mpmodules.summaries import CONSOLE, F16, FULL, HALF, MIXED, SHORT, cells, lines_of
 
 X = jnp.ones((2, 4))
-CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
-MIXED, SHORT, FULL = "mixed_bfloat16", "p=f32,c=bf16,o=f32", "p=f32,c=f32,o=f32"
 
 
 class Block(nnx.Module):
@@ -44,38 +43,21 @@ def net():
         return Net(nnx.Rngs(0))
 
 
-def lines_of(table):
-    return [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in table.splitlines()
-        if "│" in line
-    ]
-
-
-def cells(table):
-    header = [
-        cell.strip()
-        for cell in next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]
-    ]
-    assert header[2:4] == ["policy", "policy source"]
-    return {line[0]: (line[2], line[3]) for line in lines_of(table) if line[1]}
-
-
 def shown(obj, *args, **options):
     return cells(nnx.tabulate(obj, *args or (X,), console_kwargs=CONSOLE, **options))
 
 
 def test_every_source_is_named(net):
-    half, rule = "p=f16,c=f16,o=f16", ("p=bf16,c=bf16,o=bf16", "rule: MultiHeadAttention")
+    rule = (HALF, "rule: MultiHeadAttention")
     assert shown(net) == {
         "": (SHORT, "scope"),
         "blocks/0": (SHORT, "scope"),
         "blocks/0/linear": (SHORT, "scope"),
         "blocks/0/explicit": (FULL, "argument: dtype=float32; else scope"),
         "blocks/0/theirs": ("", "none: Flax's own"),
-        "own": (half, "argument: dtype_policy"),
-        "own/encode": (half, "argument: dtype_policy"),
-        "own/linear": (half, "enclosing module: Block"),
+        "own": (F16, "argument: dtype_policy"),
+        "own/encode": (F16, "argument: dtype_policy"),
+        "own/linear": (F16, "enclosing module: Block"),
         "own/explicit": (
             "p=f16,c=f32,o=f32",
             "argument: dtype=float32; else enclosing module: Block",
@@ -101,8 +83,8 @@ def test_apply_policy_names_paths(net):
         == rows["blocks/0/theirs"]
         == (FULL, "rule: 'blocks/0/(linear|theirs)'")
     )
-    assert rows["own/theirs"] == ("p=f16,c=f16,o=f16", "enclosing module: own")
-    assert rows["attn/query"] == ("p=bf16,c=bf16,o=bf16", "rule: MultiHeadAttention")
+    assert rows["own/theirs"] == (F16, "enclosing module: own")
+    assert rows["attn/query"] == (HALF, "rule: MultiHeadAttention")
 
 
 def test_the_global_policy_and_none_are_told_apart():
@@ -112,7 +94,7 @@ def test_the_global_policy_and_none_are_told_apart():
         linear, X, console_kwargs=CONSOLE
     )  # without a policy it is Flax's table
     set_policy("bf16")
-    assert shown(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) == {"": ("p=bf16,c=bf16,o=bf16", "global")}
+    assert shown(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) == {"": (HALF, "global")}
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"

@@ -1,0 +1,118 @@
+"""Each wing's face: everything of Flax's is there, and what is ours is documented as Flax's is."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from typing import Any
+
+import pytest
+
+import mpmodules
+from mpmodules import linen, nnx
+from tests.mpmodules.wings import BOTH
+
+
+def changed(wing: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns what is not Flax's own, by name: ours and Flax's."""
+    pairs = {
+        name: (getattr(wing.module, name), getattr(wing.flax, name)) for name in dir(wing.flax)
+    }
+    return {
+        name: (ours, theirs)
+        for name, (ours, theirs) in pairs.items()
+        if not name.startswith("_") and ours is not theirs
+    }
+
+
+def layers(wing: Any) -> list[tuple[Any, Any]]:
+    """Returns the classes of layers, ours and Flax's."""
+    return [
+        (ours, theirs)
+        for name, (ours, theirs) in changed(wing).items()
+        if isinstance(theirs, type) and issubclass(theirs, wing.flax.Module) and name != "Module"
+    ]
+
+
+@BOTH
+def test_everything_that_flax_exports_is_there_lazy_names_too(wing, monkeypatch):
+    assert not set(dir(wing.flax)) - set(dir(wing.module))
+    monkeypatch.setattr(wing.flax, "of_tomorrow", object(), raising=False)
+    assert wing.module.of_tomorrow is wing.flax.of_tomorrow
+    with pytest.raises(AttributeError, match="no_such_layer"):
+        _ = wing.module.no_such_layer
+
+
+@BOTH
+def test_what_is_not_flaxs_own_is_ours_and_takes_what_flaxs_takes(wing):
+    assert {"LayerNorm", "Module", "tabulate"} <= set(changed(wing))
+    for name, (ours, theirs) in changed(wing).items():
+        assert ours.__module__.startswith(("mpmodules.", "policy.")), name
+        assert ours.__name__ == theirs.__name__
+        if wing.name == "linen" and not isinstance(theirs, type):
+            parameters = list(inspect.signature(theirs).parameters)
+            taken = [p for p in inspect.signature(ours).parameters if p != "policy_columns"]
+            assert taken[: len(parameters)] == parameters, name
+    assert len(layers(wing)) > 15
+    for ours, theirs in layers(wing):
+        assert issubclass(ours, theirs) and issubclass(ours, wing.module.Module), ours
+
+
+@BOTH
+def test_every_layer_has_flaxs_parameters_and_documents_them(wing):
+    for ours, theirs in layers(wing):
+        taken = [name for name in inspect.signature(ours).parameters if name != "dtype_policy"]
+        assert ["self", *taken] == list(inspect.signature(theirs.__init__).parameters), ours
+        calls = [list(inspect.signature(cls.__call__).parameters) for cls in (ours, theirs)]
+        assert calls[0] == calls[1], ours
+        text = ours.__doc__ or ""
+        for name in re.findall(
+            r"^ {2,4}(\w+): ", inspect.cleandoc(theirs.__doc__ or ""), re.MULTILINE
+        ):
+            assert re.search(rf"^ +{name}: ", text, re.MULTILINE), f"{ours.__name__}: {name}"
+        assert text.count("  dtype_policy: ") == 1 and text != theirs.__doc__, ours
+
+
+@pytest.mark.parametrize(
+    ("layer", "lines"),
+    [
+        (
+            linen.Dense,
+            (
+                "`flax.linen.Dense` that obeys policies.",
+                "features: the number of output features.",
+                "dtype_policy: a `Policy` or its text form; None obeys a rule",
+            ),
+        ),
+        (
+            nnx.Linear,
+            (
+                "`flax.nnx.Linear` that obeys policies.",
+                "out_features: the number of output features.",
+                "dtype_policy: a `Policy` or its text form, captured when the layer is built",
+            ),
+        ),
+    ],
+)
+def test_help_describes_flaxs_arguments_and_ours(layer, lines):
+    text = pydoc.plain(pydoc.render_doc(layer))
+    assert [text.count(line) for line in lines] == [1, 1, 1]
+
+
+def test_a_docstring_keeps_the_sections_that_follow_the_arguments():
+    text = linen.Sequential.__doc__ or ""
+    assert re.search(r"  dtype_policy: (.|\n)*\n\nRaises:\n  ValueError: ", text)
+
+
+@BOTH
+def test_classes_of_users_keep_their_docstrings(wing):
+    class Documented(wing.module.LayerNorm):
+        """Says this."""
+
+    assert Documented.__doc__ == "Says this."
+
+
+def test_the_policy_names_come_along():
+    names = ("Policy", "PolicyRules", "use_policy", "set_policy", "current_policy")
+    assert all(hasattr(mpmodules, name) for name in names)

@@ -1,0 +1,359 @@
+"""A user's code under a half-precision policy is written for float32, and is pure to its caller."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+from typing import Any
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from policy import DtypePolicyWarning, compute_dtype, get_policy
+from tests.mpmodules.one_rule_bodies import (
+    CONTAINERS,
+    DIFFERENTIABLE,
+    SEEN,
+    checked,
+    io,
+    ours_in,
+)
+from tests.mpmodules.wings import (
+    BOTH,
+    KEY,
+    MIXED,
+    Model,
+    Text,
+    X,
+    batch_norm,
+    cache,
+    dense,
+    dropout,
+    read,
+    weight,
+    write,
+)
+from tests.programs import named
+
+HALF = ("bfloat16", "bfloat16")
+POLICIES = (
+    "mixed_bfloat16",
+    "mixed_float16",
+    "bfloat16",
+    "float16",
+    "float32",
+    "p=f32,c=f32,o=bf16",
+    "p=f32,c=bf16,o=f16",
+)
+
+
+def text(body: Any = lambda x: x) -> Text:
+    """A layer, a matmul of its own, and what `body` does with the result."""
+    return Text(lambda self, x: body(self.layer(x) @ self.w), layer=dense(4, 4), w=weight(4, 4))
+
+
+def close(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05 * float(jnp.abs(b).max()))
+
+
+# --- what the code sees ---------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
+    seen, wanted = [], get_policy(policy)
+
+    def body(x):
+        seen.append((x.dtype.name, str(compute_dtype())))
+        return x
+
+    model = wing.ours(text(body), policy)
+    seen.clear()  # of the initialisation without a policy
+    assert model(X.astype(jnp.float16)).dtype == wanted.output_dtype
+    assert set(model.made().values()) == {wanted.param_dtype.name}
+    gradients = jax.eval_shape(jax.grad(model.total(X)), model.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {wanted.param_dtype}
+    assert set(model.dots(X, gradient=True)) == {(wanted.compute_dtype.name,) * 2}
+    assert set(seen) == {("float32", wanted.compute_dtype.name)}
+
+
+@BOTH
+@pytest.mark.parametrize("body", [*DIFFERENTIABLE, "none"])
+def test_without_a_policy_the_program_is_flaxs(wing, body):
+    function = DIFFERENTIABLE.get(body, lambda x: x)
+    ours, theirs = wing.ours(text(function), None), wing.theirs(text(function))
+    programs = [str(jax.make_jaxpr(each.pure)(each.params, X)) for each in (ours, theirs)]
+    assert programs[0] == programs[1]
+
+
+@BOTH
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("how", CONTAINERS)
+def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
+    make, write_to, read_from = CONTAINERS[how]
+
+    def call(self, x, container):
+        x = self.layer(x)
+        write_to(container, x)
+        return x
+
+    model = wing.ours(Text(call, layer=dense(4, 4)), MIXED, X, make())
+
+    def run(x):
+        container = make()
+        return model(x, container), read_from(container)
+
+    for _ in range(2):  # the second call is not traced again
+        out, held = wrap(run)(X)
+        assert isinstance(held, jax.Array)  # no tracer
+        np.testing.assert_array_equal(held.astype(jnp.float32), out)
+
+
+# --- what can't be traced -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Holder:
+    """No pytree."""
+
+    x: Any
+
+
+FALLBACKS: dict[str, Any] = {
+    "branch": (lambda x: x * 2 if x.sum() > -1e9 else x, "needs the values of arrays"),
+    "float": (lambda x: x * float(x.sum() > -1e9), "needs the values of arrays"),
+    "numpy": (lambda x: x * np.asarray(x).ndim, "needs the values of arrays"),
+    "object": (Holder, "returns a Holder"),
+    "function": (lambda x: lambda: x, "returns a function"),
+}
+OPENED = {"object": lambda out: out.x, "function": lambda out: out()}
+
+
+@BOTH
+@pytest.mark.parametrize("how", FALLBACKS)
+@pytest.mark.parametrize("derivative", [False, True])
+def test_code_that_cannot_be_traced_runs_as_written_and_warns_once(wing, how, derivative):
+    if how == "numpy" and derivative:
+        pytest.skip("NumPy takes no tracer of a derivative")
+    body, reason = FALLBACKS[how]
+    model, opened = wing.ours(text(body), MIXED), OPENED.get(how, lambda out: out)
+    line = "" if how in OPENED else r" at test_one_rule\.py:\d+ \(`"
+
+    def call(params):
+        return opened(model.pure(params, X)).astype(jnp.float32).sum()
+
+    with pytest.warns(DtypePolicyWarning, match=f"^Model can't be traced{line}") as told:
+        outs = [
+            jax.value_and_grad(call)(model.params)[0] if derivative else opened(model(X)).sum()
+            for _ in range(2)
+        ]
+    assert len(told) == 1 and reason in str(told[0].message)
+    close(outs, [opened(wing.theirs(text(body))(X)).sum()] * 2)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["branch", "float", "numpy"])
+def test_under_jit_code_that_needs_values_has_jaxs_error(wing, how):
+    model = wing.ours(text(FALLBACKS[how][0]), MIXED)
+    with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
+        jax.jit(model.pure)(model.params, X)
+
+
+@BOTH
+def test_what_a_call_returns_may_be_no_array(wing):
+    def call(self, x):
+        return {"x": x * jnp.asarray(self.w), "name": "x", "none": None, "n": 3}
+
+    model, found = wing.ours(Text(call, w=weight(1, 4)), MIXED), {}
+
+    def loss(params):
+        found.update(model.pure(params, X))
+        return found.pop("x").sum()
+
+    jax.grad(loss)(model.params)
+    assert found == {"name": "x", "none": None, "n": 3}
+
+
+@BOTH
+def test_a_class_that_keeps_its_code_is_silent_and_runs_in_the_dtypes_that_it_meets(wing):
+    seen: list[Any] = []
+
+    def call(self, x):
+        seen.append((x.dtype.name, self.layer(x).dtype.name, jnp.asarray(self.w).dtype.name))
+        return x if float(x.astype(jnp.float32).sum()) > 1e9 else x * 2
+
+    model = wing.ours(
+        Text(call, "Keeps", {"own_code": "keep"}, layer=dense(4, 4), w=weight(4)), MIXED
+    )
+    seen.clear()
+    assert model(X).dtype == jnp.float32
+    assert seen == [("bfloat16", "bfloat16", "float32")]
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["eager", "jit", "grad"])
+def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
+    wide = []
+    model = wing.ours(text(lambda x: x @ jnp.ones((7, 7)) if wide else x), MIXED)
+    wide.append(True)
+    wrap: Any = {"jit": jax.jit, "grad": jax.grad}.get(how)
+    with pytest.raises(TypeError) as raised:
+        wrap(model.total(X))(model.params) if wrap else model(X)
+    names = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    own = [name for name in names if "/jax/" not in name]
+    assert own[-1] == __file__ and ours_in(raised.value) <= 12
+
+
+# --- effects and derivatives ----------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("body", DIFFERENTIABLE)
+def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
+    ours = wing.ours(text(DIFFERENTIABLE[body]), MIXED)
+    theirs = wing.theirs(text(DIFFERENTIABLE[body]))
+    for wrap in (lambda f: f, jax.jit):
+        close(*(wrap(jax.grad(each.total(X)))(each.params) for each in (ours, theirs)))
+    assert set(ours.dots(X, gradient=True)) == {HALF}
+
+
+@BOTH
+def test_callbacks_run_once_for_each_call_and_get_float32(wing):
+    models = [wing.ours(text(body), MIXED) for body in (io, DIFFERENTIABLE["debug_callback"])]
+    jax.effects_barrier()
+    SEEN.clear()
+    for model in models:
+        for _ in range(2):  # the second is not traced again
+            model(X)
+        jax.jit(model.pure)(model.params, X)
+        jax.effects_barrier()
+    assert SEEN == ["float32"] * 6
+
+
+@BOTH
+def test_debug_print_prints_once_for_each_call(wing, capfd):
+    model = wing.ours(text(DIFFERENTIABLE["debug_print"]), MIXED)
+    jax.effects_barrier()
+    capfd.readouterr()
+    for _ in range(2):
+        model(X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("of 12") == 2
+
+
+@BOTH
+def test_checks_are_functionalised(wing):
+    checks = []
+    model = wing.ours(text(lambda x: checked(x) if checks else x), MIXED)
+    checks.append(True)
+    for run in (lambda f: f, jax.jit):
+        check = run(checkify.checkify(model.pure))
+        assert check(model.params, X)[0].get() is None
+        assert "too large" in str(check(model.params, X * 1e12)[0].get())
+
+
+@BOTH
+def test_a_saved_name_is_saved_in_half(wing):
+    model = wing.ours(text(DIFFERENTIABLE["checkpointed"]), MIXED)
+    names = named(model.operations(X, gradient=True), "name")
+    assert names and {op.outputs for op in names} == {("bfloat16",)}
+
+
+def _jvp(f: Any) -> Any:
+    return lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1]
+
+
+def _linearized(f: Any) -> Any:
+    return lambda w: jax.linearize(f, w)[1](jnp.ones_like(w))
+
+
+@BOTH
+@pytest.mark.parametrize("derive", [jax.hessian, jax.jacfwd, jax.jacrev, _jvp, _linearized])
+def test_second_derivatives_and_forward_mode(wing, derive):
+    def derived(model: Model) -> Any:
+        flat, unravel = jax.flatten_util.ravel_pytree(model.params)
+        return derive(lambda flat: jnp.square(model.pure(unravel(flat), X)).sum())(flat)
+
+    close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_statistics_and_dropout_are_those_of_flax(wing):
+    def call(self, x):
+        return self.dropout(self.norm(self.dropout(x @ self.w))) * self.scale
+
+    parts: dict[str, Any] = {"w": weight(4, 4), "scale": weight(1, 4)}
+    busy = Text(call, norm=batch_norm(4), dropout=dropout(0.5), **parts)
+    x = 1 + jax.random.normal(KEY, (64, 4))
+    ours, theirs = wing.ours(busy, MIXED, x), wing.theirs(busy, x)
+    for _ in range(2):
+        np.testing.assert_array_equal(ours(x) == 0, theirs(x) == 0)
+    assert jax.tree.structure(ours.state) == jax.tree.structure(theirs.state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(ours.state)} == {jnp.dtype("float32")}
+    close(ours.state, theirs.state)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["slice", "at"])
+def test_a_cache_in_half_stays_in_half(wing, how):
+    def call(self, x):
+        """Writes attention's cache by hand."""
+        key, index, keys = self.layer(x), read(self.index), read(self.keys)
+        if how == "slice":
+            keys = jax.lax.dynamic_update_slice(keys, key.astype(keys.dtype), (index, 0))
+        else:
+            keys = keys.at[index].set(key[0].astype(keys.dtype))
+        write(self.keys, keys)
+        write(self.index, index + 1)
+        return keys @ key[0].astype(keys.dtype)
+
+    parts: dict[str, Any] = {"keys": cache(jnp.zeros((8, 4), jnp.bfloat16))}
+    model = wing.ours(
+        Text(call, layer=dense(4, 4), index=cache(jnp.array(0)), **parts), MIXED, X[:1]
+    )
+
+    def state():
+        return sorted(jax.tree.leaves(model.state), key=jnp.ndim)
+
+    before = int(state()[0])
+    for _ in range(2):
+        assert model(X[:1]).dtype == jnp.float32
+    index, keys = state()
+    assert keys.dtype == jnp.bfloat16 and int(index) == before + 2
+    assert not (keys[:index] == 0).all(1).any() and (keys[index:] == 0).all()
+    written = named(model.operations(X[:1]), "dynamic_update_slice", "scatter")
+    assert written and {op.outputs for op in written} == {("bfloat16",)}
+
+
+@BOTH
+def test_two_threads_with_two_policies_do_not_mix(wing):
+    barrier, found, models = threading.Barrier(2), {}, {}
+
+    def body(x):
+        if len(models) == len(policies):
+            barrier.wait(timeout=60)
+        return x * (2 if str(compute_dtype()) == "bfloat16" else 3)
+
+    def work(policy, dtype):
+        ops = named(models[policy].operations(X), "dot_general", "mul")
+        found[policy] = {op.outputs for op in ops} == {(dtype,)}
+
+    policies = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+    for policy in policies:
+        models[policy] = wing.ours(text(body), policy)
+    threads = [threading.Thread(target=work, args=pair) for pair in policies.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(policies, True)

@@ -1,0 +1,247 @@
+"""A changed import line: the same tree and values, and the program that a careful author threads by
+hand.
+"""
+
+# What Flax returns is typed as Flax's own class.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+from policy import get_policy, use_policy
+from tests.mpmodules.wings import (
+    BOTH,
+    KEY,
+    MIXED,
+    LinenModel,
+    Model,
+    NnxModel,
+    Text,
+    dense,
+    dropout,
+    layer,
+    layer_norm,
+)
+from tests.programs import MOVES, assert_same_operations
+
+IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 1)), jnp.float32)
+POLICIES = ("mixed_bfloat16", "bfloat16", "p=f32,c=bf16,o=bf16", "p=bf16,c=bf16,o=f32", "float32")
+# Casts may stand before a move or after it, and nobody reads how often nnx drew random numbers.
+NOT_COMPARED = (*MOVES, "convert_element_type", "scatter")
+
+
+def conv(width: int, features: int, strides: int = 1, **dtypes: Any) -> Any:
+    return layer(
+        lambda nn: nn.Conv(features, (3, 3), strides=strides, **dtypes),
+        lambda nnx, rngs: nnx.Conv(width, features, (3, 3), strides=strides, rngs=rngs, **dtypes),
+    )
+
+
+def plain(**dtypes: Any) -> Text:
+    """Layers that need no numerical repair; `dtypes` are what an author threads by hand."""
+
+    def features(self, x):
+        x = jax.nn.relu(self.stem(x))
+        x = x + self.drop(jax.nn.gelu(self.block(self.conv(x))))
+        return jnp.tanh(x[:, :2, :2]).reshape(x.shape[0], -1)
+
+    return Text(
+        lambda self, x: self.head(jax.nn.silu(self.hidden(self.features(x)))),
+        "Net",
+        {"features": features},
+        stem=conv(1, 4, 2, **dtypes),
+        conv=conv(4, 4, **dtypes),
+        block=Text(
+            lambda self, x: x + self.down(self.up(x)),
+            "Block",
+            up=dense(4, 8, **dtypes),
+            down=dense(8, 4, use_bias=False, **dtypes),
+        ),
+        drop=dropout(0.25),
+        hidden=dense(16, 6, use_bias=False, **dtypes),
+        head=layer(
+            lambda nn: nn.DenseGeneral((2, 3), **dtypes),
+            lambda nnx, rngs: nnx.LinearGeneral((6,), (2, 3), rngs=rngs, **dtypes),
+        ),
+    )
+
+
+def repaired(**dtypes: Any) -> Text:
+    """Layers whose arithmetic we mend: their trees and values must stay upstream's."""
+
+    def call(self, x):
+        x = self.group(self.batch(self.conv(x)))
+        x = self.norm(x.reshape((x.shape[0], -1, 4)))
+        x = x + self.embed(jnp.arange(x.shape[1])[None] % 4)
+        return (x + self.attention(self.rms(x))).mean(1)
+
+    return Text(
+        call,
+        "Net",
+        conv=conv(1, 4, **dtypes),
+        batch=layer(
+            lambda nn: nn.BatchNorm(use_running_average=False, **dtypes),
+            lambda nnx, rngs: nnx.BatchNorm(4, rngs=rngs, **dtypes),
+        ),
+        group=layer(
+            lambda nn: nn.GroupNorm(2, **dtypes),
+            lambda nnx, rngs: nnx.GroupNorm(4, num_groups=2, rngs=rngs, **dtypes),
+        ),
+        norm=layer_norm(4, **dtypes),
+        embed=layer(
+            lambda nn: nn.Embed(4, 4, **dtypes),
+            lambda nnx, rngs: nnx.Embed(4, 4, rngs=rngs, **dtypes),
+        ),
+        rms=layer(
+            lambda nn: nn.RMSNorm(**dtypes), lambda nnx, rngs: nnx.RMSNorm(4, rngs=rngs, **dtypes)
+        ),
+        attention=layer(
+            lambda nn: nn.MultiHeadDotProductAttention(2, **dtypes),
+            lambda nnx, rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs, **dtypes),
+        ),
+    )
+
+
+TEXTS = {"plain": plain, "repaired": repaired}
+EACH = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+
+
+def initial(wing: Any, text: Text, modules: Any) -> Any:
+    """Returns the parameters as `modules` initialise them in the scope."""
+
+    def init() -> Any:
+        if wing.name == "linen":
+            keys = {"params": KEY, "dropout": KEY}
+            return text.linen_class(modules)().init(keys, IMAGES)["params"]
+        model = text.nnx_class(modules)(rngs=flax_nnx.Rngs(0, dropout=1))
+        return flax_nnx.to_pure_dict(flax_nnx.state(model, flax_nnx.Param))
+
+    with jax.numpy_dtype_promotion("standard"):  # upstream's mix dtypes where params are half
+        return jax.jit(init)()
+
+
+def scoped(wing: Any, text: Text, policy: str) -> Model:
+    """Returns the model of ours under a scope, without a policy of its own."""
+    with use_policy(policy):
+        if wing.name == "nnx":
+            return NnxModel(text.nnx_class(wing.module)(rngs=flax_nnx.Rngs(0, dropout=1)))
+        classes = text.linen_class(wing.module), text.linen_class(wing.flax)
+        model = LinenModel(*(cls() for cls in classes), policy, (IMAGES,))
+    inner = model.pure
+
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        with use_policy(policy):
+            return inner(*args, **kwargs)
+
+    model.pure = pure
+    return model
+
+
+def by_hand(wing: Any, text: Callable[..., Text], policy: Any) -> Model:
+    """Returns Flax's model with dtypes threaded by hand, and casts around it."""
+    policy = get_policy(policy)
+    dtypes = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+    model = wing.theirs(text(**dtypes), IMAGES)
+    inner = model.pure
+
+    def pure(params: Any, x: jax.Array, **kwargs: Any) -> Any:
+        return inner(params, x.astype(policy.compute_dtype), **kwargs).astype(policy.output_dtype)
+
+    model.pure = pure
+    return model
+
+
+def gradient(model: Model) -> Any:
+    """Returns the value and gradients of a loss, by parameters but biases, whose sum is ours."""
+
+    def frozen(path: Any, leaf: Any) -> Any:
+        is_bias = any(getattr(key, "key", None) == "bias" for key in path)
+        return jax.lax.stop_gradient(leaf) if is_bias else leaf
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        params = jax.tree_util.tree_map_with_path(frozen, params)
+        return jnp.square(model.pure(params, x).astype(jnp.float32)).sum()
+
+    return jax.value_and_grad(loss)
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("policy", [None, "mixed_float16", "p=f16,c=bf16,o=f32"])
+def test_the_initial_values_are_flaxs_with_param_dtype_threaded_by_hand(wing, text, policy):
+    param_dtype = jnp.dtype("float32") if policy is None else get_policy(policy).param_dtype
+    theirs = initial(wing, text(param_dtype=param_dtype), wing.flax)
+    with use_policy(policy):
+        assert_same_bits(initial(wing, text(), wing.module), theirs)
+
+
+@BOTH
+@EACH
+def test_without_a_policy_the_program_is_flaxs(wing, text):
+    programs = []
+    for model in (wing.ours(text(), None, IMAGES), wing.theirs(text(), IMAGES)):
+        step = jax.value_and_grad(lambda p, x, m=model: jnp.square(m.pure(p, x)).sum(), (0, 1))
+        programs.append(jax.jit(step).lower(model.params, IMAGES).as_text())
+    assert programs[0] == programs[1]
+
+
+@BOTH
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["scope", "argument"])
+def test_with_a_policy_programs_are_those_threaded_by_hand(wing, policy, way):
+    make = scoped if way == "scope" else lambda wing, text, policy: wing.ours(text, policy, IMAGES)
+    ours, threaded = make(wing, plain(), policy), by_hand(wing, plain, policy)
+    for of in (lambda model: model.pure, gradient):
+        given, others = (ours.params, IMAGES), (threaded.params, IMAGES)
+        assert_same_operations(of(ours), of(threaded), *given, others=others, besides=NOT_COMPARED)
+
+
+@BOTH
+def test_another_public_method_is_the_program_threaded_by_hand(wing):
+    ours, threaded = scoped(wing, plain(), MIXED), by_hand(wing, plain, MIXED)
+    f, g = (
+        lambda params, x, m=model: m.pure(params, x, method="features")
+        for model in (ours, threaded)
+    )
+    others = (threaded.params, IMAGES)
+    assert_same_operations(f, g, ours.params, IMAGES, others=others, besides=NOT_COMPARED)
+
+
+@BOTH
+def test_values_and_gradients_are_those_threaded_by_hand_bit_for_bit(wing):
+    ours, threaded = scoped(wing, plain(), MIXED), by_hand(wing, plain, MIXED)
+    results = [jax.jit(gradient(model))(model.params, IMAGES) for model in (ours, threaded)]
+    leaves = [jax.tree.leaves(result) for result in results]
+    assert_same_bits(*leaves)
+
+
+@BOTH
+def test_a_checkpoint_of_flaxs_model_loads_in_ours_and_gives_nearly_the_same(wing):
+    theirs, ours = wing.theirs(repaired(), IMAGES), scoped(wing, repaired(), MIXED)
+    ours.params = jax.tree.unflatten(
+        jax.tree.structure(ours.params), jax.tree.leaves(theirs.params)
+    )
+    out, expected = (jax.jit(model.pure)(model.params, IMAGES) for model in (ours, theirs))
+    assert out.dtype == jnp.float32
+    # 8 bits of mantissa through six layers: a few per cent of the largest output
+    np.testing.assert_allclose(out, expected, atol=0.05 * float(jnp.abs(expected).max()))
+    if wing.name == "nnx":  # states go either way, statistics too
+        theirs.instance(IMAGES)
+        flax_nnx.update(ours.instance, flax_nnx.state(theirs.instance))
+        assert jnp.array_equal(ours.instance.batch.mean[...], theirs.instance.batch.mean[...])
+        flax_nnx.update(theirs.instance, flax_nnx.state(ours.instance))
