@@ -14,6 +14,7 @@ import pytest
 from flax import errors
 
 from mpmodules import linen as our_nn
+from mpmodules.calls.layer_classes import LAYER_OF
 from policy import Policy, current_policy, use_policy
 from tests.programs import apply
 
