@@ -180,10 +180,10 @@ def _with_float32_sums(
 
         call = StatefulCall(flat, args, kwargs)
         traced = PureCall.of(call.inside(), *call.trees)
-        value, leaves = traced.treedef.children()[0].children()
+        value, leaves = traced.result.treedef.children()[0].children()
         before, count = value.num_leaves, leaves.num_leaves
         is_gradient = [
-            before <= i < before + count for i, one in enumerate(traced.is_dynamic) if one
+            before <= i < before + count for i, one in enumerate(traced.result.is_array) if one
         ]
         results = evaluated(traced.jaxpr, traced.arrays, is_gradient, accumulators=accumulators)
         value, gradients = call.finish(traced.returned(results))

@@ -256,15 +256,6 @@ class _Transposition(Interpreter[Any]):
         super().__init__()
         self._dtype = jnp.dtype(dtype)
 
-    def constant(self, array: Any) -> Any:
-        return array
-
-    def arrays(self, value: Any) -> tuple[Any]:
-        return (value,)
-
-    def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
-        return arrays[0]
-
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         is_convolution = equation.primitive.name == "conv_general_dilated"
         given = {"preferred_element_type": self._dtype} if is_convolution else {}

@@ -128,9 +128,6 @@ class Float32Sums(Interpreter[Any]):
         super().__init__()
         self.sums = sums
 
-    def constant(self, array: Any) -> Any:
-        return array
-
     def literal(self, literal: Any) -> Any:
         return literal.val
 

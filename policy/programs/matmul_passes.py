@@ -65,15 +65,6 @@ class _Passes(Interpreter[Any]):
         super().__init__()
         self.device: Device = device
 
-    def constant(self, array: Any) -> Any:
-        return array
-
-    def arrays(self, value: Any) -> Sequence[Any]:
-        return (value,)
-
-    def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
-        return arrays[0]
-
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         if (handler := handler_of(equation)) is not None:
             return handler(self, equation, values)
