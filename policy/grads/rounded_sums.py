@@ -15,8 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from policy.programs.dtypes import F32, float_dtype
-from policy.programs.interpreter import equations_of
+from policy.programs.dtypes import float_dtype, holds_half
 from policy.programs.primitives import (
     ANNOTATES,
     LINEAR_IN_ALL,
@@ -74,8 +73,8 @@ class RoundedSums:
 @functools.lru_cache(maxsize=4096)
 def _results_of(jaxpr: OpenJaxpr) -> frozenset[Any]:
     """Returns the variables that the equations of a program, and of those inside of it, define."""
-    found = {variable for equation in equations_of(jaxpr) for variable in equation.outvars}
-    inner = [one for equation in equations_of(jaxpr) for one in programs_of(equation)]
+    found = {variable for equation in jaxpr.eqns for variable in equation.outvars}
+    inner = [one for equation in jaxpr.eqns for one in programs_of(equation)]
     return frozenset(found.union(*map(_results_of, inner)))
 
 
@@ -104,7 +103,7 @@ class _Search:
                 for atom, one in zip(jaxpr.outvars, is_wanted, strict=True)
                 if one and not isinstance(atom, Literal)
             }
-            for equation in reversed(equations_of(jaxpr)):
+            for equation in reversed(jaxpr.eqns):
                 if not wanted.isdisjoint(equation.outvars):
                     found = [equation.invars[i] for i in self._operands(equation, wanted, weights)]
                     wanted.update(atom for atom in found if not isinstance(atom, Literal))
@@ -127,24 +126,24 @@ class _Search:
             return self._of_cast(equation)
         if name in HANDS_ON or sums_nothing(equation):
             return (0,)
-        if _is_half(result) and self._rounds(equation):
+        if holds_half(result.aval) and self._rounds(equation):
             self.rounded.add(result)
             return ()
         of_dtype = [i for i, x in enumerate(operands) if float_dtype(x.aval) == dtype]
         if name in PRODUCTS:
-            if self.accumulators and not _is_half(result):
+            if self.accumulators and not holds_half(result.aval):
                 return of_dtype
             of_dtype = _scaled(operands, weights)
         elif name not in LINEAR_IN_ALL:
             return ()
-        if of_dtype and _is_half(result):
+        if of_dtype and holds_half(result.aval):
             self.rounded.add(result)
         return of_dtype
 
     def _rounds(self, equation: Equation) -> bool:
         """Returns whether an equation sums half-precision numbers, and rounds the sum."""
         name = equation.primitive.name
-        is_matmul = name in MATMULS and all(map(_is_half, equation.invars[:2]))
+        is_matmul = name in MATMULS and all(holds_half(x.aval) for x in equation.invars[:2])
         return name in WIDENABLE_SUMS or (self.accumulators and is_matmul)
 
     def _of_cast(self, equation: Equation) -> Sequence[int]:
@@ -152,7 +151,7 @@ class _Search:
         before, after = float_dtype(equation.invars[0].aval), float_dtype(equation.outvars[0].aval)
         if before is None or after is None:
             return ()
-        if before.itemsize > after.itemsize and _is_half(equation.outvars[0]):
+        if before.itemsize > after.itemsize and holds_half(equation.outvars[0].aval):
             self.rounded.add(equation.outvars[0])
         return () if before.itemsize == after.itemsize and before != after else (0,)
 
@@ -191,7 +190,7 @@ def _of_weights(jaxpr: OpenJaxpr, is_weight: Sequence[bool]) -> set[Any]:
       is_weight: for each of its arguments, whether it is one.
     """
     weights = {v for v, one in zip(jaxpr.invars, is_weight, strict=True) if one}
-    for equation in equations_of(jaxpr):
+    for equation in jaxpr.eqns:
         if equation.invars and all(_is_of_weights(x, weights) for x in equation.invars):
             weights.update(equation.outvars)
     return weights
@@ -213,8 +212,3 @@ def sums_nothing(equation: Equation) -> bool:
         equation.primitive.name == "reduce_sum"
         and equation.invars[0].aval.size == equation.outvars[0].aval.size
     )
-
-
-def _is_half(atom: Any) -> bool:
-    dtype = float_dtype(atom.aval)
-    return dtype is not None and dtype.itemsize < F32.itemsize

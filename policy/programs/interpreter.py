@@ -83,7 +83,7 @@ class Interpreter(Generic[V]):
         """Returns a value like each output of an equation; None leaves it to its program.
 
         A loop carries values of these kinds from the start, and all branches of a conditional
-        return them. Of a conditional, `branches` are the traced bodies; of others nothing is traced.
+        return them. Of a conditional, `branches` are the traced bodies.
         """
         return [None for _ in equation.outvars]
 
@@ -248,11 +248,6 @@ def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
             if not isinstance(atom, jex_core.Literal):
                 readers.setdefault(atom, collections.Counter())[name] += 1
     return readers
-
-
-def equations_of(jaxpr: OpenJaxpr) -> Sequence[Any]:
-    """Returns the equations of an open jaxpr itself."""
-    return jaxpr.eqns
 
 
 Handler = Callable[[Any, Any, list[Any]], list[Any]]

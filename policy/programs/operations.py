@@ -11,15 +11,12 @@ from jax.typing import DTypeLike
 
 from policy.programs.primitives import (
     CASTS,
-    COLLECTIVES,
     CONVOLUTIONS,
     DOTS,
-    OPAQUE_ALGORITHMS,
-    REDUCTION_SUMS,
-    SCATTER_SUMS,
     STEEP,
     SUMMING_COLLECTIVES,
     TRANSCENDENTALS,
+    of_kinds,
 )
 from policy.programs.protocols import Equation
 
@@ -43,12 +40,12 @@ def _kinds() -> dict[str, str]:
     table = {
         "dot": DOTS,
         "convolution": CONVOLUTIONS,
-        "scatter-add": SCATTER_SUMS,
+        "scatter-add": of_kinds("scatter-sum"),
         "transcendental": TRANSCENDENTALS,
-        "collective": COLLECTIVES,
+        "collective": of_kinds("collective-reduce", "collective-move"),
         "cast": CASTS,
-        "opaque": OPAQUE_ALGORITHMS,
-        "reduction": REDUCTION_SUMS,
+        "opaque": of_kinds("kernel", "attention-bwd", "linalg", "fft"),
+        "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
     }
     return {name: kind for kind, names in table.items() for name in names}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -227,13 +226,6 @@ def traced_around(
         args, kwargs = arguments.filled(arrays)
         return called(*args, **kwargs)
 
-    try:
-        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
-    except TypeError as error:
-        said = re.match(
-            r"function flat at \S+ traced for jit (returned a value of type .*)", str(error)
-        )
-        if said is None:
-            raise
-        raise TypeError(f"{name} {said[1]}: it should return arrays.") from None
+    flat.__name__ = name
+    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
     return Traced(jaxpr, shape, arguments, None if call is not None else fn)

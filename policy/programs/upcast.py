@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.programs.control_flow import handler_of
-from policy.programs.dtypes import F32
+from policy.programs.dtypes import F32, is_half
 from policy.programs.placed_interpreter import (
     NO_REFERENCE,
     PlacedInterpreter,
@@ -23,12 +22,6 @@ from policy.programs.placed_interpreter import (
 from policy.programs.primitives import HOST, MATMULS, READS_BITS
 from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, is_jaxpr, opened, programs_of
-
-
-@functools.cache
-def is_half(dtype: DTypeLike) -> bool:
-    """Returns whether a dtype is floating and narrower than float32."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
 def wide_dtype(dtype: DTypeLike) -> Any:
