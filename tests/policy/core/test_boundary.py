@@ -6,33 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from policy import get_policy
-from policy.core.boundary import cast_inputs, cast_outputs, inside, layer_crosses, module_crosses
-from policy.core.rules import PolicyRules
-from policy.core.scope import Scope
+from policy.core.boundary import cast_inputs, cast_outputs
 from policy.programs.scope_names import BOUNDARY
 
-MIXED, F32 = get_policy("mixed_bfloat16"), get_policy("f32")
-
-
-def test_a_module_crosses_where_none_is_open_or_its_policy_differs():
-    assert module_crosses(Scope(MIXED), MIXED)
-    assert not module_crosses(Scope(MIXED, boundary_open=True), get_policy("p=f32,c=bf16,o=f32"))
-    assert module_crosses(Scope(MIXED, boundary_open=True), F32)
-    assert not module_crosses(Scope(), None)
-
-
-def test_a_bare_layer_crosses_only_by_a_policy_of_its_own():
-    assert not layer_crosses(Scope(MIXED), MIXED, own=False)
-    assert not layer_crosses(Scope(MIXED, boundary_open=True), MIXED, own=True)
-    assert layer_crosses(Scope(MIXED), MIXED, own=True)  # no boundary is open yet
-    assert layer_crosses(Scope(MIXED, boundary_open=True), F32, own=True)
-    assert layer_crosses(Scope(), F32, own=True)
-    assert not layer_crosses(Scope(), F32, own=False)
-
-
-def test_inside_a_boundary_the_rules_stay_in_force():
-    rules = PolicyRules({"a": "f32"})
-    assert inside(Scope(F32, rules), MIXED) == Scope(MIXED, rules, boundary_open=True)
+MIXED = get_policy("mixed_bfloat16")
 
 
 def _call(x, t, *rest, positions=None, **others):
@@ -48,12 +25,8 @@ def test_named_arguments_are_kept_wherever_they_stand():
         keep=("t", "positions"),
         signature=lambda: inspect.signature(_call),
     )
-    assert [jax.tree.leaves(a)[0].dtype.name for a in args] == [
-        "bfloat16",
-        "float32",
-        "bfloat16",
-        "bfloat16",
-    ]
+    dtypes = [jax.tree.leaves(a)[0].dtype.name for a in args]
+    assert dtypes == ["bfloat16", "float32", "bfloat16", "bfloat16"]
     assert kwargs["positions"] is x
     assert kwargs["other"]["deep"].dtype == jnp.bfloat16
     args, _ = cast_inputs(

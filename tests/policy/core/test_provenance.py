@@ -1,7 +1,5 @@
 """What gave a policy is noted beside it, in this thread, and decides nothing."""
 
-import threading
-
 from policy import use_policy
 from policy.core.provenance import Source, source_in_force
 from policy.core.scope import current_scope, enter
@@ -19,15 +17,6 @@ def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
                 assert str(source_in_force()) == "rule: 'a'"
         assert str(source_in_force()) == "scope"
     assert str(source_in_force()) == "global"
-
-
-def test_another_thread_sees_the_global_policy():
-    seen = []
-    with use_policy("bf16"):
-        thread = threading.Thread(target=lambda: seen.append(str(source_in_force())))
-        thread.start()
-        thread.join()
-    assert seen == ["global"]
 
 
 def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rule_for_a_rule():
