@@ -601,7 +601,7 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
     """Returns the names themselves, each checked to be a primitive of the table.
 
     Raises:
-      TypeError: `names` is a string, or holds a value that is none.
+      TypeError: `names` is a string.
       ValueError: a name that is no primitive's, with the nearest that are.
     """
     if isinstance(names, str):
@@ -609,10 +609,8 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
         raise TypeError(f"{what} should be {way_out}, but got the string itself.")
     checked = frozenset(names)
     for name in checked:
-        if not isinstance(name, str):
-            raise TypeError(f"{what} should hold names of primitives, but got {name!r}.")
         if name not in CATEGORY_OF:
-            near = difflib.get_close_matches(name, CATEGORY_OF, n=3)
+            near = difflib.get_close_matches(str(name), CATEGORY_OF, n=3)
             raise ValueError(
                 f"{what} names {name!r}, which is not a known JAX primitive. "
                 f"Nearest: {', '.join(near) if near else 'none'}."

@@ -92,7 +92,7 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     )
     if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
-    params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
+    params = {key: _wide_param(value) for key, value in equation.params.items()}
     if name in MATMULS and _are_wide_codes(equation, arrays):
         params["preferred_element_type"] = F32
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -145,7 +145,7 @@ def _highest(equation: Equation) -> Any:
     )
 
 
-def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
+def _wide_param(value: Any) -> Any:
     """Returns a parameter with float32 for every half dtype in it, also in programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide_dtype(np.dtype(value))
@@ -154,7 +154,7 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
     if isinstance(value, tuple) and any(
         is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value
     ):
-        items = [_wide_param(item, arrays) for item in value]
+        items = [_wide_param(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,12 +130,10 @@ def test_a_dtype_that_no_policy_can_hold_is_refused_by_field(value, message):
 
 
 def test_every_field_is_checked():
+    fields: dict[str, Any] = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
     for field in ("param_dtype", "output_dtype", "reduction_dtype"):
         with pytest.raises(ValueError, match=rf"Policy\({field}=int8\)"):
-            Policy(
-                **{"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
-                | {field: "int8"}
-            )
+            Policy(**fields | {field: "int8"})
     with pytest.raises(TypeError, match=r"Policy\(cast_inputs='no'\): it should be True or False."):
         Policy("f32", "f32", "f32", cast_inputs="no")  # type: ignore[arg-type]
 
