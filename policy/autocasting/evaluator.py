@@ -30,7 +30,7 @@ from policy.autocasting.values import (
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
-from policy.programs.interpreter import Interpreter, readers_of
+from policy.programs.interpreter import Interpreter, equations_of, readers_of
 from policy.programs.outlining import is_part
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
@@ -171,7 +171,7 @@ class Evaluator(Interpreter[CastValue]):
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = {
             atom
-            for equation in jaxpr.eqns
+            for equation in equations_of(jaxpr)
             if equation.primitive.name in FORWARD_ADDITIONS and inner._category(equation) == "fp32"
             for atom in equation.invars
             if not isinstance(atom, jex_core.Literal)

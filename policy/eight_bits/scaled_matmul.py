@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
@@ -273,12 +274,12 @@ def scaled_einsum(
       by: the dtypes and scales.
       dtype: of the result.
     """
-    names = _names(subscripts, lhs.ndim, rhs.ndim)
-    if names is None:
+    if "->" not in subscripts:
         return None
-    left, right, out = names
+    inputs, out, _ = opt_einsum.parser.parse_einsum_input((subscripts, lhs, rhs))
+    left, right = inputs.split(",")
     shared = [name for name in left if name in right]
-    is_matmul = all(len(set(part)) == len(part) for part in names) and all(
+    is_matmul = all(len(set(part)) == len(part) for part in (left, right, out)) and all(
         name in out for name in (*left, *right) if name not in shared
     )
     if not is_matmul or not set(out) <= {*left, *right}:
@@ -295,29 +296,6 @@ def scaled_einsum(
     ]
     product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
     return jnp.transpose(product, [found.index(name) for name in out])
-
-
-def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str]] | None:
-    """Returns the names of the axes of both operands and of the result.
-
-    The axes of an ellipsis are named by their numbers from the end.
-    """
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    parts = inputs.split(",")
-    if not arrow or len(parts) != 2:
-        return None
-    longest = 0
-    found: list[list[str]] = []
-    for part, ndim in zip(parts, ndims, strict=True):
-        count = ndim - len(part.replace("...", ""))
-        if "..." in part:
-            longest = max(longest, count)
-        before, _, after = part.partition("...")
-        inside = [str(i) for i in range(count, 0, -1)] if "..." in part else []
-        found.append([*before, *inside, *after])
-    before, _, after = output.partition("...")
-    inside = [str(i) for i in range(longest, 0, -1)] if "..." in output else []
-    return found[0], found[1], [*before, *inside, *after]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

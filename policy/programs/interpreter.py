@@ -250,5 +250,10 @@ def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
     return readers
 
 
+def equations_of(jaxpr: OpenJaxpr) -> Sequence[Any]:
+    """Returns the equations of an open jaxpr itself."""
+    return jaxpr.eqns
+
+
 Handler = Callable[[Any, Any, list[Any]], list[Any]]
 """Evaluates an equation that holds programs: from an interpreter, the equation and its operands."""
