@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_einsum
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from opt_einsum.parser import parse_einsum_input
 
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
@@ -276,7 +276,7 @@ def scaled_einsum(
     """
     if "->" not in subscripts:
         return None
-    inputs, out, _ = opt_einsum.parser.parse_einsum_input((subscripts, lhs, rhs))
+    inputs, out, _ = parse_einsum_input((subscripts, lhs, rhs))
     left, right = inputs.split(",")
     shared = [name for name in left if name in right]
     is_matmul = all(len(set(part)) == len(part) for part in (left, right, out)) and all(

@@ -133,7 +133,7 @@ def test_every_field_is_checked():
     fields: dict[str, Any] = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
     for field in ("param_dtype", "output_dtype", "reduction_dtype"):
         with pytest.raises(ValueError, match=rf"Policy\({field}=int8\)"):
-            Policy(**fields | {field: "int8"})
+            Policy(**fields | {field: "int8"})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"Policy\(cast_inputs='no'\): it should be True or False."):
         Policy("f32", "f32", "f32", cast_inputs="no")  # type: ignore[arg-type]
 
