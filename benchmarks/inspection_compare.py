@@ -93,7 +93,7 @@ class Case:
 
 def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[Any, Any]:
     """The compiled program of a comparison, and its arguments."""
-    call = Call.of("compare", fn, arguments, {}, None, 1.0 if backward else None)
+    call = Call.measured("compare", fn, arguments, {}, None, 1.0 if backward else None)
     program = program_of(call, get_policy(POLICY))
     arrays = program.arguments.arrays
     return jax.jit(paired(program, Log())).lower(*arrays).compile(

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.accel.emulated import emulated
 from benchmarks.accel.program import measure, placed
 from benchmarks.accel.targets import Target
 from benchmarks.eight_bits.report import environment
@@ -37,7 +38,6 @@ from mpmodules import linen as nn
 from mpmodules import use_policy
 from policy import audit
 from policy.inspect.hlo.dump import without_cache
-from policy.programs.matmul_passes import emulated
 
 PAGE = Path(__file__).parents[2] / "docs" / "float32.md"
 MARKS = "<!-- precision -->", "<!-- end of precision -->"

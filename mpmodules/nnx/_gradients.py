@@ -14,9 +14,10 @@ from jax.typing import ArrayLike
 from mpmodules.functions import functional
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
-from policy.grads.float32_sums import evaluated, is_half_leaf
+from policy.grads.float32_sums import evaluated
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
+from policy.programs.dtypes import holds_half
 from policy.programs.pure_calls import PureCall
 
 ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -180,10 +181,10 @@ def _with_float32_sums(
 
         call = StatefulCall(flat, args, kwargs)
         traced = PureCall.of(call.inside(), *call.trees)
-        value, leaves = traced.treedef.children()[0].children()
+        value, leaves = traced.result.treedef.children()[0].children()
         before, count = value.num_leaves, leaves.num_leaves
         is_gradient = [
-            before <= i < before + count for i, one in enumerate(traced.is_dynamic) if one
+            before <= i < before + count for i, one in enumerate(traced.result.is_array) if one
         ]
         results = evaluated(traced.jaxpr, traced.arrays, is_gradient, accumulators=accumulators)
         value, gradients = call.finish(traced.returned(results))
@@ -195,7 +196,7 @@ def _with_float32_sums(
 
 def _holds_half_params(tree: Any) -> bool:
     params = (node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Param))
-    return any(is_half_leaf(leaf) for param in params for leaf in jax.tree.leaves(param))
+    return any(holds_half(leaf) for param in params for leaf in jax.tree.leaves(param))
 
 
 def _widened(x: Any) -> Any:

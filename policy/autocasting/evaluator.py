@@ -30,7 +30,7 @@ from policy.autocasting.values import (
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
-from policy.programs.interpreter import Interpreter, TracedBody, equations_of, readers_of
+from policy.programs.interpreter import Interpreter, equations_of, readers_of
 from policy.programs.outlining import is_part
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
@@ -108,7 +108,7 @@ class Evaluator(Interpreter[CastValue]):
         self,
         equation: Equation,
         values: Sequence[CastValue],
-        branches: Sequence[TracedBody[CastValue]] = (),
+        branches: Sequence[Any] = (),
     ) -> Sequence[CastValue | None]:
         """Returns the dtypes of the outputs of a loop, of branches, or of a jit with shardings.
 

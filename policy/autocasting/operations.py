@@ -38,7 +38,7 @@ from policy.autocasting.values import (
     floats_of,
     widened_param,
 )
-from policy.programs.broadcasting import repeated, sharding_of
+from policy.programs.broadcasting import explicit_sharding, repeated
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.equations import runs_any
 from policy.programs.primitives import (
@@ -290,7 +290,9 @@ class Operation:
             return saturated(value.array, dtype)
         if dtype == F32 or self.name in PRODUCTS or shape is None or not is_broadcast(value, shape):
             return as_dtype(value, dtype)
-        return repeated(as_dtype(value, F32), shape, dtype, sharding_of(self.equation))
+        return repeated(
+            as_dtype(value, F32), shape, dtype, explicit_sharding(self.equation.outvars[0].aval)
+        )
 
     def _bound(self, arrays: Sequence[Any]) -> list[CastValue]:
         try:

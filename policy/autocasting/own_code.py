@@ -102,7 +102,8 @@ class OwnCode:
         settings = Settings(self.policy, narrows_scans=True)
         places = Places(settings, repeated_programs(body))
         given = dict(zip(body.invars, arrays, strict=True))
-        outputs = sum(self.call.is_dynamic[: self.call.treedef.children()[0].num_leaves])
+        result = self.call.result
+        outputs = sum(result.is_array[: result.treedef.children()[0].num_leaves])
         values = [
             CastValue(
                 _narrow(array, variable),
@@ -117,13 +118,13 @@ class OwnCode:
         evaluator = Evaluator(settings, places, HANDLERS, scope=self.scope)
         evaluated = evaluator.run(body, list(map(evaluator.constant, consts)), values)
 
-        def result(i: int, atom: Any, value: CastValue) -> Any:
+        def result_of(i: int, atom: Any, value: CastValue) -> Any:
             if not isinstance(atom, jex_core.Literal) and atom in given:
                 return given[atom]
             dtype = None if i < outputs else float_dtype(atom.aval)
             return value.array if dtype is None else cast(value.array, dtype)
 
-        return list(map(result, range(len(evaluated)), body.outvars, evaluated))
+        return list(map(result_of, range(len(evaluated)), body.outvars, evaluated))
 
 
 def _is_float(array: Any) -> bool:

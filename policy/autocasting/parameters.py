@@ -24,8 +24,9 @@ def require_params(params: Any) -> None:
         isinstance(name, bool) or not isinstance(name, (int, str)) for name in named
     ):
         raise TypeError(
-            "params should be positions or names of arguments, or a predicate on leaves, but got "
-            f"{params!r}."
+            "params should be positions or names of arguments, or a predicate on leaves, but got a "
+            f"{type(params).__name__}. If the function has an argument of that name, pass it by "
+            "position, or call the function in a lambda."
         )
 
 

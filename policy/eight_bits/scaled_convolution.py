@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend
 from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
-from policy.eight_bits.scaled_matmul import explicit_sharding
 from policy.functions.once_differentiable import differentiated_once, mark
+from policy.programs.broadcasting import explicit_sharding
 from policy.programs.interpreter import Interpreter
 from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind, opened
@@ -113,7 +113,7 @@ def may_run_in_8_bits(
 
     Not one of groups of examples, and none on a mesh of explicit axes.
     """
-    is_placed = out_sharding is not None or any(map(explicit_sharding, (lhs, rhs)))
+    is_placed = out_sharding is not None or any(map(explicit_sharding, map(jax.typeof, (lhs, rhs))))
     return batch_group_count == 1 and not is_placed
 
 
@@ -255,15 +255,6 @@ class _Transposition(Interpreter[Any]):
     def __init__(self, dtype: DTypeLike):
         super().__init__()
         self._dtype = jnp.dtype(dtype)
-
-    def constant(self, array: Any) -> Any:
-        return array
-
-    def arrays(self, value: Any) -> tuple[Any]:
-        return (value,)
-
-    def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
-        return arrays[0]
 
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         is_convolution = equation.primitive.name == "conv_general_dilated"

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
 from policy.functions.once_differentiable import differentiated_once, mark
+from policy.programs.broadcasting import explicit_sharding
 from policy.programs.thread import during, thread
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -127,15 +128,6 @@ class _Matmul:
             return None
         names = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
         return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
-
-
-def explicit_sharding(x: jax.Array) -> Any:
-    """Returns the sharding of an array where all axes of its mesh are explicit, otherwise None."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    is_explicit = (
-        sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
-    )
-    return sharding if is_explicit else None
 
 
 def _product(
@@ -246,7 +238,7 @@ def scaled_dot_general(
     codes = [
         quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
     ]
-    shardings = (explicit_sharding(lhs), explicit_sharding(rhs))
+    shardings = (explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs)))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
     product: Any = _dot(matmul, lhs, rhs, *codes)
     return product.astype(dtype)

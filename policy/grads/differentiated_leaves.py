@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from policy.core.trees import is_overwritten
+from policy.programs.trace import ArrayTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,27 +61,15 @@ class DifferentiatedLeaves:
         """Returns the jaxpr of a function of the arguments, and one that rebuilds its output, which
         may hold leaves that are no arrays.
         """
-        found: list[Any] = []
+        found: list[ArrayTree] = []
 
         def arrays_of(*leaves: Any) -> list[Any]:
-            flat, treedef = jax.tree.flatten(self.called(function, leaves))
-            is_array = [isinstance(x, _ARRAYS) for x in flat]
-            others = [None if a else x for x, a in zip(flat, is_array, strict=True)]
-            found[:] = [treedef, is_array, others]
-            return [x for x, a in zip(flat, is_array, strict=True) if a]
+            arrays, rest = ArrayTree.divided(self.called(function, leaves))
+            found[:] = [rest]
+            return arrays
 
         jaxpr = jax.make_jaxpr(arrays_of)(*self.leaves)
-
-        def rebuild(arrays: Sequence[Any]) -> Any:
-            treedef, is_array, others = found
-            rest = iter(arrays)
-            filled = [next(rest) if a else x for x, a in zip(others, is_array, strict=True)]
-            return jax.tree.unflatten(treedef, filled)
-
-        return jaxpr, rebuild
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+        return jaxpr, found[0].filled
 
 
 def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -29,7 +28,7 @@ from policy.grads.differentiated_leaves import DifferentiatedLeaves
 from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
 from policy.programs import control_flow
 from policy.programs.control_flow import Body, has_options
-from policy.programs.dtypes import F32, float_dtype
+from policy.programs.dtypes import F32, holds_half
 from policy.programs.interpreter import Interpreter
 from policy.programs.primitives import (
     MATMULS,
@@ -61,7 +60,7 @@ def with_float32_sums(
     def summed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         by = DifferentiatedLeaves.of(args, kwargs, argnums)
         is_weight = [not one for one in by.overwritten]
-        halves = [is_half_leaf(x) and one for x, one in zip(by.leaves, is_weight, strict=True)]
+        halves = [holds_half(x) and one for x, one in zip(by.leaves, is_weight, strict=True)]
         if not (accumulators or any(halves)):
             return differentiated(*args, **kwargs)
         jaxpr, rebuild = by.traced(differentiated)
@@ -70,14 +69,6 @@ def with_float32_sums(
         return rebuild(evaluated(jaxpr, by.leaves, is_gradient, accumulators=accumulators))
 
     return summed
-
-
-def is_half_leaf(leaf: Any) -> bool:
-    """Returns whether a leaf is a floating array narrower than float32."""
-    dtype = getattr(leaf, "dtype", None)
-    return (
-        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    )
 
 
 def evaluated(
@@ -127,9 +118,6 @@ class Float32Sums(Interpreter[Any]):
     def __init__(self, sums: RoundedSums):
         super().__init__()
         self.sums = sums
-
-    def constant(self, array: Any) -> Any:
-        return array
 
     def literal(self, literal: Any) -> Any:
         return literal.val
@@ -196,11 +184,10 @@ class Float32Sums(Interpreter[Any]):
     ) -> list[Any]:
         """Returns wide values for the results in half precision that a gradient widens."""
         return [
-            Wide(variable.aval, dtype)
-            if variable in self.sums.widened and dtype is not None and dtype.itemsize < F32.itemsize
+            Wide(variable.aval, variable.aval.dtype)
+            if variable in self.sums.widened and holds_half(variable.aval)
             else variable.aval
             for variable in equation.outvars
-            for dtype in (float_dtype(variable.aval),)
         ]
 
     def settled(self, value: Any, like: Any) -> Any:
@@ -246,8 +233,7 @@ def _widened(x: Any) -> Any:
     """Returns a wide value's float32 array, and half-precision arrays cast to float32."""
     if isinstance(x, Wide):
         return x.value
-    dtype = float_dtype(jax.typeof(x))
-    return x if dtype is None or dtype.itemsize >= F32.itemsize else jnp.asarray(x).astype(F32)
+    return jnp.asarray(x).astype(F32) if holds_half(jax.typeof(x)) else x
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from policy.programs.dtypes import F32, float_dtype
+from policy.programs.dtypes import float_dtype, holds_half
 from policy.programs.interpreter import equations_of
 from policy.programs.primitives import (
     ANNOTATES,
@@ -127,24 +127,24 @@ class _Search:
             return self._of_cast(equation)
         if name in HANDS_ON or sums_nothing(equation):
             return (0,)
-        if _is_half(result) and self._rounds(equation):
+        if holds_half(result.aval) and self._rounds(equation):
             self.rounded.add(result)
             return ()
         of_dtype = [i for i, x in enumerate(operands) if float_dtype(x.aval) == dtype]
         if name in PRODUCTS:
-            if self.accumulators and not _is_half(result):
+            if self.accumulators and not holds_half(result.aval):
                 return of_dtype
             of_dtype = _scaled(operands, weights)
         elif name not in LINEAR_IN_ALL:
             return ()
-        if of_dtype and _is_half(result):
+        if of_dtype and holds_half(result.aval):
             self.rounded.add(result)
         return of_dtype
 
     def _rounds(self, equation: Equation) -> bool:
         """Returns whether an equation sums half-precision numbers, and rounds the sum."""
         name = equation.primitive.name
-        is_matmul = name in MATMULS and all(map(_is_half, equation.invars[:2]))
+        is_matmul = name in MATMULS and all(holds_half(x.aval) for x in equation.invars[:2])
         return name in WIDENABLE_SUMS or (self.accumulators and is_matmul)
 
     def _of_cast(self, equation: Equation) -> Sequence[int]:
@@ -152,7 +152,7 @@ class _Search:
         before, after = float_dtype(equation.invars[0].aval), float_dtype(equation.outvars[0].aval)
         if before is None or after is None:
             return ()
-        if before.itemsize > after.itemsize and _is_half(equation.outvars[0]):
+        if before.itemsize > after.itemsize and holds_half(equation.outvars[0].aval):
             self.rounded.add(equation.outvars[0])
         return () if before.itemsize == after.itemsize and before != after else (0,)
 
@@ -213,8 +213,3 @@ def sums_nothing(equation: Equation) -> bool:
         equation.primitive.name == "reduce_sum"
         and equation.invars[0].aval.size == equation.outvars[0].aval.size
     )
-
-
-def _is_half(atom: Any) -> bool:
-    dtype = float_dtype(atom.aval)
-    return dtype is not None and dtype.itemsize < F32.itemsize

@@ -31,7 +31,7 @@ from policy.inspect.audit.audit import function_name
 from policy.inspect.audit.finding_kinds import MIXED, PROMOTION
 from policy.inspect.audit.findings import findings_of
 from policy.inspect.audit.weights import multiplied_dtypes, path_rules, policy_at
-from policy.inspect.traced.gradients import parameter_places, traced_call
+from policy.inspect.traced.gradients import PlainCall, traced_call
 from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
 from policy.inspect.ulps import ulp_error_message
 from policy.programs.graph import Graph
@@ -180,7 +180,7 @@ def assert_matmuls_obey(
     """
     obeyed, ruled = get_policy(policy), path_rules(rules)
     graph = _graph(fn, args, kwargs, backward, params if backward else None)
-    places = parameter_places(fn, tuple(args), dict(kwargs or {}), params)
+    places = PlainCall.of(fn, tuple(args), dict(kwargs or {}), params).differentiated()
     looked_at = set(map(id, allowed(graph, allow)))
     matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in looked_at]
     require_any(matmuls, "matmul of a parameter", allow)

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from policy.programs.protocols import Equation
 
 
-def sharding_of(equation: Equation) -> Any:
-    """Returns the sharding of a result if the axes of its mesh are explicit, otherwise None."""
-    sharding = getattr(equation.outvars[0].aval, "sharding", None)
+def explicit_sharding(aval: Any) -> Any:
+    """Returns the sharding of an array where all axes of its mesh are explicit, otherwise None."""
+    sharding = getattr(aval, "sharding", None)
     is_explicit = (
         sharding is not None and not sharding.mesh.empty and sharding.mesh.are_all_axes_explicit
     )
@@ -41,7 +41,8 @@ def product(equation: Equation, a: Any, b: Any, dtype: DTypeLike) -> Any:
       dtype: the half dtype to compute in.
     """
     compute = _multiplied if equation.primitive.name == "mul" else _divided
-    repeats = _Repeats(equation.outvars[0].aval.shape, jnp.dtype(dtype), sharding_of(equation))
+    result = equation.outvars[0].aval
+    repeats = _Repeats(result.shape, jnp.dtype(dtype), explicit_sharding(result))
     return compute(repeats, a, b)
 
 

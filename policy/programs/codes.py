@@ -116,7 +116,7 @@ def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     waiting, seen, sites = [cast.out], {id(cast.out)}, list[Site]()
     while waiting:
         for node in waiting.pop().readers:
-            if node.name in DOTS or node.name in CONVOLUTIONS:
+            if _is_product(node):
                 sites.append(node.site)
             elif is_joint(node) or node.name in MOVES_DATA or node.name in _RESCALES:
                 fresh = [out for out in node.outputs if id(out) not in seen]

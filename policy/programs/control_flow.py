@@ -84,20 +84,22 @@ class _Staged(Generic[V]):
     """A body that is traced once, where loops and conditionals would trace it again.
 
     Attributes:
+      jaxpr: its program.
+      outputs: those of the body.
       notes: shapes of the notes of the body.
     """
 
     def __init__(self, body: Body[V], arrays: Sequence[Any]):
-        jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
-        self.body, self.notes = body, shapes[1]
-        self._structure, self._call = jax.tree.structure(shapes), jex_core.jaxpr_as_fun(jaxpr)
-
-    @property
-    def outputs(self) -> list[V]:
-        return self.body.outputs
+        self.jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
+        self.outputs, self.notes = body.outputs, shapes[1]
+        self._structure = jax.tree.structure(shapes)
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
-        return jax.tree.unflatten(self._structure, self._call(*arrays))
+        return self.returned(jex_core.jaxpr_as_fun(self.jaxpr)(*arrays))
+
+    def returned(self, results: Sequence[Any]) -> tuple[list[Any], Notes]:
+        """Returns the results of its program as outputs and notes."""
+        return jax.tree.unflatten(self._structure, results)
 
 
 def _like(
@@ -145,10 +147,10 @@ def _bound(
     as_bound: Callable[[Any], tuple[Any, list[Any]]],
 ) -> list[V]:
     arrays = run.flat(values)
-    closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
-    jaxpr, consts = as_bound(closed)
+    staged = _Staged(body, arrays)
+    jaxpr, consts = as_bound(staged.jaxpr)
     results = bind(equation, [*consts, *arrays], with_subprograms(equation, [jaxpr]))
-    outputs, notes = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    outputs, notes = staged.returned(results)
     run.notes.update(notes)
     return run.refilled(body.outputs, outputs)
 

@@ -169,7 +169,7 @@ class FrameGraph:
         return (
             outputs[0]
             if is_run_once
-            else self._left(zip(*outputs, strict=True), equation.outvars, frame, backward)
+            else self._joints(LEAVE, zip(*outputs, strict=True), equation.outvars, frame, backward)
         )
 
     def _inside(
@@ -181,37 +181,28 @@ class FrameGraph:
         """
         given, variables = one.given(inputs), one.body.invars
         if one.role == "shard":
-            given = self._entered(given, variables, frame, backward)
+            given = self._joints(ENTER, zip(given), variables, frame, backward)
         elif one.role in ("loop", "cond"):
             carry = [
                 _data(v.aval, False, False) for v in variables[one.carry]
             ]  # of every turn, not of the first
-            rows = self._entered(given[one.rows], variables[one.rows], frame, backward)
+            rows = self._joints(ENTER, zip(given[one.rows]), variables[one.rows], frame, backward)
             given = [*given[one.fixed], *carry, *rows]
         inner = frame.programs.setdefault((id(equation), id(one.body)), Frame())
         outputs = self._run(one.body, given, inner, backward)
         return None if one.role == "cond" else outputs
 
-    def _entered(
-        self, inputs: Sequence[Data], variables: Sequence[Any], frame: Frame, backward: bool
-    ) -> list[Data]:
-        pairs = zip(inputs, variables, strict=True)
-        return [
-            self._made(ENTER, None, [data], [variable], frame, backward)[0]
-            for data, variable in pairs
-        ]
-
-    def _left(
+    def _joints(
         self,
-        outputs: Iterable[Sequence[Data]],
+        name: str,
+        inputs: Iterable[Sequence[Data]],
         variables: Sequence[Any],
         frame: Frame,
         backward: bool,
     ) -> list[Data]:
-        pairs = zip(outputs, variables, strict=True)
         return [
-            self._made(LEAVE, None, data, [variable], frame, backward)[0]
-            for data, variable in pairs
+            self._made(name, None, data, [variable], frame, backward)[0]
+            for data, variable in zip(inputs, variables, strict=True)
         ]
 
 

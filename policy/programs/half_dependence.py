@@ -59,7 +59,7 @@ def depends(equation: Equation, given: Sequence[bool], apart: Collection[int] = 
         return [True] * len(equation.outvars)
     if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
         return [True] * len(equation.outvars)  # a value stored later may depend on it
-    if name in HOST or (calls_host(equation) and is_apart(equation, given, apart)):
+    if name in HOST or (_calls_host(equation) and is_apart(equation, given, apart)):
         return [False] * len(equation.outvars)
     if name not in CONTROL_FLOW:
         return [any(given) or rounds(equation)] * len(equation.outvars)
@@ -111,13 +111,10 @@ def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] =
     return _of_body(cond.body, [*cond.given(given)[cond.fixed], *carry], apart)[0]
 
 
-def calls_host(equation: Equation) -> bool:
-    """Returns whether there is a callback in an equation or in one of its programs."""
-    if equation.primitive.name in HOST:
-        return True
-    programs = programs_of(equation)
+def _calls_host(equation: Equation) -> bool:
+    """Returns whether there is a callback in one of the programs of an equation."""
     return any(
         inner.primitive.name in HOST
-        for one in programs
+        for one in programs_of(equation)
         for inner in equations_within(one, once=True)
     )

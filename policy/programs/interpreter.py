@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.core
@@ -21,30 +20,18 @@ from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, opened
 
 V = TypeVar("V")
-V_co = TypeVar("V_co", covariant=True)
 Notes = dict[int, Any]
 _Operation = Callable[..., Sequence[Any]]
 
 _COMPILED = ELEMENTWISE | MATMULS | CASTS | RESHAPES | BROADCASTS
 
 
-class TracedBody(Protocol[V_co]):
-    """A subprogram that was traced: `policy.programs.control_flow.Body`.
-
-    Attributes:
-      outputs: a value like each of its outputs, with abstract values for arrays.
-    """
-
-    @property
-    def outputs(self) -> Sequence[V_co]: ...
-
-
-class Interpreter(abc.ABC, Generic[V]):
+class Interpreter(Generic[V]):
     """Evaluates jaxprs on values of type `V`, which hold arrays and further facts.
 
-    A subclass says how values hold arrays (`constant`, `arrays`, `filled`), how an equation is
-    evaluated (`equation`), and on which kinds of values loops and branches settle (`merge`,
-    `settled`). Equations that hold programs are rebuilt by the functions of
+    A subclass says how an equation is evaluated (`equation`); where values are no arrays, how they
+    hold some (`constant`, `arrays`, `filled`), and on which kinds of values loops and branches
+    settle (`merge`, `settled`). Equations that hold programs are rebuilt by the functions of
     `policy.programs.control_flow`.
 
     Attributes:
@@ -57,17 +44,18 @@ class Interpreter(abc.ABC, Generic[V]):
 
     # Values ---------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def constant(self, array: Any) -> V:
         """Returns a constant of a jaxpr as a value."""
+        return array
 
-    @abc.abstractmethod
     def arrays(self, value: V) -> Sequence[Any]:
         """Returns the arrays of a value, always as many for values of one kind."""
+        return (value,)
 
-    @abc.abstractmethod
     def filled(self, value: V, arrays: Sequence[Any]) -> V:
         """Returns a value like this one with other arrays."""
+        (array,) = arrays
+        return array
 
     def literal(self, literal: jex_core.Literal) -> V:
         """Returns a literal of a jaxpr as a value, in the dtype that it was traced with."""
@@ -85,17 +73,17 @@ class Interpreter(abc.ABC, Generic[V]):
 
     # Equations ------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def equation(self, equation: Equation, values: list[V]) -> list[V]:
-        """Returns the outputs of an equation on some operands."""
+        """Returns the outputs of an equation on some operands; a subclass says how."""
+        raise NotImplementedError
 
     def merge(
-        self, equation: Equation, values: Sequence[V], branches: Sequence[TracedBody[V]] = ()
+        self, equation: Equation, values: Sequence[V], branches: Sequence[Any] = ()
     ) -> Sequence[V | None]:
         """Returns a value like each output of an equation; None leaves it to its program.
 
         A loop carries values of these kinds from the start, and all branches of a conditional
-        return them. Of a conditional, `branches` were traced; of other equations nothing was yet.
+        return them. Of a conditional, `branches` are the traced bodies.
         """
         return [None for _ in equation.outvars]
 
@@ -111,7 +99,7 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns the interpreter of the programs inside an equation, within the same trace."""
         return self
 
-    def tracing(self, program: TracedBody[V], role: str) -> Self:
+    def tracing(self, program: Any, role: str) -> Self:
         """Returns the interpreter of a program that is traced by itself, with notes of its own."""
         inner = copy.copy(self)
         inner.notes = {}

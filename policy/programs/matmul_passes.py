@@ -7,19 +7,15 @@ which is float32. An NVIDIA GPU rounds operands to TF32, of 11 bits, except at "
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 from jax import lax
 
-from policy.programs.control_flow import handler_of
 from policy.programs.dtypes import F32
-from policy.programs.interpreter import Interpreter
 from policy.programs.primitives import MATMULS
 from policy.programs.protocols import Equation
-from policy.programs.subprograms import bind, opened
+from policy.programs.subprograms import bind
 
 Device = Literal["tpu", "gpu"]
 _HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -27,59 +23,10 @@ _PARTS = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2, lax.Precision.HIGHEST
 _MANTISSAS = {"tpu": 7, "gpu": 10}  # explicit bits of bfloat16 and of TF32
 
 
-def emulated(fn: Callable[..., Any], device: Device) -> Callable[..., Any]:
-    """Returns `fn` with its float32 matmuls as a device multiplies them.
-
-    A gradient is emulated by ``emulated(jax.grad(fn), device)``. Matmuls of another precision than
-    default, high and highest, and of other dtypes, stay as they are.
-
-    Args:
-      fn: a function of trees of arrays, which returns one.
-      device: "tpu" or "gpu".
-
-    Raises:
-      ValueError: another device.
-    """
-    require_device(device)
-
-    @functools.wraps(fn)
-    def run(*args: Any) -> Any:
-        jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        body, consts = opened(jaxpr)
-        results = _Passes(device).run(body, consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-    return run
-
-
 def require_device(device: str) -> None:
     """Raises ValueError for a device whose passes are not known."""
     if device not in _MANTISSAS:
         raise ValueError(f"The passes of 'tpu' and 'gpu' are known, but not those of {device!r}.")
-
-
-class _Passes(Interpreter[Any]):
-    """Evaluates a program, each of whose values is an array."""
-
-    def __init__(self, device: Device):
-        super().__init__()
-        self.device: Device = device
-
-    def constant(self, array: Any) -> Any:
-        return array
-
-    def arrays(self, value: Any) -> Sequence[Any]:
-        return (value,)
-
-    def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
-        return arrays[0]
-
-    def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
-        if (handler := handler_of(equation)) is not None:
-            return handler(self, equation, values)
-        if is_in_passes(equation):
-            return in_passes(equation, values, self.device)
-        return bind(equation, values)
 
 
 def is_in_passes(equation: Equation) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from policy.programs.trace import ArrayTree
 
 _DEPTH = 2  # of objects inside of objects
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes, np.generic)
@@ -49,25 +51,15 @@ class Mutations:
 
     Attributes:
       changed: the caller's containers.
-      structure: of their new contents.
-      is_dynamic: for each leaf of these, whether it is an array.
-      static: the other leaves.
+      contents: what they hold now, without its arrays.
     """
 
-    changed: Sequence[Any] = ()
-    structure: Any = None
-    is_dynamic: Sequence[bool] = ()
-    static: Sequence[Any] = ()
+    changed: Sequence[Any]
+    contents: ArrayTree
 
     def apply(self, arrays: Sequence[Any]) -> None:
         """Makes the changes, with the program's results as arrays."""
-        if not self.changed:
-            return
-        dynamic, static = iter(arrays), iter(self.static)
-        leaves = [next(dynamic) if is_one else next(static) for is_one in self.is_dynamic]
-        for container, contents in zip(
-            self.changed, jax.tree.unflatten(self.structure, leaves), strict=True
-        ):
+        for container, contents in zip(self.changed, self.contents.filled(arrays), strict=True):
             _put(container, contents)
 
 
@@ -83,16 +75,11 @@ class Containers:
         pairs = {id(one): (ours, one) for ours, one in _pairs(given, traced, set(), _DEPTH)}
         self._all = [_Container(ours, one, _copy(one)) for ours, one in pairs.values()]
 
-    def mutations(self, is_array: Callable[[Any], bool]) -> tuple[Mutations, list[Any]]:
-        """Returns the changes that the call made, and the arrays in them."""
+    def mutations(self) -> tuple[list[Any], Mutations]:
+        """Returns the arrays in the changes that the call made, and the changes."""
         changed = [each for each in self._all if each.is_changed]
-        contents = [_copy(each.traced) for each in changed]
-        leaves, structure = jax.tree.flatten(contents)
-        is_dynamic = [is_array(leaf) for leaf in leaves]
-        pairs = list(zip(leaves, is_dynamic, strict=True))
-        arrays = [leaf for leaf, is_one in pairs if is_one]
-        static = [leaf for leaf, is_one in pairs if not is_one]
-        return Mutations([each.given for each in changed], structure, is_dynamic, static), arrays
+        arrays, contents = ArrayTree.divided([_copy(each.traced) for each in changed])
+        return arrays, Mutations([each.given for each in changed], contents)
 
     def restore(self) -> None:
         """Puts back the contents of the caller's own containers that the call was given."""

@@ -11,15 +11,12 @@ from jax.typing import DTypeLike
 
 from policy.programs.primitives import (
     CASTS,
-    COLLECTIVES,
     CONVOLUTIONS,
     DOTS,
-    OPAQUE_ALGORITHMS,
-    REDUCTION_SUMS,
-    SCATTER_SUMS,
     STEEP,
     SUMMING_COLLECTIVES,
     TRANSCENDENTALS,
+    of_kinds,
 )
 from policy.programs.protocols import Equation
 
@@ -38,24 +35,22 @@ OPERATION_KINDS = (
 )
 
 
-@functools.cache
-def _kinds() -> dict[str, str]:
-    table = {
-        "dot": DOTS,
-        "convolution": CONVOLUTIONS,
-        "scatter-add": SCATTER_SUMS,
-        "transcendental": TRANSCENDENTALS,
-        "collective": COLLECTIVES,
-        "cast": CASTS,
-        "opaque": OPAQUE_ALGORITHMS,
-        "reduction": REDUCTION_SUMS,
-    }
-    return {name: kind for kind, names in table.items() for name in names}
+_KINDS = {
+    "dot": DOTS,
+    "convolution": CONVOLUTIONS,
+    "scatter-add": of_kinds("scatter-sum"),
+    "transcendental": TRANSCENDENTALS,
+    "collective": of_kinds("collective-reduce", "collective-move"),
+    "cast": CASTS,
+    "opaque": of_kinds("kernel", "attention-bwd", "linalg", "fft"),
+    "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def kind_of(name: str) -> str:
     """Returns the kind of a primitive by its name: one of `OPERATION_KINDS`."""
-    return _kinds().get(name, "other")
+    return _KIND_OF.get(name, "other")
 
 
 def is_steep(name: str) -> bool:

@@ -19,34 +19,15 @@ _OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "mpmodules")
 # Functions of JAX that are asked for a dtype, by name: a cast below one of them was meant.
 _SUMS = frozenset(
     (
-        *(
-            "sum",
-            "mean",
-            "var",
-            "std",
-            "prod",
-            "average",
-            "cumsum",
-            "cumprod",
-            "nansum",
-            "nanmean",
-            "nanvar",
-            "trace",
-        ),
+        *("sum", "mean", "var", "std", "prod", "average", "cumsum", "cumprod", "trace"),
+        *("nansum", "nanmean", "nanvar"),
         *("logsumexp", "softmax", "log_softmax", "dot_product_attention"),
     )
 )
 _CASTS = frozenset(
     (
-        "astype",
-        "_astype",
-        "asarray",
-        "array",
-        "convert_element_type",
-        "full",
-        "full_like",
-        "view",
-        "stochastic_round",
+        *("astype", "_astype", "asarray", "array", "convert_element_type", "full", "full_like"),
+        *("view", "stochastic_round"),
     )
 )
 _ASKED = _CASTS | _SUMS
@@ -68,7 +49,7 @@ def is_promotion(equation: Equation) -> bool:
 
 def author_of(equation: Equation) -> tuple[str, str]:
     """Returns the file and function of the innermost code outside of JAX; ("", "") if unknown."""
-    return next((frame for frame in _frames(equation) if not is_jax_file(frame[0])), ("", ""))
+    return next(authors_of(equation), ("", ""))
 
 
 def authors_of(equation: Equation) -> Iterator[tuple[str, str]]:
@@ -104,10 +85,14 @@ def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:
 
 def _frames(equation: Equation) -> list[tuple[str, str]]:
     """Returns the file and function of each frame, innermost first."""
+    return [(file, _name(function)) for file, _, function in frames_of(equation)]
+
+
+def frames_of(equation: Equation) -> list[tuple[str, int, str]]:
+    """Returns the frames of an equation, innermost first: file, line, qualified function name."""
     traceback = getattr(equation.source_info, "traceback", None)
-    if traceback is None:
-        return []
-    return [(frame.file_name, _name(frame.function_name)) for frame in traceback.frames]
+    frames = () if traceback is None else traceback.frames
+    return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
 
 
 @functools.lru_cache(maxsize=4096)

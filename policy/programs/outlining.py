@@ -66,69 +66,55 @@ def outlined(jaxpr: Any) -> Any:
         values: dict[Any, Any] = dict(
             zip((*body.constvars, *body.invars), (*consts, *arrays), strict=True)
         )
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
         for item in items:
-            if isinstance(item, _Part):
-                if item.key not in calls:
-                    calls[item.key] = jax.jit(_function(item))
-                stack = source_info_util.current_name_stack() + _stack_of(item)
-                traceback = item.equations[0].source_info.traceback
-                with source_info_util.user_context(traceback, name_stack=stack):
-                    results = calls[item.key](*map(read, item.inputs))
-                values.update(zip(item.outputs, results, strict=True))
-            else:
-                source, settings = contexts_of(item)
-                with source, settings:
-                    results = bind(item, _read_literals(item, read))
-                values.update(zip(item.outvars, results, strict=True))
-        return [read(atom) for atom in body.outvars]
+            if not isinstance(item, _Part):
+                _evaluate(item, values)
+                continue
+            if item.key not in calls:
+                calls[item.key] = jax.jit(_function(item))
+            info = item.equations[0].source_info
+            stack = source_info_util.current_name_stack() + type(info.name_stack)(item.scopes)
+            with source_info_util.user_context(info.traceback, name_stack=stack):
+                results = calls[item.key](*(values[variable] for variable in item.inputs))
+            values.update(zip(item.outputs, results, strict=True))
+        return [atom.val if _is_literal(atom) else values[atom] for atom in body.outvars]
 
     return jax.make_jaxpr(run)(*(_shape(v.aval) for v in body.invars))
 
 
 def _function(part: _Part) -> Any:
-    depth = len(part.scopes)
-
     def call(*arrays: Any) -> list[Any]:
         values = dict(zip(part.inputs, arrays, strict=True))
         for equation in part.equations:
-            stack = equation.source_info.name_stack
-            source, settings = contexts_of(equation, type(stack)(stack.stack[depth:]))
-            with source, settings:
-                results = bind(equation, _read_literals(equation, values.__getitem__))
-            values.update(zip(equation.outvars, results, strict=True))
+            _evaluate(equation, values, len(part.scopes))
         return [values[variable] for variable in part.outputs]
 
     call.__name__ = _NAME
     return call
 
 
+def _evaluate(equation: Equation, values: dict[Any, Any], depth: int = 0) -> None:
+    """Adds the outputs of an equation to `values`. `depth` names on its stack are left out."""
+    stack = equation.source_info.name_stack
+    source, settings = contexts_of(equation, type(stack)(stack.stack[depth:]))
+    operands = [_value(x) if _is_literal(x) else values[x] for x in equation.invars]
+    with source, settings:
+        results = bind(equation, operands)
+    values.update(zip(equation.outvars, results, strict=True))
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _value(literal: Any) -> Any:
+    dtype = getattr(literal.aval, "dtype", None)
+    return literal.val if dtype is None else np.asarray(literal.val, dtype)
+
+
 def is_part(equation: Equation) -> bool:
     """Returns whether an equation is a call that `outlined` made."""
     return equation.params.get("name") == _NAME
-
-
-def _read_literals(equation: Equation, read: Any) -> list[Any]:
-    return [
-        np.asarray(atom.val, atom.aval.dtype)
-        if _is_number(atom)
-        else atom.val
-        if isinstance(atom, jex_core.Literal)
-        else read(atom)
-        for atom in equation.invars
-    ]
-
-
-def _is_number(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal) and hasattr(atom.aval, "dtype")
-
-
-def _stack_of(part: _Part) -> Any:
-    stack = part.equations[0].source_info.name_stack
-    return type(stack)(part.scopes)
 
 
 def _shape(aval: Any) -> Any:
@@ -195,7 +181,7 @@ def _part(body: Any, run: Sequence[Equation], depth: int) -> _Part:
             atom
             for equation in run
             for atom in equation.invars
-            if not isinstance(atom, jex_core.Literal) and atom not in made
+            if not _is_literal(atom) and atom not in made
         )
     )
     inside = set(map(id, run))
@@ -204,8 +190,8 @@ def _part(body: Any, run: Sequence[Equation], depth: int) -> _Part:
         for equation in body.eqns
         if id(equation) not in inside
         for atom in equation.invars
-        if not isinstance(atom, jex_core.Literal)
-    } | {atom for atom in body.outvars if not isinstance(atom, jex_core.Literal)}
+        if not _is_literal(atom)
+    } | {atom for atom in body.outvars if not _is_literal(atom)}
     outputs = [v for equation in run for v in equation.outvars if v in elsewhere]
     numbers = {variable: i for i, variable in enumerate(inputs)}
     key = (
@@ -221,7 +207,7 @@ def _keys(equations: Sequence[Equation], numbers: dict[Any, int], depth: int) ->
         for variable in equation.outvars:
             numbers[variable] = len(numbers)
         atoms = tuple(
-            (str(atom.val), atom.aval) if isinstance(atom, jex_core.Literal) else numbers[atom]
+            (str(atom.val), atom.aval) if _is_literal(atom) else numbers[atom]
             for atom in equation.invars
         )
         yield (
@@ -245,10 +231,7 @@ def _param_key(value: Any) -> Hashable:
             tuple(v.aval for v in (*body.constvars, *body.invars)),
             tuple(map(id, consts)),
             tuple(_keys(body.eqns, numbers, 0)),
-            tuple(
-                str(atom.val) if isinstance(atom, jex_core.Literal) else numbers[atom]
-                for atom in body.outvars
-            ),
+            tuple(str(atom.val) if _is_literal(atom) else numbers[atom] for atom in body.outvars),
         )
     if isinstance(value, (tuple, list)):
         return tuple(map(_param_key, value))

@@ -142,15 +142,13 @@ def scanned_path(body: OpenJaxpr, above: Path) -> Path:
       body: an open jaxpr.
       above: the path of the loop's equation.
     """
-    common: Path | None = None
-    for path in _paths(body, above):
-        shared = (
-            itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common, path, strict=False))
-            if common
-            else ()
-        )
-        common = path if common is None else tuple(name for name, _ in shared)
-    return above if common is None else common
+    paths = list(_paths(body, above))
+    return functools.reduce(_common, paths) if paths else above
+
+
+def _common(one: Path, other: Path) -> Path:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return tuple(name for name, _ in pairs)
 
 
 def _paths(body: OpenJaxpr, above: Path) -> Iterator[Path]:

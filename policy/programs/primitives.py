@@ -34,11 +34,7 @@ _TABLE: dict[str, dict[str, str]] = {
             psum_invariant: of_moments saved all-reduce
             reduce_scatter: saved reduce-scatter
         """,
-        "cumulative": """
-            cumlogsumexp: accumulates
-            cumprod: accumulates
-            cumsum: accumulates
-        """,
+        "cumulative": "cumlogsumexp cumprod cumsum",
         "fft": "fft",
         "linalg": """
             cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
@@ -46,19 +42,16 @@ _TABLE: dict[str, dict[str, str]] = {
             tridiagonal tridiagonal_solve
         """,
         "reduction": """
-            reduce: accumulates combines
-            reduce_prod: accumulates saved
-            reduce_sum: accumulates of_moments saved
+            reduce: combines
+            reduce_prod: saved
+            reduce_sum: of_moments saved
         """,
         "scatter-sum": """
-            scatter-add: accumulates combines
-            scatter-mul: accumulates combines
-            scatter-sub: accumulates combines
+            scatter-add: combines
+            scatter-mul: combines
+            scatter-sub: combines
         """,
-        "select-sum": """
-            select_and_gather_add
-            select_and_scatter_add: accumulates
-        """,
+        "select-sum": "select_and_gather_add select_and_scatter_add",
         "sparse": """
             bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcoo_sum_duplicates
             bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec
@@ -84,10 +77,7 @@ _TABLE: dict[str, dict[str, str]] = {
             square: elementwise powers gentle of_moments
         """,
         "trig": "cos sin",
-        "window": """
-            reduce_window: accumulates combines
-            reduce_window_sum: accumulates
-        """,
+        "window": "reduce_window_sum reduce_window: combines",
     },
     # Operands that mix: the rules of `policy.autocasting.mixing.common_dtype`.
     "promote": {
@@ -97,19 +87,8 @@ _TABLE: dict[str, dict[str, str]] = {
             sub: elementwise injective rescales of_moments joins_roots reads_logits
         """,
         "arith": "atan2 rem",
-        "compare": """
-            eq: exact
-            ge: exact
-            gt: exact
-            le: exact
-            lt: exact
-            ne: exact
-        """,
-        "compare-total": """
-            eq_to: exact
-            le_to: exact
-            lt_to: exact
-        """,
+        "compare": "eq ge gt le lt ne",
+        "compare-total": "eq_to le_to lt_to",
         "complex": "complex",
         "minmax": """
             clamp: exact elementwise limits of_moments
@@ -163,16 +142,11 @@ _TABLE: dict[str, dict[str, str]] = {
             pmin: exact saved all-reduce
             ppermute: moves_data exact saved collective-permute
         """,
-        "complex-part": """
-            conj: exact
-            imag: exact
-            real: exact
-        """,
+        "complex-part": "conj imag real",
         "extreme": """
-            argmax: exact
-            argmin: exact
-            reduce_max: exact saved counts_ties
-            reduce_min: exact saved counts_ties
+            argmax argmin
+            reduce_max: saved counts_ties
+            reduce_min: saved counts_ties
         """,
         "grad-barrier": """
             dce_sink remat_opt tie unpin
@@ -267,13 +241,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "control": {
         "branch": "cond",
         "call": """
-            call: inlined
-            closed_call: inlined
-            core_call: inlined
-            eval_jaxpr: inlined
-            jaxpr_call: inlined
-            named_call: inlined
-            xla_metadata_call: inlined
+            call closed_call core_call eval_jaxpr jaxpr_call named_call xla_metadata_call
         """,
         "derivative": """
             custom_jvp_call_jaxpr
@@ -293,23 +261,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "kernel": """
             call_exported cudnn_fusion custom_partitioning emit_pipeline ffi_call mosaic_gpu_p
             pallas_call pipeline_body run_scoped tpu_custom_call
-        """,
-        "kernel-internal": """
-            add_dependency async_copy_scales_to_tmem async_copy_smem_to_tmem
-            async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem
-            async_store_tmem atomic_cas atomic_rmw barrier_arrive barrier_arrive_and_wait
-            barrier_test barrier_wait commit_group commit_smem commit_tmem conv copy_gmem_to_smem
-            copy_smem_to_gmem debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo
-            elementwise_inline_asm elementwise_inline_asm_p griddepcontrol_launch_dependents
-            griddepcontrol_wait inline_mgpu inline_mgpu_p matmul_acc_lhs matmul_lhs_fifo
-            matmul_pop matmul_pop_fifo matmul_push_rhs mgpu_atomic_store mma
-            mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store
-            num_programs pack_dtype pack_elementwise print_layout program_id query_cluster_cancel
-            semaphore_read semaphore_signal semaphore_signal_multicast semaphore_signal_parallel
-            semaphore_wait set_max_registers set_max_registers_p tcgen05_commit_arrive tcgen05_mma
-            try_cluster_cancel unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem
-            wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
-            wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
         """,
         "opaque-call": """
             call_hi_primitive call_hi_primitive_linearized core_map custom_fusion linear_call
@@ -340,13 +291,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "platform": "platform_index",
         "rng": """
             iota_2x32_shape philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split
-            random_clone random_gamma random_seed rng_bit_generator rng_uniform threefry4x32
-            random_bits: draws
-            random_fold_in: draws
-            random_split: draws
-            random_unwrap: draws
-            random_wrap: draws
-            threefry2x32: draws
+            random_bits random_clone random_fold_in random_gamma random_seed random_split
+            random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32
         """,
     },
 }
@@ -394,7 +340,8 @@ CATEGORY_OF: dict[str, str] = {row.name: row.category for row in PRIMITIVES}
 """The category of each primitive."""
 
 
-def _kinds(*kinds: str) -> frozenset[str]:
+def of_kinds(*kinds: str) -> frozenset[str]:
+    """Returns the primitives that stand in some kinds of the table."""
     return frozenset(row.name for row in PRIMITIVES if row.kind in kinds)
 
 
@@ -406,100 +353,91 @@ def _with(trait: str) -> frozenset[str]:
 # Kinds
 # -------------------------------------------------------------------------------------------------
 
-MATMULS = _kinds("matmul", "conv")
+MATMULS = of_kinds("matmul", "conv")
 """Matmuls and convolutions, which compute_dtype is for: reported where they stay in float32."""
 
-DOTS = _kinds("matmul", "attention", "fp8")
+DOTS = of_kinds("matmul", "attention", "fp8")
 """Matmuls, and fused ones, such as attention by one call of a library."""
 
-CONVOLUTIONS = _kinds("conv")
+CONVOLUTIONS = of_kinds("conv")
 """Convolutions."""
 
-CASTS = _kinds("cast")
+CASTS = of_kinds("cast")
 """Change the dtype of numbers, or round them as if they did."""
 
-TRANSCENDENTALS = _kinds("transcendental", "special") | {"logistic", "tanh"}
+TRANSCENDENTALS = of_kinds("transcendental", "special") | {"logistic", "tanh"}
 """Functions of one number or two that hardware approximates."""
 
-PERIODIC = _kinds("trig")
+PERIODIC = of_kinds("trig")
 """Sine and cosine."""
 
-ADDITIONS = _kinds("addition")
+ADDITIONS = of_kinds("addition")
 """Sum or difference of two arrays; `add_any` sums cotangents."""
 
 FORWARD_ADDITIONS = ADDITIONS - {"add_any"}
 """Sum or difference of two arrays, as a program writes it."""
 
-PRODUCTS = _kinds("product")
+PRODUCTS = of_kinds("product")
 """Product or quotient of two arrays. Its derivative reads the other operand."""
 
 SCALINGS = PRODUCTS | {"neg"}
 """Products and changes of sign: linear in one operand."""
 
-ROUNDINGS = _kinds("round") - {"sign"}
+ROUNDINGS = of_kinds("round") - {"sign"}
 """Round to whole numbers."""
 
-COMPARISONS = _kinds("compare")
+COMPARISONS = of_kinds("compare")
 """Comparisons of two arrays by the order of numbers, in which no NaN takes part."""
 
-MINMAX = _kinds("minmax")
+MINMAX = of_kinds("minmax")
 """Limit numbers by others."""
 
-SIGN_CHANGES = _kinds("sign")
+SIGN_CHANGES = of_kinds("sign")
 """Change the sign of numbers at most."""
 
 NARY = ADDITIONS.union(
     PRODUCTS,
     COMPARISONS,
     MINMAX,
-    _kinds("arith", "compare-total", "complex"),
+    of_kinds("arith", "compare-total", "complex"),
     {"pow"},
 )
 """Elementwise functions of several operands, each of which may be broadcast from size 1."""
 
-ROOTS = _kinds("root") | {"pow"}
+ROOTS = of_kinds("root") | {"pow"}
 """Roots that are not inverse, and powers, which may be roots."""
 
-REDUCTIONS = _kinds("reduction")
+REDUCTIONS = of_kinds("reduction")
 """Sums and products over axes, and reductions by a function of two numbers."""
 
-CUMULATIVE = _kinds("cumulative")
+CUMULATIVE = of_kinds("cumulative")
 """Running totals along an axis."""
 
-WINDOWED = _kinds("window")
+WINDOWED = of_kinds("window")
 """Sums over windows, and reductions of windows by a function of two numbers."""
 
-SCATTER_SUMS = _kinds("scatter-sum")
-"""Scatters that add to, subtract from or multiply the numbers in place."""
-
-REDUCTION_SUMS = _kinds("reduction", "cumulative", "window", "select-sum")
-"""Reductions that may round at every number they take: sums, products, those by any function."""
-
-EXTREMES = _kinds("extreme")
+EXTREMES = of_kinds("extreme")
 """Largest and smallest numbers along axes, and their places."""
 
-ORDERS = _kinds("order")
+ORDERS = of_kinds("order")
 """Return numbers of an array by their order: extremes of windows, sorted and largest ones."""
 
-SUMMING_COLLECTIVES = _kinds("collective-reduce")
+SUMMING_COLLECTIVES = of_kinds("collective-reduce")
 """Collectives that sum over devices."""
 
-COLLECTIVES = _kinds("collective-reduce", "collective-move")
-"""Exchanges between devices."""
-
-UPDATES = _kinds("update")
+UPDATES = of_kinds("update")
 """Write one operand into a part of the first."""
 
-BROADCASTS = _kinds("broadcast")
+BROADCASTS = of_kinds("broadcast")
 """Repeat numbers along axes."""
 
-RESHAPES = _kinds("reshape")
+RESHAPES = of_kinds("reshape")
 """Give the numbers, in their order, another shape."""
 
-CALLS = _kinds("call")
+CALLS = of_kinds("call")
 """Run the one program that they hold, and say nothing about it."""
 
-REMATS = _kinds("remat")
+REMATS = of_kinds("remat")
 """Checkpoints: run their program, and again in the backward pass."""
 
 LOOPS_AND_BRANCHES = frozenset(("cond", "scan", "while"))
@@ -520,21 +458,18 @@ ONE_FOR_EACH = SUMMING_COLLECTIVES | frozenset(("optimization_barrier",))
 REBUILT = frozenset(("jit", "while"))
 """Return the dtypes that they were traced with, where autocast rebuilds them."""
 
-HOST = _kinds("host")
+HOST = of_kinds("host")
 """Callbacks: run on the host, where a call may be seen, or change something."""
 
-KERNELS = _kinds("kernel", "kernel-internal")
-"""Kernels, and primitives inside them: their programs are of another machine's language."""
-
-OPAQUE_ALGORITHMS = _kinds("kernel", "kernel-internal", "attention-bwd", "linalg", "fft")
-"""Kernels, factorisations and transforms: algorithms that no jaxpr shows."""
+KERNELS = of_kinds("kernel")
+"""Kernels: their programs are of another machine's language."""
 
 
 # -------------------------------------------------------------------------------------------------
 # Traits: data movement, from the widest set to the narrowest
 # -------------------------------------------------------------------------------------------------
 
-EXACT = _with("exact")
+EXACT = _with("exact") | of_kinds("compare", "compare-total", "complex-part", "extreme")
 """Return numbers that were given to them, or the sign of one: exact in any dtype."""
 
 FREE = _with("free")
@@ -581,7 +516,7 @@ PLACES = _with("places")
 # Traits: arithmetic
 # -------------------------------------------------------------------------------------------------
 
-ACCUMULATES = _with("accumulates")
+ACCUMULATES = of_kinds("reduction", "cumulative", "window", "select-sum", "scatter-sum")
 """Sum or multiply up many numbers in the dtype that they have."""
 
 COMBINES = _with("combines")
@@ -608,7 +543,7 @@ INFINITE_AT_ZERO = _with("infinite_at_zero")
 GENTLE = _with("gentle")
 """Powers, parts of derivatives of bounded functions, and the function that draws normal numbers."""
 
-STEEP = _kinds("transcendental", "special") - GENTLE
+STEEP = of_kinds("transcendental", "special") - GENTLE
 """Exponentials, logarithms, powers, and functions as sensitive as these: no activations."""
 
 BOUNDED = _with("bounded")
@@ -632,7 +567,7 @@ JOINS_ROOTS = _with("joins_roots")
 READS_LOGITS = _with("reads_logits")
 """Read the shifted logits of a log_softmax: nothing else does."""
 
-DRAWS = _with("draws")
+DRAWS = of_kinds("rng")
 """Make random bits, or keys."""
 
 
@@ -640,14 +575,11 @@ DRAWS = _with("draws")
 # Traits: programs and devices
 # -------------------------------------------------------------------------------------------------
 
-INLINED = _with("inlined")
+INLINED = _with("inlined") | of_kinds("call")
 """Call their one program once: derivative rules aside, it may stand in their place."""
 
 REWRITTEN_INSIDE = frozenset(row.name for row in PRIMITIVES if row.category == "control")
 """Hold programs that autocast rewrites."""
-
-INLINED_BY_AUTOCAST = INLINED & REWRITTEN_INSIDE
-"""Call a program that autocast rewrites, once."""
 
 SAVED = _with("saved")
 """Reductions and collectives: smaller than their operand, or an exchange to have again."""
@@ -669,7 +601,7 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
     """Returns the names themselves, each checked to be a primitive of the table.
 
     Raises:
-      TypeError: `names` is a string, or holds a value that is none.
+      TypeError: `names` is a string.
       ValueError: a name that is no primitive's, with the nearest that are.
     """
     if isinstance(names, str):
@@ -677,10 +609,8 @@ def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:
         raise TypeError(f"{what} should be {way_out}, but got the string itself.")
     checked = frozenset(names)
     for name in checked:
-        if not isinstance(name, str):
-            raise TypeError(f"{what} should hold names of primitives, but got {name!r}.")
         if name not in CATEGORY_OF:
-            near = difflib.get_close_matches(name, CATEGORY_OF, n=3)
+            near = difflib.get_close_matches(str(name), CATEGORY_OF, n=3)
             raise ValueError(
                 f"{what} names {name!r}, which is not a known JAX primitive. "
                 f"Nearest: {', '.join(near) if near else 'none'}."

@@ -6,7 +6,6 @@ shapes and dtypes, and closed jaxprs became open ones in jax 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import jax.extend.core as jex_core
@@ -25,20 +24,13 @@ class Equation(Protocol):
       ctx: the settings of JAX that it was traced under.
     """
 
-    @property
-    def primitive(self) -> jex_core.Primitive: ...
-    @property
-    def invars(self) -> Sequence[Any]: ...
-    @property
-    def outvars(self) -> Sequence[Any]: ...
-    @property
-    def effects(self) -> Collection[Any]: ...
-    @property
-    def params(self) -> dict[str, Any]: ...
-    @property
-    def source_info(self) -> Any: ...
-    @property
-    def ctx(self) -> Any: ...
+    primitive: jex_core.Primitive
+    invars: Any
+    outvars: Any
+    effects: Any
+    params: dict[str, Any]
+    source_info: Any
+    ctx: Any
 
 
 class OpenJaxpr(Protocol):
@@ -51,13 +43,8 @@ class OpenJaxpr(Protocol):
       debug_info: the function that was traced, and the names of its arguments.
     """
 
-    @property
-    def constvars(self) -> Sequence[Any]: ...
-    @property
-    def invars(self) -> Sequence[Any]: ...
-    @property
-    def outvars(self) -> Sequence[Any]: ...
-    @property
-    def eqns(self) -> Sequence[Equation]: ...
-    @property
-    def debug_info(self) -> Any: ...
+    constvars: Any
+    invars: Any
+    outvars: Any
+    eqns: Any
+    debug_info: Any

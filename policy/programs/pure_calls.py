@@ -11,7 +11,7 @@ import jax
 import jax.core
 
 from policy.programs.mutations import Containers, Mutations
-from policy.programs.trace import Arguments, is_array
+from policy.programs.trace import Arguments, ArrayTree
 
 
 class UnreturnableError(TypeError):
@@ -23,54 +23,19 @@ class UnreturnableError(TypeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tree:
-    """A tree of results: static leaves, with None in place of arrays.
-
-    Attributes:
-      treedef: its structure.
-      is_dynamic: for each leaf, whether it is an array.
-      static: the other leaves.
-    """
-
-    treedef: Any
-    is_dynamic: Sequence[bool]
-    static: Sequence[Any]
-
-    @classmethod
-    def of(cls, tree: Any) -> tuple[_Tree, list[Any]]:
-        """Returns the structure of a tree, and its arrays."""
-        leaves, treedef = jax.tree.flatten(tree)
-        is_dynamic = [is_array(leaf) for leaf in leaves]
-        arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
-        static = [
-            None if dynamic else _static(leaf)
-            for leaf, dynamic in zip(leaves, is_dynamic, strict=True)
-        ]
-        return cls(treedef, is_dynamic, static), arrays
-
-    def filled(self, arrays: Sequence[Any]) -> Any:
-        """Returns the tree with arrays in it."""
-        rest = iter(arrays)
-        leaves = zip(self.is_dynamic, self.static, strict=True)
-        return jax.tree.unflatten(
-            self.treedef, [next(rest) if dynamic else leaf for dynamic, leaf in leaves]
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class PureCall:
     """A traced call.
 
     Attributes:
       jaxpr: the program.
       arrays: its operands, as they were given.
-      result: the structure of the result.
+      result: the result without its arrays.
       mutations: the changes of the caller's lists, dicts and objects.
     """
 
     jaxpr: Any
     arrays: Sequence[Any]
-    result: _Tree
+    result: ArrayTree
     mutations: Mutations
 
     @classmethod
@@ -99,8 +64,10 @@ class PureCall:
             filled, _ = arguments.filled(arrays)
             containers = Containers(trees, filled)
             try:
-                result, dynamic = _Tree.of(call(*filled))
-                mutations, written = containers.mutations(is_array)
+                dynamic, result = ArrayTree.divided(call(*filled))
+                for leaf in result.static:
+                    require_returnable(leaf)
+                written, mutations = containers.mutations()
             finally:
                 containers.restore()
             noted[:] = result, mutations
@@ -108,19 +75,9 @@ class PureCall:
 
         return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *noted)
 
-    @property
-    def treedef(self) -> Any:
-        """The tree structure of the result."""
-        return self.result.treedef
-
-    @property
-    def is_dynamic(self) -> Sequence[bool]:
-        """For each leaf of the result, whether it is an array."""
-        return self.result.is_dynamic
-
     def returned(self, results: Sequence[Any]) -> Any:
         """Returns the result of the function, with the results of the program as its arrays."""
-        count = sum(self.is_dynamic)
+        count = sum(self.result.is_array)
         self.mutations.apply(results[count:])
         return self.result.filled(results[:count])
 
@@ -142,8 +99,3 @@ def require_returnable(leaf: Any) -> None:
         or any(isinstance(array, jax.core.Tracer) for array in held)
     ):
         raise UnreturnableError(leaf)
-
-
-def _static(leaf: Any) -> Any:
-    require_returnable(leaf)
-    return leaf

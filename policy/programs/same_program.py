@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,138 +21,83 @@ _NAMES = frozenset(("name", "debug_info", "fun_name", "ctx_mesh"))
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first difference of two programs.
-
-    Attributes:
-      what: a sentence that describes the difference.
-      path: the module path in the first program, or in the second where the first has ended.
-      sources: the lines of the user's code in both programs; "" if there is none.
-    """
-
-    what: str
-    path: str = ""
-    sources: tuple[str, str] = ("", "")
-
-    def __str__(self) -> str:
-        where = f" at '{self.path}'" if self.path else ""
-        first, second = (source or "unknown" for source in self.sources)
-        lines = f" Source lines: {first} and {second}." if any(self.sources) else ""
-        return f"{self.what[:-1]}{where}.{lines}"
-
-
-def first_difference(first: Any, second: Any) -> Difference | None:
-    """Returns the first difference of two jaxprs, closed or open, or None.
+def first_difference(first: Any, second: Any) -> str | None:
+    """Returns a description of the first difference of two jaxprs, closed or open, or None.
 
     Two jaxprs are the same program if they take arrays of the same shapes and dtypes, run the same
     operations with the same parameters on the same values in the same order, and return the same
     values. Names and source lines are ignored. Constants are compared by value. For a custom
     derivative, the function is compared, but not its rule.
     """
-    return next(_differences(first, second, {}, ()), None)
+    return next(_differences(first, second, ()), None)
 
 
-def _differences(
-    first: Any, second: Any, same: dict[Any, Any], above: Path
-) -> Iterator[Difference]:
-    """Yields the differences of two programs.
-
-    `same` maps variables of the first program to those of the second.
-    """
+def _differences(first: Any, second: Any, above: Path) -> Iterator[str]:
+    """Yields the differences of two programs, which stand in the module `above`."""
     (one, one_consts), (two, two_consts) = opened(first), opened(second)
-    yield from _arguments(one, two)
-    yield from _constants(one_consts, two_consts)
-    same = same | dict(
-        zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=True)
-    )
-    for i, (a, b) in enumerate(zip(one.eqns, two.eqns, strict=False)):
-        yield from _at(_equation(a, b, same, above), i, a, b, above)
+    arguments = [(*program.constvars, *program.invars) for program in (one, two)]
+    where = f" at '{spelled(above)}'" if above else ""
+    if _avals(arguments[0]) != _avals(arguments[1]):
+        yield f"They take different arguments{where}: {' and '.join(map(_avals, arguments))}."
+    for i, (a, b) in enumerate(zip(one_consts, two_consts, strict=True)):
+        if not _equal(a, b):
+            yield f"They close over different constants{where}: the values of constant {i} differ."
+    same = dict(zip(*arguments, strict=True))  # from variables of the first to those of the second
+    for i, (a, b) in enumerate(itertools.zip_longest(one.eqns, two.eqns)):
+        if a is None or b is None:
+            which, extra = ("second", b) if a is None else ("first", a)
+            what = f"The {which} program continues after equation {i}, with {_text(extra)}"
+            yield what + _place(a, b, above)
+            break
+        yield from _of_equations(i, a, b, same, above)
         same |= dict(zip(a.outvars, b.outvars, strict=True))
-    if len(one.eqns) != len(two.eqns):
-        longer, which = (one, "first") if len(one.eqns) > len(two.eqns) else (two, "second")
-        i = min(len(one.eqns), len(two.eqns))
-        extra = longer.eqns[i]
-        source = source_of(extra)
-        yield Difference(
-            f"The {which} program continues after equation {i}, with {_text(extra)}.",
-            _path(extra, above),
-            (source, "") if which == "first" else ("", source),
-        )
     if len(one.outvars) != len(two.outvars):
-        yield Difference(f"They return {len(one.outvars)} and {len(two.outvars)} arrays.")
+        yield f"They return {len(one.outvars)} and {len(two.outvars)} arrays{where}."
     for i, (a, b) in enumerate(zip(one.outvars, two.outvars, strict=True)):
         if not _is_same(a, b, same):
-            yield Difference(
-                f"They return different values at position {i}: {_atom(a)} and {_atom(b)}."
-            )
+            values = f"{_atom(a)} and {_atom(b)}"
+            yield f"They return different values at position {i}{where}: {values}."
 
 
-def _arguments(one: Any, two: Any) -> Iterator[Difference]:
-    ours, theirs = ([_aval(v.aval) for v in (*p.constvars, *p.invars)] for p in (one, two))
-    if ours != theirs:
-        yield Difference(
-            f"They take different arguments: {', '.join(ours)} and {', '.join(theirs)}."
-        )
+def _of_equations(
+    i: int, a: Equation, b: Equation, same: dict[Any, Any], above: Path
+) -> Iterator[str]:
+    name = a.primitive.name
 
+    def told(what: str) -> str:
+        return f"Equation {i} {what}{_place(a, b, above)}"
 
-def _constants(ours: list[Any], theirs: list[Any]) -> Iterator[Difference]:
-    for i, (a, b) in enumerate(
-        zip(ours, theirs, strict=True)
-    ):  # the same number, as they are among the arguments
-        if not _equal(a, b):
-            yield Difference(
-                f"They close over different constants: the values of constant {i} differ."
-            )
-
-
-def _at(found: Iterator[Any], i: int, a: Any, b: Any, above: Path) -> Iterator[Difference]:
-    """Yields the differences found in a pair of equations, with their place."""
-    for what in found:
-        if isinstance(what, Difference):  # of the programs inside of them
-            yield (
-                what
-                if what.path or any(what.sources)
-                else dataclasses.replace(what, path=_path(a, above))
-            )
-        else:
-            yield Difference(f"Equation {i} {what}.", _path(a, above), (source_of(a), source_of(b)))
-
-
-def _equation(a: Any, b: Any, same: dict[Any, Any], above: Path) -> Iterator[Any]:
-    if a.primitive.name != b.primitive.name:
-        yield f"is {_text(a)} in the first and {_text(b)} in the second"
-    for i, (x, y) in enumerate(zip(a.invars, b.invars, strict=False)):
-        if _aval(x.aval) != _aval(y.aval):
-            yield f"of {a.primitive.name} has different operands: {_text(a)} and {_text(b)}"
+    if _text(a) != _text(b):
+        yield told(f"is {_text(a)} in the first and {_text(b)} in the second")
+    for k, (x, y) in enumerate(zip(a.invars, b.invars, strict=True)):
         if not _is_same(x, y, same):
-            yield (
-                f"of {a.primitive.name} takes different values as operand {i}: "
-                f"{_atom(x)} and {_atom(y)}"
-            )
-    if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
-        yield (
-            f"of {a.primitive.name} has {len(a.invars)} and {len(b.invars)} operands, and "
-            f"{len(a.outvars)} and {len(b.outvars)} results"
-        )
-    for name in sorted({*a.params, *b.params} - _NAMES):
-        yield from _parameter(
-            a.primitive.name, name, a.params.get(name), b.params.get(name), _path_of(a, above)
-        )
-    if [_aval(v.aval) for v in a.outvars] != [_aval(v.aval) for v in b.outvars]:
-        yield f"has different results: {_text(a)} and {_text(b)}"
+            values = f"{_atom(x)} and {_atom(y)}"
+            yield told(f"of {name} takes different values as operand {k}: {values}")
+    for key in sorted({*a.params, *b.params} - _NAMES):
+        ours, theirs = a.params.get(key), b.params.get(key)
+        programs = [_programs(ours), _programs(theirs)]
+        if any(programs) and len(programs[0]) == len(programs[1]):
+            for one, two in zip(*programs, strict=True):
+                yield from _differences(one, two, _path(a, above))
+        elif not _equal(ours, theirs):
+            values = f"{key}={_shortened(ours)} and {key}={_shortened(theirs)}"
+            yield told(f"of {name} has {values}")
 
 
-def _parameter(primitive: str, name: str, a: Any, b: Any, path: Path) -> Iterator[Any]:
-    ours, theirs = (
-        list(value) if isinstance(value, (tuple, list)) else [value] for value in (a, b)
+def _programs(value: Any) -> list[Any]:
+    return [
+        one for one in (value if isinstance(value, (tuple, list)) else [value]) if is_jaxpr(one)
+    ]
+
+
+def _place(a: Any, b: Any, above: Path) -> str:
+    """Returns the end of a sentence on two equations, or on one and the end of a program."""
+    path = spelled(_path(b if a is None else a, above))
+    sources = ["" if one is None else source_of(one) for one in (a, b)]
+    lines = " and ".join(source or "unknown" for source in sources)
+    return (f" at '{path}'." if path else ".") + (
+        f" Source lines: {lines}." if any(sources) else ""
     )
-    if len(ours) == len(theirs) and any(map(is_jaxpr, ours)):
-        for one, two in zip(ours, theirs, strict=True):
-            if is_jaxpr(one) and is_jaxpr(two):
-                yield from _differences(one, two, {}, path)
-    elif not _equal(a, b):
-        yield f"of {primitive} has {name}={_shortened(a)} and {name}={_shortened(b)}"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -165,7 +110,7 @@ def _equal(a: Any, b: Any) -> bool:
             return True
     except (TypeError, ValueError):
         pass
-    return type(a) is type(b) and _shortened(a, None) == _shortened(b, None)
+    return type(a) is type(b) and _ADDRESS.sub("", repr(a)) == _ADDRESS.sub("", repr(b))
 
 
 def _equal_arrays(a: Any, b: Any) -> bool:
@@ -177,24 +122,13 @@ def _equal_arrays(a: Any, b: Any) -> bool:
 
 
 def _is_same(a: Any, b: Any, same: dict[Any, Any]) -> bool:
-    if hasattr(a, "val") or hasattr(b, "val"):
-        return hasattr(a, "val") and hasattr(b, "val") and _equal_literals(a, b)
-    return same.get(a) is b
+    if hasattr(a, "val") and hasattr(b, "val"):
+        return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+    return not hasattr(a, "val") and same.get(a) is b
 
 
-def _equal_literals(a: Any, b: Any) -> bool:
-    return (
-        _aval(a.aval) == _aval(b.aval)
-        and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
-    )
-
-
-def _path_of(equation: Equation, above: Path) -> Path:
+def _path(equation: Equation, above: Path) -> Path:
     return path_of(str(equation.source_info.name_stack), above)
-
-
-def _path(equation: Equation, above: Path) -> str:
-    return spelled(_path_of(equation, above))
 
 
 def _aval(aval: Any) -> str:
@@ -203,17 +137,18 @@ def _aval(aval: Any) -> str:
     return f"{aval}" if dtype is None else f"{dtype}[{','.join(map(str, aval.shape))}{weak}]"
 
 
+def _avals(atoms: Any) -> str:
+    return ", ".join(_aval(atom.aval) for atom in atoms)
+
+
 def _atom(atom: Any) -> str:
     return f"the number {atom.val}" if hasattr(atom, "val") else f"a {_aval(atom.aval)}"
 
 
-def _text(equation: Equation) -> str:
-    operands, results = (
-        ", ".join(_aval(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)
-    )
-    return f"{equation.primitive.name}({operands}) -> {results}"
+def _text(equation: Any) -> str:
+    return f"{equation.primitive.name}({_avals(equation.invars)}) -> {_avals(equation.outvars)}"
 
 
-def _shortened(value: Any, limit: int | None = 120) -> str:
+def _shortened(value: Any) -> str:
     text = _ADDRESS.sub("", repr(value))
-    return text if limit is None or len(text) <= limit else text[:limit] + "…"
+    return text if len(text) <= 120 else text[:120] + "…"

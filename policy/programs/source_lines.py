@@ -6,10 +6,10 @@ import functools
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
-from policy.programs.origins import is_jax_file
+from policy.programs.origins import frames_of, is_jax_file
 from policy.programs.paths import Path, spelled
 from policy.programs.protocols import Equation
 
@@ -29,13 +29,7 @@ def source_of(equation: Equation) -> str:
     It reads ``model.py:12 (Net.__call__)``, and is the innermost line outside of JAX, Flax, Optax,
     this library and Python's own modules.
     """
-    for code, instruction in _frames(equation):
-        owner = _owner(code.co_filename)
-        if owner == "tool":
-            return ""
-        if owner == "user":
-            return _spelled(code.co_filename, _line(code, instruction), code.co_qualname)
-    return ""
+    return users_line(frames_of(equation))
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
@@ -49,7 +43,8 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
         if owner == "tool":
             return ""
         if owner == "user":
-            return _spelled(file, line, function)
+            where = f"{os.path.basename(file)}:{line}"
+            return f"{where} ({_shortened(function)})" if function else where
     return ""
 
 
@@ -59,12 +54,11 @@ def layer_of(equation: Equation, path: Path) -> str:
     It reads ``encoder/out (Dense)``.
     """
     where = spelled(path)
-    for code, _ in _frames(equation):
-        owner = _owner(code.co_filename)
-        names = _shortened(code.co_qualname).split(".")
-        if owner == "tool":
+    for file, _, function in frames_of(equation):
+        if _owner(file) == "tool":
             break
-        if _may_be_of_a_layer(code.co_filename) and len(names) == 2 and names[0] not in _BASES:
+        names = _shortened(function).split(".")
+        if _may_be_of_a_layer(file) and len(names) == 2 and names[0] not in _BASES:
             if names[1].startswith("_") and not names[1].startswith("__"):
                 continue  # a part of a layer's method, maybe of a base class
             return names[0] if not where or where.endswith(":") else f"{where} ({names[0]})"
@@ -74,26 +68,6 @@ def layer_of(equation: Equation, path: Path) -> str:
 def is_users_file(file: str) -> bool:
     """Returns whether a file is user code, in none of the libraries below it."""
     return _owner(file) == "user"
-
-
-def _spelled(file: str, line: int, function: str) -> str:
-    where = f"{os.path.basename(file)}:{line}"
-    return f"{where} ({_shortened(function)})" if function else where
-
-
-def _frames(equation: Equation) -> Iterator[tuple[Any, int]]:
-    """Yields the code objects in which an equation was traced, with the place, innermost first."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
-
-
-def _line(code: Any, instruction: int) -> int:
-    lines = (
-        line
-        for start, end, line in code.co_lines()
-        if start <= instruction < end and line is not None
-    )
-    return next(lines, code.co_firstlineno)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ alone decides how each is called, so that interpreters and readers need no names
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -85,11 +84,6 @@ class Subprogram:
         kernel.
         """
         return self.role not in ("combine", "kernel")
-
-    @property
-    def devices(self) -> int:
-        """Number of devices that run it at once."""
-        return math.prod(size for _, size in self.axes)
 
     @property
     def fixed(self) -> slice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,38 +99,51 @@ def is_staged(array: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of a call: arrays, and static leaves, which are fixed in a program.
+class ArrayTree:
+    """A tree without the arrays in it: its structure and its other leaves, which are static.
 
     Attributes:
-      arrays: the leaves that are arrays or shapes of arrays.
-      treedef: of ``(args, kwargs)``.
-      is_array: for each leaf, whether it is an array.
+      treedef: its structure.
+      is_array: for each leaf, whether it is an array or the shape of one.
       static: the other leaves.
     """
 
-    arrays: list[Any]
     treedef: Any
     is_array: tuple[bool, ...]
     static: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        note_keys(treedef)
+    def divided(cls, tree: Any) -> tuple[list[Any], ArrayTree]:
+        """Returns the arrays of a tree, and the rest."""
+        leaves, treedef = jax.tree.flatten(tree)
         dynamic = tuple(map(is_array, leaves))
-        arrays = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
-        static = tuple(
-            leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if not is_dynamic
-        )
-        return cls(arrays, treedef, dynamic, static)
+        arrays = [leaf for leaf, one in zip(leaves, dynamic, strict=True) if one]
+        static = tuple(leaf for leaf, one in zip(leaves, dynamic, strict=True) if not one)
+        return arrays, ArrayTree(treedef, dynamic, static)
 
-    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with other arrays in them."""
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree with arrays in it."""
         dynamic, fixed = iter(arrays), iter(self.static)
         return jax.tree.unflatten(
             self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(ArrayTree):
+    """The arguments of a call, ``(args, kwargs)``. Leaves that are no arrays are part of a program.
+
+    Attributes:
+      arrays: the leaves that are arrays or shapes of arrays.
+    """
+
+    arrays: list[Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        arrays, rest = cls.divided((args, kwargs))
+        note_keys(rest.treedef)
+        return cls(rest.treedef, rest.is_array, rest.static, arrays)
 
     @property
     def key(self) -> Any:
@@ -210,13 +222,6 @@ def traced_around(
         args, kwargs = arguments.filled(arrays)
         return called(*args, **kwargs)
 
-    try:
-        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
-    except TypeError as error:
-        said = re.match(
-            r"function flat at \S+ traced for jit (returned a value of type .*)", str(error)
-        )
-        if said is None:
-            raise
-        raise TypeError(f"{name} {said[1]}: it should return arrays.") from None
+    flat.__name__ = name
+    jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)
     return Traced(jaxpr, shape, arguments, None if call is not None else fn)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.programs.control_flow import handler_of
-from policy.programs.dtypes import F32
+from policy.programs.dtypes import F32, is_half
 from policy.programs.placed_interpreter import (
     NO_REFERENCE,
     PlacedInterpreter,
@@ -23,12 +22,6 @@ from policy.programs.placed_interpreter import (
 from policy.programs.primitives import HOST, MATMULS, READS_BITS
 from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, is_jaxpr, opened, programs_of
-
-
-@functools.cache
-def is_half(dtype: DTypeLike) -> bool:
-    """Returns whether a dtype is floating and narrower than float32."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
 def wide_dtype(dtype: DTypeLike) -> Any:
@@ -99,7 +92,7 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     )
     if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
-    params = {key: _wide_param(value, arrays) for key, value in equation.params.items()}
+    params = {key: _wide_param(value) for key, value in equation.params.items()}
     if name in MATMULS and _are_wide_codes(equation, arrays):
         params["preferred_element_type"] = F32
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -152,7 +145,7 @@ def _highest(equation: Equation) -> Any:
     )
 
 
-def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
+def _wide_param(value: Any) -> Any:
     """Returns a parameter with float32 for every half dtype in it, also in programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide_dtype(np.dtype(value))
@@ -161,7 +154,7 @@ def _wide_param(value: Any, arrays: Sequence[Any]) -> Any:
     if isinstance(value, tuple) and any(
         is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value
     ):
-        items = [_wide_param(item, arrays) for item in value]
+        items = [_wide_param(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

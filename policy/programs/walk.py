@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ class Site:
       count: how often it runs, lengths of the scans around it multiplied. Equations in the body of
         a `while` and in either branch of a `cond` count once.
       inside: the names of the primitives whose programs it stands in, outermost first.
-      devices: on how many devices it runs as it stands: those of the `shard_map`s around it.
       axes: the sizes of the mesh axes that the `shard_map`s around it name.
       is_recomputed: whether it repeats, in the backward pass, values that a checkpoint did not
         save.
@@ -47,7 +47,6 @@ class Site:
     is_backward: bool = False
     count: int = 1
     inside: tuple[str, ...] = ()
-    devices: int = 1
     axes: tuple[tuple[str, int], ...] = ()
     is_recomputed: bool = False
     is_placed: bool = False
@@ -59,6 +58,11 @@ class Site:
     def name(self) -> str:
         """The primitive's name."""
         return self.equation.primitive.name
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that it runs on as it stands."""
+        return math.prod(size for _, size in self.axes)
 
     @property
     def source(self) -> str:
@@ -108,14 +112,13 @@ def site_of(equation: Equation, around: Site | None) -> Site:
         stack = _once(stack)
     place = _place(stack, () if around is None else around.path, noted())
     if around is None:
-        return Site(equation, place.path, place.is_backward, 1, (), 1, (), *place.marks)
+        return Site(equation, place.path, place.is_backward, 1, (), (), *place.marks)
     return Site(
         equation,
         place.path,
         place.is_backward or around.is_backward,
         around.count,
         around.inside,
-        around.devices,
         around.axes,
         place.marks[0] or around.is_recomputed,
         place.marks[1] or around.is_placed,
@@ -162,7 +165,6 @@ def entered(site: Site, one: Subprogram) -> Site:
         call=(site.equation if site.call is None else site.call) if is_of_jax else None,
         count=site.count * one.count,
         inside=(*site.inside, site.name),
-        devices=site.devices * one.devices,
         axes=(*site.axes, *one.axes),
     )
 

@@ -114,22 +114,20 @@ def collectives_of(
 def _traced(jaxpr: Any) -> Iterator[Collective]:
     sites = list(walk(jaxpr))
     with naming(site.path for site in sites):
-        yield from _traced_at([site for site in sites if site.name in HLO_COLLECTIVES])
+        for site in sites:
+            if site.name in HLO_COLLECTIVES:
+                yield from _traced_at(site)
 
 
-def _traced_at(sites: list[Site]) -> Iterator[Collective]:
-    for site in sites:
-        axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
-        axes = tuple(
-            str(a)
-            for a in (axes if isinstance(axes, (tuple, list)) else (axes,))
-            if not isinstance(a, int)
+def _traced_at(site: Site) -> Iterator[Collective]:
+    axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
+    every = axes if isinstance(axes, (tuple, list)) else (axes,)
+    names = tuple(str(axis) for axis in every if not isinstance(axis, int))
+    for x in site.equation.outvars if names else ():
+        name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
+        yield Collective(
+            kind, x.aval.dtype.name, tuple(x.aval.shape), names, name, spelled(site.path)
         )
-        for x in site.equation.outvars if axes else ():
-            name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
-            yield Collective(
-                kind, x.aval.dtype.name, tuple(x.aval.shape), axes, name, spelled(site.path)
-            )
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:

@@ -93,7 +93,7 @@ def compare(
     policy = checked_policy(policy)
     if on is not None:
         require_device(on)
-    call = Call.of("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
+    call = Call.measured("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
     program = program_of(call, policy, rules=rules)
     log = Log()
     compiled = (

@@ -108,7 +108,7 @@ def suggest(
     with contextlib.nullcontext() if on is None else traced_for(on.devices[0]):
         policy, by = split_policy(checked_policy(policy), matmul)
     target = _target(on, policy, by, mesh, shardings, points)
-    call = Call.of("suggest", fn, args, kwargs, params, 1.0 if backward else None)
+    call = Call.measured("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     listening = ListeningRules()
     program = program_of(call, policy, listening)
     named = listening.heard if program.route == "scope" else None

@@ -19,9 +19,8 @@ from policy.core.scope import RulesLike, require_usable
 from policy.inspect.traced.float32 import in_float32, wide_arguments
 from policy.inspect.traced.gradients import (
     Around,
+    PlainCall,
     as_it_is,
-    explicit_or_lowered,
-    places_of_parameters,
     with_gradients,
 )
 from policy.inspect.traced.reference import reference_of
@@ -30,7 +29,7 @@ from policy.programs.codes import NO_CODES, Codes, codes_of
 from policy.programs.module_names import make_jaxpr
 from policy.programs.placed_interpreter import NO_REFERENCE, Reference
 from policy.programs.subprograms import opened
-from policy.programs.trace import Arguments, lowered
+from policy.programs.trace import Arguments
 from policy.programs.upcast import dtypes_of, is_half
 
 
@@ -61,26 +60,17 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A call to analyse.
+class Call(PlainCall):
+    """A call to analyse, on arrays.
 
     Attributes:
-      fn: a function of arrays alone, or of trees of arrays.
-      arguments: the arguments of the call.
-      params: the arguments that are parameters, in autocast's form.
-      is_lowered: True if the first arguments are the state of modules, or arrays that the function
-        held.
       loss_scale: the factor of the loss before differentiation; None for no gradients.
     """
 
-    fn: Callable[..., Any]
-    arguments: Arguments
-    params: ParamsArgument
-    is_lowered: bool
     loss_scale: float | None
 
     @classmethod
-    def of(
+    def measured(
         cls,
         what: str,
         fn: Any,
@@ -89,7 +79,7 @@ class Call:
         params: ParamsArgument,
         loss_scale: float | None,
     ) -> Call:
-        """Returns the call of any function or module.
+        """Returns the call of any function or module, for the tool `what`.
 
         Raises:
           TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
@@ -97,28 +87,22 @@ class Call:
           ValueError: `params` names arguments of a call of modules.
         """
         require_function(fn, what)
-        call = lowered(fn, args, kwargs)
-        params = explicit_or_lowered(params, call)
-        if call is not None:
-            fn, args, kwargs = _returning(call.pure, call.result), call.args, call.kwargs
-        arguments = Arguments.of(args, kwargs)
-        if not arguments.arrays:
+        call = PlainCall.of(fn, args, kwargs, params)
+        if not call.arguments.arrays:
             raise TypeError(
                 f"{what} measures a call on arrays, but its arguments contain no array."
             )
-        for name, array in zip(arguments.names(), arguments.arrays, strict=True):
+        for name, array in zip(call.arguments.names(), call.arguments.arrays, strict=True):
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise TypeError(
                     f"{what} runs the function, but {name} is a shape, "
                     f"{array.dtype.name}{list(array.shape)}: give an array. policy.audit takes "
                     "shapes."
                 )
-        return cls(fn, arguments, params, call is not None, loss_scale)
-
-    def differentiated(self) -> list[int]:
-        """Returns the positions of the arrays to differentiate by."""
-        args, kwargs = self.arguments.filled(self.arguments.arrays)
-        return places_of_parameters(self.fn, self.params, args, kwargs, self.arguments)
+        pure = call.fn
+        if call.lowered is not None:
+            pure = _returning(call.fn, call.lowered.result)
+        return cls(pure, call.arguments, call.params, call.lowered, loss_scale)
 
     def traced(self, around: Around = as_it_is) -> Program:
         """Returns the program of the call, as it is written.
@@ -131,7 +115,7 @@ class Call:
         jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
         names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
         taken = self.differentiated() if shape[1] else []
-        inputs = input_paths(self.arguments, self.is_lowered)
+        inputs = input_paths(self.arguments, self.lowered is not None)
         gradients = [inputs[i] for i in taken]
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
 

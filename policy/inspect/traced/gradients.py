@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,64 +15,63 @@ from policy.programs.module_names import make_jaxpr
 from policy.programs.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
 
 
-def require_differentiable_by(params: ParamsArgument) -> None:
-    """Checks the argument `params` of an inspection tool.
+@dataclasses.dataclass(frozen=True)
+class PlainCall:
+    """A call of any function or module as one of a function of its arguments alone.
 
-    Raises:
-      TypeError: it is neither positions or names of arguments nor a predicate.
-    """
-    try:
-        require_params(params)
-    except TypeError:
-        raise TypeError(
-            "params should select the arguments that are parameters, by positions, names or a "
-            f"predicate on leaves, but got a {type(params).__name__}. If the function has an "
-            "argument of that name, pass it by position, or call the function in a lambda."
-        ) from None
-
-
-def places_of_parameters(
-    fn: Any,
-    params: ParamsArgument,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-) -> list[int]:
-    """Returns the positions, among the arrays of a call, of the arrays to differentiate by.
-
-    They are the floating leaves of the parameters, or of all arguments if no parameter is floating.
-    Without an explicit `params`, variables that a library declares to be no parameters (running
-    statistics) are left out.
-
-    Args:
-      fn: a function of its arguments alone.
+    Attributes:
+      fn: the function.
+      arguments: the arguments of the call.
       params: the arguments that are parameters, in autocast's form: 0 for a lowered call.
-      args, kwargs: the arguments of the call.
-      arguments: the same, flattened.
+      lowered: the call of a pure function that it was lowered to, or None.
     """
-    marks = [
-        m
-        for m, is_one in zip(parameters(fn, params, args, kwargs), arguments.is_array, strict=True)
-        if is_one
-    ]
-    excluded = _no_parameters(args, kwargs) if params is None else [False] * len(marks)
-    floating = [
-        i for i, array in enumerate(arguments.arrays) if _is_floating(array) and not excluded[i]
-    ]
-    return [i for i in floating if marks[i]] or floating
 
+    fn: Callable[..., Any]
+    arguments: Arguments
+    params: ParamsArgument
+    lowered: Lowered | None
 
-def parameter_places(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
-) -> list[int]:
-    """Returns the positions of the parameters among the arrays of any call, as `traced_call` has
-    them; see `places_of_parameters`.
-    """
-    call = lowered(fn, args, kwargs)
-    params = explicit_or_lowered(params, call)
-    if call is not None:
-        fn, args, kwargs = call.pure, call.args, call.kwargs
-    return places_of_parameters(fn, params, args, kwargs, Arguments.of(args, kwargs))
+    @classmethod
+    def of(
+        cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
+    ) -> PlainCall:
+        """Returns a call in this form.
+
+        Raises:
+          TypeError: `params` is neither positions or names of arguments nor a predicate.
+          ValueError: `params` names arguments of a call of modules, which hold their parameters
+            themselves.
+        """
+        require_params(params)
+        call = lowered(fn, args, kwargs)
+        if call is None:
+            return PlainCall(fn, Arguments.of(args, kwargs), params, None)
+        if params is not None and not callable(params):
+            raise ValueError(
+                f"params={params!r} names arguments, but here the parameters are held by the "
+                "function or its modules. Leave params out, or give a predicate on leaves."
+            )
+        params = 0 if params is None else params
+        return PlainCall(call.pure, Arguments.of(call.args, call.kwargs), params, call)
+
+    def differentiated(self) -> list[int]:
+        """Returns the positions, among the arrays of the call, of those to differentiate by.
+
+        They are the floating leaves of the parameters, or of all arguments if no parameter is
+        floating. Without an explicit `params`, variables that a library declares to be no
+        parameters (running statistics) are left out.
+        """
+        args, kwargs = self.arguments.filled(self.arguments.arrays)
+        every = zip(
+            parameters(self.fn, self.params, args, kwargs), self.arguments.is_array, strict=True
+        )
+        marks = [mark for mark, is_one in every if is_one]
+        excluded = _no_parameters(args, kwargs) if self.params is None else [False] * len(marks)
+        arrays = zip(self.arguments.arrays, excluded, strict=True)
+        floating = [
+            i for i, (array, is_out) in enumerate(arrays) if _is_floating(array) and not is_out
+        ]
+        return [i for i in floating if marks[i]] or floating
 
 
 def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
@@ -79,25 +79,6 @@ def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     excludes = lambda node: any(each.is_no_parameter(node) for each in FRAMEWORKS)  # noqa: E731
     nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
     return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
-
-
-def explicit_or_lowered(params: ParamsArgument, call: Lowered | None) -> ParamsArgument:
-    """Returns which arguments of a call, or of its lowered form, are parameters.
-
-    Raises:
-      TypeError: as `require_differentiable_by` does.
-      ValueError: `params` names arguments of a call of modules, which hold their parameters
-        themselves.
-    """
-    require_differentiable_by(params)
-    if call is None or callable(params):
-        return params
-    if params is not None:
-        raise ValueError(
-            f"params={params!r} names arguments, but here the parameters are held by the function "
-            "or its modules. Leave params out, or give a predicate on leaves."
-        )
-    return 0
 
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
@@ -130,7 +111,7 @@ def traced_call(
     """
     if backward:
         return _with_gradients(fn, args, kwargs, params, around)
-    require_differentiable_by(params)
+    require_params(params)
     if params is not None:
         raise ValueError(
             f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
@@ -143,19 +124,15 @@ def traced_call(
 def _with_gradients(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument, around: Around
 ) -> Traced:
-    call = lowered(fn, args, kwargs)
-    params = explicit_or_lowered(params, call)
-    if call is not None:
-        fn, args, kwargs = call.pure, call.args, call.kwargs
-    arguments = Arguments.of(args, kwargs)
-    chosen = places_of_parameters(fn, params, args, kwargs, arguments)
+    call = PlainCall.of(fn, args, kwargs, params)
+    chosen = call.differentiated()
     if not chosen:
         raise ValueError(
             "backward=True differentiates with respect to floating arguments, but the function is "
             "called with none."
         )
     # it returns its new state beside its result
-    has_state = call is not None and call.finish is not Lowered.finish
+    has_state = call.lowered is not None and call.lowered.finish is not Lowered.finish
 
     def floats(out: Any) -> list[Any]:
         primary = _primary(out[0] if has_state else out)
@@ -166,9 +143,9 @@ def _with_gradients(
             )
         return found
 
-    both = with_gradients(around(fn, params), arguments, chosen, floats)
-    jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arguments.arrays)
-    return Traced(jaxpr, shape, arguments, None if call is not None else fn)
+    both = with_gradients(around(call.fn, call.params), call.arguments, chosen, floats)
+    jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*call.arguments.arrays)
+    return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
 
 
 def with_gradients(

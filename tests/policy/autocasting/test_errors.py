@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"deny should be a collection of primitive names, such as \('tanh',\)",
     ),
-    "a number for a primitive": (given(opaque=[3]), TypeError, "should hold names of primitives"),
     "a primitive given twice": (given(allow=["tanh"], deny=["tanh"]), ValueError, "more than one"),
     "rules that match nothing": (
         called(rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"}),

@@ -49,15 +49,12 @@ def test_the_presets_are_mixed_bfloat16_with_matmuls_in_8_bits():
     [
         ("gpu", "8.0", None),
         ("gpu", "8.9", "f8"),
-        ("cuda", "9.0", "f8"),
-        ("gpu", "10.0", "f8"),
+        ("cuda", "10.0", "f8"),
         ("tpu", "TPU v4", None),
         ("tpu", "TPU v5 lite", "i8"),
-        ("tpu", "TPU v5p", "i8"),
         ("tpu", "TPU v6 lite", "i8"),
         ("tpu", "TPU7x", "f8"),
         ("cpu", "cpu", None),
-        ("METAL", "M3", None),
     ],
 )
 def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
@@ -73,11 +70,9 @@ def test_8bit_is_none_on_this_backend():
     [
         ("m=f9", "Unknown 8-bit matmul 'f9': it should be f8, i8, 8bit"),
         ("m=f8:rows", "Unknown or repeated option in 'f8:rows'"),
-        ("m=f8:tensor:row", "Unknown or repeated option in 'f8:tensor:row'"),
         ("m=float8_e4m3fn/float16", r"ScaledMatmul\(gradients='float16'\): it should be one of"),
         ("m=int8/float8_e5m2", "both should be int8, or both float8"),
         ("c=float8_e4m3fn", "Matmuls in 8 bits are m=f8 and m=i8"),
-        ("int8", "Matmuls in 8 bits are m=f8 and m=i8"),
         ("c=f64,m=f8", r"compute_dtype=float64, matmul='f8'\): .* 16 or 32 bits"),
     ],
 )
@@ -91,9 +86,5 @@ def test_the_fields_are_checked():
         Policy("f32", "bf16", "f32", matmul=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"scaling='column'\): it should be 'row' or"):
         ScaledMatmul("int8", "int8", scaling="column")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"fast_accumulation='yes'\): it should be True or False"):
-        ScaledMatmul("int8", "int8", fast_accumulation="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"operands='f16'\): it should be one of float8_e4m3fn"):
-        ScaledMatmul("f16", "int8")
     with pytest.raises(ValueError, match=r"only\. Use float16 or bfloat16 here, and matmul='f8'"):
         Policy("f32", jnp.float8_e5m2, "f32")

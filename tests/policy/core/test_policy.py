@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,14 +31,11 @@ def test_equal_policies_hash_equal_whatever_they_were_made_from(name):
     [
         ("float32", ("float32", "float32", "float32")),
         ("full", ("float32", "float32", "float32")),
-        ("bfloat16", ("bfloat16", "bfloat16", "bfloat16")),
         ("bf16", ("bfloat16", "bfloat16", "bfloat16")),
-        ("float16", ("float16", "float16", "float16")),
         ("float64", ("float64", "float64", "float64")),
         ("mixed_bfloat16", ("float32", "bfloat16", "float32")),
         ("mixed_float16", ("float32", "float16", "float32")),
         ("params=float32,compute=bfloat16,output=float32", ("float32", "bfloat16", "float32")),
-        ("p=f32,c=bf16,o=f32", ("float32", "bfloat16", "float32")),
         (" p = f32, c = bf16 , o=f32 ", ("float32", "bfloat16", "float32")),
         ("c=bf16", ("float32", "bfloat16", "bfloat16")),
         ("p=bf16", ("bfloat16", "bfloat16", "bfloat16")),
@@ -69,30 +67,21 @@ def _all_policies():
             )
 
 
-def test_str_and_get_policy_round_trip():
+def test_policies_survive_their_text_pickle_and_copy():
     for policy in _all_policies():
-        assert get_policy(str(policy)) == policy
-        assert hash(get_policy(str(policy))) == hash(policy)
-
-
-def test_policies_survive_pickle_and_copy():
-    for policy in _all_policies():
-        assert pickle.loads(pickle.dumps(policy)) == policy
+        for again in (get_policy(str(policy)), pickle.loads(pickle.dumps(policy))):
+            assert again == policy and hash(again) == hash(policy)
         assert copy.deepcopy(policy) == policy
         assert eval(repr(policy), {"Policy": get_policy}) == policy
 
 
 def test_str_names_reduction_and_inputs_only_where_they_are_not_the_default():
     assert str(get_policy("mixed_bfloat16")) == "params=float32,compute=bfloat16,output=float32"
-    assert (
-        str(Policy("f32", "bf16", "f32", reduction_dtype="f32"))
-        == "params=float32,compute=bfloat16,output=float32"
-    )
-    policy = Policy("f32", "bf16", "f32", reduction_dtype="f64", cast_inputs=False)
-    assert (
-        str(policy)
-        == "params=float32,compute=bfloat16,output=float32,reduction=float64,inputs=keep"
-    )
+    policy = Policy("f32", "bf16", "f32", reduction_dtype="f32")
+    text = "params=float32,compute=bfloat16,output=float32"
+    assert str(policy) == text
+    policy = policy.replace(reduction_dtype="f64", cast_inputs=False)
+    assert str(policy) == f"{text},reduction=float64,inputs=keep"
 
 
 def test_reductions_run_in_the_wider_of_float32_and_compute_dtype():
@@ -125,11 +114,9 @@ def test_a_policy_is_frozen():
     ("value", "message"),
     [
         (jnp.int32, r"Policy\(compute_dtype=int32\): a policy takes only floating dtypes"),
-        (bool, r"Policy\(compute_dtype=bool\): a policy takes only floating dtypes"),
         (jnp.complex64, r"Policy\(compute_dtype=complex64\): a policy takes only floating dtypes"),
         (None, r"Policy\(compute_dtype=None\): a floating dtype is needed"),
         ("bfloat17", r"Policy\(compute_dtype='bfloat17'\): not a dtype. Give a floating dtype"),
-        (3.5, r"Policy\(compute_dtype=3.5\): not a dtype"),
         (
             jnp.float8_e4m3fn,
             r"Policy\(compute_dtype=float8_e4m3fn\): floats of 8 bits or fewer are for matmul "
@@ -143,12 +130,10 @@ def test_a_dtype_that_no_policy_can_hold_is_refused_by_field(value, message):
 
 
 def test_every_field_is_checked():
-    with pytest.raises(ValueError, match=r"Policy\(param_dtype=int8\)"):
-        Policy("int8", "f32", "f32")
-    with pytest.raises(ValueError, match=r"Policy\(output_dtype=int8\)"):
-        Policy("f32", "f32", "int8")
-    with pytest.raises(ValueError, match=r"Policy\(reduction_dtype=int8\)"):
-        Policy("f32", "f32", "f32", reduction_dtype="int8")
+    fields: dict[str, Any] = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
+    for field in ("param_dtype", "output_dtype", "reduction_dtype"):
+        with pytest.raises(ValueError, match=rf"Policy\({field}=int8\)"):
+            Policy(**fields | {field: "int8"})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"Policy\(cast_inputs='no'\): it should be True or False."):
         Policy("f32", "f32", "f32", cast_inputs="no")  # type: ignore[arg-type]
 
@@ -161,8 +146,6 @@ def test_every_field_is_checked():
             r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is one of "
             r"these dtypes, a preset",
         ),
-        ("mixed_bf16", r"Unknown dtype 'mixed_bf16'.*mixed_bfloat16, mixed_float16"),
-        ("", r"Unknown dtype ''"),
         ("p=f32,c=int8", r"Unknown dtype 'int8'"),
         (
             "p=f32,d=bf16",
@@ -173,7 +156,6 @@ def test_every_field_is_checked():
             "p=f32,params=bf16",
             r"Key 'params' in 'p=f32,params=bf16' sets param_dtype a second time.",
         ),
-        ("p=f32,", r"Unknown key '' in 'p=f32,'"),
         (
             "inputs=no",
             r"Unknown value 'no' for inputs in 'inputs=no': it should be 'keep' or 'cast'.",

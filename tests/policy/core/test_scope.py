@@ -33,26 +33,14 @@ def test_the_innermost_scope_is_in_force():
     assert current_policy() is None
 
 
-def test_a_scope_is_left_when_its_block_raises():
-    with pytest.raises(RuntimeError, match="inside"), use_policy("bf16"):
+def test_a_scope_is_left_when_its_block_raises_and_can_be_entered_again_and_decorate():
+    scope = use_policy("bf16")
+    with pytest.raises(RuntimeError, match="inside"), scope:
         raise RuntimeError("inside")
     assert current_policy() is None
-
-
-def test_one_scope_object_can_be_entered_again_and_inside_itself():
-    scope = use_policy("bf16")
-    for _ in range(2):
-        with scope, scope:
-            assert current_policy() == A
-        assert current_policy() is None
-
-
-def test_a_scope_decorates_a_function():
-    @use_policy("bf16")
-    def inside():
-        return current_policy()
-
-    assert inside() == inside() == A
+    with scope, scope:
+        assert current_policy() == A
+    assert scope(current_policy)() == scope(current_policy)() == A
     assert current_policy() is None
 
 

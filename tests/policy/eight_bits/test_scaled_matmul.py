@@ -170,49 +170,6 @@ def test_an_einsum_that_is_no_matmul_is_left_to_the_caller(subscripts, shapes):
     assert scaled_einsum(subscripts, lhs, rhs, scaled("i8")) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_jit_vmap_scan_and_remat_compute_the_same(kind):
-    x, w = jnp.asarray(normal(3, 4, 8)), jnp.asarray(normal(8, 8))
-    by = scaled(kind)
-
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        return scaled_dot_general(x, w, MATMUL, by)
-
-    each = jnp.stack([run(row, w) for row in x])
-    assert jnp.array_equal(jax.vmap(run, (0, None))(x, w), each)
-    assert jnp.array_equal(lax.scan(lambda c, row: (c, run(row, w)), 0, x)[1], each)
-    gradient = jax.jit(jax.grad(lambda x, w: run(x, w).sum()))(x[0], w)
-    again = jax.grad(lambda x, w: jax.checkpoint(run)(x, w).sum())(x[0], w)
-    assert jnp.allclose(gradient, again, rtol=1e-6)
-
-
-def test_second_derivatives_and_forward_mode_are_refused():
-    x, w, by = jnp.ones((2, 3)), jnp.ones((3, 2)), scaled("f8")
-
-    def loss(x: jax.Array) -> jax.Array:
-        return (scaled_dot_general(x, w, MATMUL, by) ** 2).sum()
-
-    with pytest.raises(NotImplementedError, match="8-bit matmul can't be differentiated again"):
-        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
-    with pytest.raises(NotImplementedError, match="8-bit matmul can't be differentiated again"):
-        jax.grad(lambda x: jax.jit(jax.grad(loss))(x).sum())(x)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (x,), (x,))
-
-
-def test_residuals_are_codes_and_scales():
-    x, w = jnp.ones((512, 256), jnp.bfloat16), jnp.ones((256, 64), jnp.bfloat16)
-
-    def residuals(function: Any) -> dict[str, int]:
-        shapes = jax.eval_shape(lambda x, w: jax.vjp(function, x, w)[1], x, w)
-        return {str(leaf.dtype): leaf.size for leaf in jax.tree.leaves(shapes) if leaf.size}
-
-    found = residuals(lambda x, w: scaled_dot_general(x, w, MATMUL, scaled("f8")))
-    assert set(found) == {"float8_e4m3fn", "float32"}
-    of_x = 512 * 256 + 4 * 512
-    assert of_x <= 0.55 * 2 * x.size
-
-
 def test_a_shared_operand_is_quantised_once():
     x, w, by = jnp.ones((2, 3)), jnp.ones((3, 2)), scaled("f8")
 

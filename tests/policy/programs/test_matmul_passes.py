@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from policy.programs.matmul_passes import emulated
+from benchmarks.accel.emulated import emulated
 
 X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (16, 16))) for i in range(2))
 

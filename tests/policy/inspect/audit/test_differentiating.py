@@ -102,7 +102,7 @@ def test_no_tool_takes_gradients_by_running_statistics(way):
     fn, *args = WAYS[way]()
     comparison = compare(fn, *args, policy="mixed_bfloat16", backward=True)
     assert {_name(row.path) for row in comparison.parameters} == LAYERS
-    call = Call.of("suggest", fn, tuple(args), {}, None, 1.0)
+    call = Call.measured("suggest", fn, tuple(args), {}, None, 1.0)
     taken = sorted(call.arguments.arrays[i].shape for i in call.differentiated())
     assert taken == _gradients_of_audit(fn, tuple(args)) == [(3, 5), (5,), (5,), (5,)]
 

@@ -300,7 +300,7 @@ def test_a_model_under_autocast_has_all_constants_of_its_float32_trace(name: str
     params, x, fn = MODELS[name].params, MODELS[name].x, MODELS[name].fn
     loss = lambda params, x: jnp.sum(jnp.abs(fn(params, x)).astype(F32))  # noqa: E731
     for policy, called, scale in (("mixed_float16", fn, None), ("mixed_bfloat16", loss, 1.0)):
-        call = Call.of("compare", called, (params, x), {}, None, scale)
+        call = Call.measured("compare", called, (params, x), {}, None, scale)
         program = program_of(call, get_policy(policy))
         assert program.refused == "" and program.reference.unpaired == ()
 

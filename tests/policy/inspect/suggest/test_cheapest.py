@@ -49,7 +49,7 @@ def network(seed: int, modules: int) -> tuple[Any, Any, Any]:
 
 
 def trial_of(model: Any, arguments: Any, policy: str) -> Trial:
-    call, of = Call.of("suggest", model, arguments, {}, None, None), get_policy(policy)
+    call, of = Call.measured("suggest", model, arguments, {}, None, None), get_policy(policy)
     return Trial(call, of, program_of(call, of), None)
 
 

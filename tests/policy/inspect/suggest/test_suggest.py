@@ -279,7 +279,11 @@ def _half_outside(x: Any) -> Any:
     ("fn", "options", "text"),
     [
         (jnp.sin, {"error": "1%"}, "error should be a positive number.* but got '1%'"),
-        (jnp.sin, {"error": 1.0, "params": 1.5}, "params should select the arguments"),
+        (
+            jnp.sin,
+            {"error": 1.0, "params": 1.5},
+            "params should be positions or names",
+        ),
         (jnp.sin, {"error": 1.0, "backward": True}, "backward=True differentiates a loss"),
         (jnp.sin, {"error": 1.0}, "No part of this call runs in half precision"),
         (
