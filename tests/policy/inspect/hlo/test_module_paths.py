@@ -3,7 +3,11 @@
 import pytest
 
 from policy.inspect.hlo.costs import costs_of
-from policy.inspect.hlo.module_paths import by_spelled_path, path_in_program
+from policy.inspect.hlo.module_paths import (
+    by_spelled_path,
+    operation_in_program,
+    path_in_program,
+)
 from policy.programs.paths import spelled
 
 
@@ -45,6 +49,12 @@ from policy.programs.paths import spelled
         ("x", ""),
         ("reduce_sum", ""),
         ("", ""),
+        (
+            "jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/checkpoint/rematted_computation/b/mul",
+            "b",
+        ),
+        ("jit(f)/jvp(Net)/while/body/closed_call", "Net:"),
+        ("jit(f)/Net/a/add;jit(f)/Net/b/mul", "a"),
     ],
 )
 def test_an_operations_name_has_its_module_path(op_name, path):
@@ -55,6 +65,20 @@ def test_names_inside_control_flow_are_relative_to_it_or_begin_with_the_model():
     relative = "jit(step)/Net/layers/while/body/closed_call/block/mul"
     whole = "jit(step)/Net/layers/while/body/closed_call/Net/layers/block/mul"
     assert path_in_program(relative) == path_in_program(whole) == ("Net", "layers", "block")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "operation"),
+    [
+        ("jit(step)/jvp(Net)/Dense_0/dot_general", "dot_general"),
+        ("reduce_sum", "reduce_sum"),
+        ("jit(f)/jvp(Net)/while/body/closed_call", ""),
+        ("jit(f)/cond/branch_1_fun", ""),
+        ("jit(f)/jvp(Net)/a/jit(silu)", ""),
+    ],
+)
+def test_an_operations_name_has_the_jax_operation(op_name, operation):
+    assert operation_in_program(op_name) == operation
 
 
 PROGRAM = """HloModule m
