@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.command_line.target import CommandError
+from policy.command_line.target import CommandError, naming
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import checked_policy
@@ -61,23 +61,24 @@ def params_of(options: argparse.Namespace) -> list[int | str] | None:
     return [int(name) if name.isdecimal() else name for name in options.params] or None
 
 
-def policy_of(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | None]:
-    """Returns the policy and the rules that are given.
+def policy_of(options: argparse.Namespace) -> Policy | None:
+    """Returns the policy that --policy names.
 
     Raises:
-      CommandError: they are malformed, or there are rules without a policy.
+      CommandError: it is malformed.
     """
-    try:
-        policy = checked_policy(options.policy)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--policy {options.policy}: {error}") from None
-    texts = getattr(options, "rule", ())
-    if texts and policy is None:
-        raise CommandError("--rule makes exceptions to a policy: give --policy too.")
-    try:
-        return policy, PolicyRules.from_texts(texts) if texts else None
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--rule: {error}") from None
+    with naming(f"--policy {options.policy}"):
+        return checked_policy(options.policy)
+
+
+def rules_of(options: argparse.Namespace) -> PolicyRules | None:
+    """Returns the rules that --rule gives.
+
+    Raises:
+      CommandError: one is malformed.
+    """
+    with naming("--rule"):
+        return PolicyRules.from_texts(options.rule) if options.rule else None
 
 
 # --------------------------------------------------------------------------------------------------
