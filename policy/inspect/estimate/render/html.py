@@ -78,7 +78,7 @@ def _costs(estimate: EstimateRows) -> Markup:
     if any(row.fits is not None for row in rows):
         columns["fits"] = lambda row: (_verdict(row), None)
     for column in columns_of(estimate):
-        columns[column.head] = functools.partial(_figure, column=column, first=rows[0])
+        columns[column.head] = functools.partial(_figure, column=column, rows=rows)
     return table(columns, rows)
 
 
@@ -91,9 +91,9 @@ def _verdict(row: PolicyCost) -> Markup:
     return tag("span", verdict(row), class_=None if row.fits is None else _CLASSES[row.fits])
 
 
-def _figure(row: PolicyCost, column: Column, first: PolicyCost) -> Cell:
+def _figure(row: PolicyCost, column: Column, rows: Sequence[PolicyCost]) -> Cell:
     """Returns a figure and its ratio to the first row's."""
-    value, beside = column.value(row), column.value(first)
+    value, beside = column.value(row), column.value(rows[0])
     compared = ratio(value, beside) if column.is_compared and value != beside else ""
     behind = (" ", tag("small", compared)) if compared else ()
     return join_markup((column.text(row), *behind)), value

@@ -145,8 +145,8 @@ def _ratios(column: Column, rows: Sequence[PolicyCost]) -> Sequence[str]:
     """Returns the ratios of the rows beside the first; those of cycles are those of seconds."""
     if not column.is_compared or column.head == "cycles":
         return ()
-    first, *values = (column.value(row) for row in rows)
-    ratios = ["", *(ratio(value, first) for value in values)]
+    values = [column.value(row) for row in rows]
+    ratios = ["", *(ratio(value, values[0]) for value in values[1:])]
     is_alike = set(ratios) <= {"", "x1.00"} and not column.is_bound
     return () if is_alike else ratios
 
