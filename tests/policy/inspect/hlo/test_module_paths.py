@@ -115,25 +115,6 @@ def test_times_are_by_module_forward_and_backward_together():
     assert sum(costs.by_path.values()) == costs.time == 6 * each
 
 
-def test_a_loops_body_counts_for_its_modules_as_often_as_it_runs():
-    text = """HloModule m
-%body (s: f32[4]) -> f32[4] {
-  %s = f32[4]{0} parameter(0)
-  ROOT %sine = f32[4]{0} sine(%s), metadata={op_name="jit(f)/Net/while/body/block/sin"}
-}
-%condition (s: f32[4]) -> pred[] {
-  %s.1 = f32[4]{0} parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  ROOT %while.1 = f32[4]{0} while(%x), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"7"}}
-}
-"""
-    assert costs_of(text, lambda flops, moved: moved).by_path == {("Net", "block"): 7 * 32}
-
-
 def test_programs_of_several_models_name_them():
     paths = {("Actor", "head"): 1.0, ("Critic", "head"): 2.0, (): 4.0}
     assert by_spelled_path(paths) == {"": 4.0, "Critic:head": 2.0, "Actor:head": 1.0}
