@@ -23,6 +23,8 @@ from collections.abc import Sequence
 
 from policy.command_line.arguments import (
     add_call,
+    add_reports,
+    add_rules,
     params_of,
     parse_argument,
     policy_of,
@@ -71,19 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {kind:25}{what}" for kind, what in FINDING_KINDS.items()),
     )
     add_call(command)
-    command.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATH=TEXT",
-        help="the policy of a module path, in addition to --policy, such as head=f32; repeatable",
-    )
-    command.add_argument(
-        "--html", metavar="FILE", help="write the report as one HTML page; - for standard output"
-    )
-    command.add_argument(
-        "--json", metavar="FILE", help="write the report as JSON; - for standard output"
-    )
+    add_rules(command)
+    add_reports(command)
     command.add_argument(
         "--ignore",
         action="append",

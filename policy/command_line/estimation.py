@@ -21,7 +21,14 @@ from typing import Any
 
 import jax
 
-from policy.command_line.arguments import add_call, params_of, parse_argument, rules_of
+from policy.command_line.arguments import (
+    add_call,
+    add_reports,
+    add_rules,
+    params_of,
+    parse_argument,
+    rules_of,
+)
 from policy.command_line.layout import mesh_sizes, positions_of, shardings_of
 from policy.command_line.output import require_outputs, write_estimate
 from policy.command_line.progress import row_progress
@@ -55,8 +62,7 @@ def add_estimate(commands: Any) -> None:
     )
     _add_rows(command)
     _add_layout(command)
-    command.add_argument("--html", metavar="FILE", help="write an HTML page; - for standard output")
-    command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
+    add_reports(command)
     command.add_argument("--plot", metavar="FILE", help="draw a .png or .svg with matplotlib")
     command.add_argument(
         "--fail-on-oom", action="store_true", help="exit with 1 if a row does not fit in memory"
@@ -79,13 +85,7 @@ def _add_rows(command: argparse.ArgumentParser) -> None:
         metavar="NAME=TEXT",
         help="a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
     )
-    command.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATH=TEXT",
-        help="the policy of a module path in every row, such as head=f32; repeatable",
-    )
+    add_rules(command)
 
 
 def _add_layout(command: argparse.ArgumentParser) -> None:
