@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from policy.inspect.hlo.text import Computation, HloArray, Instruction, numpy_name
+from policy.inspect.hlo.text import HloArray, Instruction, numpy_name
 
 Flops = dict[str, float]
 _Key = TypeVar("_Key")
@@ -31,31 +31,25 @@ def contraction_flops(instruction: Instruction) -> Flops:
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
-        return _inside(instruction.fused)
+        total: Flops = {}
+        for inner in instruction.fused.instructions.values():
+            add_to(total, contraction_flops(inner))
+        return total
     operands = [operand.results[0] for operand in instruction.operands if operand.results]
-    count = _COUNTERS.get(opcode) if opcode != "custom-call" else _library(instruction.target)
-    if count is None or len(operands) < 2 or not instruction.results:
+    is_call = opcode == "custom-call"
+    if len(operands) < 2 or not instruction.results:
         return {}
-    return {_key(instruction, operands[:2]): count(instruction, operands)}
+    if opcode == "dot" or (is_call and instruction.target.startswith(_GEMMS)):
+        return {_key(instruction, operands[:2]): _dot(instruction, operands)}
+    if opcode == "convolution" or (is_call and instruction.target.startswith(_CONVOLUTIONS)):
+        return {_key(instruction, operands[:2]): _convolution(instruction, operands)}
+    return {}
 
 
 def add_to(total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int = 1) -> None:
     """Adds numbers by key to a total."""
     for key, number in other.items():
         total[key] = total.get(key, 0) + times * number
-
-
-def _inside(fused: Computation) -> Flops:
-    total: Flops = {}
-    for instruction in fused.instructions.values():
-        add_to(total, contraction_flops(instruction))
-    return total
-
-
-def _library(target: str) -> Callable[[Instruction, Sequence[HloArray]], float] | None:
-    if target.startswith(_GEMMS):
-        return _dot
-    return _convolution if target.startswith(_CONVOLUTIONS) else None
 
 
 def _dot(instruction: Instruction, operands: Sequence[HloArray]) -> float:
@@ -128,22 +122,13 @@ def _key(instruction: Instruction, operands: Sequence[HloArray]) -> str:
     dtype = numpy_name(widest.dtype)
     if dtype != "float32":
         return dtype
-    text = instruction.rest
-    algorithm = re.search(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', text, re.IGNORECASE)
-    if algorithm is None:
-        asked = re.search(r'operand_precision(?:=\{|":\[)([^\]}]*)', text, re.IGNORECASE)
-        found = "" if asked is None else asked[1].lower()
-        level = next((name for name in ("highest", "high") if name in found), "")
+    name = instruction.attribute(r'(?:algorithm=|"algorithm":"ALG_)(?i:dot_(\w+))').lower()
+    if not name:
+        asked = instruction.attribute(r'operand_precision(?:=\{|":\[)([^\]}]*)').lower()
+        level = next((level for level in ("highest", "high") if level in asked), "")
         return f"{dtype}, {level}" if level else dtype
-    name = algorithm[1].lower()
     passes = int(found[1]) if (found := re.search(r"_x(\d)$", name)) else 1
     if name == "f32_f32_f32":
         return f"{dtype}, highest"
     multiplied = "tf32" if name.startswith("tf32") else numpy_name(name.split("_")[0])
     return dtype if (multiplied, passes) == ("tf32", 1) else f"{dtype}, {multiplied} x{passes}"
-
-
-_COUNTERS: dict[str, Callable[[Instruction, Sequence[HloArray]], float]] = {
-    "dot": _dot,
-    "convolution": _convolution,
-}
