@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.command_line.target import CommandError
+from policy.command_line.target import CommandError, naming
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import checked_policy
@@ -50,6 +50,27 @@ def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> 
     )
 
 
+def add_rules(command: argparse.ArgumentParser) -> None:
+    """Adds the option of policies by module path."""
+    command.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATH=TEXT",
+        help="the policy of a module path, beside the call's own, such as head=f32; repeatable",
+    )
+
+
+def add_reports(command: argparse.ArgumentParser) -> None:
+    """Adds the options of files that a report is written to."""
+    for name, what in (("html", "one HTML page"), ("json", "JSON")):
+        command.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            help=f"write the report as {what}; - for standard output",
+        )
+
+
 def params_of(options: argparse.Namespace) -> list[int | str] | None:
     """Returns the arguments that --params names.
 
@@ -61,23 +82,24 @@ def params_of(options: argparse.Namespace) -> list[int | str] | None:
     return [int(name) if name.isdecimal() else name for name in options.params] or None
 
 
-def policy_of(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules | None]:
-    """Returns the policy and the rules that are given.
+def policy_of(options: argparse.Namespace) -> Policy | None:
+    """Returns the policy that --policy names.
 
     Raises:
-      CommandError: they are malformed, or there are rules without a policy.
+      CommandError: it is malformed.
     """
-    try:
-        policy = checked_policy(options.policy)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--policy {options.policy}: {error}") from None
-    texts = getattr(options, "rule", ())
-    if texts and policy is None:
-        raise CommandError("--rule makes exceptions to a policy: give --policy too.")
-    try:
-        return policy, PolicyRules.from_texts(texts) if texts else None
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--rule: {error}") from None
+    with naming(f"--policy {options.policy}"):
+        return checked_policy(options.policy)
+
+
+def rules_of(options: argparse.Namespace) -> PolicyRules | None:
+    """Returns the rules that --rule gives.
+
+    Raises:
+      CommandError: one is malformed.
+    """
+    with naming("--rule"):
+        return PolicyRules.from_texts(options.rule) if options.rule else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,8 +108,7 @@ def policy_of(options: argparse.Namespace) -> tuple[Policy | None, PolicyRules |
 
 _SHORT = {"bf16": "bfloat16", "bool": "bool", "pred": "bool"}
 _PREFIXES = {"f": "float", "i": "int", "s": "int", "u": "uint", "c": "complex"}
-_SHAPE = re.compile(r"([A-Za-z]\w*)\s*\[([^\[\]'\"{}()]*)\](?!\s*:)")
-_KEY = re.compile(r"\bkey\b(?!['\"])")
+_LARGEST = 2**63 - 1  # dimension that JAX can count to
 
 
 def parse_argument(text: str) -> Any:
@@ -96,52 +117,39 @@ def parse_argument(text: str) -> Any:
     Raises:
       CommandError: it is none of these.
     """
-    found: list[Any] = []
-
-    def mark(value: Any) -> str:
-        found.append(value)
-        return f"{_MARK!r}, {len(found) - 1}"
-
-    marked = _SHAPE.sub(lambda match: f"({mark(_array(match, text))})", text)
-    if not _QUOTED_KEY.search(marked):
-        marked = _KEY.sub(lambda _: f"({mark(jax.eval_shape(lambda: jax.random.key(0)))})", marked)
     try:
-        value = ast.literal_eval(marked)
+        of_scalars = re.sub(r"(\w)\s*\[\s*\]", r"\1[()]", text.strip())
+        return _value(ast.parse(of_scalars, mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         # every error of a malformed literal
+        shown = text if len(text) <= 100 else f"{text[:97]}..."
         raise CommandError(
-            f"--arg {_shortened(text)!r} can't be read: give a shape such as bf16[8,128] or f32[], "
+            f"--arg {shown!r} can't be read: give a shape such as bf16[8,128] or f32[], "
             "'key', a Python number or string, or a list, tuple or dict of these."
         ) from None
-    return _filled(value, found)
 
 
-_MARK = "\0array"
-_LARGEST = 2**63 - 1  # dimension that JAX can count to
-_QUOTED_KEY = re.compile(r"['\"]key['\"]")
+def _value(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Subscript(value=ast.Name(id=dtype), slice=dimensions):
+            sizes = ast.literal_eval(dimensions)
+            return _array(dtype, sizes if isinstance(sizes, tuple) else (sizes,))
+        case ast.Name(id="key"):
+            return jax.eval_shape(lambda: jax.random.key(0))
+        case ast.Dict(keys=keys, values=values):
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.List(elts=parts):
+            return list(map(_value, parts))
+        case ast.Tuple(elts=parts):
+            return tuple(map(_value, parts))
+        case ast.expr():
+            return ast.literal_eval(node)
+    raise ValueError("A mapping can't be unpacked.")
 
 
-def _filled(value: Any, found: list[Any]) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _MARK:
-        return found[value[1]]
-    if isinstance(value, dict):
-        return {name: _filled(part, found) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_filled(part, found) for part in value)
-    return value
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
-    name, dims = match[1], [dim.strip() for dim in match[2].split(",") if dim.strip()]
-    if not all(dim.isascii() and dim.isdigit() and int(dim) <= _LARGEST for dim in dims):
-        raise CommandError(
-            f"--arg {text!r}: the dimensions in {match[0]!r} should be whole numbers, as in "
-            "bf16[8,128]."
-        )
+def _array(name: str, sizes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
+    if not all(type(size) is int and 0 <= size <= _LARGEST for size in sizes):
+        raise ValueError(f"Dimensions should be whole numbers, but got {sizes}.")
     short = re.fullmatch(r"([fisuc])(\d+)", name)
     full = _PREFIXES[short[1]] + short[2] if short else _SHORT.get(name, name)
     try:
@@ -149,12 +157,12 @@ def _array(match: re.Match[str], text: str) -> jax.ShapeDtypeStruct:
         held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype
     except (TypeError, ValueError):
         raise CommandError(
-            f"--arg {text!r}: {name!r} is not a dtype. Known are bf16, f16, f32, f64, i8 to i64, "
-            "u8 to u64, bool, c64, and the full names."
+            f"--arg: {name!r} is not a dtype. Known are bf16, f16, f32, f64, i8 to i64, u8 to u64, "
+            "bool, c64, and the full names."
         ) from None
     if held != dtype:
         raise CommandError(
-            f"--arg {text!r}: JAX uses {held.name} instead of {dtype.name} here. Set "
-            f"JAX_ENABLE_X64=1, or ask for {held.name}."
+            f"--arg: JAX uses {held.name} instead of {dtype.name} here. Set JAX_ENABLE_X64=1, or "
+            f"ask for {held.name}."
         )
-    return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)
+    return jax.ShapeDtypeStruct(sizes, dtype)

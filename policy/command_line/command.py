@@ -21,9 +21,17 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from policy.command_line.arguments import add_call, params_of, parse_argument, policy_of
+from policy.command_line.arguments import (
+    add_call,
+    add_reports,
+    add_rules,
+    params_of,
+    parse_argument,
+    policy_of,
+    rules_of,
+)
 from policy.command_line.estimation import add_estimate
-from policy.command_line.output import require_one_output, write_text
+from policy.command_line.output import require_outputs, write_report
 from policy.command_line.suggestion import add_suggest
 from policy.command_line.target import (
     CommandError,
@@ -35,7 +43,7 @@ from policy.command_line.target import (
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
 from policy.inspect.audit.render.text import show
-from policy.inspect.audit.report import Audit, named
+from policy.inspect.audit.report import named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,19 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {kind:25}{what}" for kind, what in FINDING_KINDS.items()),
     )
     add_call(command)
-    command.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATH=TEXT",
-        help="the policy of a module path, in addition to --policy, such as head=f32; repeatable",
-    )
-    command.add_argument(
-        "--html", metavar="FILE", help="write the report as one HTML page; - for standard output"
-    )
-    command.add_argument(
-        "--json", metavar="FILE", help="write the report as JSON; - for standard output"
-    )
+    add_rules(command)
+    add_reports(command)
     command.add_argument(
         "--ignore",
         action="append",
@@ -102,11 +99,13 @@ def _audit(options: argparse.Namespace) -> int:
                 f"--ignore {kind!r} is not a kind of finding.{did_you_mean(near)} --help lists "
                 "them all."
             )
-    require_one_output(options.html, options.json)
+    require_outputs(options.html, options.json)
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
-    policy, rules = policy_of(options)
+    policy, rules = policy_of(options), rules_of(options)
+    if rules is not None and policy is None:
+        raise CommandError("--rule makes exceptions to a policy: give --policy too.")
     with running_users_code(f"{options.target} can't be traced"):
         report = audit(
             fn,
@@ -118,21 +117,6 @@ def _audit(options: argparse.Namespace) -> int:
             **kwargs,
         )
     report = named(report, options.target, without=options.ignore)
-    _write(report, options)
+    files = {options.html: report.to_html, options.json: report.to_json}
+    write_report(lambda: show(report), files)
     return int(bool(options.fail_on_findings and report.findings))
-
-
-def _write(report: Audit, options: argparse.Namespace) -> None:
-    """Writes the requested files, and prints the report or a format for standard output."""
-    printed = [
-        contents
-        for name, contents in ((options.json, report.to_json), (options.html, report.to_html))
-        if name == "-"
-    ]
-    if printed:
-        print(printed[0]())
-    else:
-        show(report)
-    for name, contents in ((options.html, report.to_html), (options.json, report.to_json)):
-        if name not in (None, "-"):
-            write_text(name, contents)

@@ -14,34 +14,34 @@ policy, with a row's options as keyword arguments, and with the mesh if it has a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import functools
 import os
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from policy.command_line.arguments import add_call, params_of, parse_argument
+from policy.command_line.arguments import (
+    add_call,
+    add_reports,
+    add_rules,
+    params_of,
+    parse_argument,
+    rules_of,
+)
 from policy.command_line.layout import mesh_sizes, positions_of, shardings_of
 from policy.command_line.output import require_outputs, write_estimate
-from policy.command_line.progress import RowProgress
+from policy.command_line.progress import row_progress
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import (
     CommandError,
+    naming,
     require_arguments,
     running_users_code,
     target_of,
 )
-from policy.core.rules import PolicyRules
 from policy.inspect.estimate.estimate import estimate
-from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.targets import Target
-
-_POLICY = Path(__file__).resolve().parents[1]
-_FUNCTOOLS = Path(functools.__file__).resolve()
 
 
 def add_estimate(commands: Any) -> None:
@@ -62,8 +62,7 @@ def add_estimate(commands: Any) -> None:
     )
     _add_rows(command)
     _add_layout(command)
-    command.add_argument("--html", metavar="FILE", help="write an HTML page; - for standard output")
-    command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
+    add_reports(command)
     command.add_argument("--plot", metavar="FILE", help="draw a .png or .svg with matplotlib")
     command.add_argument(
         "--fail-on-oom", action="store_true", help="exit with 1 if a row does not fit in memory"
@@ -86,13 +85,7 @@ def _add_rows(command: argparse.ArgumentParser) -> None:
         metavar="NAME=TEXT",
         help="a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
     )
-    command.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATH=TEXT",
-        help="the policy of a module path in every row, such as head=f32; repeatable",
-    )
+    add_rules(command)
 
 
 def _add_layout(command: argparse.ArgumentParser) -> None:
@@ -122,19 +115,32 @@ def run_estimate(options: argparse.Namespace) -> int:
       CommandError: an option is malformed, or the target can't be estimated.
     """
     targets = _targets(options.on)
-    given = _given(options)
-    require_outputs(options.html, options.json, options.plot, len(targets))
-    _use_the_processor(targets)
+    given = {
+        "policies": rows_to_estimate(options.policies, options.row),
+        "rules": rules_of(options),
+        "mesh": mesh_sizes(options.mesh),
+        "shardings": shardings_of(options.shard),
+        "donate": positions_of(options.donate),
+        "backward": options.backward,
+        "params": params_of(options),
+    }
+    files = {"html": options.html, "json": options.json, "plot": options.plot}
+    require_outputs(**files, count=len(targets))
+    # JAX traces here, and compiles for elsewhere: it need not look for accelerators.
+    if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
+        jax.config.update("jax_platforms", "cpu")
     args = tuple(parse_argument(text) for text in options.arg)
     fn = target_of(options.target)
     require_arguments(fn, args, options.target, passed=("mesh",))
     is_lacking = False
     for i, target in enumerate(targets):
-        with RowProgress(target.name, is_quiet=options.quiet) as progress:
-            found = _estimated(options.target, fn, args, target, given, progress)
+        failure = f"{options.target} can't be estimated on {target.name}"
+        shown = contextlib.nullcontext() if options.quiet else row_progress(target.name)
+        with running_users_code(failure), shown as progress:
+            found = estimate(fn, *args, on=target, progress=progress, **given)
         if i:
             print()
-        files = {"html": options.html, "json": options.json, "plot": options.plot}
+        found = dataclasses.replace(found, name=options.target)
         write_estimate(found, **files, is_one=len(targets) == 1)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
@@ -144,62 +150,5 @@ def _targets(text: str) -> list[Target]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
-    try:
+    with naming("--on"):
         return [Target(name) for name in names]
-    except ValueError as error:
-        raise CommandError(f"--on: {error}") from None
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as keyword arguments of `policy.estimate`."""
-    mesh = mesh_sizes(options.mesh)
-    return {
-        "policies": rows_to_estimate(options.policies, options.row),
-        "rules": _rules(options.rule),
-        "mesh": mesh,
-        "shardings": shardings_of(options.shard, mesh),
-        "donate": positions_of(options.donate),
-        "backward": options.backward,
-        "params": params_of(options),
-    }
-
-
-def _rules(texts: list[str]) -> PolicyRules | None:
-    try:
-        return PolicyRules.from_texts(texts) if texts else None
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"--rule: {error}") from None
-
-
-def _use_the_processor(targets: list[Target]) -> None:
-    """Keeps JAX from looking for accelerators: it traces here, and compiles for elsewhere."""
-    if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _estimated(
-    name: str,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    target: Target,
-    given: dict[str, Any],
-    progress: RowProgress,
-) -> Estimate:
-    """Estimates the target, and turns errors into `CommandError`: of policy's own in a line."""
-    with running_users_code(f"{name} can't be estimated on {target.name}"):
-        try:
-            found = estimate(fn, *args, on=target, progress=progress, **given)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if _is_of_policy(error):
-                raise CommandError(str(error)) from None
-            raise
-    return dataclasses.replace(found, name=name)
-
-
-def _is_of_policy(error: Exception) -> bool:
-    """Returns whether an error was raised by policy itself, before it called anything else.
-
-    Cached properties of policy's are called by `functools`.
-    """
-    files = {Path(f.filename).resolve() for f in traceback.extract_tb(error.__traceback__)}
-    return all(file == _FUNCTOOLS or file.is_relative_to(_POLICY) for file in files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
@@ -17,7 +16,7 @@ def mesh_sizes(text: str | None) -> dict[str, int] | None:
     {'data': 16, 'model': 16}
 
     Raises:
-      CommandError: the text has another form, or an axis twice.
+      CommandError: the text has another form.
     """
     if text is None:
         return None
@@ -28,27 +27,18 @@ def mesh_sizes(text: str | None) -> dict[str, int] | None:
             raise CommandError(
                 f"--mesh {text!r} should be axes and their sizes, as in data=16,model=16."
             )
-        if name in found:
-            raise CommandError(f"--mesh {text!r} has the axis {name!r} twice.")
         found[name] = int(size)
     return found
 
 
-def shardings_of(
-    texts: list[str], mesh: Mapping[str, int] | None
-) -> dict[int, PartitionSpec] | None:
+def shardings_of(texts: list[str]) -> dict[int, PartitionSpec] | None:
     """Returns the specs of arguments, by position, from texts such as ``2=data+fsdp,None``.
 
-    >>> tuple(shardings_of(["2=data+fsdp,None"], {"data": 4, "fsdp": 4})[2])
+    >>> tuple(shardings_of(["2=data+fsdp,None"])[2])
     (('data', 'fsdp'), None)
 
-    Args:
-      texts: one for each argument.
-      mesh: sizes by axis; None stands for one axis, "data".
-
     Raises:
-      CommandError: a text has another form, names an axis that the mesh lacks or names it twice, or
-        two texts are about one argument.
+      CommandError: a text has another form, or two are about one argument.
     """
     found: dict[int, PartitionSpec] = {}
     for text in texts:
@@ -60,27 +50,10 @@ def shardings_of(
             )
         if int(position) in found:
             raise CommandError(f"--shard is given twice for the argument {int(position)}.")
-        found[int(position)] = _spec(axes, text, tuple(mesh or ("data",)))
+        parts = [tuple(axis.strip() for axis in part.split("+")) for part in axes.split(",")]
+        entries = [None if part == ("None",) else part for part in parts]
+        found[int(position)] = PartitionSpec(*entries)
     return found or None
-
-
-def _spec(text: str, whole: str, known: tuple[str, ...]) -> PartitionSpec:
-    entries = [[axis.strip() for axis in part.split("+")] for part in text.split(",")]
-    named = [axis for axes in entries if axes != ["None"] for axis in axes]
-    for axis in named:
-        if axis not in known:
-            raise CommandError(
-                f"--shard {whole!r}: the mesh has no axis {axis!r}. Its axes: {', '.join(known)}; "
-                "see --mesh."
-            )
-        if named.count(axis) > 1:
-            raise CommandError(f"--shard {whole!r} has the axis {axis!r} twice.")
-    return PartitionSpec(
-        *(
-            None if axes == ["None"] else axes[0] if len(axes) == 1 else tuple(axes)
-            for axes in entries
-        )
-    )
 
 
 def positions_of(text: str | None) -> tuple[int, ...] | None:

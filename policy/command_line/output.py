@@ -6,32 +6,15 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from policy.command_line.target import CommandError
+from policy.command_line.target import CommandError, naming
 from policy.inspect.estimate.report import Estimate
 
-
-def write_text(name: str, contents: Callable[[], str]) -> None:
-    """Writes a text to a file.
-
-    Raises:
-      CommandError: it can't be written.
-    """
-    _writing(name, lambda: Path(name).write_text(contents(), encoding="utf-8"))
+Contents = Callable[[], str]
 
 
-def require_one_output(html: str | None, json: str | None) -> None:
-    """Refuses two reports on the standard output.
-
-    Raises:
-      CommandError: both names are "-".
-    """
-    if html == json == "-":
-        raise CommandError(
-            "--json - and --html - both take the standard output: give one of them a file."
-        )
-
-
-def require_outputs(html: str | None, json: str | None, plot: str | None, count: int) -> None:
+def require_outputs(
+    html: str | None, json: str | None, plot: str | None = None, count: int = 1
+) -> None:
     """Refuses files that could not be written, before there is anything to write.
 
     Args:
@@ -39,10 +22,13 @@ def require_outputs(html: str | None, json: str | None, plot: str | None, count:
       count: of the targets that are estimated.
 
     Raises:
-      CommandError: a folder is not there, a file is a folder, a plot has another ending or no
-        matplotlib, or several reports share the standard output.
+      CommandError: a folder is not there, a plot has another ending or no matplotlib, or several
+        reports share the standard output.
     """
-    require_one_output(html, json)
+    if html == json == "-":
+        raise CommandError(
+            "--json - and --html - both take the standard output: give one of them a file."
+        )
     if "-" in (html, json) and count > 1:
         raise CommandError(
             f"--json - and --html - print one report, but --on has {count} targets: give a file."
@@ -52,13 +38,28 @@ def require_outputs(html: str | None, json: str | None, plot: str | None, count:
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot draws with matplotlib, which is missing: pip install matplotlib")
     for name in (html, json, plot):
-        if name is not None and name != "-":
-            if not Path(name).parent.is_dir():
-                raise CommandError(
-                    f"{name} can't be written: there is no folder {Path(name).parent}."
-                )
-            if Path(name).is_dir():
-                raise CommandError(f"{name or repr(name)} can't be written: it is a folder.")
+        if name not in (None, "-") and not Path(name).parent.is_dir():
+            raise CommandError(f"{name} can't be written: there is no folder {Path(name).parent}.")
+
+
+def write_report(show: Callable[[], None], files: dict[str | None, Contents]) -> None:
+    """Writes a report's files, and prints the one of "-", or else shows the report.
+
+    Args:
+      show: prints the report as text.
+      files: the contents by the file's name; None for no file.
+
+    Raises:
+      CommandError: a file can't be written.
+    """
+    if "-" in files:
+        print(files["-"]())
+    else:
+        show()
+    for name, contents in files.items():
+        if name not in (None, "-"):
+            with naming(f"{name!r} can't be written"):
+                Path(name).write_text(contents(), encoding="utf-8")
 
 
 def write_estimate(
@@ -72,20 +73,17 @@ def write_estimate(
       is_one: whether there are no others; else files have the target's name before their endings.
 
     Raises:
-      CommandError: a file can't be written, or matplotlib is not installed.
+      CommandError: a file can't be written.
     """
-    if json == "-":
-        print(estimate.to_json())
-    elif html == "-":
-        print(estimate.to_html())
-    else:
-        estimate.show()
-    for name, contents in ((html, estimate.to_html), (json, estimate.to_json)):
-        if name is not None and name != "-":
-            write_text(name if is_one else _of_target(name, estimate.target), contents)
+
+    def named(name: str | None) -> str | None:
+        return name if is_one or name is None else _of_target(name, estimate.target)
+
+    files = {named(html): estimate.to_html, named(json): estimate.to_json}
+    write_report(estimate.show, files)
     if plot is not None:
-        file = plot if is_one else _of_target(plot, estimate.target)
-        _writing(file, lambda: estimate.plot(file))
+        with naming(f"{plot!r} can't be written"):
+            estimate.plot(named(plot))
 
 
 def _of_target(name: str, target: str) -> str:
@@ -93,14 +91,3 @@ def _of_target(name: str, target: str) -> str:
     path = Path(name)
     words = "".join(c if c.isalnum() else "-" for c in target)
     return str(path.with_name(f"{path.stem}-{words}{path.suffix}"))
-
-
-def _writing(name: str, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except ImportError as error:
-        raise CommandError(str(error)) from None
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f"{name or repr(name)} can't be written: {getattr(error, 'strerror', error)}."
-        ) from None

@@ -6,12 +6,12 @@ import ast
 import re
 from typing import Any
 
-from policy.command_line.target import CommandError
+from policy.command_line.target import CommandError, naming
+from policy.inspect.estimate.estimate import DEFAULT
 from policy.inspect.traced.call import checked_policy
 
 NamedRows = dict[str, tuple[str, dict[str, Any]]]  # a policy's text and options by name
 
-DEFAULT_POLICIES = "float32,mixed_bfloat16,bfloat16"
 _OPTION = re.compile(r"\s+(?=[A-Za-z_]\w*=)")
 _FIELD = re.compile(r"(params|compute|output|reduction|matmul|inputs|[pcorm])=")
 
@@ -28,7 +28,7 @@ def rows_to_estimate(policies: str | None, rows: list[str]) -> NamedRows:
       CommandError: a text is no policy or no row, or two rows have one name.
     """
     if policies is None:
-        policies = "" if rows else DEFAULT_POLICIES
+        policies = "" if rows else ",".join(DEFAULT)
     texts = policies_in(policies)
     if not texts and not rows:
         raise CommandError(f"--policies {policies!r} names no policy: give f32,mixed_bfloat16.")
@@ -89,10 +89,8 @@ def _option(text: str, row: str) -> tuple[str, Any]:
 
 
 def _checked(text: str, option: str) -> str:
-    try:
+    with naming(option):
         checked_policy(text)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{option}: {error}") from None
     return text
 
 

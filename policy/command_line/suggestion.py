@@ -20,11 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from policy.command_line.arguments import params_of, parse_argument, policy_of
-from policy.command_line.target import CommandError, call_of, running_users_code, target_of
+from policy.command_line.target import (
+    CommandError,
+    call_of,
+    naming,
+    running_users_code,
+    target_of,
+)
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.suggest import POINTS, suggest
-from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.target_costs import require_timed
 
 
@@ -74,29 +79,27 @@ def run_suggest(options: argparse.Namespace) -> int:
     """
     given = [parse_argument(text) for text in options.arg]
     fn, args, kwargs = call_of(target_of(options.target), given, options.target)
-    policy, _ = policy_of(options)
+    policy = policy_of(options)
     target = _target_of(options)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
     with running_users_code(f"{options.target} can't be run"):
-        try:
-            found = suggest(
-                fn,
-                *args,
-                error=options.error,
-                policy=policy,
-                backward=options.backward,
-                params=params_of(options),
-                matmul=options.matmul,
-                smallest=options.smallest,
-                on=target,
-                points=options.points,
-                **kwargs,
-            )
-        except ValueError as error:
-            raise CommandError(str(error)) from None
+        found = suggest(
+            fn,
+            *args,
+            error=options.error,
+            policy=policy,
+            backward=options.backward,
+            params=params_of(options),
+            matmul=options.matmul,
+            smallest=options.smallest,
+            on=target,
+            points=options.points,
+            **kwargs,
+        )
     print(found)
     if options.plot:
-        _plot(found, options.plot)
+        with naming(f"--plot {options.plot}"):
+            found.plot(options.plot)
     return 0
 
 
@@ -111,19 +114,10 @@ def _target_of(options: argparse.Namespace) -> Target | None:
         if options.plot:
             raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
         return None
-    try:
+    with naming("--on"):
         target = Target(options.on)
         require_timed(target)
-    except (ValueError, RuntimeError) as error:
-        raise CommandError(str(error)) from None
     return target
-
-
-def _plot(found: Suggestion, file: str) -> None:
-    try:
-        found.plot(file)
-    except (ImportError, OSError, ValueError) as error:  # matplotlib, the folder, the ending
-        raise CommandError(f"--plot {file}: {error}") from None
 
 
 def _is_shape(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
+from policy.inspect.estimate.steps import are_results, example_call
 
 
 class CommandError(Exception):
@@ -23,11 +24,21 @@ class CommandError(Exception):
 
 
 @contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turns an error about an option or a file into a `CommandError` that begins with its name."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise CommandError(f"{what}: {error}") from None
+
+
+@contextlib.contextmanager
 def running_users_code(failure: str) -> Iterator[None]:
     """Turns any exception of the user's code, `sys.exit` included, into a `CommandError`.
 
-    An interrupt is re-raised. What the code prints goes to the standard error: the standard output
-    is the report's.
+    Of an error of policy's own the message is enough; others are shown with their traceback. An
+    interrupt is re-raised. What the code prints goes to the standard error: the standard output is
+    the report's.
 
     Args:
       failure: the beginning of the message.
@@ -41,8 +52,23 @@ def running_users_code(failure: str) -> Iterator[None]:
     except (KeyboardInterrupt, CommandError):
         raise
     except BaseException as error:
+        if isinstance(error, (TypeError, ValueError, RuntimeError)) and _is_of_policy(error):
+            raise CommandError(str(error)) from None
         traceback.print_exc()
         raise CommandError(f"{failure}: {type(error).__name__}, see above.") from None
+
+
+_POLICY = Path(__file__).resolve().parents[1]
+_FUNCTOOLS = Path(functools.__file__).resolve()
+
+
+def _is_of_policy(error: Exception) -> bool:
+    """Returns whether an error was raised by policy itself, before it called anything else.
+
+    Cached properties of policy's are called by `functools`.
+    """
+    files = {Path(f.filename).resolve() for f in traceback.extract_tb(error.__traceback__)}
+    return all(file == _FUNCTOOLS or file.is_relative_to(_POLICY) for file in files)
 
 
 def target_of(text: str) -> Any:
@@ -167,17 +193,9 @@ def call_of(
         return fn, args, {}
     with running_users_code(f"{target}() failed"):
         made: Any = fn()
-    if _are_results(made) and "example" not in target.rpartition(":")[2].lower():
-        return fn, (), {}
-    if isinstance(made, tuple) and len(made) in (2, 3):
-        function, given, keywords = made if len(made) == 3 else (*made, {})
-        if callable(function) and isinstance(given, (tuple, list)) and isinstance(keywords, dict):
-            return function, given, keywords
-    raise CommandError(
-        f"{target}() should return (function, args) or (function, args, kwargs), args a tuple and "
-        "kwargs a dict, "
-        f"but returned {_told(made)}."
-    )
+        if are_results(made) and "example" not in target.rpartition(":")[2].lower():
+            return fn, (), {}
+        return example_call(made, target)
 
 
 def require_arguments(
@@ -198,22 +216,6 @@ def require_arguments(
             "bf16[8,128]; or name a "
             "function without arguments that returns it and a tuple of its arguments."
         )
-
-
-def _are_results(made: Any) -> bool:
-    """Returns whether a value looks like a computation's result: arrays, and nothing else."""
-    leaves = jax.tree.leaves(made)
-    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
-
-
-def _told(made: Any) -> str:
-    if not isinstance(made, tuple):
-        return type(made).__name__
-    return (
-        ", ".join(type(part).__name__ for part in made)
-        if len(made) > 1
-        else f"a tuple of {len(made)}"
-    )
 
 
 def _required(fn: Callable[..., Any]) -> list[str] | None:

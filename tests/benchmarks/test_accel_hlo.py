@@ -22,9 +22,8 @@ def text(name: str) -> str:
 
 
 def loops(hlo_text: str) -> list[int | None]:
-    computations, _ = parse(hlo_text)
-    every = [(inside, i) for inside in computations.values() for i in inside.instructions.values()]
-    return [turns(computations, inside, i) for inside, i in every if i.opcode == "while"]
+    every = parse(hlo_text).instructions.values()
+    return [turns(i) for i in every if i.opcode == "while"]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +78,11 @@ def test_a_slice_and_an_update_in_place_move_what_they_slice_and_update():
 
 
 def test_what_starts_something_moves_it_once():
-    inside = parse(text("v5e_scan_grad"))[1]
-    computations = parse(text("v5e_scan_grad"))[0]
     array = 128 * 128 * 4
-    starts = [i for i in inside.instructions.values() if i.opcode == "copy-start"]
-    assert [traffic.moved(computations, inside, i) for i in starts] == [
-        array,
-        array,
-    ]  # from memory; to memory
-    assert [len(traffic.produced(inside, i)) for i in starts] == [1, 1]
+    every = parse(text("v5e_scan_grad")).entry.instructions.values()
+    starts = [i for i in every if i.opcode == "copy-start"]
+    assert [traffic.moved(i) for i in starts] == [array, array]  # from memory; to memory
+    assert [len(traffic.produced(i)) for i in starts] == [1, 1]
 
 
 ASYNCHRONOUS = """HloModule m
@@ -165,4 +160,4 @@ def test_an_arrays_bytes_are_its_dtypes(dtype, size):
         f"HloModule m\nENTRY %main (p: {dtype}[6]) -> {dtype}[6] {{\n"
         f"  ROOT %p = {dtype}[6]{{0}} parameter(0)\n}}\n"
     )
-    assert parse(module)[1].root.results[0].bytes == 6 * size
+    assert parse(module).entry.root.results[0].bytes == 6 * size

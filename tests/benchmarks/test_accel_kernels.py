@@ -30,7 +30,7 @@ def costs(text, per_flop=1.0):
 
 
 def test_an_instruction_with_line_breaks_is_read_whole_and_so_is_what_follows_it():
-    _, entry = parse(PROGRAM)
+    entry = parse(PROGRAM).entry
     assert list(entry.instructions)[-3:] == ["splash_mha_fwd_residuals.1", "out.1", "last.1"]
     assert (
         entry.instructions["splash_mha_fwd_residuals.1"].op_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import shlex
@@ -24,9 +25,10 @@ from policy.command_line.layout import mesh_sizes
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import target_of
 from policy.inspect.estimate.candidates import rows_of
-from policy.inspect.estimate.report import Estimate
-from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
+from policy.inspect.estimate.rows import Exchange
 from policy.inspect.estimate.targets import Target
+from tests.policy.inspect.estimate import estimates
+from tests.policy.inspect.estimate.estimates import GIB, estimate_of
 
 CASES = [
     pytest.param(model, choice, id=f"{model.module}-{choice.name}")
@@ -155,47 +157,32 @@ def test_targets_and_rows_are_those_that_estimate_takes(table: Table):
     assert [row.name for row in found] == [choice.name for choice in table.model.choices]
 
 
-def cost(name: str, **others: Any) -> PolicyCost:
-    figures: dict[str, Any] = {
-        "policy": "p",
-        "route": "scope",
-        "memory": 3 * 2**30,
-        "capacity": 4 * 2**30,
-        "arguments": 2**30,
-        "temporaries": 2 * 2**30,
-        "outputs": 0,
-        "code": 0,
-        "flops": {},
-        "matmul_flops": {"bfloat16": 2e12, "float32": 1e6},
-        "bytes": 2.0**31,
-        "cycles": None,
-        "compute_seconds": 0.25,
-        "collectives": (
-            Exchange("all-reduce", "bf16", 2.0**21, 0.5),
-            Exchange("all-gather", "bf16", 2.0**21, 0.25),
-            Exchange("all-reduce", "f32", 4.0, 0.0),
-        ),
-        "kernels": 3,
-        "uncounted": (),
-        "buffers": (),
-        "compile_seconds": 12.0,
-    }
-    return PolicyCost(name=name, **(figures | others))
-
-
-def found_of(*rows: PolicyCost) -> Estimate:
-    compilers = "jax 1, libtpu 2"
-    return Estimate(
-        "step", "h100:8", 8, {"data": 8}, 4 * 2**30, 0.0, "", "NVIDIA", compilers, rows, ("a note",)
-    )
-
-
+cost = functools.partial(
+    estimates.cost,
+    memory=3 * GIB,
+    capacity=4 * GIB,
+    arguments=GIB,
+    temporaries=2 * GIB,
+    outputs=0,
+    matmul_flops={"bfloat16": 2e12, "float32": 1e6},
+    bytes=2.0 * GIB,
+    compute_seconds=0.25,
+    collectives=(
+        Exchange("all-reduce", "bf16", 2.0**21, 0.5),
+        Exchange("all-gather", "bf16", 2.0**21, 0.25),
+        Exchange("all-reduce", "f32", 4.0, 0.0),
+    ),
+    compile_seconds=12.0,
+)
+buffer_of = functools.partial(
+    estimates.buffer, GIB, shape=(2, 3), kind="argument", path="", operation="", source=""
+)
 COUNTS = {"params": 10, "batch": 20, "flops": 1e12}
 
 
 def test_a_record_keeps_the_rows_of_the_one_before_and_replaces_those_of_its_names():
-    first = record(found_of(cost("a", kernels=1), cost("b", kernels=2)), COUNTS)
-    second = record(found_of(cost("b", kernels=5)), COUNTS, first)
+    first = record(estimate_of(cost("a", kernels=1), cost("b", kernels=2)), COUNTS)
+    second = record(estimate_of(cost("b", kernels=5)), COUNTS, first)
     assert [(row["name"], row["kernels"]) for row in second["rows"]] == [("a", 1), ("b", 5)]
     assert json.loads(json.dumps(second)) == second and second["counts"] == COUNTS
 
@@ -206,7 +193,7 @@ def test_rows_are_stored_in_the_order_of_the_table_and_the_missing_ones_are_foun
     monkeypatch.setattr(listed, "RESULTS", tmp_path)
     (table,) = tables(["smollm2"], ["h100:8"])
     assert listed.stored(table) is None
-    found = record(found_of(cost("bfloat16"), cost("float32")), COUNTS)
+    found = record(estimate_of(cost("bfloat16"), cost("float32")), COUNTS)
     listed.store(table, found)
     assert [row["name"] for row in (listed.stored(table) or {})["rows"]] == ["float32", "bfloat16"]
     missing = command.chosen_rows(table, [], missing=True)
@@ -242,34 +229,20 @@ def test_python_m_benchmarks_hands_its_options_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_row_shows_its_figures_with_what_is_left():
-    row = record(found_of(cost("a")), COUNTS)["rows"][0]
+    row = record(estimate_of(cost("a")), COUNTS)["rows"][0]
     assert page.cells(row) == ["a", "3.00", "1.00", "1000", "4 bf16"]
-
-
-def buffer_of(**others: Any) -> Buffer:
-    figures: dict[str, Any] = {
-        "bytes": 2**30,
-        "dtype": "float32",
-        "shape": (2, 3),
-        "kind": "argument",
-        "path": "",
-        "operation": "",
-        "source": "",
-    }
-    figures.update(others)
-    return Buffer(**figures)
 
 
 def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest_arrays():
     arrays = (
         buffer_of(path="args[1].inner[0].mu['gate']['kernel']"),
         buffer_of(path="args[1].inner[0].mu['up']['kernel']", shape=(3, 2)),
-        buffer_of(path="args[0]['up']['kernel']", bytes=2**29),
+        buffer_of(path="args[0]['up']['kernel']", bytes=GIB // 2),
         buffer_of(kind="temporary", path="net/up", operation="dot_general", source="net.py:3"),
         buffer_of(kind="temporary"),
     )
     exhausted = cost("a", memory=6 * 2**30, is_exhausted=True, buffers=arrays)
-    (row,) = record(found_of(exhausted), COUNTS)["rows"]
+    (row,) = record(estimate_of(exhausted), COUNTS)["rows"]
     assert page.cells(row)[:3] == ["a", "6.00", "**-2.00**"]
     (text,) = page.buffers([row])
     assert text.splitlines() == [
@@ -283,7 +256,7 @@ def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest
 
 
 def test_arrays_of_a_row_that_fits_are_not_stored():
-    (row,) = record(found_of(cost("a", buffers=(buffer_of(),))), COUNTS)["rows"]
+    (row,) = record(estimate_of(cost("a", buffers=(buffer_of(),))), COUNTS)["rows"]
     assert row["buffers"] == [] and not list(page.buffers([row]))
 
 
@@ -297,12 +270,6 @@ def test_a_command_is_wrapped_and_stays_the_same_words():
 def test_the_page_is_made_of_the_stored_results():
     assert page.PAGE.read_text(encoding="utf-8") == page.page()
     assert all(table.file.exists() for table in tables())
-
-
-def test_every_command_of_the_page_is_that_of_a_table():
-    text = page.PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
-    typed = [shlex.split(line[1:]) for line in text.splitlines() if line.startswith("$ ")]
-    assert typed == [table.command for table in tables(on=["v5e:1x1"])]
 
 
 @pytest.mark.parametrize("table", tables(), ids=lambda table: table.file.stem)

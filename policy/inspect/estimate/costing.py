@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from policy.inspect.estimate.placement import Placement
 from policy.inspect.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import Step
-from policy.inspect.hlo.costs import Costs, costs_of
+from policy.inspect.hlo.costs import costs_of
 from policy.inspect.hlo.module_paths import by_spelled_path
 from policy.programs.graph import Graph
 
@@ -24,12 +25,8 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
     """Returns the costs of a step's compiled program."""
     chip = placement.target.chip
     written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
-    # The text of a program that is too large is no final one: a TPU's has no cycles, and other
-    # kernels than the compiler's.
-    has_costs = bool(program.text) and not program.is_exhausted
-    costs = costs_of(program.text, kernel_time(chip)) if has_costs else None
-    cycles = costs.time if costs is not None and chip.clock else None
-    return PolicyCost(
+    callbacks = [f"time on the host of {name}" for name in host_callbacks(step.traced.jaxpr)]
+    cost = PolicyCost(
         name=row.name,
         policy=row.policy_text,
         route=step.route,
@@ -41,21 +38,28 @@ def cost_of(row: Candidate, step: Step, program: CompiledStep, placement: Placem
         code=program.code,
         flops=written.flops_by_dtype,
         matmul_flops=_matmul_flops(written.operations, chip.platform),
-        bytes=None if costs is None else costs.bytes,
-        cycles=cycles,
-        compute_seconds=None if costs is None else compute_seconds(chip, costs),
-        collectives=()
-        if costs is None
-        else tuple(
-            Exchange(*kind, size, exchange_seconds(chip, {kind: size}))
-            for kind, size in costs.collectives.items()
-        ),
-        kernels=None if costs is None else costs.kernels,
-        uncounted=_uncounted(step, costs),
+        uncounted=tuple(callbacks),
         buffers=program.buffers,
         compile_seconds=program.seconds,
         is_exhausted=program.is_exhausted,
-        cost_by_path={} if costs is None else by_spelled_path(costs.by_path),
+    )
+    if program.is_exhausted or not program.text:
+        # The text of a program that is too large is no final one: a TPU's has no cycles, and other
+        # kernels than the compiler's.
+        return cost
+    costs = costs_of(program.text, kernel_time(chip))
+    return dataclasses.replace(
+        cost,
+        bytes=costs.bytes,
+        cycles=costs.time if chip.clock else None,
+        compute_seconds=compute_seconds(chip, costs),
+        collectives=tuple(
+            Exchange(*kind, size, exchange_seconds(chip, {kind: size}))
+            for kind, size in costs.collectives.items()
+        ),
+        kernels=costs.kernels,
+        uncounted=tuple(dict.fromkeys([*costs.uncounted, *callbacks])),
+        cost_by_path=by_spelled_path(costs.by_path),
     )
 
 
@@ -87,8 +91,3 @@ def _multiplied(operation: Operation, platform: str) -> str:
         is_tf32 = operation.precision in ("default", "high", "high, default")
         return "tf32" if is_tf32 else "float32"
     return f"float32{_PASSES.get(operation.precision, '')}"
-
-
-def _uncounted(step: Step, costs: Costs | None) -> tuple[str, ...]:
-    callbacks = [f"time on the host of {name}" for name in host_callbacks(step.traced.jaxpr)]
-    return tuple(dict.fromkeys([*(costs.uncounted if costs is not None else ()), *callbacks]))

@@ -118,9 +118,20 @@ def estimate(
       RuntimeError: the target's compiler is not installed; the message has the command.
     """
     target = on if isinstance(on, Target) else Target(on)
-    question = Question(target, mesh, shardings, donate, backward, params)
+    found: list[Answer] = []
     with traced_for(target.devices[0]):
-        found = _answers(question, fn, args, kwargs, policies, rules, progress)
+        candidates = rows_of(policies)
+        if rules is not None and not isinstance(rules, PolicyRules):
+            rules = PolicyRules(rules)
+        question = Question(target, mesh, shardings, rules, donate, backward, params)
+        for row in candidates:
+            if progress is not None:
+                progress(row.name, len(found), len(candidates))
+            try:
+                found.append(_estimated(question, fn, args, kwargs, row))
+            except Exception as error:
+                error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
+                raise
     placement = found[0].placement
     return Estimate(
         name=name_of(fn),
@@ -144,6 +155,7 @@ class Question:
     target: Target
     mesh: Mapping[str, int] | None
     shardings: Any
+    rules: PolicyRules | None
     donate: int | Sequence[int] | None
     backward: bool
     params: ParamsArgument
@@ -159,34 +171,6 @@ class Answer:
     placement: Placement
     unheeded: Policy | None
     notes: list[str]
-
-
-def _answers(
-    question: Question,
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policies: Any,
-    rules: RulesLike | None,
-    progress: Progress | None,
-) -> list[Answer]:
-    """Returns the answer of each row. An exception of the user's code has a note with its row."""
-    rows = rows_of(policies)
-    checked = (
-        PolicyRules(rules) if rules is not None and not isinstance(rules, PolicyRules) else rules
-    )
-    found = []
-    for done, row in enumerate(rows):
-        if progress is not None:
-            progress(row.name, done, len(rows))
-        try:
-            found.append(_estimated(question, fn, args, kwargs, row, checked))
-        except Exception as error:
-            error.add_note(
-                f"This is the row {row.name!r} of an estimate on {question.target.name}."
-            )
-            raise
-    return found
 
 
 def _same(found: Sequence[Answer]) -> list[str]:
@@ -206,20 +190,21 @@ def _estimated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     row: Candidate,
-    rules: PolicyRules | None,
 ) -> Answer:
     mesh = mesh_of(question.target, question.mesh, (args, kwargs))
     # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
     abstract = use_abstract_mesh(mesh.abstract_mesh)
     with contextlib.nullcontext() if question.mesh is None else abstract:
-        call = made_call(fn, args, kwargs, row, rules, mesh)
+        call = made_call(fn, args, kwargs, row, question.rules, mesh)
     placement = placement_of(
         question.target, question.mesh, question.shardings, (call.args, call.kwargs)
     )
     placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
     call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
     with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
-        step = traced_step(call, row, rules, question.donate, question.backward, question.params)
+        step = traced_step(
+            call, row, question.rules, question.donate, question.backward, question.params
+        )
         arrays = step.traced.arguments.arrays
         specs = specs_of(question.shardings, call.args, arrays, step.names, step.origins)
         placed = placed_arrays(placement, arrays, specs, step.names)

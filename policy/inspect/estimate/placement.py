@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,37 +66,25 @@ class Placement:
             return SingleDeviceSharding(self.target.devices[0])
         spec = PartitionSpec() if spec is None else spec
         sizes = dict(self.mesh.shape)
-        shape = tuple(array.shape)
-        before: set[str] = set()
-        if len(spec) > len(shape):
+        used = [
+            axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))
+        ]
+        unknown = next((a for a in used if isinstance(a, str) and a not in sizes), None)
+        if unknown is not None:
             raise ValueError(
-                f"{name} has the shape {_shape(shape)}, but its {spec} has {len(spec)} axes."
+                f"{name} is sharded over {unknown!r}, but the mesh of {self.target.name} has the "
+                f"axes {_axes(sizes)}. Give mesh= too, as in "
+                f"mesh={{{unknown!r}: {self.mesh.size}}}."
             )
-        for axis, names in enumerate(spec):
-            names = names if isinstance(names, tuple) else (names,)
-            used = [n for n in names if n is not None and n is not PartitionSpec.UNCONSTRAINED]
-            again = next((one for one in used if one in before or used.count(one) > 1), None)
-            if again is not None:
-                raise ValueError(f"{name} has the axis {again!r} twice in its {spec}.")
-            before.update(used)
-            for one in used:
-                if one not in sizes:
-                    raise ValueError(
-                        f"{name} is sharded over {one!r}, but the mesh of {self.target.name} has "
-                        f"the axes {_axes(sizes)}. Give mesh= too, as in mesh={{{one!r}: "
-                        f"{self.mesh.size}}}."
-                    )
-            parts = math.prod(sizes[one] for one in used)
-            if shape[axis] % parts:
-                raise ValueError(
-                    f"{name} of the shape {_shape(shape)} can't be sharded by {spec} over "
-                    f"{_axes(sizes)}: {shape[axis]} is not a multiple of {parts}."
-                )
-        return NamedSharding(self.mesh, spec)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "()"
+        try:
+            found = NamedSharding(self.mesh, spec)
+            found.check_compatible_aval(array.shape)
+            found.shard_shape(array.shape)
+        except Exception as error:  # of JAX, for an axis that is twice in it one of its own kind
+            raise ValueError(
+                f"{name} can't be sharded by {spec} over {_axes(sizes)}: {error}"
+            ) from None
+        return found
 
 
 def _axes(sizes: Mapping[str, int]) -> str:

@@ -15,35 +15,25 @@ from policy.inspect.estimate.chips import Chip
 from policy.inspect.hlo.costs import Costs, KernelTime
 
 
-def roofline(chip: Chip, flops: Mapping[str, float], moved: float) -> float | None:
-    """Returns the least seconds of a kernel.
-
-    Args:
-      chip: a device.
-      flops: of matmuls and convolutions by the dtype that is multiplied, as `Costs.flops` has them:
-        "bfloat16", "float32, highest", "float32, bfloat16 x3".
-      moved: bytes read and written.
-
-    Returns:
-      None where the chip's figures are not published.
-    """
-    if not chip.bandwidth or not chip.peaks:
-        return None
-    computing = sum(amount / _peak(chip, dtype) for dtype, amount in flops.items())
-    return max(computing, moved / chip.bandwidth)
-
-
 def kernel_time(chip: Chip) -> KernelTime | None:
     """Returns the `kernel_time` of `costs_of` for a chip's programs: the roofline in cycles of the
     chip's clock, or in seconds where it has none.
+
+    It takes the FLOPs of a kernel's matmuls and convolutions by the dtype that is multiplied, as
+    `Costs.flops` has them ("bfloat16", "float32, highest", "float32, bfloat16 x3"), and the bytes
+    that it reads and writes.
 
     Returns:
       None where the chip's figures are not published, as a processor's.
     """
     if not chip.bandwidth or not chip.peaks:
         return None
-    scale = chip.clock or 1.0
-    return lambda flops, moved: (roofline(chip, flops, moved) or 0.0) * scale
+
+    def time(flops: Mapping[str, float], moved: float) -> float:
+        computing = sum(amount / _peak(chip, dtype) for dtype, amount in flops.items())
+        return max(computing, moved / chip.bandwidth) * (chip.clock or 1.0)
+
+    return time
 
 
 def compute_seconds(chip: Chip, costs: Costs) -> float | None:

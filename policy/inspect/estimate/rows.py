@@ -112,14 +112,14 @@ class PolicyCost:
     code: int
     flops: Mapping[str, float]
     matmul_flops: Mapping[str, float]
-    bytes: float | None
-    cycles: float | None
-    compute_seconds: float | None
-    collectives: tuple[Exchange, ...]
-    kernels: int | None
-    uncounted: tuple[str, ...]
-    buffers: tuple[Buffer, ...]
-    compile_seconds: float
+    bytes: float | None = None
+    cycles: float | None = None
+    compute_seconds: float | None = None
+    collectives: tuple[Exchange, ...] = ()
+    kernels: int | None = None
+    uncounted: tuple[str, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    compile_seconds: float = 0.0
     cost_by_path: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_exhausted: bool = False
 

@@ -116,26 +116,35 @@ def _run_example(
                 f"{', '.join(parameters) or 'none'}."
             )
     made = fn(**row.options, **({"mesh": mesh} if "mesh" in parameters else {}))
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
-        function, args, kwargs = made if len(made) == 3 else (*made, {})
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
-            return function, tuple(args), dict(kwargs)
-    leaves = jax.tree.leaves(made)
-    if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves) and not row.options:
-        return None
-    raise TypeError(
-        f"{name_of(fn)}, called without arguments, should return (function, args) or (function, "
-        f"args, kwargs), args a tuple and kwargs a dict, but returned {_told(made)}."
-    )
+    return None if are_results(made) and not row.options else example_call(made, name_of(fn))
 
 
 _OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _told(made: Any) -> str:
+def are_results(made: Any) -> bool:
+    """Returns whether a value looks like a computation's result: arrays, and nothing else."""
+    leaves = jax.tree.leaves(made)
+    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def example_call(made: Any, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the function, the arguments and the keyword arguments that an example returns.
+
+    Raises:
+      TypeError: it returns something else.
+    """
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
+        function, args, kwargs = made if len(made) == 3 else (*made, {})
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
+            return function, tuple(args), dict(kwargs)
+    told = f"a {type(made).__name__}"
     if isinstance(made, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
-    return f"a {type(made).__name__}"
+        told += f" of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
+    raise TypeError(
+        f"{name}() should return (function, args) or (function, args, kwargs), args a tuple and "
+        f"kwargs a dict, but returned {told}."
+    )
 
 
 def name_of(fn: Any) -> str:

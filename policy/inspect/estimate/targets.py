@@ -16,23 +16,12 @@ import numpy as np
 from jax.experimental import topologies
 
 from policy.inspect.estimate.chips import CHIPS, Chip
-from policy.inspect.estimate.gpu_configs import GPUS
 from policy.inspect.estimate.own_chips import own_gpu
 
 INSTALL = (
     "The compilers for TPUs and GPUs run on x86 Linux without an accelerator: "
     "pip install 'mpmodules[accel]'."
 )
-# Axes of a topology, and the chips of the largest, by Google Cloud's pages of each generation.
-_TORUS = {
-    "v2": (2, 256),
-    "v3": (2, 1024),
-    "v4": (3, 4096),
-    "v5e": (2, 256),
-    "v5p": (3, 8960),
-    "v6e": (2, 256),
-    "tpu7x": (3, 9216),
-}
 # What the compilers read when they are loaded: there is no accelerator to look for.
 _ABSENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -64,8 +53,9 @@ class Target:
         if not isinstance(self.name, str):
             raise TypeError(f"A target is a text, such as 'v5e:4x4', but got {self.name!r}.")
         kind, shape = _split(self.name)
-        if kind in _TORUS:
-            _require_torus(self.name, kind, shape)
+        chip = CHIPS.get(kind)
+        if chip is not None and chip.axes:
+            _require_torus(self.name, chip)
         elif kind in ("cpu", "here"):
             if shape:
                 raise ValueError(
@@ -73,7 +63,7 @@ class Target:
                     "that JAX has. XLA_FLAGS=--xla_force_host_platform_device_count=8 divides a "
                     "processor into 8 devices."
                 )
-        elif kind in GPUS or kind.endswith(".json"):
+        elif chip is not None or kind.endswith(".json"):
             if shape and not re.fullmatch(r"[1-9]\d*", shape):
                 raise ValueError(
                     f"The target {self.name!r} should end in a number of devices, as in {kind}:8."
@@ -100,7 +90,7 @@ class Target:
           ValueError: the file of a GPU's figures can't be read.
         """
         if self.kind.endswith(".json"):
-            return own_gpu(self.kind)[0]
+            return own_gpu(self.kind)
         return CHIPS[self.kind] if self.kind in CHIPS else _chip_of(self.devices[0])
 
     @property
@@ -126,10 +116,7 @@ class Target:
           ValueError: the compiler has no such topology.
         """
         if self.kind in ("cpu", "here"):
-            try:
-                return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
-            except RuntimeError as error:  # of JAX_PLATFORMS
-                raise RuntimeError(f"There are no devices for {self.name!r}: {error}") from None
+            return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
         return np.array(_topology(self.name).devices).reshape(-1)
 
     def mesh(
@@ -168,58 +155,52 @@ def _split(name: str) -> tuple[str, str]:
     return (name, "") if name.endswith(".json") else (kind, shape)
 
 
-def _require_torus(name: str, kind: str, shape: str) -> None:
-    axes, most = _TORUS[kind]
+def _require_torus(name: str, chip: Chip) -> None:
+    kind, shape = _split(name)
     if not shape and ":" not in name:
         return
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != axes:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != chip.axes:
         raise ValueError(
-            f"The target {name!r} should have {axes} axes of chips, as in {_example(kind)}; {kind} "
-            "alone is one chip."
+            f"The target {name!r} should have {chip.axes} axes of chips, as in {_example(kind)}; "
+            f"{kind} alone is one chip."
         )
     chips = int(np.prod([int(size) for size in shape.split("x")]))
-    if chips > most:
+    if chips > chip.largest:
         raise ValueError(
-            f"The target {name!r} has {chips} chips, but the largest topology of {kind} has {most}."
+            f"The target {name!r} has {chips} chips, but the largest topology of {kind} has "
+            f"{chip.largest}."
         )
 
 
 def _example(kind: str) -> str:
-    return f"{kind}:{'x'.join(['4'] * _TORUS[kind][0])}"
+    return f"{kind}:{'x'.join(['4'] * CHIPS[kind].axes)}"
 
 
 @functools.cache
 def _topology(name: str) -> Any:
     kind, shape = _split(name)
-    gpu = own_gpu(kind)[1] if kind.endswith(".json") else GPUS.get(kind)
+    chip = CHIPS[kind] if kind in CHIPS else own_gpu(kind)
     try:
         with _without_accelerators():
-            if gpu is None:
+            if chip.axes:
                 return _tpu_topology(kind, shape)
             return topologies.get_topology_desc(
                 platform="cuda",
                 topology_name="",
-                target_config=gpu.text(),
+                target_config=chip.target_config(),
                 topology=f"1x1x{shape or 1}",
             )
     except Exception as error:  # what a missing plugin raises differs by release
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if "INVALID_ARGUMENT" in reason:
-            raise ValueError(f"There is no topology {name!r}: {reason}.{_even(kind)}") from None
-        raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
-
-
-def _even(kind: str) -> str:
-    if kind not in _TORUS:
-        return ""
-    return (
-        f" A host has 2 x 2 chips: give sides that are even, as in {_example(kind)}. {kind} alone "
-        "is one chip."
-    )
+        if "INVALID_ARGUMENT" not in reason:
+            raise RuntimeError(f"No compiler for {name}: {reason}. {INSTALL}") from error
+        even = f" A host has 2 x 2 chips: give sides that are even, as in {_example(kind)}."
+        advice = f"{even} {kind} alone is one chip." if chip.axes else ""
+        raise ValueError(f"There is no topology {name!r}: {reason}.{advice}") from None
 
 
 def _tpu_topology(kind: str, shape: str) -> Any:
-    one = "x".join("1" * _TORUS[kind][0])
+    one = "x".join("1" * CHIPS[kind].axes)
     # Hosts of two by two chips are the default, of which one chip is no multiple.
     host = {"chips_per_host_bounds": (1, 1, 1)} if shape in ("", one) else {}
     return topologies.get_topology_desc(
@@ -239,35 +220,21 @@ def _without_accelerators() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-_KINDS = {
-    "TPU v2": "v2",
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-
-
 def _chip_of(device: Any) -> Chip:
     """Returns the figures of a device at hand: published ones where they are known, and the memory
     that it reports.
     """
-    kind = device.device_kind
-    named = _KINDS.get(kind) or next((k for k in GPUS if k.upper() in kind.upper()), None)
-    chip = CHIPS.get(named or "") or Chip(_platform(device), 0.0, 0.0, {}, 0.0, 0.0, kind)
+    kind = device.device_kind.upper()
+    known = [(part, chip) for chip in CHIPS.values() for part in chip.kinds if part.upper() in kind]
+    if known:
+        chip = max(known, key=lambda named: len(named[0]))[1]
+    else:
+        platform: Any = "cuda" if device.platform == "gpu" else device.platform
+        chip = Chip(platform, 0.0, 0.0, {}, 0.0, 0.0, device.device_kind)
     if chip.platform == "cpu":
         return dataclasses.replace(chip, memory=float(_physical_memory()))
     reported = (device.memory_stats() or {}).get("bytes_limit")
     return dataclasses.replace(chip, memory=float(reported)) if reported else chip
-
-
-def _platform(device: Any) -> Any:
-    return "cuda" if device.platform == "gpu" else device.platform
 
 
 def _physical_memory() -> int:

@@ -16,12 +16,11 @@ from policy.inspect.hlo.allocations import (
 )
 from policy.inspect.hlo.dump import Dump
 from policy.inspect.hlo.makers import Makers
-from policy.inspect.hlo.op_names import path_and_operation
+from policy.inspect.hlo.module_paths import operation_in_program, path_in_program
 from policy.inspect.hlo.source_frames import SourceFrames
-from policy.inspect.hlo.text import HloArray, parse
+from policy.inspect.hlo.text import HloArray, numpy_name, parse
 from policy.programs.paths import Path
 
-_DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
 # Opcodes that say nothing about what a value is.
 _PLAIN = ("fusion", "parameter", "tuple", "get-tuple-element", "while", "conditional", "call")
 
@@ -109,9 +108,9 @@ def memory_of(dump: Dump) -> MemoryUse:
 
 class _Reader:
     def __init__(self, dump: Dump):
-        computations, entry = parse(dump.program)
-        self.makers = Makers(computations, entry)
-        self.parameters = entry.parameters
+        program = parse(dump.program)
+        self.makers = Makers(program)
+        self.parameters = program.entry.parameters
         self.names = {parameter.name for parameter in self.parameters.values()}
         self.sources = SourceFrames(dump.program)
         self.ranges: Mapping[ResultPlace, tuple[int, int]] = live_ranges_of(dump.live_ranges)
@@ -132,7 +131,7 @@ class _Reader:
     def _argument(self, allocation: Allocation, array: HloArray) -> HeldBuffer:
         return HeldBuffer(
             allocation.bytes,
-            jax_dtype_name(array.dtype),
+            numpy_name(array.dtype),
             array.shape,
             "argument",
             parameter=allocation.parameter,
@@ -146,7 +145,7 @@ class _Reader:
         return parameter.op_name.replace("\\'", "'")
 
     def _made(self, value: StoredValue, array: HloArray, kind: str, size: int) -> HeldBuffer:
-        held = HeldBuffer(size, jax_dtype_name(array.dtype), array.shape, kind)
+        held = HeldBuffer(size, numpy_name(array.dtype), array.shape, kind)
         maker = self.makers.maker_of(value.place)
         if maker is None:
             return held
@@ -156,22 +155,11 @@ class _Reader:
             return dataclasses.replace(
                 held, operation=maker.moving, parameter=number, label=self._label(number)
             )
-        path, operation = path_and_operation(named.op_name)
         own = "" if named.opcode in _PLAIN else named.opcode
+        where = maker.stacked or named
         return dataclasses.replace(
             held,
-            path=path_and_operation(maker.stacked.op_name)[0] if maker.stacked else path,
-            operation=maker.moving or operation or own,
-            source=self.sources.source_of(maker.stacked or named),
+            path=path_in_program(where.op_name),
+            operation=maker.moving or operation_in_program(named.op_name) or own,
+            source=self.sources.source_of(where),
         )
-
-
-def jax_dtype_name(dtype: str) -> str:
-    """Returns the name that JAX has for a dtype of XLA: "f8e4m3fn" is "float8_e4m3fn"."""
-    if dtype in _DTYPES:
-        return _DTYPES[dtype]
-    if dtype.startswith("f") and "e" in dtype:
-        bits, _, form = dtype[1:].partition("e")
-        return f"float{bits}_e{form}"
-    kind = {"f": "float", "s": "int", "u": "uint"}.get(dtype[:1])
-    return f"{kind}{dtype[1:]}" if kind and dtype[1:].isdigit() else dtype

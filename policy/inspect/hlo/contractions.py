@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from policy.inspect.hlo.text import Computation, HloArray, Instruction
+from policy.inspect.hlo.text import HloArray, Instruction, numpy_name
 
 Flops = dict[str, float]
 _Key = TypeVar("_Key")
@@ -25,24 +25,25 @@ _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
 _CONVOLUTIONS = ("__cudnn$conv", "__onednn$convolution")
 
 
-def contraction_flops(
-    computations: dict[str, Computation], inside: Computation, instruction: Instruction
-) -> Flops:
+def contraction_flops(instruction: Instruction) -> Flops:
     """Returns the FLOPs of the matmuls and convolutions of an instruction, also of those in a
     fusion.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
-        return _of_fusion(computations, instruction.called["calls"][0])
-    operands = [
-        inside.instructions[name].results[0]
-        for name in instruction.operands
-        if name in inside.instructions and inside.instructions[name].results
-    ]
-    count = _COUNTERS.get(opcode) if opcode != "custom-call" else _library(instruction.target)
-    if count is None or len(operands) < 2 or not instruction.results:
+        total: Flops = {}
+        for inner in instruction.fused.instructions.values():
+            add_to(total, contraction_flops(inner))
+        return total
+    operands = [operand.results[0] for operand in instruction.operands if operand.results]
+    is_call = opcode == "custom-call"
+    if len(operands) < 2 or not instruction.results:
         return {}
-    return {_key(instruction, operands[:2]): count(instruction, operands)}
+    if opcode == "dot" or (is_call and instruction.target.startswith(_GEMMS)):
+        return {_key(instruction, operands[:2]): _dot(instruction, operands)}
+    if opcode == "convolution" or (is_call and instruction.target.startswith(_CONVOLUTIONS)):
+        return {_key(instruction, operands[:2]): _convolution(instruction, operands)}
+    return {}
 
 
 def add_to(total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int = 1) -> None:
@@ -51,34 +52,10 @@ def add_to(total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int
         total[key] = total.get(key, 0) + times * number
 
 
-def numpy_name(dtype: str) -> str:
-    """Returns NumPy's name of an HLO dtype: "bf16" is "bfloat16"."""
-    if found := re.fullmatch(r"f(\d+)(e\d+m\d+\w*)", dtype):
-        return f"float{found[1]}_{found[2]}"
-    names = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
-    letters = dtype.rstrip("0123456789")
-    if dtype == "pred" or letters not in names:
-        return "bool" if dtype == "pred" else dtype
-    return names[letters] + dtype[len(letters) :]
-
-
-def _of_fusion(computations: dict[str, Computation], name: str) -> Flops:
-    total: Flops = {}
-    if (fused := computations.get(name)) is not None:
-        for instruction in fused.instructions.values():
-            add_to(total, contraction_flops(computations, fused, instruction))
-    return total
-
-
-def _library(target: str) -> Callable[[Instruction, Sequence[HloArray]], float] | None:
-    if target.startswith(_GEMMS):
-        return _dot
-    return _convolution if target.startswith(_CONVOLUTIONS) else None
-
-
 def _dot(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.rest)
-    axes = re.findall(r"\d+", found[1]) if found else ()
+    axes = re.findall(
+        r"\d+", instruction.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
+    )
     contracted = math.prod(operands[0].shape[int(axis)] for axis in axes)
     return 2.0 * math.prod(instruction.results[0].shape) * contracted
 
@@ -103,7 +80,8 @@ def _convolution(instruction: Instruction, operands: Sequence[HloArray]) -> floa
         for names, array in zip(labels.groups(), (source, kernel, output), strict=True)
     )
     products = of_output["b"] * of_kernel["i"] * of_kernel["o"]
-    for axis, window in enumerate(_windows(instruction.rest, sum(map(str.isdigit, labels[1])))):
+    axes = sum(map(str.isdigit, labels[1]))
+    for axis, window in enumerate(_windows(instruction.attribute(r"window=\{([^}]*)\}"), axes)):
         place = str(axis)
         products *= _pairs(of_source[place], of_kernel[place], of_output[place], *window)
     return 2.0 * products
@@ -113,8 +91,7 @@ def _windows(text: str, axes: int) -> list[tuple[int, int, int, int]]:
     """Returns the stride, the low padding and the dilations of the input and of the kernel of each
     axis.
     """
-    window = re.search(r"window=\{([^}]*)\}", text)
-    given = dict(part.split("=") for part in window[1].split()) if window else {}
+    given = dict(part.split("=") for part in text.split())
 
     def numbers(name: str, default: int) -> list[int]:
         values = given[name].split("x") if name in given else [str(default)] * axes
@@ -145,22 +122,13 @@ def _key(instruction: Instruction, operands: Sequence[HloArray]) -> str:
     dtype = numpy_name(widest.dtype)
     if dtype != "float32":
         return dtype
-    text = instruction.rest
-    algorithm = re.search(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', text, re.IGNORECASE)
-    if algorithm is None:
-        asked = re.search(r'operand_precision(?:=\{|":\[)([^\]}]*)', text, re.IGNORECASE)
-        found = "" if asked is None else asked[1].lower()
-        level = next((name for name in ("highest", "high") if name in found), "")
+    name = instruction.attribute(r'(?:algorithm=|"algorithm":"ALG_)(?i:dot_(\w+))').lower()
+    if not name:
+        asked = instruction.attribute(r'operand_precision(?:=\{|":\[)([^\]}]*)').lower()
+        level = next((level for level in ("highest", "high") if level in asked), "")
         return f"{dtype}, {level}" if level else dtype
-    name = algorithm[1].lower()
     passes = int(found[1]) if (found := re.search(r"_x(\d)$", name)) else 1
     if name == "f32_f32_f32":
         return f"{dtype}, highest"
     multiplied = "tf32" if name.startswith("tf32") else numpy_name(name.split("_")[0])
     return dtype if (multiplied, passes) == ("tf32", 1) else f"{dtype}, {multiplied} x{passes}"
-
-
-_COUNTERS: dict[str, Callable[[Instruction, Sequence[HloArray]], float]] = {
-    "dot": _dot,
-    "convolution": _convolution,
-}

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from policy.inspect.hlo.contractions import Flops, add_to
 from policy.inspect.hlo.kernels import kernel_flops
 from policy.inspect.hlo.module_paths import path_of_kernel, with_whole_paths
-from policy.inspect.hlo.text import Computation, Instruction, parse
-from policy.inspect.hlo.traffic import moved, produced
+from policy.inspect.hlo.text import Computation, Instruction, Module, parse
+from policy.inspect.hlo.traffic import arrays_of, moved, produced
 from policy.inspect.hlo.trip_counts import turns
 from policy.programs.paths import Path
 
@@ -29,19 +29,10 @@ _COLLECTIVES = (
     "ragged-all-to-all",
 )
 # Instructions that move nothing and run nothing.
-_FREE = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-    ),
-    *("opt-barrier", "add-dependency", "domain"),
-}
+_FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"),
+)
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
@@ -111,10 +102,9 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
         (`policy.inspect.estimate.roofline`). It is in cycles for a program of a TPU, else in
         seconds. None leaves such kernels without a time, and names those in a program of cycles.
     """
-    computations, entry = parse(text)
-    anywhere, _ = parse(re.sub(r"S\(\d+\)", "", text))
+    program, anywhere = parse(text), parse(re.sub(r"S\(\d+\)", "", text))
     has_cycles = '"estimated_cycles":' in text
-    costs = _Counter(computations, anywhere, kernel_time, has_cycles).of(entry)
+    costs = _Counter(anywhere, kernel_time, has_cycles).of(program.entry)
     whole = with_whole_paths(costs.by_path)
     return dataclasses.replace(
         costs, by_path=whole, rooflines=costs.rooflines if has_cycles else {}
@@ -122,14 +112,8 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
 
 
 class _Counter:
-    def __init__(
-        self,
-        computations: dict[str, Computation],
-        anywhere: dict[str, Computation],
-        kernel_time: KernelTime | None,
-        has_cycles: bool,
-    ):
-        self.computations, self.anywhere = computations, anywhere
+    def __init__(self, anywhere: Module, kernel_time: KernelTime | None, has_cycles: bool):
+        self.anywhere = anywhere.instructions  # with none on the chip
         self.kernel_time, self.has_cycles = kernel_time, has_cycles
         self.found: dict[str, Costs] = {}
         self.channels: set[tuple[str, str]] = set()
@@ -138,108 +122,63 @@ class _Counter:
         if computation.name not in self.found:
             costs = self.found[computation.name] = Costs()
             for instruction in computation.instructions.values():
-                self._count(costs, computation, instruction)
+                self._count(costs, instruction)
         return self.found[computation.name]
 
-    def _count(self, costs: Costs, inside: Computation, instruction: Instruction) -> None:
+    def _count(self, costs: Costs, instruction: Instruction) -> None:
         opcode, called = instruction.opcode, instruction.called
+        every = [computation for computations in called.values() for computation in computations]
         if opcode == "while":
-            times = turns(self.computations, inside, instruction)
+            times = turns(instruction)
             if times is None:
                 costs.uncounted.append(
                     f"the trip count of {instruction.name} ({instruction.op_name})"
                 )
-            for key in ("condition", "body"):
-                costs.add(self.of(self.computations[called[key][0]]), 1 if times is None else times)
+            for computation in every:
+                costs.add(self.of(computation), 1 if times is None else times)
         elif opcode == "conditional":
-            names = called.get("branch_computations", ()) or tuple(
-                re.findall(r"(?:true|false)_computation=%([\w.\-]+)", instruction.rest)
-            )
-            branches = [self.of(self.computations[name]) for name in names]
-            costs.add(max(branches, key=lambda branch: (branch.time, branch.bytes)))
+            costs.add(max(map(self.of, every), key=lambda branch: (branch.time, branch.bytes)))
         elif opcode in ("call", "async-start"):
-            for names in called.values():
-                for name in names:
-                    costs.add(self.of(self.computations[name]))
+            for computation in every:
+                costs.add(self.of(computation))
         elif opcode not in _FREE and not opcode.endswith(("-done", "-update")):
-            self._count_kernel(costs, inside, instruction)
+            self._count_kernel(costs, instruction)
 
-    def _count_kernel(self, costs: Costs, inside: Computation, instruction: Instruction) -> None:
+    def _count_kernel(self, costs: Costs, instruction: Instruction) -> None:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _COLLECTIVES:
-            _exchange(costs, inside, instruction)
+            _exchange(costs, instruction)
             return
-        fused = list(self._fused_collectives(instruction)) if opcode == "fusion" else []
-        for holder, collective in fused:
+        fused = list(_fused_collectives(instruction)) if opcode == "fusion" else []
+        for collective in fused:
             # One that runs beside kernels stands in several fusions, from its start to its end.
-            channel = re.search(r"channel_id=(\d+)", collective.rest)
-            key = channel[1] if channel else collective.name
-            if (inside.name, key) not in self.channels:
-                self.channels.add((inside.name, key))
-                _exchange(costs, holder, collective)
+            channel = collective.attribute(r"channel_id=(\d+)") or collective.name
+            key = (instruction.computation.name, channel)
+            if key not in self.channels:
+                self.channels.add(key)
+                _exchange(costs, collective)
         if fused and instruction.cycles is None:
             return
-        if opcode == "custom-call" and (
-            instruction.target in _ALLOCATIONS or not instruction.operands
-        ):
+        is_opaque = opcode == "custom-call"
+        if is_opaque and (instruction.target in _ALLOCATIONS or not instruction.operands):
             return
-        bytes_moved = moved(self.computations, inside, instruction)
-        flops = kernel_flops(self.computations, inside, instruction)
-        name = _short(instruction.op_name) or instruction.target or opcode
+        bytes_moved, flops = moved(instruction), kernel_flops(instruction)
         time: float | None = instruction.cycles
-        if time is None and self._runs_beside(inside, instruction):
+        if time is None and _runs_beside(instruction):
             costs.add(Costs(bytes=bytes_moved, flops=flops or {}))
             return
+        name = _short(instruction.op_name) or instruction.target or opcode
         if time is None:
-            time = self._by_roofline(costs, inside, instruction, name, flops)
-        path = path_of_kernel(self.computations, instruction)
-        costs.add(
-            Costs(
-                float(time),
-                bytes_moved,
-                1,
-                flops or {},
-                by_name={name: float(time)},
-                by_path={path: float(time)} if time else {},
-            )
-        )
-
-    def _fused_collectives(self, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields the collectives of a fusion, nested ones included, each with its computation."""
-        fused = self.computations[fusion.called["calls"][0]]
-        for instruction in fused.instructions.values():
-            if instruction.opcode in _COLLECTIVES:
-                yield fused, instruction
-            elif instruction.opcode == "fusion":
-                yield from self._fused_collectives(instruction)
-
-    def _runs_beside(self, inside: Computation, instruction: Instruction) -> bool:
-        """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's
-        own engine.
-        """
-        if instruction.opcode.endswith("-start"):
-            return True
-        operands = [
-            inside.instructions[name]
-            for name in instruction.operands
-            if name in inside.instructions
-        ]
-        arrays = [array for i in (instruction, *operands) for array in i.results]
-        return instruction.opcode not in ("fusion", "custom-call") and not any(
-            array.shape for array in arrays
-        )
+            time = self._by_roofline(costs, instruction, name, flops)
+        by_path = {path_of_kernel(instruction): float(time)} if time else {}
+        by_name = {name: float(time)}
+        costs.add(Costs(float(time), bytes_moved, 1, flops or {}, by_name=by_name, by_path=by_path))
 
     def _by_roofline(
-        self,
-        costs: Costs,
-        inside: Computation,
-        instruction: Instruction,
-        name: str,
-        flops: Flops | None,
+        self, costs: Costs, instruction: Instruction, name: str, flops: Flops | None
     ) -> float:
         """Returns the roofline's time of an instruction without an estimate."""
-        holder = self.anywhere[inside.name]
-        touched = moved(self.anywhere, holder, holder.instructions[instruction.name])
+        touched = moved(self.anywhere[instruction.name])
         time = None if self.kernel_time is None else self.kernel_time(flops or {}, touched)
         label = f"{instruction.target or instruction.opcode} ({instruction.op_name})"
         if time is None:
@@ -248,27 +187,41 @@ class _Counter:
             return 0.0
         if flops is None:  # the time of its bytes is a lower bound
             costs.uncounted.append(f"FLOPs of {label}")
-        costs.rooflines[name] = costs.rooflines.get(name, 0.0) + time
+        add_to(costs.rooflines, {name: time})
         return time
 
 
-def _exchange(costs: Costs, inside: Computation, collective: Instruction) -> None:
+def _fused_collectives(fusion: Instruction) -> Iterator[Instruction]:
+    """Yields the collectives of a fusion, nested ones included."""
+    for instruction in fusion.fused.instructions.values():
+        if instruction.opcode in _COLLECTIVES:
+            yield instruction
+        elif instruction.opcode == "fusion":
+            yield from _fused_collectives(instruction)
+
+
+def _runs_beside(instruction: Instruction) -> bool:
+    """Returns whether an instruction takes no cycles: one of scalars, or a copy by the memory's own
+    engine.
+    """
+    if instruction.opcode.endswith("-start"):
+        return True
+    arrays = arrays_of((instruction, *instruction.operands))
+    return instruction.opcode not in ("fusion", "custom-call") and not any(
+        array.shape for array in arrays
+    )
+
+
+def _exchange(costs: Costs, collective: Instruction) -> None:
     opcode = collective.opcode.removesuffix("-start")
-    if opcode == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
+    if opcode == "all-reduce" and collective.computation.name.startswith("all-reduce-scatter"):
         # A TPU's: a fusion of a sum with the slice that each device keeps of it.
         opcode = "reduce-scatter"
-    operands = [
-        inside.instructions[name] for name in collective.operands if name in inside.instructions
-    ]
     is_scatter = opcode == "reduce-scatter"
-    arrays = (
-        [a for i in operands for a in i.results] if is_scatter else produced(inside, collective)
-    )
+    arrays = arrays_of(collective.operands) if is_scatter else produced(collective)
     for array in arrays:
-        key = (opcode, array.dtype)
-        costs.collectives[key] = costs.collectives.get(key, 0.0) + array.bytes
-    for key in {(opcode, array.dtype) for array in arrays}:
-        costs.exchanges[key] = costs.exchanges.get(key, 0) + 1
+        add_to(costs.collectives, {(opcode, array.dtype): array.bytes})
+    add_to(costs.exchanges, {(opcode, dtype): 1 for dtype in {array.dtype for array in arrays}})
 
 
 def _short(op_name: str) -> str:

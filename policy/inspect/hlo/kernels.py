@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
-from policy.inspect.hlo.contractions import Flops, contraction_flops, numpy_name
-from policy.inspect.hlo.text import Computation, HloArray, Instruction
+from policy.inspect.hlo.contractions import Flops, contraction_flops
+from policy.inspect.hlo.text import Instruction, numpy_name
+from policy.inspect.hlo.traffic import arrays_of
 
 # Custom calls that multiply no matrices: sorts, random bits, TopK, changes of shape or layout, and
 # zeros in the padding of an array that a TPU's compiler writes.
@@ -17,9 +17,7 @@ _NO_MATMULS = (
 )
 
 
-def kernel_flops(
-    computations: dict[str, Computation], inside: Computation, kernel: Instruction
-) -> Flops | None:
+def kernel_flops(kernel: Instruction) -> Flops | None:
     """Returns the FLOPs of a kernel's matmuls and convolutions, by the dtype that is multiplied.
 
     For an opaque kernel they are its author's estimate, or for JAX's splash attention and ragged
@@ -28,30 +26,26 @@ def kernel_flops(
     Returns:
       None for an opaque kernel of which neither is known.
     """
-    found = contraction_flops(computations, inside, kernel)
+    found = contraction_flops(kernel)
     if found or kernel.opcode.removesuffix("-start") != "custom-call":
         return found
-    operands = [
-        inside.instructions[name] for name in kernel.operands if name in inside.instructions
-    ]
-    flops = _opaque(kernel, operands)
+    flops = _opaque(kernel)
     if flops is None:
         return {} if kernel.target.startswith(_NO_MATMULS) else None
-    arrays: list[HloArray] = [array for operand in operands for array in operand.results]
-    largest = max(arrays, key=lambda array: array.bytes, default=None)
+    largest = max(arrays_of(kernel.operands), key=lambda array: array.bytes, default=None)
     return {numpy_name(largest.dtype) if largest else "float32": flops} if flops else {}
 
 
-def _opaque(kernel: Instruction, operands: Sequence[Instruction]) -> float | None:
+def _opaque(kernel: Instruction) -> float | None:
     """Returns the FLOPs of a custom call; None where they are not known.
 
     For splash attention every pair of a query and a key counts, also in blocks that a mask lets it
     skip.
     """
-    if "cost_estimate" in kernel.rest and (estimated := re.search(r'"flops":"?(\d+)', kernel.rest)):
-        return float(estimated[1])
+    if "cost_estimate" in kernel.rest and (estimated := kernel.attribute(r'"flops":"?(\d+)')):
+        return float(estimated)
     phase = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", kernel.name)
-    arrays = [operand.results[0] for operand in operands if operand.results]
+    arrays = [operand.results[0] for operand in kernel.operands if operand.results]
     if kernel.name.startswith("ragged-dot"):
         rows = [array for array in arrays if len(array.shape) > 1]
         return 2.0 * math.prod(rows[0].shape) * kernel.results[0].shape[-1] if rows else 0.0

@@ -27,11 +27,9 @@ def library_scratch(text: str) -> int:
     """
     if _LIBRARY not in text:
         return 0
-    computations, _ = parse(text)
     fusions = (
-        computations[instruction.called["calls"][0]]
-        for computation in computations.values()
-        for instruction in computation.instructions.values()
+        instruction.fused
+        for instruction in parse(text).instructions.values()
         if instruction.opcode == "fusion" and _LIBRARY in instruction.rest
     )
     return int(max((copy for fused in fusions for copy in _copies(fused)), default=0))
@@ -40,7 +38,7 @@ def library_scratch(text: str) -> int:
 def _copies(fused: Computation) -> Iterator[float]:
     """Yields the bytes of the copies that a kernel may make."""
     for instruction in fused.instructions.values():
-        read = fused.instructions.get(instruction.operands[0]) if instruction.operands else None
+        read = next(iter(instruction.operands), None)
         if read is None or not read.results:
             continue
         is_sum = instruction.opcode == "reduce" and _is_over_leading_axes(instruction, read)
@@ -51,20 +49,19 @@ def _copies(fused: Computation) -> Iterator[float]:
 
 
 def _is_over_leading_axes(reduce: Instruction, read: Instruction) -> bool:
-    found = re.search(r"dimensions=\{([\d,]*)\}", reduce.rest)
-    axes = [int(axis) for axis in found[1].split(",") if axis] if found else []
+    axes = list(map(int, re.findall(r"\d+", reduce.attribute(r"dimensions=\{([\d,]*)\}"))))
     return 0 in axes and len(read.results[0].shape) - 1 not in axes
 
 
 def _padded_bytes(convolution: Instruction, read: Instruction) -> float:
     """Returns the bytes of a convolution's input with its padding."""
     array = read.results[0]
-    pads = re.search(r"window=\{[^}]*\bpad=([\d_x\-]+)", convolution.rest)
-    labels = re.search(r"dim_labels=(\w+?)_", convolution.rest)
-    if pads is None or labels is None:
+    pads = convolution.attribute(r"window=\{[^}]*\bpad=([\d_x\-]+)")
+    labels = convolution.attribute(r"dim_labels=(\w+?)_")
+    if not pads or not labels:
         return array.bytes
-    added = [sum(map(int, pad.split("_"))) for pad in pads[1].split("x")]
-    spatial = [labels[1].index(str(i)) for i in range(len(added))]
+    added = [sum(map(int, pad.split("_"))) for pad in pads.split("x")]
+    spatial = [labels.index(str(i)) for i in range(len(added))]
     shape = list(array.shape)
     for axis, more in zip(spatial, added, strict=True):
         shape[axis] += max(more, 0)

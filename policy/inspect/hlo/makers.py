@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from policy.inspect.hlo.allocations import ResultPlace
-from policy.inspect.hlo.text import Computation, Instruction
+from policy.inspect.hlo.text import Computation, Instruction, Module
 
 _COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
 # Instructions that move or convert a value, of which XLA adds some without a name.
@@ -41,29 +42,16 @@ class Maker:
     stacked: Instruction | None = None
 
 
+# An instruction, and the index in its result if that is a tuple.
+_Part = tuple[Instruction, tuple[int, ...]]
+
+
 class Makers:
-    """The makers of a program's values.
+    """The makers of a program's values."""
 
-    Args:
-      computations: of the program, by name.
-      entry: the one that runs first.
-    """
-
-    def __init__(self, computations: dict[str, Computation], entry: Computation):
-        self.computations, self.entry = computations, entry
-        self.holders = {
-            name: computation
-            for computation in computations.values()
-            for name in computation.instructions
-        }
-        self.callers = {
-            called: instruction
-            for holder in computations.values()
-            for instruction in holder.instructions.values()
-            for names in instruction.called.values()
-            for called in names
-        }
-        self.labels = {i.op_name for i in entry.parameters.values()}
+    def __init__(self, program: Module):
+        self.program = program
+        self.labels = {i.op_name for i in program.entry.parameters.values()}
 
     def maker_of(self, place: ResultPlace) -> Maker | None:
         """Returns the maker of a value.
@@ -74,20 +62,19 @@ class Makers:
         Returns:
           None if the program has no such instruction.
         """
-        holder = self.holders.get(place[0])
-        if holder is None:
-            return None
-        return self._made(place, set()) or Maker(holder.instructions[place[0]])
-
-    def _made(self, place: ResultPlace, seen: set[ResultPlace]) -> Maker | None:
         name, index = place
-        if place in seen or name not in self.holders:
+        instruction = self.program.instructions.get(name)
+        if instruction is None:
             return None
-        seen.add(place)
-        holder = self.holders[name]
-        instruction = holder.instructions[name]
+        return self._made((instruction, index), set()) or Maker(instruction)
+
+    def _made(self, part: _Part, seen: set[_Part]) -> Maker | None:
+        if part in seen:
+            return None
+        seen.add(part)
+        instruction, index = part
         if instruction.opcode in _PASSING:
-            found = self._passed(holder, instruction, index, seen)
+            found = self._passed(instruction, index, seen)
             return found or (Maker(instruction) if self._is_named(instruction) else None)
         if instruction.opcode == "fusion":
             return self._fused(instruction, index, seen)
@@ -101,92 +88,42 @@ class Makers:
             return False
         return not (name.endswith(_STACKING) and instruction.opcode in (*_MOVING, *_WITHOUT_EFFECT))
 
-    def _moved(self, instruction: Instruction, opcode: str, seen: set[ResultPlace]) -> Maker | None:
+    def _moved(self, instruction: Instruction, opcode: str, seen: set[_Part]) -> Maker | None:
         """Returns the maker of the value that an instruction without a name moves or converts."""
         opcode = re.sub("-(start|done)$", "", opcode)
         if not instruction.operands or opcode not in (*_MOVING, *_WITHOUT_EFFECT):
             return None
-        found = self._made(_operand(instruction, 0), seen)
+        found = self._made((instruction.operands[0], ()), seen)
         if found is None or opcode in _WITHOUT_EFFECT:
             return found
         return dataclasses.replace(found, moving=opcode)
 
     def _passed(
-        self,
-        holder: Computation,
-        instruction: Instruction,
-        index: tuple[int, ...],
-        seen: set[ResultPlace],
+        self, instruction: Instruction, index: tuple[int, ...], seen: set[_Part]
     ) -> Maker | None:
-        """Returns the maker of a part of a tuple, or of a result of a computation."""
-        opcode = instruction.opcode
-        if opcode == "get-tuple-element":
-            number = re.search(r"index=(\d+)", instruction.rest)
-            whole, inner = _operand(instruction, 0)
-            return self._made((whole, (*inner, int(number[1]), *index)), seen) if number else None
-        if opcode == "tuple":
-            return self._made(_operand(instruction, *index), seen) if index else None
-        if opcode == "parameter":
-            return self._entering(holder, instruction, index, seen)
-        if opcode.startswith("async"):
-            return self._asynchronous(instruction, index, seen)
-        for key in ("body", "branch_computations", "to_apply", "called_computations"):
-            for called in instruction.called.get(key, ()):
-                if found := self._made((self.computations[called].root.name, index), seen):
-                    return found
-        return self._made(_operand(instruction, 0, *index), seen) if opcode == "while" else None
+        """Returns the maker of what a tuple, a computation, or one's parameter passes on."""
+        for part in _sources(instruction, index):
+            if found := self._made(part, seen):
+                return found
+        is_argument = instruction.opcode == "parameter" and (
+            instruction.computation is self.program.entry
+        )
+        return Maker(instruction) if is_argument else None
 
-    def _asynchronous(
-        self, instruction: Instruction, index: tuple[int, ...], seen: set[ResultPlace]
-    ) -> Maker | None:
-        """Returns the maker of a result of an operation that runs beside others.
-
-        Its start returns its operands, its results and a context.
-        """
-        if instruction.opcode == "async-done":
-            return self._made(_operand(instruction, 0, 1, *index), seen)
-        if instruction.opcode == "async-update":
-            return self._made(_operand(instruction, 0, *index), seen)
-        called = instruction.called.get("calls", ())
-        if index[:1] != (1,) or not called:
-            return None
-        return self._made((self.computations[called[0]].root.name, index[1:]), seen)
-
-    def _entering(
-        self,
-        holder: Computation,
-        parameter: Instruction,
-        index: tuple[int, ...],
-        seen: set[ResultPlace],
-    ) -> Maker | None:
-        """Returns the maker of a computation's argument: of a loop's, of its body's result."""
-        if holder is self.entry:
-            return Maker(parameter)
-        caller = self.callers.get(holder.name)
-        if caller is None:
-            return None
-        if caller.opcode == "while":
-            return self._made((caller.name, index), seen)
-        number = int(parameter.literal) + (caller.opcode == "conditional")
-        return self._made(_operand(caller, number, *index), seen)
-
-    def _fused(
-        self, fusion: Instruction, index: tuple[int, ...], seen: set[ResultPlace]
-    ) -> Maker | None:
-        fused = self.computations[fusion.called["calls"][0]]
-        root = fused.root
+    def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[_Part]) -> Maker | None:
+        root = fusion.fused.root
         if index and root.opcode == "tuple":
-            root = fused.instructions[root.operands[index[0]]]
+            root = root.operands[index[0]]
         candidates = (root, fusion) if index else (fusion, root)
-        named = next(filter(self._is_named, candidates), None) or self._costliest(fused)
+        named = next(filter(self._is_named, candidates), None) or self._costliest(fusion.fused)
         if named is not None:
-            return Maker(named, stacked=self._stacked(_unmoved(fused, root)))
-        return self._moved(fusion, _moving(fused, root), seen)
+            return Maker(named, stacked=self._stacked(_unmoved(root)))
+        return self._moved(fusion, _moving(fusion.fused, root), seen)
 
     def _costliest(self, fused: Computation) -> Instruction | None:
         inside = list(fused.instructions.values())
         for fusion in [i for i in inside if i.opcode == "fusion"]:
-            found = self._costliest(self.computations[fusion.called["calls"][0]])
+            found = self._costliest(fusion.fused)
             inside += [found] if found else []
         return max(filter(self._is_named, inside), key=_cost, default=None)
 
@@ -194,19 +131,50 @@ class Makers:
         """Returns the maker of the slice that an instruction writes into an array."""
         if instruction.opcode != "dynamic-update-slice":
             return None
-        found = self._made(_operand(instruction, 1), set())
+        found = self._made((instruction.operands[1], ()), set())
         return found.instruction if found and self._is_named(found.instruction) else None
 
 
-def _operand(instruction: Instruction, number: int, *index: int) -> ResultPlace:
-    """Returns the place of an operand, or of a part of it."""
-    return instruction.operands[number], index
+def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part]:
+    """Yields what a part of an instruction's result may be."""
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "get-tuple-element":
+        yield operands[0], (instruction.index, *index)
+    elif opcode == "tuple":
+        if index:
+            yield operands[index[0]], index[1:]
+    elif opcode == "parameter":
+        yield from _arguments(instruction, index)
+    elif opcode == "async-done":  # a start returns its operands, its results and a context
+        yield operands[0], (1, *index)
+    elif opcode == "async-update":
+        yield operands[0], index
+    elif opcode == "async-start":
+        if index[:1] == (1,):
+            yield from ((called.root, index[1:]) for called in instruction.called.get("calls", ()))
+    else:
+        for key, computations in instruction.called.items():
+            if key != "condition":
+                yield from ((called.root, index) for called in computations)
+        if opcode == "while":
+            yield operands[0], index
 
 
-def _unmoved(fused: Computation, root: Instruction) -> Instruction:
+def _arguments(parameter: Instruction, index: tuple[int, ...]) -> Iterator[_Part]:
+    """Yields what is passed to a computation's parameter; for a loop's, the loop's result."""
+    caller = parameter.computation.caller
+    if caller is None:
+        return
+    if caller.opcode == "while":
+        yield caller, index
+    else:
+        yield caller.operands[int(parameter.literal) + (caller.opcode == "conditional")], index
+
+
+def _unmoved(root: Instruction) -> Instruction:
     """Returns the instruction whose result a fusion's root moves or converts."""
     while root.opcode in (*_MOVING, *_WITHOUT_EFFECT) and len(root.operands) == 1:
-        root = fused.instructions[root.operands[0]]
+        root = root.operands[0]
     return root
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from policy.inspect.hlo.text import Computation, Instruction
+from policy.inspect.hlo.text import Instruction
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.placed_interpreter import lost_prefixes, module_path
 
@@ -14,14 +14,20 @@ _CONTROL_FLOW = re.compile(
     r"/(?:while/(?:body_pred|body|cond)|cond/branch_\d+_fun|shard_map|closed_call|eval_jaxpr)"
     r"(?=/|$)"
 )
+# Names of calls and of loops' parts, which are no operations.
+_CALLS = re.compile(
+    r"checkpoint|rematted_computation|body|cond|body_pred|branch_\d+_fun|closed_call|eval_jaxpr|"
+    r"core_call|custom_jvp_call|custom_vjp_call(?:_jaxpr)?|shard_map|pjit"
+)
 
 
 def path_in_program(op_name: str) -> Path:
     """Returns the module path in an instruction's `op_name`, ``jit(step)/jvp(Net)/layer/mul``.
 
     The last name is that of the operation; arguments, whose names begin with no transformation,
-    have no path.
+    have no path. Of the names of instructions that XLA made one, the first counts.
     """
+    op_name = op_name.split(";")[0]
     if not re.match(r"p?jit\(|shard_map", op_name):
         return ()
     path: Path = ()
@@ -33,12 +39,21 @@ def path_in_program(op_name: str) -> Path:
     return path
 
 
-def path_of_kernel(computations: Mapping[str, Computation], kernel: Instruction) -> Path:
+def operation_in_program(op_name: str) -> str:
+    """Returns the JAX operation in an instruction's `op_name`; "" if it names a call or a part of a
+    loop.
+    """
+    name = op_name.rpartition("/")[2]
+    return name if re.fullmatch(r"[\w\-]+", name) and not _CALLS.fullmatch(name) else ""
+
+
+def path_of_kernel(kernel: Instruction) -> Path:
     """Returns the module path of a kernel: of its own name, or else of the last operation in the
     fusion that has one.
     """
-    fused = computations.get(kernel.called["calls"][0]) if "calls" in kernel.called else None
-    inner = [] if fused is None else [fused.root, *reversed(fused.instructions.values())]
+    inner = []
+    if fused := kernel.called.get("calls"):
+        inner = [fused[0].root, *reversed(fused[0].instructions.values())]
     for instruction in (kernel, *inner):
         if path := path_in_program(instruction.op_name):
             return path

@@ -34,12 +34,11 @@ class SourceFrames:
         """Returns the line of the user's code, as ``model.py:12 (Net.__call__)``; "" if it is
         unknown.
         """
-        found = re.search(r"stack_frame_id=(\d+)", instruction.rest)
-        if found:
-            return users_line(self._outwards(int(found[1])))
-        file = re.search(r'source_file="([^"]*)"', instruction.rest)
-        line = re.search(r"source_line=(\d+)", instruction.rest)
-        return users_line([(file[1], int(line[1]), "")]) if file and line else ""
+        if frame := instruction.attribute(r"stack_frame_id=(\d+)"):
+            return users_line(self._outwards(int(frame)))
+        file = instruction.attribute(r'source_file="([^"]*)"')
+        line = instruction.attribute(r"source_line=(\d+)")
+        return users_line([(file, int(line), "")]) if file and line else ""
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int, str]]:
         """Yields the frames from the innermost to the outermost."""

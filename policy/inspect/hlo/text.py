@@ -21,8 +21,11 @@ _SIZES = {
 }
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
-    r"\b(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+    r"\b(calls|body|condition|to_apply|branch_computations|(?:true|false)_computation|"
+    r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,50 +45,81 @@ class HloArray:
         return size * math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """A line of a computation. `rest` is the text after its operands."""
+    """A line of a computation.
+
+    Attributes:
+      name, opcode, results: as they are written.
+      literal: the text between the parentheses, where its operands are.
+      rest: the text after them.
+      is_root: whether it is the computation's result.
+      computation: the one that it stands in.
+    """
 
     name: str
     opcode: str
     results: tuple[HloArray, ...]
-    operands: tuple[str, ...]
     literal: str
     rest: str
     is_root: bool
+    computation: Computation = dataclasses.field(repr=False)
 
     @functools.cached_property
-    def called(self) -> dict[str, tuple[str, ...]]:
-        """The names of the computations that it calls, by attribute."""
+    def operands(self) -> tuple[Instruction, ...]:
+        known = self.computation.instructions
+        return tuple(known[name] for name in _NAME.findall(self.literal) if name in known)
+
+    @functools.cached_property
+    def called(self) -> dict[str, tuple[Computation, ...]]:
+        """The computations that it calls, by attribute."""
+        known = self.computation.module.computations
         return {
-            key: tuple(re.findall(r"%([\w.\-]+)", names))
+            key: tuple(known[name] for name in _NAME.findall(names) if name in known)
             for key, names in _CALLED.findall(self.rest)
         }
+
+    @property
+    def fused(self) -> Computation:
+        """The computation of a fusion."""
+        return self.called["calls"][0]
+
+    def attribute(self, pattern: str) -> str:
+        """Returns the group of a pattern in the text after the operands; "" where it isn't."""
+        found = re.search(pattern, self.rest)
+        return found[1] if found else ""
 
     @property
     def cycles(self) -> int | None:
         """The compiler's estimate; None where it has none, written as a negative or as the largest
         number.
         """
-        found = re.search(r'"estimated_cycles":"?(\d+)', self.rest)
-        return int(found[1]) if found and int(found[1]) != 2**63 - 1 else None
+        found = self.attribute(r'"estimated_cycles":"?(\d+)')
+        return int(found) if found and int(found) != 2**63 - 1 else None
 
     @property
     def target(self) -> str:
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        """The function that a custom call runs."""
+        return self.attribute(r'custom_call_target="([^"]*)"')
 
     @property
     def op_name(self) -> str:
         """The JAX operation that it was made for."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self.attribute(r'op_name="([^"]*)"')
+
+    @property
+    def index(self) -> int:
+        """The place of a get-tuple-element in its tuple."""
+        return int(self.attribute(r"index=(\d+)"))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
+    """A function of a module: its instructions by name, each after its operands."""
+
     name: str
-    instructions: dict[str, Instruction]
+    module: Module = dataclasses.field(repr=False)
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def root(self) -> Instruction:
@@ -95,41 +129,73 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         return {int(i.literal): i for i in self.instructions.values() if i.opcode == "parameter"}
 
+    @property
+    def caller(self) -> Instruction | None:
+        """The instruction that calls it; of several, the last."""
+        return self.module.callers.get(self.name)
 
-def parse(text: str) -> tuple[dict[str, Computation], Computation]:
-    """Parses a module's text: returns its computations by name, and its entry."""
-    computations: dict[str, Computation] = {}
-    entry, current, lines = "", "", {}
-    for line in _lines(text):
-        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
-            current, lines = opened[2], {}
-            entry = current if opened[1] else entry
-            computations[current] = Computation(current, lines)
-        elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
-            instruction = _instruction(found[2], line[found.end() :], bool(found[1]))
-            for name in instruction.operands:
-                _add_element(lines, name)
-            lines[found[2]] = instruction
-        elif line.strip() == "}":
-            current = ""
-    if not entry:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program: its computations by name, and the name of the one that runs first."""
+
+    computations: dict[str, Computation]
+    entry_name: str
+
+    @property
+    def entry(self) -> Computation:
+        return self.computations[self.entry_name]
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        return {i.name: i for c in self.computations.values() for i in c.instructions.values()}
+
+    @functools.cached_property
+    def callers(self) -> dict[str, Instruction]:
+        return {
+            computation.name: instruction
+            for instruction in self.instructions.values()
+            for called in instruction.called.values()
+            for computation in called
+        }
+
+
+def parse(text: str) -> Module:
+    """Parses a module's text.
+
+    Raises:
+      ValueError: it has no entry.
+    """
+    entry = re.search(r"^ENTRY %?([\w.\-]+) \(", text, re.MULTILINE)
+    if entry is None:
         raise ValueError("The text is not an HLO module: it has no ENTRY.")
-    return computations, computations[entry]
+    module = Module({}, entry[1])
+    current = None
+    for line in _lines(text):
+        if line.endswith("{") and (opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
+            current = module.computations[opened[1]] = Computation(opened[1], module)
+        elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
+            made = _instruction(found[2], line[found.end() :], bool(found[1]), current)
+            for name in _NAME.findall(made.literal):
+                _add_element(current, name)
+            current.instructions[made.name] = made
+        elif line.strip() == "}":
+            current = None
+    return module
 
 
-def _add_element(lines: dict[str, Instruction], name: str) -> None:
+def _add_element(inside: Computation, name: str) -> None:
     """Adds the get-tuple-element that an operand such as ``%tuple#1`` stands for, which XLA of
     jaxlib 0.12 doesn't write.
     """
     whole, _, index = name.rpartition("#")
-    if not whole or name in lines:
+    if not whole or name in inside.instructions:
         return
-    _add_element(lines, whole)
-    found = lines[whole].results if whole in lines else ()
+    _add_element(inside, whole)
+    found = inside.instructions[whole].results if whole in inside.instructions else ()
     results = found[int(index) : int(index) + 1]
-    rest = f", index={index}"
-    lines[name] = Instruction(
-        name, "get-tuple-element", results, (whole,), f"%{whole}", rest, False
+    inside.instructions[name] = Instruction(
+        name, "get-tuple-element", results, f"%{whole}", f", index={index}", False, inside
     )
 
 
@@ -153,15 +219,13 @@ def _lines(text: str) -> Iterator[str]:
         yield held
 
 
-def _instruction(name: str, text: str, is_root: bool) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool, inside: Computation) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    results = arrays_in(text[:end])
     opened = text.index("(", end)
     closed = _closing(text, opened)
-    inside = text[opened + 1 : closed]
-    operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", inside))
+    opcode, literal = text[end:opened].strip(), text[opened + 1 : closed]
     return Instruction(
-        name, text[end:opened].strip(), results, operands, inside, text[closed + 1 :], is_root
+        name, opcode, arrays_in(text[:end]), literal, text[closed + 1 :], is_root, inside
     )
 
 
@@ -186,7 +250,22 @@ def _closing(text: str, opened: int) -> int:
     raise ValueError(f"Parentheses do not close in {text[:200]!r}.")
 
 
-def through_moves(computation: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction
+def through_moves(instruction: Instruction) -> Instruction:
+    """Returns the instruction whose result another moves or converts; out of a fusion, too."""
+    while True:
+        caller = instruction.computation.caller
+        if instruction.opcode in _MOVES:
+            instruction = instruction.operands[0]
+        elif instruction.opcode == "parameter" and caller and caller.opcode == "fusion":
+            instruction = caller.operands[int(instruction.literal)]
+        else:
+            return instruction
+
+
+def numpy_name(dtype: str) -> str:
+    """Returns NumPy's name of an HLO dtype: "bf16" is "bfloat16", "f8e4m3fn" "float8_e4m3fn"."""
+    found = re.fullmatch(r"(bf|f|s|u|c)(\d+)(e\d+m\d+\w*)?", dtype)
+    if not found:
+        return "bool" if dtype == "pred" else dtype
+    kinds = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+    return kinds[found[1]] + found[2] + (f"_{found[3]}" if found[3] else "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from policy.inspect.render.markup import Markup, escaped, tag
 
@@ -13,15 +14,17 @@ _KNOWN = ("float64", "float32", "bfloat16", "float16")
 
 # the content, and the number to sort by, or None to sort by text
 Cell = tuple[object, float | None]
+# the cells of a row, by their columns' names
+Columns = dict[str, Callable[[Any], Cell]]
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
+def table(columns: Columns, rows: Iterable[Any]) -> Markup:
     """Returns a table that sorts by a click on a heading, and becomes cards on narrow screens."""
     header = [
         tag("th", tag("button", name, type="button"), scope="col", aria_sort="none")
         for name in columns
     ]
-    body = [tag("tr", *map(_cell, columns, row)) for row in rows]
+    body = [tag("tr", *(_cell(name, cell(row)) for name, cell in columns.items())) for row in rows]
     return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
 from policy.inspect.audit.operations import (
@@ -21,6 +20,7 @@ from policy.inspect.render.markup import Markup, join_markup, tag
 from policy.inspect.render.parts import (
     OUTSIDE,
     Cell,
+    Columns,
     bar,
     chip,
     chips,
@@ -203,14 +203,6 @@ def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
 # --------------------------------------------------------------------------------------------------
 
 
-Columns = Mapping[str, Callable[[Any], Cell]]
-"""The cells of a row, by their columns' names."""
-
-
-def _table(columns: Columns, rows: Iterable[Any]) -> Markup:
-    return table(tuple(columns), ([cell(row) for cell in columns.values()] for row in rows))
-
-
 def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
     ids = tree.ids()
     columns: Columns = {
@@ -226,7 +218,7 @@ def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
         "bytes": lambda op: (bytes_text(op.bytes), op.bytes),
         "source": lambda op: (tag("span", op.source, class_="source"), None),
     }
-    return _table(columns, operations)
+    return table(columns, operations)
 
 
 def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
@@ -248,10 +240,10 @@ def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")
-    yield _table(_row_columns(ids), comparison.rows)
+    yield table(_row_columns(ids), comparison.rows)
     if comparison.codes:
         yield tag("h3", "Operands in 8 bits")
-        yield _table(_code_columns(ids), comparison.codes)
+        yield table(_code_columns(ids), comparison.codes)
 
 
 def _row_columns(ids: Mapping[str, str]) -> Columns:

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.render.terminal import short
 from policy.inspect.render.units import amount, bytes_text, duration
 
 UNKNOWN = "—"
+PARTS = ("arguments", "temporaries", "outputs", "code")
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of figures.
+
+    Attributes:
+      head: its heading.
+      value: the figure of a row; None if it is unknown.
+      form: writes a figure.
+      is_compared: whether rows beside the first have ratios too.
+      is_bound: whether figures may be lower bounds, as seconds.
+    """
+
+    head: str
+    value: Callable[[PolicyCost], float | None]
+    form: Callable[[float], str]
+    is_compared: bool = True
+    is_bound: bool = False
+
+    def text(self, row: PolicyCost) -> str:
+        """Returns the figure of a row: "≥ 1.2 ms" where it is a lower bound."""
+        value = self.value(row)
+        if value is None:
+            return UNKNOWN
+        return f"{'≥ ' if self.is_bound and row.is_lower_bound else ''}{self.form(value)}"
+
+
+def columns_of(estimate: EstimateRows) -> list[Column]:
+    """Returns the columns of figures that any row has."""
+    memory = [
+        Column(part, functools.partial(memory_parts, part=part), bytes_text, False)
+        for part in PARTS
+    ]
+    flops = Column("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
+    measured = [
+        Column("bytes", lambda row: row.bytes, bytes_text),
+        Column("cycles", lambda row: row.cycles, amount),
+        Column("seconds", lambda row: row.seconds, duration, is_bound=True),
+        Column("exchanges", exchanged_bytes, bytes_text),
+        Column("kernels", lambda row: row.kernels, lambda count: f"{count:,.0f}", False),
+        Column("compiled in", lambda row: row.compile_seconds, duration, False),
+    ]
+    absent = () if has_exchanges(estimate) else ("exchanges",)
+    known = [
+        column
+        for column in measured
+        if column.head not in absent and any(column.value(row) is not None for row in estimate.rows)
+    ]
+    return [Column("memory", memory_parts, bytes_text), *memory, flops, *known]
 
 
 def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
@@ -57,13 +110,6 @@ def count_that_fit(estimate: EstimateRows) -> str:
     if all(known):
         return "it fits" if len(known) == 1 else f"all {len(known)} policies fit"
     return "it does not fit" if len(known) == 1 else f"{sum(known)} of {len(known)} policies fit"
-
-
-def seconds_text(row: PolicyCost) -> str:
-    """Returns the seconds of a step: "≥ 1.2 ms" where they are a lower bound."""
-    if row.seconds is None:
-        return UNKNOWN
-    return f"{'≥ ' if row.is_lower_bound else ''}{duration(row.seconds)}"
 
 
 def shares_text(flops: Mapping[str, float]) -> str:

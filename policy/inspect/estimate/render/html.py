@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from policy.inspect.estimate.render.figures import (
+    PARTS,
     UNKNOWN,
+    Column,
     array_text,
+    columns_of,
     count_that_fit,
-    exchanged_bytes,
     facts_of,
     has_exchanges,
-    memory_parts,
     ratio,
-    seconds_text,
     uncounted_in,
     verdict,
 )
 from policy.inspect.estimate.rows import EstimateRows, PolicyCost
 from policy.inspect.render.document import html_document, resource, search_box, section
 from policy.inspect.render.markup import Markup, join_markup, tag
-from policy.inspect.render.parts import OUTSIDE, Cell, bar, chip, table
+from policy.inspect.render.parts import OUTSIDE, Cell, Columns, bar, chip, table
 from policy.inspect.render.units import amount, bytes_text, duration
 
-_PARTS = ("arguments", "temporaries", "outputs", "code")
 _CLASSES = {True: "fits", False: "lacks"}
 _MODULES = 30  # rows of the table of modules
 
@@ -71,46 +71,15 @@ def _sections(estimate: EstimateRows) -> Iterator[Markup]:
 
 
 def _costs(estimate: EstimateRows) -> Markup:
-    columns = [*_columns(estimate)]
-    return table(
-        [name for name, _ in columns],
-        ([make(row) for _, make in columns] for row in estimate.rows),
-    )
-
-
-def _columns(estimate: EstimateRows) -> Iterator[tuple[str, Callable[[PolicyCost], Cell]]]:
-    """Yields the headings of the columns that any row has, with the functions of their cells."""
     rows = estimate.rows
-    first = rows[0] if rows else None
-    yield "policy", lambda row: (join_markup((tag("strong", row.name), " ", _applied(row))), None)
+    columns: Columns = {
+        "policy": lambda row: (join_markup((tag("strong", row.name), " ", _applied(row))), None)
+    }
     if any(row.fits is not None for row in rows):
-        yield "fits", lambda row: (_verdict(row), None)
-    yield (
-        "memory",
-        lambda row: _compared(memory_parts(row), first and memory_parts(first), bytes_text),
-    )
-    for part in _PARTS:
-        yield part, lambda row, part=part: _compared(memory_parts(row, part), None, bytes_text)
-    yield (
-        "matmul FLOPs",
-        lambda row: _compared(sum(row.matmul_flops.values()), None, amount),
-    )
-    if any(row.bytes is not None for row in rows):
-        yield "bytes", lambda row: _compared(row.bytes, first and first.bytes, bytes_text)
-    if any(row.cycles is not None for row in rows):
-        yield "cycles", lambda row: _compared(row.cycles, first and first.cycles, amount)
-    if any(row.seconds is not None for row in rows):
-        yield "seconds", lambda row: _seconds(row, first)
-    if has_exchanges(estimate):
-        yield (
-            "exchanges",
-            lambda row: _compared(
-                exchanged_bytes(row), first and exchanged_bytes(first), bytes_text
-            ),
-        )
-    if any(row.kernels is not None for row in rows):
-        yield "kernels", lambda row: _compared(row.kernels, None, lambda count: f"{count:,.0f}")
-    yield "compiled in", lambda row: _compared(row.compile_seconds, None, duration)
+        columns["fits"] = lambda row: (_verdict(row), None)
+    for column in columns_of(estimate):
+        columns[column.head] = functools.partial(_figure, column=column, rows=rows)
+    return table(columns, rows)
 
 
 def _applied(row: PolicyCost) -> Markup:
@@ -122,23 +91,12 @@ def _verdict(row: PolicyCost) -> Markup:
     return tag("span", verdict(row), class_=None if row.fits is None else _CLASSES[row.fits])
 
 
-def _compared(value: float | None, first: float | None, form: Callable[[float], str]) -> Cell:
+def _figure(row: PolicyCost, column: Column, rows: Sequence[PolicyCost]) -> Cell:
     """Returns a figure and its ratio to the first row's."""
-    if value is None:
-        return UNKNOWN, None
-    return join_markup((form(value), *_ratio(value, first))), value
-
-
-def _seconds(row: PolicyCost, first: PolicyCost | None) -> Cell:
-    if row.seconds is None:
-        return UNKNOWN, None
-    beside = _ratio(row.seconds, first.seconds if first is not None else None)
-    return join_markup((seconds_text(row), *beside)), row.seconds
-
-
-def _ratio(value: float, first: float | None) -> list[object]:
-    found = ratio(value, first)
-    return [" ", tag("small", found)] if found and value != first else []
+    value, beside = column.value(row), column.value(rows[0])
+    compared = ratio(value, beside) if column.is_compared and value != beside else ""
+    behind = (" ", tag("small", compared)) if compared else ()
+    return join_markup((column.text(row), *behind)), value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,7 +114,7 @@ def _memory(estimate: EstimateRows) -> Iterator[Markup]:
 
 
 def _memory_bar(row: PolicyCost, full: int) -> Markup:
-    parts = {part: getattr(row, part) for part in _PARTS if getattr(row, part)}
+    parts = {part: getattr(row, part) for part in PARTS if getattr(row, part)}
     pieces = [
         tag("span", "", class_=f"piece {part}", style=f"width:{size / full:.4%}")
         for part, size in parts.items()
@@ -189,66 +147,50 @@ def _memory_bar(row: PolicyCost, full: int) -> Markup:
 
 
 def _exchanges(rows: Sequence[PolicyCost]) -> Markup:
-    return table(
-        ("policy", "operation", "dtype", "bytes", "seconds, at least"),
-        (
-            (
-                (row.name, None),
-                (tag("code", one.operation), None),
-                (chip(one.dtype), None),
-                (bytes_text(one.bytes), one.bytes),
-                (UNKNOWN, None) if one.seconds is None else (duration(one.seconds), one.seconds),
-            )
-            for row in rows
-            for one in row.collectives
-        ),
-    )
+    columns: Columns = {
+        "policy": lambda entry: (entry[0].name, None),
+        "operation": lambda entry: (tag("code", entry[1].operation), None),
+        "dtype": lambda entry: (chip(entry[1].dtype), None),
+        "bytes": lambda entry: (bytes_text(entry[1].bytes), entry[1].bytes),
+        "seconds, at least": lambda entry: _known(entry[1].seconds, duration, None),
+    }
+    return table(columns, ((row, one) for row in rows for one in row.collectives))
 
 
 def _buffers(rows: Sequence[PolicyCost]) -> Markup:
-    return table(
-        ("policy", "bytes", "array", "dtype", "kind", "operation", "path", "source"),
-        (
-            (
-                (row.name, None),
-                (bytes_text(buffer.bytes), buffer.bytes),
-                (tag("code", array_text(buffer)), None),
-                (chip(buffer.dtype), None),
-                (buffer.kind, None),
-                (tag("code", buffer.operation) if buffer.operation else "", None),
-                (tag("span", buffer.path, class_="path"), None),
-                (tag("span", buffer.source, class_="source"), None),
-            )
-            for row in rows
-            for buffer in row.buffers
-        ),
-    )
+    columns: Columns = {
+        "policy": lambda entry: (entry[0].name, None),
+        "bytes": lambda entry: (bytes_text(entry[1].bytes), entry[1].bytes),
+        "array": lambda entry: (tag("code", array_text(entry[1])), None),
+        "dtype": lambda entry: (chip(entry[1].dtype), None),
+        "kind": lambda entry: (entry[1].kind, None),
+        "operation": lambda entry: (entry[1].operation and tag("code", entry[1].operation), None),
+        "path": lambda entry: (tag("span", entry[1].path, class_="path"), None),
+        "source": lambda entry: (tag("span", entry[1].source, class_="source"), None),
+    }
+    return table(columns, ((row, buffer) for row in rows for buffer in row.buffers))
 
 
 def _modules(rows: Sequence[PolicyCost]) -> Iterator[Markup]:
     """Yields a table of the modules that cost most in any row, with a column for each row."""
     are_cycles = any(row.cycles is not None for row in rows)
     form = amount if are_cycles else duration
-    paths = {path for row in rows for path in row.cost_by_path}
+    paths = dict.fromkeys(path for row in rows for path in row.cost_by_path)
     most = sorted(paths, key=lambda path: -max(row.cost_by_path.get(path, 0.0) for row in rows))
     if len(most) > _MODULES:
         told = f"The {_MODULES} most expensive of {len(most)} modules."
         yield tag("p", told, class_="summary")
     unit = "cycles" if are_cycles else "seconds"
-    yield table(
-        ["path", *(f"{row.name}, {unit}" for row in rows)],
-        (
-            [
-                (tag("span", path or OUTSIDE, class_="path"), None),
-                *(_cost(row.cost_by_path.get(path), form) for row in rows),
-            ]
-            for path in most[:_MODULES]
-        ),
-    )
+    columns: Columns = {"path": lambda path: (tag("span", path or OUTSIDE, class_="path"), None)}
+    for row in rows:
+        columns[f"{row.name}, {unit}"] = lambda path, row=row: _known(
+            row.cost_by_path.get(path), form, 0.0
+        )
+    yield table(columns, most[:_MODULES])
 
 
-def _cost(value: float | None, form: Callable[[float], str]) -> Cell:
-    return (UNKNOWN, 0.0) if value is None else (form(value), value)
+def _known(value: float | None, form: Callable[[float], str], unknown: float | None) -> Cell:
+    return (UNKNOWN, unknown) if value is None else (form(value), value)
 
 
 def _remarks(estimate: EstimateRows) -> Iterator[Markup]:

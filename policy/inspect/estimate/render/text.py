@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from policy.inspect.estimate.render.figures import (
     UNKNOWN,
+    Column,
     array_text,
+    columns_of,
     count_that_fit,
-    exchanged_bytes,
     facts_of,
     has_exchanges,
-    memory_parts,
     ratio,
-    seconds_text,
     shares_text,
     uncounted_in,
     verdict,
@@ -132,51 +131,30 @@ def _columns(estimate: EstimateRows) -> Iterator[_Column]:
     if any(row.fits is not None for row in rows):
         styles = [_STYLES[row.fits] for row in rows]
         yield _Column("fits", [verdict(row) for row in rows], styles=styles, is_text=True)
-    yield _compared("memory", rows, memory_parts, bytes_text)
-    parts = ["arguments", "temporaries", "outputs"]
-    if any(row.code * 100 >= row.memory > 0 for row in rows):  # not worth a column else
-        parts.append("code")
-    for part in parts:
-        yield _Column(part, [_known(memory_parts(row, part), bytes_text) for row in rows])
-    flops = [_flops(row.matmul_flops) for row in rows]
-    yield _Column("matmul FLOPs", flops, is_text=True)
-    yield from _work(rows)
-    if has_exchanges(estimate):
-        yield _compared("exchanges", rows, exchanged_bytes, bytes_text)
+    has_code = any(row.code * 100 >= row.memory > 0 for row in rows)
+    left_out = ("kernels", "compiled in", *(() if has_code else ("code",)))
+    for column in columns_of(estimate):
+        if column.head == "matmul FLOPs":
+            flops = [_flops(row.matmul_flops) for row in rows]
+            yield _Column(column.head, flops, is_text=True)
+        elif column.head not in left_out:
+            yield _Column(column.head, [column.text(row) for row in rows], _ratios(column, rows))
+
+
+def _ratios(column: Column, rows: Sequence[PolicyCost]) -> Sequence[str]:
+    """Returns the ratios of the rows beside the first; those of cycles are those of seconds."""
+    if not column.is_compared or column.head == "cycles":
+        return ()
+    values = [column.value(row) for row in rows]
+    ratios = ["", *(ratio(value, values[0]) for value in values[1:])]
+    is_alike = set(ratios) <= {"", "x1.00"} and not column.is_bound
+    return () if is_alike else ratios
 
 
 def _flops(flops: Mapping[str, float]) -> str:
     """Returns FLOPs with the dtypes that they are in: "4 T in bf16 97.5%, f32 2.5%"."""
     total = sum(flops.values())
     return f"{amount(total)} in {shares_text(flops)}" if total else "none"
-
-
-def _work(rows: Sequence[PolicyCost]) -> Iterator[_Column]:
-    if any(row.bytes is not None for row in rows):
-        yield _compared("bytes", rows, lambda row: row.bytes, bytes_text)
-    if any(row.cycles is not None for row in rows):
-        yield _Column("cycles", [_known(row.cycles, amount) for row in rows])
-    if any(row.seconds is not None for row in rows):
-        ratios = [ratio(row.seconds, rows[0].seconds) for row in rows[1:]]
-        yield _Column("seconds", [seconds_text(row) for row in rows], ["", *ratios])
-
-
-def _compared(
-    head: str,
-    rows: Sequence[PolicyCost],
-    of: Callable[[PolicyCost], float | None],
-    form: Callable[[float], str],
-) -> _Column:
-    """Returns a column whose rows beside the first are ratios as well."""
-    values = [of(row) for row in rows]
-    ratios = [ratio(value, values[0]) for value in values[1:]]
-    if set(ratios) <= {"x1.00"}:  # nothing to compare
-        ratios = [""] * len(ratios)
-    return _Column(head, [_known(value, form) for value in values], ["", *ratios])
-
-
-def _known(value: float | None, form: Callable[[float], str]) -> str:
-    return UNKNOWN if value is None else form(value)
 
 
 def _packed(

@@ -126,7 +126,7 @@ def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
             ("--policy", "bf16", "--rule", "head"),
             "--rule: Rule 'head' should be PATH=TEXT, such as head=f32.",
         ),
-        (("--policy", "bf16", "--rule", "haed=f32"), "ValueError, see above."),
+        (("--policy", "bf16", "--rule", "haed=f32"), "error: Rule 'haed' matched no module."),
     ),
 )
 def test_a_policy_or_rule_that_is_none_is_refused(model, capsys, options, message):
@@ -148,12 +148,15 @@ def test_findings_fail_where_that_is_asked_for(model, capsys):
     assert "no findings" in capsys.readouterr().out
 
 
-def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
+def test_reports_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
     assert run(f"{model}:example", "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     assert read["findings"][0]["kind"] == "low-precision-function"
     assert run(f"{model}:example", "--json", str(tmp_path / "out.json")) == 0
     assert json.loads((tmp_path / "out.json").read_text()) == read
+    capsys.readouterr()
+    assert run(f"{model}:example", "--html", "-") == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_json_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
         ),
         (
             ["MODEL:example", "--json", "/nowhere/x.json"],
-            r"error: /nowhere/x.json can't be written: No such file",
+            r"error: /nowhere/x.json can't be written: there is no folder /nowhere\.",
         ),
     ),
 )
@@ -288,11 +291,11 @@ def hostile(tmp_path, monkeypatch):
             ["examples.py:exits_in_trace", "--arg", "f32[2]"],
             r"exits_in_trace can't be traced: it calls sys.exit\(3\)\.",
         ),
-        (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of 1\."),
-        (["examples.py:swapped_example"], SHOULD_RETURN + r"tuple, function\."),
-        (["examples.py:long_example"], SHOULD_RETURN + r"function, tuple, dict, int\."),
+        (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of function\."),
+        (["examples.py:swapped_example"], SHOULD_RETURN + r"a tuple of tuple, function\."),
+        (["examples.py:long_example"], SHOULD_RETURN + r"a tuple of function, tuple, dict, int\."),
         (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' can't be read"),
-        (["examples.py:f", "--arg", "f32[²]"], r"the dimensions in .* should be whole numbers"),
+        (["examples.py:f", "--arg", "f32[²]"], r"--arg 'f32\[²\]' can't be read: give a shape"),
         (
             ["examples.py:f", "--arg", "f64[4,4]"],
             r"JAX uses float32 instead of float64 here. Set JAX_ENABLE_X64=1",
@@ -324,9 +327,3 @@ def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
     assert run(f"inside/{name}:good_example") == 0
     assert run(f"{hostile}/inside/{name}:f", "--arg", "f32[4,4]") == 0
     assert "no findings" in capsys.readouterr().out
-
-
-def test_the_page_on_the_standard_output(hostile, capsys):
-    assert run("examples.py:good_example", "--html", "-") == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
-    assert not (hostile / "-").exists()

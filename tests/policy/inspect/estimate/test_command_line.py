@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from policy.command_line import estimation
 from policy.command_line.command import main
-from policy.command_line.progress import RowProgress
-from policy.command_line.rows import policies_in, rows_to_estimate
-from policy.command_line.target import CommandError
+from policy.command_line.progress import row_progress
+from policy.command_line.rows import policies_in
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate import targets
 from policy.inspect.estimate.report import Estimate
@@ -120,7 +119,7 @@ def test_options_become_arguments_of_estimate(train, asked):
         ((4, 8), "bfloat16"),
     ]
     assert options["mesh"] == {"data": 2, "model": 8}
-    assert options["shardings"] == {1: P(("data", "model"), None), 0: P(None, "model")}
+    assert options["shardings"] == {1: P(("data", "model"), None), 0: P(None, ("model",))}
     assert (options["donate"], options["backward"], options["params"]) == ((0, 1), True, ["w"])
     assert options["rules"] == PolicyRules.from_texts(["head=f32"])
 
@@ -220,7 +219,6 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
         (["--policies", ","], "error: --policies ',' names no policy: give f32,mixed_bfloat16."),
         (["--policies", "f32,f32"], "error: Two rows are named 'f32': drop one, or name it by"),
         (["--row", "f32"], "error: --row 'f32' should be NAME=POLICY and the example's options"),
-        (["--row", "a="], "error: --row 'a=' should be NAME=POLICY and the example's options"),
         (["--row", "a=zzz"], "error: --row 'a=zzz': Unknown dtype 'zzz'"),
         (["--row", "a=f32 n=1 n=2"], "error: --row 'a=f32 n=1 n=2' gives an option twice."),
         (
@@ -232,18 +230,10 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
             ["--mesh", "data"],
             "error: --mesh 'data' should be axes and their sizes, as in data=16,model=16.",
         ),
-        (["--mesh", "data=0"], "error: --mesh 'data=0' should be axes and their sizes"),
-        (["--mesh", "a=2,a=2"], "error: --mesh 'a=2,a=2' has the axis 'a' twice."),
         (
             ["--shard", "data"],
             "error: --shard 'data' should be an argument's position and axes of the mesh, as in",
         ),
-        (
-            ["--shard", "0=fsdp", "--mesh", "data=2,model=2"],
-            "error: --shard '0=fsdp': the mesh has no axis 'fsdp'. Its axes: data, model; see",
-        ),
-        (["--shard", "0="], "error: --shard '0=': the mesh has no axis ''. Its axes: data; see"),
-        (["--shard", "0=data,data"], "error: --shard '0=data,data' has the axis 'data' twice."),
         (
             ["--shard", "0=data", "--shard", "0=None"],
             "error: --shard is given twice for the argument 0.",
@@ -263,7 +253,6 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
             ["--html", "/nowhere/x.html"],
             "error: /nowhere/x.html can't be written: there is no folder /nowhere.",
         ),
-        (["--html", "/"], "error: / can't be written: it is a folder."),
     ],
 )
 def test_errors_are_one_line_and_come_before_anything_is_compiled(
@@ -300,26 +289,15 @@ def test_an_error_of_estimate_is_one_line(train, capsys):
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("no plugin", "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"),
-        (
-            "INVALID_ARGUMENT: not divisible",
-            "error: There is no topology 'v5e:2x6': INVALID_ARGUMENT: not divisible. A host has",
-        ),
-    ],
-)
-def test_a_compiler_that_is_missing_or_refuses_a_topology_is_one_line(
-    train, capsys, monkeypatch, reason, message
-):
-    def refusing(**_):
-        raise RuntimeError(reason)
+def test_a_compiler_that_is_missing_is_one_line(train, capsys, monkeypatch):
+    def missing(**_):
+        raise RuntimeError("no plugin")
 
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", refusing)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", missing)
     targets._topology.cache_clear()
     assert run(f"{train}:example", "--on", "v5e:2x6") == 2
     error = capsys.readouterr().err
+    message = "error: No compiler for v5e:2x6: no plugin. The compilers for TPUs and"
     assert error.startswith(message) and error.count("\n") == 1
 
 
@@ -360,32 +338,13 @@ def test_a_target_that_fails_leaves_the_tables_before_it(train, asked, capsys, m
 # --- progress -------------------------------------------------------------------------------------
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_a_line_for_each_row_rewritten_on_a_terminal():
-    plain, terminal = io.StringIO(), _Terminal()
-    for file in (plain, terminal):
-        with RowProgress("cpu", file=file) as progress:
-            progress("f32", 0, 2)
-            progress("bf16", 1, 2)
-    assert plain.getvalue() == "cpu 1/2 f32: 0.0 s\ncpu 2/2 bf16: 0.0 s\n"
-    clear = "\r\x1b[K"
-    assert terminal.getvalue() == (
-        f"{clear}cpu 1/2 f32: 0 s{clear}cpu 1/2 f32: 0.0 s\n"
-        f"{clear}cpu 2/2 bf16: 0 s{clear}cpu 2/2 bf16: 0.0 s\n"
-    )
-
-
-def test_progress_says_which_row_failed_and_is_silent_when_quiet():
-    file, quiet = io.StringIO(), _Terminal()
-    for said in (RowProgress("cpu", file=file), RowProgress("cpu", file=quiet, is_quiet=True)):
-        with pytest.raises(KeyError), said as progress:
-            progress("f32", 0, 1)
-            raise KeyError
-    assert file.getvalue() == "cpu 1/1 f32: 0.0 s (failed)\n" and quiet.getvalue() == ""
+def test_progress_is_a_line_for_each_row_and_says_which_failed():
+    file = io.StringIO()
+    with pytest.raises(KeyError), row_progress("cpu", file) as progress:
+        progress("f32", 0, 2)
+        progress("bf16", 1, 2)
+        raise KeyError
+    assert file.getvalue() == "cpu 1/2 f32: 0.0 s\ncpu 2/2 bf16: 0.0 s (failed)\n"
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -404,9 +363,3 @@ def test_a_step_is_estimated_on_the_processor_at_hand(train, capsys):
         "cpu 1/2 small",
         "cpu 2/2 half",
     ]
-
-
-def test_rows_can_be_asked_for_without_the_shell():
-    assert rows_to_estimate("f32", []) == {"f32": ("f32", {})}
-    with pytest.raises(CommandError, match="names no policy"):
-        rows_to_estimate("", [])

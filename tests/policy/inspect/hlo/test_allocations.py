@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policy.inspect.hlo.allocations import allocations_of, largest_moment, last_of, live_ranges_of
-from policy.inspect.hlo.buffers import jax_dtype_name, memory_of
+from policy.inspect.hlo.buffers import memory_of
 from policy.inspect.hlo.dump import Dump, read_dump
 from policy.programs.paths import spelled
 
@@ -143,21 +143,3 @@ def test_a_folder_without_one_program_is_refused(tmp_path):
     (tmp_path / "b.after_optimizations.txt").unlink()
     with pytest.raises(ValueError, match=r"no a.after_optimizations-buffer-assignment.txt: the"):
         read_dump(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("xla", "jax"),
-    [
-        ("f32", "float32"),
-        ("bf16", "bfloat16"),
-        ("pred", "bool"),
-        ("s4", "int4"),
-        ("u8", "uint8"),
-        ("f8e4m3fn", "float8_e4m3fn"),
-        ("f8e5m2", "float8_e5m2"),
-        ("c64", "complex64"),
-        ("token", "token"),
-    ],
-)
-def test_dtypes_have_the_names_of_jax(xla, jax):
-    assert jax_dtype_name(xla) == jax

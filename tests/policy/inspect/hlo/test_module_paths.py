@@ -3,7 +3,11 @@
 import pytest
 
 from policy.inspect.hlo.costs import costs_of
-from policy.inspect.hlo.module_paths import by_spelled_path, path_in_program
+from policy.inspect.hlo.module_paths import (
+    by_spelled_path,
+    operation_in_program,
+    path_in_program,
+)
 from policy.programs.paths import spelled
 
 
@@ -45,6 +49,12 @@ from policy.programs.paths import spelled
         ("x", ""),
         ("reduce_sum", ""),
         ("", ""),
+        (
+            "jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/checkpoint/rematted_computation/b/mul",
+            "b",
+        ),
+        ("jit(f)/jvp(Net)/while/body/closed_call", "Net:"),
+        ("jit(f)/Net/a/add;jit(f)/Net/b/mul", "a"),
     ],
 )
 def test_an_operations_name_has_its_module_path(op_name, path):
@@ -55,6 +65,20 @@ def test_names_inside_control_flow_are_relative_to_it_or_begin_with_the_model():
     relative = "jit(step)/Net/layers/while/body/closed_call/block/mul"
     whole = "jit(step)/Net/layers/while/body/closed_call/Net/layers/block/mul"
     assert path_in_program(relative) == path_in_program(whole) == ("Net", "layers", "block")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "operation"),
+    [
+        ("jit(step)/jvp(Net)/Dense_0/dot_general", "dot_general"),
+        ("reduce_sum", "reduce_sum"),
+        ("jit(f)/jvp(Net)/while/body/closed_call", ""),
+        ("jit(f)/cond/branch_1_fun", ""),
+        ("jit(f)/jvp(Net)/a/jit(silu)", ""),
+    ],
+)
+def test_an_operations_name_has_the_jax_operation(op_name, operation):
+    assert operation_in_program(op_name) == operation
 
 
 PROGRAM = """HloModule m
@@ -89,25 +113,6 @@ def test_times_are_by_module_forward_and_backward_together():
         "second": each,
     }
     assert sum(costs.by_path.values()) == costs.time == 6 * each
-
-
-def test_a_loops_body_counts_for_its_modules_as_often_as_it_runs():
-    text = """HloModule m
-%body (s: f32[4]) -> f32[4] {
-  %s = f32[4]{0} parameter(0)
-  ROOT %sine = f32[4]{0} sine(%s), metadata={op_name="jit(f)/Net/while/body/block/sin"}
-}
-%condition (s: f32[4]) -> pred[] {
-  %s.1 = f32[4]{0} parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  ROOT %while.1 = f32[4]{0} while(%x), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"7"}}
-}
-"""
-    assert costs_of(text, lambda flops, moved: moved).by_path == {("Net", "block"): 7 * 32}
 
 
 def test_programs_of_several_models_name_them():

@@ -1,4 +1,4 @@
-"""Module paths, operations and source lines read from single instructions of compiled programs."""
+"""Makers and source lines read from single instructions of compiled programs."""
 
 from pathlib import Path
 
@@ -6,36 +6,8 @@ import flax.linen
 import pytest
 
 from policy.inspect.hlo.makers import Makers
-from policy.inspect.hlo.op_names import path_and_operation
 from policy.inspect.hlo.source_frames import SourceFrames
 from policy.inspect.hlo.text import parse
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "operation"),
-    [
-        ("jit(step)/jvp(Net)/Dense_0/dot_general", ("Net", "Dense_0"), "dot_general"),
-        ("jit(step)/transpose(jvp(Net))/a/mul", ("Net", "a"), "mul"),
-        (
-            "jit(f)/transpose(jvp(Net))/while/body/closed_call/checkpoint/layers/out/add_any",
-            ("Net", "layers", "out"),
-            "add_any",
-        ),
-        (
-            "jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/checkpoint/rematted_computation/b/mul",
-            ("Net", "b"),
-            "mul",
-        ),
-        ("jit(f)/cond/branch_1_fun/left/sin", ("left",), "sin"),
-        ("jit(f)/jvp(Net)/while/body/closed_call", ("Net",), ""),
-        ("jit(f)/jvp(Net)/a/jit(silu)", ("Net", "a"), ""),
-        ("jit(f)/Net/a/add;jit(f)/Net/b/mul", ("Net", "a"), "add"),
-        ("reduce_sum", (), "reduce_sum"),
-    ],
-)
-def test_names_divide_into_path_and_operation(name, path, operation):
-    assert path_and_operation(name) == (path, operation)
-
 
 TABLES = """HloModule m
 FileNames
@@ -74,7 +46,7 @@ ENTRY %main (p: f32[]) -> f32[] {{
 @pytest.mark.parametrize("parents", [(0, 1, 2), (1, 2, 3)], ids=["as they are", "plus one"])
 def test_a_line_is_the_innermost_of_the_users(parents):
     text = TABLES.format(*parents, library=flax.linen.__file__)
-    frames, entry = SourceFrames(text), parse(text)[1]
+    frames, entry = SourceFrames(text), parse(text).entry
     assert {name: frames.source_of(i) for name, i in entry.instructions.items()} == {
         "p": "",
         "a": "model.py:12 (Net.__call__)",
@@ -111,7 +83,7 @@ PROGRAM = Path(__file__).with_name("makers.txt").read_text()
     ],
 )
 def test_values_come_from_named_instructions(place, name, moving, stacked):
-    maker = Makers(*parse(PROGRAM)).maker_of(place)
+    maker = Makers(parse(PROGRAM)).maker_of(place)
     assert maker is not None
     assert (maker.instruction.op_name, maker.moving) == (name, moving)
     assert (maker.stacked.op_name if maker.stacked else None) == stacked
@@ -123,9 +95,9 @@ def test_elements_of_tuples_are_read_in_either_form():
         ', metadata={op_name="jit(f)/while/body/closed_call/layers/sin"}', ""
     )
     assert text.count("#") == 3
-    maker = Makers(*parse(text)).maker_of(("b.4", ()))
+    maker = Makers(parse(text)).maker_of(("b.4", ()))
     assert maker is not None and maker.instruction.op_name == "jit(f)/act/tanh"
 
 
 def test_a_value_of_no_instruction_has_no_maker():
-    assert Makers(*parse(PROGRAM)).maker_of(("nowhere", ())) is None
+    assert Makers(parse(PROGRAM)).maker_of(("nowhere", ())) is None
