@@ -103,14 +103,15 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
         assert error(ours, truth) < (0.12 if text == "mixed_float8" else 0.04)
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_boundary_hands_on_the_accumulator(wing):
-    text = "p=f32,c=bf16,o=f32,m=i8"
-    if wing == "linen":
-        layer: Any = linen.Dense(64, dtype_policy=text)
+@pytest.mark.parametrize("layer", [linen.Dense, linen.Conv, nnx.Linear, nnx.Conv])
+def test_a_boundary_hands_on_the_accumulator(layer):
+    options: Any = {"dtype_policy": "p=f32,c=bf16,o=f32,m=i8"}
+    kernel = ((3,),) if layer in (linen.Conv, nnx.Conv) else ()
+    if layer in (nnx.Linear, nnx.Conv):
+        made = layer(32, 64, *kernel, **options, rngs=rngs())
     else:
-        layer = nnx.Linear(32, 64, dtype_policy=text, rngs=rngs())
-    run, params = loss_of(layer)
+        made = layer(64, *kernel, **options)
+    run, params = loss_of(made)
     y = run(params, X)
     assert y.dtype == jnp.float32
     assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
@@ -205,19 +206,6 @@ def test_a_rule_keeps_convolutions_out():
     with use_policy("mixed_int8", rules=[(linen.Conv, "p=f32,c=bf16,o=bf16")]):
         run, params = loss_of(Image())
         assert dots(run, params, X) == {("bfloat16", "bfloat16"): 1, ("int8", "int8"): 1}
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_convolution_that_is_a_boundary_hands_on_the_accumulator(wing):
-    text = "p=f32,c=bf16,o=f32,m=i8"
-    if wing == "linen":
-        layer: Any = linen.Conv(8, (3,), dtype_policy=text)
-    else:
-        layer = nnx.Conv(32, 8, (3,), dtype_policy=text, rngs=rngs())
-    run, params = loss_of(layer)
-    y = run(params, X)
-    assert y.dtype == jnp.float32
-    assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_ports_and_autocast_convolve_in_8_bits():
