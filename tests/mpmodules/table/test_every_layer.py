@@ -8,9 +8,6 @@ and rank promotion.
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +21,7 @@ from tests.mpmodules.table.cases import CASES, Case
 from tests.mpmodules.table.exceptions import ELEMENTWISE, UNROUNDED_SUMS
 from tests.mpmodules.table.running import THEIRS, Trace, dtypes_of, program, traced
 from tests.programs import Operation
+from tests.scripts import docs_script
 
 # Deprecations that both wings of Flax announce and that are no business of this table.
 pytestmark = [
@@ -88,13 +86,7 @@ def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> s
 
 @pytest.mark.parametrize("wing", ("linen", "nnx"))
 def test_the_table_holds_every_layer_of_the_catalogue(wing):
-    path = pathlib.Path(__file__).parents[3] / "docs" / "make_layers.py"
-    spec = importlib.util.spec_from_file_location("make_layers", path)
-    assert spec is not None and spec.loader is not None
-    catalogue: Any = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "make_layers", catalogue)
-        spec.loader.exec_module(catalogue)
+    catalogue = docs_script("make_layers")
     listed = {
         row.name
         for row in catalogue.LAYERS
