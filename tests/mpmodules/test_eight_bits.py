@@ -104,7 +104,7 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
 
 
 @pytest.mark.parametrize("layer", [linen.Dense, linen.Conv, nnx.Linear, nnx.Conv])
-def test_a_boundary_hands_on_the_accumulator(layer):
+def test_a_boundary_hands_on_the_accumulator(layer: Any):
     options: Any = {"dtype_policy": "p=f32,c=bf16,o=f32,m=i8"}
     kernel = ((3,),) if layer in (linen.Conv, nnx.Conv) else ()
     if layer in (nnx.Linear, nnx.Conv):
