@@ -54,9 +54,7 @@ NNX: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "Einsum": (lambda **k: nnx.Einsum("ab,bc->ac", (4, 3), (3,), **k), ROWS, "__call__"),
     "Conv": (lambda **k: nnx.Conv(4, 4, (3,), **k), SEQUENCE, "__call__"),
     "Conv in groups": (
-        lambda **k: nnx.Conv(
-            4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2, **k
-        ),
+        lambda **k: nnx.Conv(4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2, **k),
         SEQUENCE,
         "__call__",
     ),

@@ -103,15 +103,17 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
         assert error(ours, truth) < (0.12 if text == "mixed_float8" else 0.04)
 
 
-@pytest.mark.parametrize("layer", [linen.Dense, linen.Conv, nnx.Linear, nnx.Conv])
-def test_a_boundary_hands_on_the_accumulator(layer: Any):
-    options: Any = {"dtype_policy": "p=f32,c=bf16,o=f32,m=i8"}
-    kernel = ((3,),) if layer in (linen.Conv, nnx.Conv) else ()
-    if layer in (nnx.Linear, nnx.Conv):
-        made = layer(32, 64, *kernel, **options, rngs=rngs())
-    else:
-        made = layer(64, *kernel, **options)
-    run, params = loss_of(made)
+BOUNDARIES = {
+    "linen/Dense": lambda **policy: linen.Dense(64, **policy),
+    "linen/Conv": lambda **policy: linen.Conv(8, (3,), **policy),
+    "nnx/Linear": lambda **policy: nnx.Linear(32, 64, rngs=rngs(), **policy),
+    "nnx/Conv": lambda **policy: nnx.Conv(32, 8, (3,), rngs=rngs(), **policy),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_a_boundary_hands_on_the_accumulator(name):
+    run, params = loss_of(BOUNDARIES[name](dtype_policy="p=f32,c=bf16,o=f32,m=i8"))
     y = run(params, X)
     assert y.dtype == jnp.float32
     assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
