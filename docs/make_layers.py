@@ -79,9 +79,8 @@ _ATTENTION = both(
     "test_facts.py::test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands",
     "test_facts.py::test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half",
 )
-_DECODE = both(
-    "test_decode.py::test_a_decode_loop_is_the_full_forward",
-    "test_decode.py::test_a_decode_loop_is_the_full_forward",
+_DECODE: dict[str, str] = dict.fromkeys(
+    WINGS, "mpmodules/test_decode.py::test_a_decode_loop_is_the_full_forward"
 )
 _EMBED = both(
     "test_facts.py::test_our_embedding_gradient_counts_every_occurrence",

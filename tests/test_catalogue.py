@@ -1,6 +1,5 @@
 """docs/layers.md, the catalogue of layers, against what the installed Flax exports."""
 
-import importlib.util
 import pathlib
 import re
 import types
@@ -10,21 +9,14 @@ import flax.nnx
 import pytest
 
 from mpmodules import linen, nnx
+from tests.scripts import docs_script
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def catalogue():
-    spec = importlib.util.spec_from_file_location("make_layers", ROOT / "docs" / "make_layers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            __import__("sys").modules, "make_layers", module
-        )  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        yield module
+    return docs_script("make_layers")
 
 
 @pytest.mark.parametrize("wing", ("linen", "nnx"))

@@ -5,34 +5,22 @@ a copy of policy.
 from __future__ import annotations
 
 import ast
-import functools
-import importlib.util
 import json
 import re
 import shutil
 import xml.etree.ElementTree
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.eight_devices import ROOT, run_python
+from tests.scripts import docs_script
 
 PAGE = ROOT / "docs" / "contributing.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@functools.cache
-def house() -> ModuleType:
-    """Returns the script that makes the picture and the table."""
-    spec = importlib.util.spec_from_file_location("make_house", ROOT / "docs" / "make_house.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def paths(text: str) -> set[str]:
@@ -131,7 +119,7 @@ def test_each_command_of_the_page_is_in_the_file_that_it_runs_from():
 
 
 def test_the_picture_and_the_table_are_those_of_the_imports():
-    made = house()
+    made = docs_script("make_house")
     graph = made.imports()
     made.require_rooms(graph)
     assert made.PICTURE.read_text("utf-8") == made.picture(graph), "run python docs/make_house.py"
@@ -146,7 +134,7 @@ def test_every_package_is_in_the_table_with_its_imports():
 
 
 def test_the_picture_has_every_package_and_only_arrows_that_are_imports():
-    made = house()
+    made = docs_script("make_house")
     graph = made.boxes(made.imports())
     root = xml.etree.ElementTree.parse(made.PICTURE).getroot()
     assert set(graph) <= {text.text for text in root.iter(f"{SVG}text")}
@@ -156,7 +144,7 @@ def test_the_picture_has_every_package_and_only_arrows_that_are_imports():
 
 
 def test_every_import_goes_along_arrows():
-    made = house()
+    made = docs_script("make_house")
     lines: dict[str, set[str]] = {part: set() for part in made.ROOMS}
     for start, end in made.arrows(made.imports()):
         lines[start].add(end)
@@ -165,7 +153,7 @@ def test_every_import_goes_along_arrows():
 
 
 def test_a_package_without_a_row_and_an_import_upwards_are_named():
-    made = house()
+    made = docs_script("make_house")
     graph = {part: set(targets) for part, targets in made.imports().items()}
     with pytest.raises(LookupError, match=r"policy/attic: give each a row in docs/make_house.py"):
         made.require_rooms(graph | {"policy/attic": set()})
@@ -179,7 +167,7 @@ def test_a_package_without_a_row_and_an_import_upwards_are_named():
 def test_deferred_imports_and_namespaces_count_as_imports():
     source = "def f():\n    from examples import train_digits\n    import policy.audit as a\n"
     known = dict.fromkeys(("examples.train_digits", "policy.audit", "policy"))
-    found = {*house().imported(ast.parse(source), known)}
+    found = {*docs_script("make_house").imported(ast.parse(source), known)}
     assert found == {"examples.train_digits", "policy.audit"}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -18,21 +15,13 @@ from benchmarks import page as benchmarks_page
 from benchmarks.estimates import page as estimates_page
 from benchmarks.markdown import WIDTH, table, wrapped
 from tests.eight_devices import ROOT
+from tests.scripts import docs_script
 
 DOCS = ROOT / "docs"
 SHORT = 40
 
 
-def _gallery() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_gallery", DOCS / "make_gallery.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-gallery = _gallery()
+gallery = docs_script("make_gallery")
 
 
 class Page(NamedTuple):
@@ -42,24 +31,25 @@ class Page(NamedTuple):
     machine: str
 
 
+MEASURED = "Measured on 20"
 PAGES = [
     Page(
         "accuracy.md",
         lambda: accuracy.page(accuracy.stored()),
         "python -m benchmarks.accuracy --write",
-        "Measured on 20",
+        MEASURED,
     ),
     Page(
         "benchmarks.md",
         lambda: benchmarks_page.markdown(benchmarks_page.stored()),
         "python -m benchmarks --write",
-        "Measured on 20",
+        MEASURED,
     ),
     Page(
         "convergence.md",
         lambda: convergence.page(convergence.stored(), beside_float32.stored()),
         "python -m benchmarks.convergence --write",
-        "Measured on 20",
+        MEASURED,
     ),
     Page(
         "estimates.md",
@@ -77,7 +67,7 @@ PAGES = [
         "gallery.md",
         lambda: gallery.page(json.loads(gallery.STORED.read_text("utf-8"))),
         "python docs/make_gallery.py",
-        "Measured on 20",
+        MEASURED,
     ),
 ]
 

@@ -1,13 +1,12 @@
 """The pictures of the docs: each is shown with a text, is small, and is drawn by a script."""
 
-import importlib.util
 import json
 import re
-import sys
 
 import pytest
 
 from tests.eight_devices import ROOT
+from tests.scripts import docs_script
 
 IMAGE = re.compile(r"!\[(.*?)\]\((?!https?:)([^)\s]+)\)", re.DOTALL)
 SHOWN = {
@@ -19,16 +18,10 @@ SHOWN = {
 
 @pytest.fixture(scope="module")
 def made():
-    """docs/make_pictures.py."""
-    file = ROOT / "docs" / "make_pictures.py"
-    spec = importlib.util.spec_from_file_location("make_pictures", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    """docs/make_pictures.py, which imports docs/make_audit_page.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs")  # it imports make_audit_page
-        spec.loader.exec_module(module)
-        yield module
-        sys.modules.pop("make_audit_page", None)
+        patch.syspath_prepend(ROOT / "docs")
+        yield docs_script("make_pictures")
 
 
 @pytest.mark.parametrize("picture", SHOWN, ids=lambda picture: picture.name)

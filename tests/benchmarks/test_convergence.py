@@ -94,26 +94,10 @@ def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_other
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
-        (
-            "bfloat16, kahan",
-            {"used_error": 8e-4},
-            "bfloat16, kahan: 0.0008 on the quadratic, above 1.05 times float32.",
-        ),
-        (
-            "bfloat16, stochastic",
-            {"used_error": 2.2e-3},
-            "0.0022 on the quadratic, above 3 times float32.",
-        ),
-        (
-            "bfloat16, full",
-            {"accuracy": 0.975},
-            "an accuracy of 97.50%, more than 1% below float32.",
-        ),
-        (
-            "bfloat16, remainder",
-            {"loss": 0.02},
-            "bfloat16, remainder: other figures than bfloat16, full.",
-        ),
+        ("bfloat16, kahan", {"used_error": 8e-4}, "0.0008 on the quadratic, above 1.05 times f"),
+        ("bfloat16, stochastic", {"used_error": 2.2e-3}, "0.0022 on the quadratic, above 3 times"),
+        ("bfloat16, full", {"accuracy": 0.975}, "an accuracy of 97.50%, more than 1% below float"),
+        ("bfloat16, remainder", {"loss": 0.02}, "other figures than bfloat16, full."),
     ],
 )
 def test_what_does_not_hold_is_named(name, change, text):

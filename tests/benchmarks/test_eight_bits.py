@@ -108,14 +108,6 @@ def test_training_that_ends_elsewhere_is_named(changes, text):
     assert text in line
 
 
-def test_a_variant_of_one_seed_has_one_figure():
-    table = characters.tabulated(trained({"mixed_float8": [1.69, 1.67, 1.68]}))
-    by_name = {row[0]: row[1:] for row in table.rows}
-    assert by_name["mixed_float8"] == ("1.6900", "1.6700", "1.6800", "+0.0100")
-    assert by_name["mixed_int8 without scales"] == ("2.6800", "", "", "+1.0000")
-    assert by_name["mixed_bfloat16"][-1] == ""
-
-
 def test_an_accuracy_that_falls_is_named():
     good = {policy: [images.Run(0.99, 0.01)] for policy in images.POLICIES}
     assert images.tabulated({"digits": good}).missed == ()
@@ -216,7 +208,6 @@ def test_a_full_run_has_the_sizes_of_the_example(monkeypatch, capsys):
     ("arguments", "text"),
     [
         (["--quick", "--write"], "--write is for the figures of the whole run"),
-        (["--full", "--write"], "--write is for the figures of the whole run"),
         (["--quick", "--full"], "--quick and --full are two sizes: give one."),
         (["--quick", "--only", "minilm"], "minilm: the quick run has errors and language_model"),
     ],

@@ -170,9 +170,8 @@ def test_both_train_steps_of_a_model_step_the_same_params_to_nearly_the_same_pla
     ]
     assert min(moved) > 0
     for a, b in zip(jax.tree.leaves(ours.carry[0]), jax.tree.leaves(hand.carry[0]), strict=True):
-        np.testing.assert_allclose(
-            a, b, atol=2e-5
-        )  # steps of 1e-2 times gradients of up to 0.5, a few ulps apart
+        # Steps of 1e-2 times gradients of up to 0.5, a few ulps apart.
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +210,9 @@ def test_torch_is_told_the_same_shapes():
         "shape": [2, 3, 32, 32],
         "options": {"filters": 4, "stages": [1]},
     }
-    decoder = linen_models.of(FLAX).Transformer(
-        **{k: v for k, v in config["models"]["decoder"]["options"].items() if k != "length"}
-    )
+    options = config["models"]["decoder"]["options"]
+    del options["length"]
+    decoder = linen_models.of(FLAX).Transformer(**options)
     made = MODELS["decoder"].make(flax.linen, None)
     assert (decoder.layers, decoder.width, decoder.heads) == (made.layers, made.width, made.heads)
 

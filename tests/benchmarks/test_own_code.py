@@ -43,9 +43,7 @@ def truths_of(known: dict[str, Truths], snippet: Snippet) -> Truths:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_own_code_multiplies_in_half_and_sums_in_float32(name, way):
     found = {policy: measure.counts(BY_NAME[name], way, policy) for policy in POLICIES}
-    assert {p: (f.float32_matmuls, f.half_sums) for p, f in found.items()} == dict.fromkeys(
-        POLICIES, (0, 0)
-    )
+    assert {(f.float32_matmuls, f.half_sums) for f in found.values()} == {(0, 0)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,10 +70,6 @@ def test_streams_are_exact_in_both_half_precisions():
     assert x.dtype == np.float32
     for dtype in (BF16, jnp.float16):
         assert np.array_equal(np.asarray(jnp.asarray(x, dtype), np.float32), x)
-
-
-def test_there_are_23_snippets_of_different_names():
-    assert len(command.SNIPPETS) == len(BY_NAME) == 23
 
 
 # --------------------------------------------------------------------------------------------------

@@ -33,30 +33,23 @@ BF16 = jnp.bfloat16
 # --------------------------------------------------------------------------------------------------
 
 
-def test_loop_bodies_count_as_often_as_they_run():
+def test_the_share_of_float32_counts_loop_bodies_as_often_as_they_run_and_no_complex_numbers():
     w, half = jnp.ones((4, 4)), jnp.ones((4, 4), BF16)
 
     def looped(x: Any) -> Any:
         y, _ = jax.lax.scan(lambda carry, _: (carry @ half, None), x.astype(BF16), length=3)
         return y.astype(jnp.float32) @ w
 
+    def mixed(x: Any) -> Any:
+        return jax.lax.dot(x.astype(BF16), x, preferred_element_type=jnp.float32)
+
+    def of_complex(x: Any) -> Any:
+        return half @ half, x.astype(jnp.complex64) @ w.astype(jnp.complex64)
+
     assert float32_share(looped, w) == pytest.approx(1 / 4)
     assert float32_share(jax.grad(lambda x: looped(x).sum()), w) == pytest.approx(2 / 8)
-    assert float32_share(jnp.sin, w) == 0.0
-
-
-def test_a_matmul_with_one_float32_operand_counts_as_float32():
-    mixed = lambda x: jax.lax.dot(x.astype(BF16), x, preferred_element_type=jnp.float32)  # noqa: E731
-    assert float32_share(mixed, jnp.ones((4, 4))) == 1.0
-
-
-def test_matmuls_of_complex_numbers_are_left_out():
-    w = jnp.ones((4, 4))
-    both = lambda x: (  # noqa: E731
-        x.astype(BF16) @ w.astype(BF16),
-        x.astype(jnp.complex64) @ w.astype(jnp.complex64),
-    )
-    assert float32_share(both, w) == 0.0
+    assert float32_share(mixed, w) == 1.0
+    assert float32_share(of_complex, w) == float32_share(jnp.sin, w) == 0.0
 
 
 def test_errors_are_those_of_all_leaves_together():
@@ -104,25 +97,16 @@ def _inputs(generator: np.random.Generator) -> tuple[Any, ...]:
     return (generator.normal(size=(3, 4)).astype(np.float32),)
 
 
-def test_the_ways_to_run_a_linen_model_are_measured_beside_float32():
+@pytest.mark.parametrize("model", [Linen, Nnx])
+def test_the_ways_to_run_a_model_are_measured_beside_float32(model):
     with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm mixes dtypes
-        found: dict[str, Any] = measure(
-            Case("linen", Linen, _inputs, has_option=True), range(3)
-        ).ways
+        case = Case(model.__name__, model, _inputs, has_option=True)
+        found: dict[str, Any] = measure(case, range(3)).ways
     assert set(found) == {PORT, AUTOCAST, OWN}
     for way, figures in found.items():
         assert isinstance(figures, Figures), f"{way}: {figures}"
-        assert (
-            figures.share == 0.0
-            and 1e-4 < figures.outputs < 0.02
-            and 1e-4 < figures.gradients < 0.05
-        )
-
-
-def test_the_ways_to_run_an_nnx_model_are_measured_beside_float32():
-    found: dict[str, Any] = measure(Case("nnx", Nnx, _inputs, has_option=True), range(2)).ways
-    assert {figures.share for figures in found.values()} == {0.0}
-    assert all(1e-4 < figures.outputs < 0.02 for figures in found.values())
+        assert figures.share == 0.0 and 1e-4 < figures.outputs < 0.02
+        assert 1e-4 < figures.gradients < 0.05
 
 
 def test_what_fails_is_told_by_its_first_line_and_the_rest_is_measured():
@@ -222,33 +206,28 @@ def test_the_whole_table_is_written_or_nothing(capsys):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (
-            "from flax import linen as nn, struct",
-            "from mpmodules import linen as nn\nfrom flax import struct",
-        ),
-        ("import flax.linen as nn", "import mpmodules.linen as nn"),
-        (
-            "from flax.linen import Dense, merge_param as m",
-            "from mpmodules.linen import Dense, merge_param as m",
-        ),
-        ("from flax.nnx import Linear", "from mpmodules.nnx import Linear"),
-        (
-            "from flax.linen.linear import Dense, _not_ours",
-            "from mpmodules.linen import Dense\nfrom flax.linen.linear import _not_ours",
-        ),
-        ("from .flax import linen", "from .flax import linen"),
-        ("import flax", "import flax"),
-        (
-            '"""Says."""\nfrom __future__ import annotations\nimport flax\nnet = flax.linen.Dense',
-            '"""Says."""\nfrom __future__ import annotations\n'
-            "import mpmodules.linen, mpmodules.nnx\nimport flax\n"
-            "net = mpmodules.linen.Dense",
-        ),
-    ],
-)
+SWAPPED = [
+    (
+        "from flax import linen as nn, struct",
+        "from mpmodules import linen as nn\nfrom flax import struct",
+    ),
+    ("import flax.linen as nn", "import mpmodules.linen as nn"),
+    ("from flax.nnx import Linear", "from mpmodules.nnx import Linear"),
+    (
+        "from flax.linen.linear import Dense as D, _not_ours",
+        "from mpmodules.linen import Dense as D\nfrom flax.linen.linear import _not_ours",
+    ),
+    ("from .flax import linen", "from .flax import linen"),
+    ("import flax", "import flax"),
+    (
+        '"""Says."""\nfrom __future__ import annotations\nimport flax\nnet = flax.linen.Dense',
+        '"""Says."""\nfrom __future__ import annotations\n'
+        "import mpmodules.linen, mpmodules.nnx\nimport flax\nnet = mpmodules.linen.Dense",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), SWAPPED)
 def test_imports_of_flax_are_replaced_by_ours(source, expected):
     assert ast.unparse(imports.swapped(ast.parse(source))) == expected
 

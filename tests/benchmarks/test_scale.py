@@ -128,16 +128,10 @@ def test_params_have_the_sizes_of_their_names():
 def test_state_costs_at_70_billion_params_what_it_costs_at_the_start():
     rows = list(scale_params.state_rows())
     assert [row.name for row in rows if row.is_missed] == []
-    beside = {
-        row.name.split(", ", 1)[1].removesuffix(", beside optax"): row.ours for row in rows[::2]
-    }
-    expected = {
-        "float32": 12,
-        "bfloat16, full masters": 14,
-        "bfloat16, remainder": 12,
-        "bfloat16, no masters": 10,
-    }
-    assert {name: round(beside[name], 6) for name in expected} == expected
+    names = [row.name.split(", ", 1)[1].removesuffix(", beside optax") for row in rows]
+    bytes_of = dict(zip(names[::2], (row.ours for row in rows[::2]), strict=True))
+    kinds = ("float32", "bfloat16, full masters", "bfloat16, remainder", "bfloat16, no masters")
+    assert [round(bytes_of[kind], 6) for kind in kinds] == [12, 14, 12, 10]
 
 
 def test_bytes_of_keys_count():

@@ -3,8 +3,6 @@ says.
 """
 
 import functools
-import importlib
-import sys
 
 import autocast_third_party as job
 import flax.linen
@@ -147,14 +145,7 @@ def test_the_example_trains_reports_and_plots(tmp_path, capsys):
     assert port.name == "port" and port.skipped == 0
     assert len(port.losses) == 4 and np.isfinite(port.losses).all() and 0 <= port.accuracy <= 1
     printed = capsys.readouterr()
-    columns = (
-        "way",
-        "test accuracy",
-        "final loss",
-        "saved activations KiB",
-        "matmuls in half",
-        "seconds",
-    )
+    columns = ("way", "test accuracy", "final loss", "saved activations KiB", "matmuls in half")
     assert all(column in printed.out.splitlines()[0] for column in columns)
     for text in ("audit finds", "port: apply", "against float32", "block_0/attention/query"):
         assert text in printed.out
@@ -173,39 +164,16 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "f33"], "autocast_third_party: Unknown dtype 'f33'"),
-        (
-            ["--rule", "head"],
-            "autocast_third_party: Rule 'head' should be PATH=TEXT, such as head=f32.",
-        ),
-        (
-            ["--way", "port", "--rule", "haed=f32"],
-            "autocast_third_party: Rule 'haed' matched no module. Modules seen: ",
-        ),
-        (
-            ["--way", "autocast", "--rule", "haed=f32"],
-            "autocast_third_party: Rule 'haed' matched no module. ",
-        ),
-        (
-            ["--wing", "nnx", "--way", "port", "--rule", "haed=f32"],
-            "autocast_third_party: Rule 'haed' matched no ",
-        ),
+        ("--policy f33", "Unknown dtype 'f33'"),
+        ("--rule head", "Rule 'head' should be PATH=TEXT, such as head=f32."),
+        ("--way port --rule haed=f32", "Rule 'haed' matched no module. Modules seen: "),
+        ("--way autocast --rule haed=f32", "Rule 'haed' matched no module. "),
+        ("--wing nnx --way port --rule haed=f32", "Rule 'haed' matched no "),
     ],
 )
 def test_a_bad_argument_is_one_line(arguments, message, monkeypatch):
     monkeypatch.setattr(job, "train", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(SystemExit) as stopped:
-        job.main(arguments)
-    assert str(stopped.value).startswith(message)
-    assert "\n" not in str(stopped.value)
-
-
-def test_missing_packages_are_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tabulate", None)
-    monkeypatch.delitem(sys.modules, "autocast_third_party")
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module("autocast_third_party")
-    assert str(stopped.value).endswith(
-        "This example needs: pip install scikit-learn matplotlib tabulate tqdm"
-    )
+        job.main(arguments.split())
+    assert str(stopped.value).startswith(f"autocast_third_party: {message}")
     assert "\n" not in str(stopped.value)

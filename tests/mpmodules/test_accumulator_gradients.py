@@ -134,7 +134,7 @@ def test_scanned_and_rematerialised_layers():
     class Block(linen.Module):
         @linen.compact
         def __call__(self, carry, _):
-            return carry + weighed(linen.Dense(8, use_bias=False)(X)), None
+            return carry + weighed(linen.Dense(8, use_bias=False)(jnp.asarray(X))), None
 
     class Net(linen.Module):
         @linen.compact

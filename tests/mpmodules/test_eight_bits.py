@@ -103,14 +103,17 @@ def test_a_layer_multiplies_three_times_in_8_bits_and_is_near_float32(text, name
         assert error(ours, truth) < (0.12 if text == "mixed_float8" else 0.04)
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_boundary_hands_on_the_accumulator(wing):
-    text = "p=f32,c=bf16,o=f32,m=i8"
-    if wing == "linen":
-        layer: Any = linen.Dense(64, dtype_policy=text)
-    else:
-        layer = nnx.Linear(32, 64, dtype_policy=text, rngs=rngs())
-    run, params = loss_of(layer)
+BOUNDARIES = {
+    "linen/Dense": lambda **policy: linen.Dense(64, **policy),
+    "linen/Conv": lambda **policy: linen.Conv(8, (3,), **policy),
+    "nnx/Linear": lambda **policy: nnx.Linear(32, 64, rngs=rngs(), **policy),
+    "nnx/Conv": lambda **policy: nnx.Conv(32, 8, (3,), rngs=rngs(), **policy),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_a_boundary_hands_on_the_accumulator(name):
+    run, params = loss_of(BOUNDARIES[name](dtype_policy="p=f32,c=bf16,o=f32,m=i8"))
     y = run(params, X)
     assert y.dtype == jnp.float32
     assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
@@ -205,19 +208,6 @@ def test_a_rule_keeps_convolutions_out():
     with use_policy("mixed_int8", rules=[(linen.Conv, "p=f32,c=bf16,o=bf16")]):
         run, params = loss_of(Image())
         assert dots(run, params, X) == {("bfloat16", "bfloat16"): 1, ("int8", "int8"): 1}
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_convolution_that_is_a_boundary_hands_on_the_accumulator(wing):
-    text = "p=f32,c=bf16,o=f32,m=i8"
-    if wing == "linen":
-        layer: Any = linen.Conv(8, (3,), dtype_policy=text)
-    else:
-        layer = nnx.Conv(32, 8, (3,), dtype_policy=text, rngs=rngs())
-    run, params = loss_of(layer)
-    y = run(params, X)
-    assert y.dtype == jnp.float32
-    assert not jnp.array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_ports_and_autocast_convolve_in_8_bits():

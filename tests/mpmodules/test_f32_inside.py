@@ -21,22 +21,14 @@ BOTH = [("f32", "float32"), ("f32_inside", "bfloat16"), ("float32_inside", "bflo
 
 def test_the_policy_is_a_value_with_a_text_form() -> None:
     policy = get_policy("f32_inside")
-    assert (
-        policy
-        == Policy("f32", "f32", "caller")
-        == get_policy(str(policy))
-        == get_policy(policy.short)
-    )
-    assert (
-        str(policy) == "params=float32,compute=float32,output=caller"
-        and policy.short == "p=f32,c=f32,o=caller"
-    )
-    assert policy != get_policy("f32") and pickle.loads(pickle.dumps(policy)) == policy
+    assert policy == Policy("f32", "f32", "caller") != get_policy("f32")
+    assert str(policy) == "params=float32,compute=float32,output=caller"
+    assert policy.short == "p=f32,c=f32,o=caller"
+    for same in (get_policy(str(policy)), get_policy(policy.short)):
+        assert same == policy == pickle.loads(pickle.dumps(policy))
     assert policy.output_dtype == jnp.float32 and policy.follows_caller
-    assert (
-        policy.replace(compute_dtype="bf16").follows_caller
-        and not policy.with_output_dtype("f32").follows_caller
-    )
+    assert policy.replace(compute_dtype="bf16").follows_caller
+    assert not policy.with_output_dtype("f32").follows_caller
     with pytest.raises(ValueError, match="Unknown dtype 'caller'"):
         get_policy("p=caller")
 
@@ -144,8 +136,3 @@ def test_a_scans_carry_keeps_its_dtype_in_nnx() -> None:
     assert model(X).dtype == jnp.float32
     model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32"})
     assert model(X).dtype == jnp.float32  # own code reads the layer's result in its own dtype
-
-
-def _names_the_rule(error: TypeError, text: str) -> None:
-    (note,) = [note for note in error.__notes__ if note.startswith("Modules inside")]
-    assert text in note and "'f32_inside'" in note

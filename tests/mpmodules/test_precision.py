@@ -91,13 +91,6 @@ LINEN_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["float32", "f32_inside"])
-@pytest.mark.parametrize("layer", LINEN_LAYERS)
-def test_a_rule_in_linen(layer, rule):
-    found = linen_gradients(Net(LINEN_LAYERS[layer]), MIXED, {"router": rule})
-    assert found == {HALF, HIGHEST}
-
-
 @pytest.mark.parametrize(
     "router",
     [
@@ -115,14 +108,6 @@ def test_an_argument_and_an_island_in_linen(router):
 
 def test_a_class_rule_in_linen():
     assert linen_gradients(Net(Inner), MIXED, {Inner: "float32"}) == {HALF, HIGHEST}
-
-
-@pytest.mark.parametrize("own_code", [None, "keep"])
-@pytest.mark.parametrize("router", [flax.linen.Dense, FlaxInner], ids=["layer", "own code"])
-def test_a_port_in_linen(router, own_code):
-    inner = (lambda name: flax.linen.Dense(8, name=name)) if router is not FlaxInner else FlaxInner
-    model = linen.apply_policy(FlaxNet(inner), MIXED, {"router": "float32"}, own_code=own_code)
-    assert linen_gradients(model) == {HALF, HIGHEST}
 
 
 def test_a_precision_given_to_a_layer_or_a_policy_wins_in_linen():
@@ -190,10 +175,6 @@ class FlaxNnxInner(flax.nnx.Module):
         return self.dense(x @ self.w)
 
 
-def flax_linear(rngs):
-    return flax.nnx.Linear(8, 8, rngs=rngs)
-
-
 class FlaxNnxNet(flax.nnx.Module):
     def __init__(self, router, rngs):
         self.router, self.head = router(rngs=rngs), flax.nnx.Linear(8, 8, rngs=rngs)
@@ -236,21 +217,30 @@ def test_an_argument_in_nnx(layer):
     assert nnx_gradients(NnxNet(router, nnx.Rngs(0), dtype_policy=MIXED)) == {HALF, HIGHEST}
 
 
+LAYERS = [("linen", name) for name in LINEN_LAYERS] + [("nnx", name) for name in NNX_LAYERS]
+
+
 @pytest.mark.parametrize("rule", ["float32", "f32_inside"])
-@pytest.mark.parametrize("layer", NNX_LAYERS)
-def test_a_rule_in_nnx(layer, rule):
-    model = NnxNet(NNX_LAYERS[layer], nnx.Rngs(0))
-    assert nnx_gradients(nnx.apply_policy(model, MIXED, {"router": rule})) == {HALF, HIGHEST}
+@pytest.mark.parametrize(("wing", "layer"), LAYERS)
+def test_a_rule(wing, layer, rule):
+    if wing == "linen":
+        found = linen_gradients(Net(LINEN_LAYERS[layer]), MIXED, {"router": rule})
+    else:
+        model = NnxNet(NNX_LAYERS[layer], nnx.Rngs(0))
+        found = nnx_gradients(nnx.apply_policy(model, MIXED, {"router": rule}))
+    assert found == {HALF, HIGHEST}
 
 
 @pytest.mark.parametrize("own_code", [None, "keep"])
 @pytest.mark.parametrize("router", ["layer", "own code"])
-def test_a_port_in_nnx(router, own_code):
-    inner = (
-        FlaxNnxInner if router == "own code" else (lambda rngs: flax.nnx.Linear(8, 8, rngs=rngs))
-    )
+def test_a_port(router, own_code):
+    is_layer, rule = router == "layer", {"router": "float32"}
+    inner = (lambda name: flax.linen.Dense(8, name=name)) if is_layer else FlaxInner
+    ported = linen.apply_policy(FlaxNet(inner), MIXED, rule, own_code=own_code)
+    assert linen_gradients(ported) == {HALF, HIGHEST}
+    inner = (lambda rngs: flax.nnx.Linear(8, 8, rngs=rngs)) if is_layer else FlaxNnxInner
     model = FlaxNnxNet(inner, flax.nnx.Rngs(0))
-    ported = nnx.apply_policy(model, MIXED, {"router": "float32"}, own_code=own_code)
+    ported = nnx.apply_policy(model, MIXED, rule, own_code=own_code)
     assert nnx_gradients(ported) == {HALF, HIGHEST}
 
 
@@ -312,15 +302,11 @@ def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(function
         def __call__(self, x):
             return function(x, self.param("w", linen.initializers.ones, (8, 8)))
 
-    assert linen_gradients(Net(Router), MIXED, {"router": "float32"}) == {HALF, HIGHEST}
-
-    class NnxRouter(nnx.Module):
-        def __init__(self, rngs):
-            self.w = nnx.Param(jnp.ones((8, 8)))
-
+    class NnxRouter(NnxInner):
         def __call__(self, x):
             return function(x, self.w[...])
 
+    assert linen_gradients(Net(Router), MIXED, {"router": "float32"}) == {HALF, HIGHEST}
     model = nnx.apply_policy(NnxNet(NnxRouter, nnx.Rngs(0)), MIXED, {"router": "float32"})
     assert nnx_gradients(model) == {HALF, HIGHEST}
 

@@ -124,69 +124,53 @@ def _rows(
     return [(cls, base | option, inputs, call) for option in options]
 
 
+def _attention_rows(options: list[dict[str, Any]], inputs: Any = SELF, **call: Any) -> list[Row]:
+    return _rows("MultiHeadDotProductAttention", {"num_heads": 2}, options, inputs, **call)
+
+
+def _nnx_attention_rows(options: list[dict[str, Any]], inputs: Any, **call: Any) -> list[Row]:
+    base = {"num_heads": 2, "in_features": 8, "decode": False}
+    return _rows("MultiHeadAttention", base, options, inputs, **call)
+
+
+KERNEL = {"features": 6, "kernel_size": (3, 3)}
+NNX_KERNEL = {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)}
+EMBED = {"num_embeddings": 10, "features": 4}
+EINSUM = {"shape": (4, 3), "einsum_str": "bsi,io->bso"}
+NNX_EINSUM = {"einsum_str": "bsi,io->bso", "kernel_shape": (4, 3)}
+LINEAR = {"in_features": 6, "out_features": 3}
+GENERAL = {"in_features": 4, "out_features": 3}
+FOUR = {"num_features": 4}
+TRAINING = {"use_running_average": False}
+POSITIVE = IMAGE[0] > -0.5
+
 LINEN: list[Row] = [
     *_rows("Dense", {"features": 3}, [*DENSE, {"promote_dtype": _linen_promote}], FLAT),
     *_rows("Dense", {"features": 3}, [{"dot_general_cls": lambda: _reference_dot_general}], FLAT),
-    *_rows(
-        "DenseGeneral",
-        {"features": (3, 2)},
-        [*DENSE, {"axis": (1, -1)}, {"batch_dims": (0,)}],
-        IMAGE,
-    ),
-    *_rows(
-        "Einsum",
-        {"shape": (4, 3), "einsum_str": "bsi,io->bso"},
-        [{}, {"use_bias": False}],
-        SEQUENCE,
-    ),
-    *_rows("Conv", {"features": 6, "kernel_size": (3, 3)}, CONV, IMAGE),
+    *_rows("DenseGeneral", {"features": (3, 2)}, [*DENSE, {"axis": (1, -1)}], IMAGE),
+    *_rows("DenseGeneral", {"features": (3, 2)}, [{"batch_dims": (0,)}], IMAGE),
+    *_rows("Einsum", EINSUM, [{}, {"use_bias": False}], SEQUENCE),
+    *_rows("Conv", KERNEL, CONV, IMAGE),
     *_rows("Conv", {"features": 6, "kernel_size": 3}, [{"padding": "CAUSAL"}], SEQUENCE),
-    *_rows(
-        "ConvLocal",
-        {"features": 6, "kernel_size": (3, 3)},
-        [{}, {"padding": "VALID"}, {"strides": 2}],
-        IMAGE,
-    ),
-    *_rows("ConvTranspose", {"features": 6, "kernel_size": (3, 3)}, TRANSPOSED, IMAGE),
-    *_rows(
-        "ConvTranspose", {"features": 4, "kernel_size": (3, 3)}, [{"transpose_kernel": True}], IMAGE
-    ),
-    *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{}, {"dtype": jnp.float32}], TOKENS),
-    *_rows(
-        "Embed",
-        {"num_embeddings": 10, "features": 4},
-        [{"embedding_init": NORMAL}],
-        QUERY,
-        method="attend",
-    ),
+    *_rows("ConvLocal", KERNEL, [{}, {"padding": "VALID"}, {"strides": 2}], IMAGE),
+    *_rows("ConvTranspose", KERNEL, TRANSPOSED, IMAGE),
+    *_rows("ConvTranspose", KERNEL | {"features": 4}, [{"transpose_kernel": True}], IMAGE),
+    *_rows("Embed", EMBED, [{}, {"dtype": jnp.float32}], TOKENS),
+    *_rows("Embed", EMBED, [{"embedding_init": NORMAL}], QUERY, method="attend"),
     *_rows("Embed", {"num_embeddings": 1, "features": 4}, [{}], (jnp.zeros((2, 3), jnp.int32),)),
     *_rows("LayerNorm", {}, [*NORM, *BIASED, *LAYER_AXES_LINEN], IMAGE),
-    *_rows("LayerNorm", {}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
+    *_rows("LayerNorm", {}, [{}], IMAGE, mask=POSITIVE),
     *_rows("RMSNorm", {}, [*NORM, *LAYER_AXES_LINEN], IMAGE),
     *_rows("GroupNorm", {"num_groups": 2}, [*NORM, *BIASED], IMAGE),
     *_rows("GroupNorm", {"num_groups": None, "group_size": 2}, [{}], IMAGE),
     *_rows("InstanceNorm", {}, [*NORM, *BIASED], IMAGE),
-    *_rows(
-        "BatchNorm",
-        {"use_running_average": False},
-        [*NORM, *BIASED, {"momentum": 0.5}, {"axis": 1}],
-        IMAGE,
-    ),
+    *_rows("BatchNorm", TRAINING, [*NORM, *BIASED, {"momentum": 0.5}, {"axis": 1}], IMAGE),
     *_rows("BatchNorm", {"use_running_average": True}, NORM, IMAGE),
-    *_rows("BatchNorm", {"use_running_average": False}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
-    *_rows("MultiHeadDotProductAttention", {"num_heads": 2}, ATTENTION, CROSS),
-    *_rows(
-        "MultiHeadDotProductAttention", {"num_heads": 2}, [{}], SELF, sow_weights=True, mask=MASK
-    ),
-    *_rows(
-        "MultiHeadDotProductAttention", {"num_heads": 2}, [{"force_fp32_for_softmax": True}], SELF
-    ),
-    *_rows(
-        "MultiHeadDotProductAttention",
-        {"num_heads": 2},
-        [{"qkv_dot_general": _reference_dot_general}],
-        SELF,
-    ),
+    *_rows("BatchNorm", TRAINING, [{}], IMAGE, mask=POSITIVE),
+    *_attention_rows(ATTENTION, CROSS),
+    *_attention_rows([{}], sow_weights=True, mask=MASK),
+    *_attention_rows([{"force_fp32_for_softmax": True}]),
+    *_attention_rows([{"qkv_dot_general": _reference_dot_general}]),
     *_rows("MultiHeadAttention", {"num_heads": 2}, [{}, {"normalize_qk": True}], SELF, mask=MASK),
     *_rows("Dropout", {"rate": 0.5, "deterministic": False}, [{}, {"broadcast_dims": (1,)}], FLAT),
     *_rows("Dropout", {"rate": 0.5, "deterministic": True}, [{}], FLAT),
@@ -194,95 +178,36 @@ LINEN: list[Row] = [
 ]
 
 NNX: list[Row] = [
-    *_rows(
-        "Linear",
-        {"in_features": 6, "out_features": 3},
-        [*DENSE, {"promote_dtype": _nnx_promote}],
-        FLAT,
-    ),
-    *_rows(
-        "Linear",
-        {"in_features": 6, "out_features": 3},
-        [{"preferred_element_type": jnp.float32}],
-        FLAT,
-    ),
+    *_rows("Linear", LINEAR, [*DENSE, {"promote_dtype": _nnx_promote}], FLAT),
+    *_rows("Linear", LINEAR, [{"preferred_element_type": jnp.float32}], FLAT),
     *_rows("LinearGeneral", {"in_features": 4, "out_features": (3, 2)}, DENSE, IMAGE),
-    *_rows(
-        "LinearGeneral", {"in_features": (5, 4), "out_features": 3, "axis": (1, -1)}, [{}], IMAGE
-    ),
-    *_rows(
-        "LinearGeneral", {"in_features": 4, "out_features": 3, "batch_axis": {0: 2}}, [{}], IMAGE
-    ),
-    *_rows(
-        "Einsum",
-        {"einsum_str": "bsi,io->bso", "kernel_shape": (4, 3)},
-        [{}, {"bias_shape": (3,)}],
-        SEQUENCE,
-    ),
-    *_rows(
-        "Conv",
-        {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)},
-        CONV[:5] + CONV[6:],
-        IMAGE,
-    ),
-    *_rows(
-        "Conv",
-        {"in_features": 4, "out_features": 6, "kernel_size": (3,)},
-        [{"padding": "CAUSAL"}],
-        SEQUENCE,
-    ),
-    *_rows(
-        "ConvTranspose",
-        {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)},
-        TRANSPOSED,
-        IMAGE,
-    ),
-    *_rows("Embed", {"num_embeddings": 10, "features": 4}, [{}, {"dtype": jnp.float32}], TOKENS),
-    *_rows(
-        "Embed",
-        {"num_embeddings": 10, "features": 4},
-        [{"embedding_init": NORMAL}],
-        QUERY,
-        method="attend",
-    ),
-    *_rows("LayerNorm", {"num_features": 4}, [*NORM, *BIASED], IMAGE),
-    *_rows("LayerNorm", {"num_features": 4}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
-    *_rows(
-        "LayerNorm",
-        {"num_features": 4},
-        [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": (-1,)}],
-        IMAGE,
-    ),
-    *_rows("RMSNorm", {"num_features": 4}, NORM, IMAGE),
-    *_rows("GroupNorm", {"num_features": 4, "num_groups": 2}, [*NORM, *BIASED], IMAGE),
-    *_rows("GroupNorm", {"num_features": 4, "num_groups": None, "group_size": 2}, [{}], IMAGE),
-    *_rows("InstanceNorm", {"num_features": 4}, [*NORM, *BIASED], IMAGE),
-    *_rows("BatchNorm", {"num_features": 4}, [*NORM, *BIASED, {"momentum": 0.5}], IMAGE),
-    *_rows("BatchNorm", {"num_features": 4, "use_running_average": True}, NORM[:2], IMAGE),
-    *_rows("BatchNorm", {"num_features": 4}, [{}], IMAGE, mask=IMAGE[0] > -0.5),
-    *_rows(
-        "MultiHeadAttention", {"num_heads": 2, "in_features": 8, "decode": False}, ATTENTION, CROSS
-    ),
-    *_rows(
-        "MultiHeadAttention",
-        {"num_heads": 2, "in_features": 8, "decode": False},
-        [{}],
-        SELF,
-        mask=MASK,
-    ),
-    *_rows(
-        "MultiHeadAttention",
-        {"num_heads": 2, "in_features": 8, "decode": False},
-        [{}],
-        SELF,
-        sow_weights=True,
-    ),
+    *_rows("LinearGeneral", GENERAL, [{"in_features": (5, 4), "axis": (1, -1)}], IMAGE),
+    *_rows("LinearGeneral", GENERAL, [{"batch_axis": {0: 2}}], IMAGE),
+    *_rows("Einsum", NNX_EINSUM, [{}, {"bias_shape": (3,)}], SEQUENCE),
+    *_rows("Conv", NNX_KERNEL, CONV[:5] + CONV[6:], IMAGE),
+    *_rows("Conv", NNX_KERNEL | {"kernel_size": (3,)}, [{"padding": "CAUSAL"}], SEQUENCE),
+    *_rows("ConvTranspose", NNX_KERNEL, TRANSPOSED, IMAGE),
+    *_rows("Embed", EMBED, [{}, {"dtype": jnp.float32}], TOKENS),
+    *_rows("Embed", EMBED, [{"embedding_init": NORMAL}], QUERY, method="attend"),
+    *_rows("LayerNorm", FOUR, [*NORM, *BIASED], IMAGE),
+    *_rows("LayerNorm", FOUR, [{}], IMAGE, mask=POSITIVE),
+    *_rows("LayerNorm", FOUR, [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": (-1,)}], IMAGE),
+    *_rows("RMSNorm", FOUR, NORM, IMAGE),
+    *_rows("GroupNorm", FOUR | {"num_groups": 2}, [*NORM, *BIASED], IMAGE),
+    *_rows("GroupNorm", FOUR | {"num_groups": None, "group_size": 2}, [{}], IMAGE),
+    *_rows("InstanceNorm", FOUR, [*NORM, *BIASED], IMAGE),
+    *_rows("BatchNorm", FOUR, [*NORM, *BIASED, {"momentum": 0.5}], IMAGE),
+    *_rows("BatchNorm", FOUR | {"use_running_average": True}, NORM[:2], IMAGE),
+    *_rows("BatchNorm", FOUR, [{}], IMAGE, mask=POSITIVE),
+    *_rows("BatchNorm", FOUR, [{}], IMAGE, use_running_average=True),
+    *_rows("BatchNorm", FOUR, [{}], IMAGE, use_running_average=False),
+    *_nnx_attention_rows(ATTENTION, CROSS),
+    *_nnx_attention_rows([{}], SELF, mask=MASK),
+    *_nnx_attention_rows([{}], SELF, sow_weights=True),
     *_rows("Dropout", {"rate": 0.5}, [{}, {"broadcast_dims": (1,)}, {"deterministic": True}], FLAT),
-    *_rows("LoRALinear", {"in_features": 6, "out_features": 3, "lora_rank": 2}, [{}], FLAT),
+    *_rows("LoRALinear", LINEAR | {"lora_rank": 2}, [{}], FLAT),
     *_rows("PReLU", {}, [{}], FLAT),
 ]
-for _call in ({"use_running_average": True}, {"use_running_average": False}):
-    NNX += _rows("BatchNorm", {"num_features": 4}, [{}], IMAGE, **_call)
 
 
 def _named(rows: list[Row]) -> Any:
@@ -396,14 +321,16 @@ def test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state(row):
     _assert_same(_nnx_program(our_nnx, row), _nnx_program(flax_nnx, row), row[2])
 
 
-@pytest.mark.parametrize("decode_steps", [4])
-def test_a_linen_attention_decodes_as_flaxs(decode_steps):
+DECODE_STEPS = 4
+
+
+def test_a_linen_attention_decodes_as_flaxs():
     def program(nn: Any) -> Callable[..., Any]:
         def run(key: jax.Array, x: jax.Array) -> Any:
             layer = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
             variables, outputs = layer.init(key, x), []
             params, cache = variables["params"], {"cache": variables["cache"]}
-            for step in range(decode_steps):
+            for step in range(DECODE_STEPS):
                 out, cache = layer.apply(
                     {"params": params, **cache}, x[:, step : step + 1], mutable=["cache"]
                 )
@@ -415,15 +342,14 @@ def test_a_linen_attention_decodes_as_flaxs(decode_steps):
     _assert_same(program(our_linen), program(flax_linen), SELF)
 
 
-@pytest.mark.parametrize("decode_steps", [4])
-def test_an_nnx_attention_decodes_as_flaxs(decode_steps):
+def test_an_nnx_attention_decodes_as_flaxs():
     def program(nnx: Any) -> Callable[..., Any]:
         def run(key: jax.Array, x: jax.Array) -> Any:
             layer = nnx.MultiHeadAttention(
                 num_heads=2, in_features=8, decode=True, rngs=nnx.Rngs(key)
             )
             layer.init_cache(x.shape)
-            outputs = [layer(x[:, step : step + 1]) for step in range(decode_steps)]
+            outputs = [layer(x[:, step : step + 1]) for step in range(DECODE_STEPS)]
             return outputs, _plain(nnx.state(layer))
 
         return run
@@ -475,75 +401,66 @@ def test_softmax_forced_to_float32_leaves_flaxs_dtypes_where_no_policy_holds():
         assert found[0] == found[1]
 
 
+def _begun(layer: Any, inputs: Any = IMAGE) -> Any:
+    return layer.init(jax.random.key(0), *inputs)
+
+
+def _keys(nnx: Any) -> Any:
+    return nnx.Rngs(0)
+
+
+SHORT_PARAMS = {"params": {"kernel": jnp.ones((2, 3))}}
 WRONG_LINEN: dict[str, Callable[[Any], Any]] = {
-    "an embedding of floats": lambda nn: nn.Embed(3, 4).init(jax.random.key(0), jnp.ones((2,))),
-    "a convolution whose groups do not divide": lambda nn: nn.Conv(
-        6, (3, 3), feature_group_count=3
-    ).init(jax.random.key(0), *IMAGE),
-    "a convolution with a mask of another shape": lambda nn: nn.Conv(
-        6, (3, 3), mask=jnp.ones((2, 2))
-    ).init(jax.random.key(0), *IMAGE),
-    "group norm with groups that do not divide": lambda nn: nn.GroupNorm(num_groups=3).init(
-        jax.random.key(0), *IMAGE
-    ),
-    "group norm with two ways to say its groups": lambda nn: nn.GroupNorm(
-        num_groups=2, group_size=2
-    ).init(jax.random.key(0), *IMAGE),
-    "batch norm that does not know its mode": lambda nn: nn.BatchNorm().init(
-        jax.random.key(0), *IMAGE
-    ),
-    "attention whose heads do not divide": lambda nn: nn.MultiHeadDotProductAttention(
-        num_heads=3
-    ).init(jax.random.key(0), *SELF),
+    "an embedding of floats": lambda nn: _begun(nn.Embed(3, 4), FLAT),
+    "groups that do not divide": lambda nn: _begun(nn.Conv(6, (3, 3), feature_group_count=3)),
+    "a mask of another shape": lambda nn: _begun(nn.Conv(6, (3, 3), mask=jnp.ones((2, 2)))),
+    "group norm's groups that do not divide": lambda nn: _begun(nn.GroupNorm(num_groups=3)),
+    "groups said twice": lambda nn: _begun(nn.GroupNorm(num_groups=2, group_size=2)),
+    "batch norm that does not know its mode": lambda nn: _begun(nn.BatchNorm()),
+    "heads that do not divide": lambda nn: _begun(nn.MultiHeadDotProductAttention(3), SELF),
     "dropout without a key": lambda nn: nn.Dropout(0.5, deterministic=False).apply({}, *FLAT),
     "dropout that does not know its mode": lambda nn: nn.Dropout(0.5).apply({}, *FLAT),
     "a call of an unbound layer": lambda nn: nn.Dense(3)(*FLAT),
-    "params of another shape": lambda nn: nn.Dense(3).apply(
-        {"params": {"kernel": jnp.ones((2, 3))}}, *FLAT
-    ),
+    "params of another shape": lambda nn: nn.Dense(3).apply(SHORT_PARAMS, *FLAT),
     "no params at all": lambda nn: nn.Dense(3).apply({}, *FLAT),
     "an argument that does not exist": lambda nn: nn.Dense(3, units=2),
     "no features": lambda nn: nn.Dense(),
 }
-
 WRONG_NNX: dict[str, Callable[[Any], Any]] = {
-    "an embedding of floats": lambda nnx: nnx.Embed(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2,))),
+    "an embedding of floats": lambda nnx: nnx.Embed(3, 4, rngs=_keys(nnx))(jnp.ones((2,))),
     "a layer without keys": lambda nnx: nnx.Linear(2, 3),
-    "an input of another width": lambda nnx: nnx.Linear(2, 3, rngs=nnx.Rngs(0))(*FLAT),
-    "an argument that does not exist": lambda nnx: nnx.Linear(2, 3, units=2, rngs=nnx.Rngs(0)),
-    "group norm with groups that do not divide": lambda nnx: nnx.GroupNorm(
-        4, num_groups=3, rngs=nnx.Rngs(0)
-    ),
-    "attention whose heads do not divide": lambda nnx: nnx.MultiHeadAttention(
-        3, 8, rngs=nnx.Rngs(0)
-    ),
-    "attention that does not know whether it decodes": lambda nnx: nnx.MultiHeadAttention(
-        2, 8, rngs=nnx.Rngs(0)
+    "an input of another width": lambda nnx: nnx.Linear(2, 3, rngs=_keys(nnx))(*FLAT),
+    "an argument that does not exist": lambda nnx: nnx.Linear(2, 3, units=2, rngs=_keys(nnx)),
+    "groups that do not divide": lambda nnx: nnx.GroupNorm(4, num_groups=3, rngs=_keys(nnx)),
+    "heads that do not divide": lambda nnx: nnx.MultiHeadAttention(3, 8, rngs=_keys(nnx)),
+    "attention that does not know its mode": lambda nnx: nnx.MultiHeadAttention(
+        2, 8, rngs=_keys(nnx)
     )(*SELF),
     "decoding without a cache": lambda nnx: nnx.MultiHeadAttention(
-        2, 8, decode=True, rngs=nnx.Rngs(0)
+        2, 8, decode=True, rngs=_keys(nnx)
     )(*SELF),
     "dropout without a key": lambda nnx: nnx.Dropout(0.5, deterministic=False)(*FLAT),
-    "norms called without an input": lambda nnx: nnx.LayerNorm(4, rngs=nnx.Rngs(0))(),
+    "norms called without an input": lambda nnx: nnx.LayerNorm(4, rngs=_keys(nnx))(),
 }
 
 
-def _error_of(call: Callable[[Any], Any], wing: Any) -> Exception:
-    with pytest.raises(Exception) as caught:
-        call(wing)
-    return caught.value
+def _assert_same_error(call: Callable[[Any], Any], ours: Any, theirs: Any) -> None:
+    found = []
+    for wing in (ours, theirs):
+        with pytest.raises(Exception) as caught:
+            call(wing)
+        found.append(caught.value)
+    assert type(found[0]) is type(found[1]), found
 
 
 @pytest.mark.parametrize("call", WRONG_LINEN.values(), ids=WRONG_LINEN)
 def test_what_flax_linen_refuses_is_refused_with_its_error(call):
-    ours, theirs = _error_of(call, our_linen), _error_of(call, flax_linen)
-    assert type(ours) is type(theirs), (ours, theirs)
+    _assert_same_error(call, our_linen, flax_linen)
 
 
 @pytest.mark.parametrize("call", WRONG_NNX.values(), ids=WRONG_NNX)
 def test_what_flax_nnx_refuses_is_refused_with_its_error(call):
-    ours, theirs = _error_of(call, our_nnx), _error_of(call, flax_nnx)
-    assert type(ours) is type(theirs), (ours, theirs)
+    _assert_same_error(call, our_nnx, flax_nnx)
 
 
 def test_a_linen_module_mixes_with_abstract_classes_and_protocols():

@@ -23,43 +23,22 @@ class Net(nn.Module):
         return nn.Dense(4)(x)
 
 
-TAKES_A_POLICY = {
-    "Dense": lambda policy: nn.Dense(3, dtype_policy=policy),
-    "Net": lambda policy: Net(dtype_policy=policy),
-}
-
-
-@pytest.mark.parametrize("make", TAKES_A_POLICY.values(), ids=TAKES_A_POLICY)
+@pytest.mark.parametrize("make", [lambda **k: nn.Dense(3, **k), Net], ids=["Dense", "Net"])
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
         (
             "bf17",
             ValueError,
-            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half, bfloat16, "
-            "bf16, ",
+            "dtype_policy='bf17'): Unknown dtype 'bf17': it should be one of half",
         ),
-        (
-            "q=f32",
-            ValueError,
-            "dtype_policy='q=f32'): Unknown key 'q' in 'q=f32': it should be params, compute, ",
-        ),
-        (
-            "p=int8",
-            ValueError,
-            "dtype_policy='p=int8'): Unknown dtype 'int8': it should be one of half, ",
-        ),
-        (
-            jnp.bfloat16,
-            TypeError,
-            "A policy should be a Policy or its text form such as 'mixed_bfloat16' or ",
-        ),
+        ("q=f32", ValueError, "dtype_policy='q=f32'): Unknown key 'q' in 'q=f32': it should be "),
         (3, TypeError, "dtype_policy=3): A policy should be a Policy or its text form"),
     ],
 )
 def test_a_bad_dtype_policy_is_refused_at_construction(make, given, error, text):
     with pytest.raises(error, match=re.escape(text)) as e:
-        make(given)
+        make(dtype_policy=given)
     assert str(e.value).startswith(("Dense(", "Net("))
 
 
@@ -113,17 +92,11 @@ def test_float64_without_x64_is_refused_when_used_and_not_when_made():
 
 
 def test_apply_policy_says_what_it_takes():
-    with pytest.raises(
-        TypeError, match=r"apply_policy takes a linen module here, but got 3 of type int\."
-    ):
+    with pytest.raises(TypeError, match=r"takes a linen module here, but got 3 of type int\."):
         nn.apply_policy(3, "bf16")  # type: ignore[type-var]
     bound = flax_nn.Dense(3).bind({"params": {}})
-    with pytest.raises(
-        ValueError, match="takes an unbound model; apply the policy before bind, init or apply"
-    ):
+    with pytest.raises(ValueError, match="apply the policy before bind, init or apply"):
         nn.apply_policy(bound, "bf16")
-    with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
-        nn.apply_policy(flax_nn.Dense(3), "bf17")
 
 
 # --- a function-form scan whose body is a boundary with another output dtype ----------------------

@@ -60,19 +60,14 @@ def test_upstreams_embedding_gradient_stops_growing(half, figure):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_our_embedding_gradient_counts_every_occurrence(half):
-    with_scope = embedding_gradient(our_nn, f"p=f32,c={half},o=f32")
-    assert (float(with_scope), with_scope.dtype) == (SEEN, jnp.float32)
-    assert (
-        float(embedding_gradient(our_nn, dtype=jnp.dtype(half))) == SEEN
-    )  # threaded by hand, with no policy
-    assert (
-        float(
-            embedding_gradient(
-                our_nn, f"p=f32,c={half},o=f32", dtype_policy=f"p=f32,c={half},o=f32"
-            )
-        )
-        == SEEN
-    )
+    policy = f"p=f32,c={half},o=f32"
+    for scope, options in (
+        (policy, {}),
+        (policy, {"dtype_policy": policy}),
+        (None, {"dtype": jnp.dtype(half)}),  # threaded by hand
+    ):
+        found = embedding_gradient(our_nn, scope, **options)
+        assert (float(found), found.dtype) == (SEEN, jnp.float32)
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -4,6 +4,7 @@ the first one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any
@@ -37,16 +38,19 @@ def counted(traces: list[str]) -> Any:
     return Net()
 
 
-def test_a_jitted_apply_follows_the_scope_with_one_trace_per_policy():
+@pytest.mark.parametrize("by", [use_policy, set_policy], ids=["scope", "global"])
+def test_a_jitted_apply_follows_the_policy_with_one_trace_per_policy(by):
     traces: list[str] = []
     model = counted(traces)
     variables = model.init(KEY, X)
     traces.clear()
     apply = jax.jit(model.apply)
     for policy, expected in ABA:
-        with use_policy(policy):
+        with by(policy) or contextlib.nullcontext():
             assert apply(variables, X).dtype == expected
-    assert traces == ["bfloat16", "float16"]
+    set_policy(None)
+    assert apply(variables, X).dtype == jnp.float32
+    assert traces == ["bfloat16", "float16", "float32"]
 
 
 def test_equal_policies_made_differently_share_a_trace():
@@ -63,20 +67,6 @@ def test_equal_policies_made_differently_share_a_trace():
         with use_policy(policy):
             apply(variables, X)
     assert traces == ["bfloat16"]
-
-
-def test_the_global_policy_retraces_a_jitted_apply():
-    traces: list[str] = []
-    model = counted(traces)
-    variables = model.init(KEY, X)
-    traces.clear()
-    apply = jax.jit(model.apply)
-    for policy, expected in ABA:
-        set_policy(policy)
-        assert apply(variables, X).dtype == expected
-    set_policy(None)
-    assert apply(variables, X).dtype == jnp.float32
-    assert traces == ["bfloat16", "float16", "float32"]
 
 
 @pytest.mark.parametrize("kind", ["nn.jit class", "nn.jit method", "jit of a block"])

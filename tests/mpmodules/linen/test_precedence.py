@@ -1,4 +1,7 @@
-"""Who obeys which policy: six levels, and the effective policy field by field."""
+"""Which policy a linen layer obeys where it is shared, bound, or called from several places.
+
+`tests/mpmodules/test_precedence.py` has the levels of precedence, for both wings.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen as nn
-from policy import DtypePolicyWarning, set_policy, use_policy
-from tests.programs import boundary_casts, named, operations
+from policy import DtypePolicyWarning, use_policy
+from tests.programs import named, operations
 
 X = jnp.ones((2, 4))
 KEY = jax.random.key(0)
 BF16, F16, F32 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16", "f32"
-obeys_its_own = pytest.mark.filterwarnings("ignore:.*has an explicit:policy.DtypePolicyWarning")
 
 
 class Wrap(nn.Module):
@@ -28,119 +30,6 @@ class Wrap(nn.Module):
     @nn.compact
     def __call__(self, x):
         return self.make(3, name="layer")(x)
-
-
-def dot_dtype(model: Any, x: Any = X) -> str:
-    variables = jax.eval_shape(lambda: model.init(KEY, x))
-    (dot,) = named(operations(model.apply, variables, x), "dot_general")
-    assert len(set(dot.inputs)) == 1
-    return dot.inputs[0]
-
-
-def stored_dtype(model: Any) -> str:
-    (dtype,) = {
-        leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init(KEY, X)))
-    }
-    return dtype
-
-
-# --- one test for each neighbouring pair of the six levels ----------------------------------------
-
-
-@obeys_its_own
-def test_an_explicit_dtype_wins_over_the_layers_own_policy():
-    assert dot_dtype(nn.Dense(3, dtype=jnp.float16, dtype_policy=BF16)) == "float16"
-
-
-def test_the_layers_own_policy_wins_over_a_rule():
-    with use_policy(None, rules={"layer": F16}):
-        assert (
-            dot_dtype(Wrap(lambda n, name: nn.Dense(n, name=name, dtype_policy=BF16))) == "bfloat16"
-        )
-
-
-def test_a_rule_wins_over_an_enclosing_modules_policy():
-    with use_policy(None, rules={"layer": F16}):
-        assert dot_dtype(Wrap(dtype_policy=BF16)) == "float16"
-
-
-def test_a_rule_wins_over_an_inner_scope():
-    class Scoped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            with use_policy(BF16):
-                return nn.Dense(3, name="layer")(x)
-
-    with use_policy(None, rules={"layer": F16}):
-        assert dot_dtype(Scoped()) == "float16"
-    assert dot_dtype(Scoped()) == "bfloat16"
-
-
-def test_of_an_enclosing_module_and_a_scope_the_innermost_wins():
-    with use_policy(F16):
-        assert dot_dtype(Wrap(dtype_policy=BF16)) == "bfloat16"
-
-    class Scoped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            with use_policy(F16):
-                return nn.Dense(3)(x)
-
-    assert dot_dtype(Scoped(dtype_policy=BF16)) == "float16"
-
-
-def test_a_scope_wins_over_the_global_policy():
-    set_policy(F16)
-    with use_policy(BF16):
-        assert dot_dtype(Wrap()) == "bfloat16"
-    with use_policy(None):
-        assert dot_dtype(Wrap()) == "float32"
-
-
-def test_the_global_policy_wins_over_none():
-    assert dot_dtype(Wrap()) == "float32"
-    set_policy(BF16)
-    assert dot_dtype(Wrap()) == "bfloat16"
-
-
-# --- the effective policy, field by field ---------------------------------------------------------
-
-
-@obeys_its_own
-def test_an_explicit_dtype_replaces_compute_dtype_and_leaves_param_dtype():
-    with use_policy("p=bf16,c=bf16,o=bf16"):
-        layer = nn.Dense(3, dtype=jnp.float32)
-        assert stored_dtype(layer) == "bfloat16"
-        assert dot_dtype(layer) == "float32"
-
-
-@obeys_its_own
-def test_an_explicit_param_dtype_replaces_param_dtype_alone():
-    with use_policy("bf16"):
-        layer = nn.Dense(3, param_dtype=jnp.float32)
-        assert stored_dtype(layer) == "float32"
-        assert dot_dtype(layer) == "bfloat16"
-
-
-@obeys_its_own
-def test_an_explicit_dtype_alone_makes_no_boundary_and_is_what_an_inheriting_layer_returns():
-    with use_policy("mixed_bfloat16"):
-        layer = nn.Dense(3, dtype=jnp.float16)
-        variables = layer.init(KEY, X)
-        assert boundary_casts(operations(layer.apply, variables, X)) == []
-        assert jax.eval_shape(layer.apply, variables, X).dtype == jnp.float16
-
-
-@obeys_its_own
-def test_a_layer_with_a_policy_of_its_own_keeps_its_output_dtype_beside_an_explicit_dtype():
-    layer = nn.Dense(3, dtype=jnp.float16, dtype_policy="mixed_bfloat16")
-    assert jax.eval_shape(lambda: layer.init_with_output(KEY, X))[0].dtype == jnp.float32
-    assert dot_dtype(layer) == "float16"
-
-
-def test_an_explicit_dtype_that_agrees_with_the_policy_is_silent():
-    with use_policy("mixed_bfloat16"):
-        assert dot_dtype(nn.Dense(3, dtype=jnp.bfloat16, param_dtype=jnp.float32)) == "bfloat16"
 
 
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
@@ -175,17 +64,6 @@ def test_a_warning_names_both_arguments_and_a_root_by_its_class():
     )
     with use_policy("bf16"), pytest.warns(DtypePolicyWarning, match=text):
         nn.LayerNorm(dtype=jnp.float16, param_dtype=jnp.float32).init(KEY, X)
-
-
-def test_a_complex_dtype_is_kept_under_a_policy_and_is_no_boundary():
-    with use_policy("mixed_bfloat16"), warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        layer = nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)
-        out, variables = jax.eval_shape(
-            lambda: layer.init_with_output(KEY, X.astype(jnp.complex64))
-        )
-    assert out.dtype == jnp.complex64
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"complex64"}
 
 
 # --- the caller decides ---------------------------------------------------------------------------

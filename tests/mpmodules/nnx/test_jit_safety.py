@@ -241,22 +241,6 @@ def test_a_model_built_inside_a_transform_captures_the_policy_in_force(by):
     assert model.linear.kernel.dtype == jnp.bfloat16
 
 
-def test_gradients_through_nnx_grad_are_float32_and_both_backward_matmuls_run_in_compute_dtype():
-    with use_policy(MIXED):
-        model = Net(rngs=nnx.Rngs(0))
-
-    def gradients(model, x):
-        return jax.tree.leaves(
-            flax_nnx.grad(lambda model, x: (model(x) ** 2).sum(), argnums=(0, 1))(model, x)
-        )
-
-    text = str(jax.make_jaxpr(pure(model, gradients))(jnp.asarray(X)))
-    dots = re.findall(r":(\w+)\[[\d,]*\] = dot_general", text)
-    assert dots
-    assert set(dots) == {"bf16"}
-    assert {leaf.dtype for leaf in gradients(model, jnp.asarray(X))} == {jnp.dtype(jnp.float32)}
-
-
 def test_another_thread_sees_the_global_policy_and_not_this_one_s_scope():
     seen = {}
 

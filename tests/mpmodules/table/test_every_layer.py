@@ -8,9 +8,6 @@ and rank promotion.
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +21,7 @@ from tests.mpmodules.table.cases import CASES, Case
 from tests.mpmodules.table.exceptions import ELEMENTWISE, UNROUNDED_SUMS
 from tests.mpmodules.table.running import THEIRS, Trace, dtypes_of, program, traced
 from tests.programs import Operation
+from tests.scripts import docs_script
 
 # Deprecations that both wings of Flax announce and that are no business of this table.
 pytestmark = [
@@ -35,48 +33,23 @@ POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 INSIDE = ("mixed_bfloat16", "bfloat16")  # under these, inside a model too
 MATMULS = ("dot_general", "conv_general_dilated")
 # reduce_max, reduce_min, argmax, sort and their like are exact in any dtype.
-SUMS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_prod",
-        "reduce_window",
-        "reduce_window_sum",
-        "cumsum",
-        "cumprod",
-        "cumlogsumexp",
-        "scatter-add",
-        "scatter-mul",
-        "select_and_scatter_add",
-    ]
-)
-FUNCTIONS = frozenset(
-    [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "rsqrt",
-        "sqrt",
-        "tanh",
-        "logistic",
-        "erf",
-        "pow",
-        "integer_pow",
-        "square",
-        "div",
-        "sin",
-        "cos",
-    ]
-)
+_SUMS = "reduce_sum reduce_prod reduce_window reduce_window_sum cumsum cumprod cumlogsumexp"
+SUMS = frozenset([*_SUMS.split(), "scatter-add", "scatter-mul", "select_and_scatter_add"])
+_FUNCTIONS = "exp exp2 expm1 log log1p rsqrt sqrt tanh logistic erf pow integer_pow square div sin"
+FUNCTIONS = frozenset([*_FUNCTIONS.split(), "cos"])
 CALLS = frozenset(
     ["jit", "pjit", "scan", "while", "cond", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
 )
 HALVES = frozenset(["bfloat16", "float16"])
 
-EACH_CASE = pytest.mark.parametrize(
-    ("wing", "case"), CASES, ids=[f"{wing}-{case}" for wing, case in CASES]
-)
+
+def each(cases: list[tuple[str, Case]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("wing", "case"), cases, ids=[f"{wing}-{case}" for wing, case in cases]
+    )
+
+
+EACH_CASE = each(CASES)
 
 
 _traces: dict[Any, Trace] = {}
@@ -113,13 +86,7 @@ def narrow(ops: Iterable[Operation], names: frozenset[str], policy: Policy) -> s
 
 @pytest.mark.parametrize("wing", ("linen", "nnx"))
 def test_the_table_holds_every_layer_of_the_catalogue(wing):
-    path = pathlib.Path(__file__).parents[3] / "docs" / "make_layers.py"
-    spec = importlib.util.spec_from_file_location("make_layers", path)
-    assert spec is not None and spec.loader is not None
-    catalogue: Any = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "make_layers", catalogue)
-        spec.loader.exec_module(catalogue)
+    catalogue = docs_script("make_layers")
     listed = {
         row.name
         for row in catalogue.LAYERS
@@ -243,6 +210,19 @@ def test_every_contract_holds_under_every_policy(wing, case):
             contract(wing, case, policy)
 
 
+@pytest.mark.parametrize("inputs_in", (jnp.bfloat16, jnp.float16), ids=("bf16", "f16"))
+@EACH_CASE
+def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(wing, case, inputs_in):
+    if case.is_cell:
+        return  # a carry in half precision stays in it
+    for policy in ("mixed_bfloat16", "p=bf16,c=f32,o=bf16"):
+        trace, resolved = traced(wing, case, policy, inputs_in=inputs_in), get_policy(policy)
+        returned = resolved.output_dtype if case.is_module else resolved.compute_dtype
+        assert dtypes_of(trace.out) == {returned.name}
+        assert dtypes_of(trace.params) == dtypes_of(trace.param_gradients)
+        assert dtypes_of(trace.input_gradients) <= {jnp.dtype(inputs_in).name}
+
+
 # --------------------------------------------------------------------------------------------------
 # No policy
 # --------------------------------------------------------------------------------------------------
@@ -307,9 +287,7 @@ OF_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wing", "case"), OF_NUMBERS, ids=[f"{wing}-{case}" for wing, case in OF_NUMBERS]
-)
+@each(OF_NUMBERS)
 def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
     with jax.numpy_dtype_promotion("standard"):
         try:
@@ -336,18 +314,11 @@ def x64():
 def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
     trace = traced(wing, case, "mixed_bfloat16")
     found = {op.name for op in trace.ops if "float64" in (*op.inputs, *op.outputs)} - CALLS
-    if case.layer == "Dropout" or case.setting in ("with dropout", "all at once"):
-        found = {
-            name for name in found if name in MATMULS or name in SUMS
-        }  # JAX draws the masks in float64
-    if case.layer == "RoPE":
-        found = {
-            name for name in found if name in MATMULS or name in SUMS
-        }  # Flax's angles are float64 then
+    draws = case.layer == "Dropout" or case.setting in ("with dropout", "all at once")
+    if draws or case.layer == "RoPE":  # JAX draws masks, and Flax computes angles, in float64
+        found &= SUMS | set(MATMULS)
     assert not found
-    tables = (
-        () if case.layer == "RoPE" else (trace.rest, trace.state)
-    )  # and so are its tables of them
+    tables = () if case.layer == "RoPE" else (trace.rest, trace.state)
     assert "float64" not in dtypes_of((trace.params, trace.out, tables))
 
 
@@ -355,9 +326,7 @@ def test_with_x64_a_half_policy_makes_no_float64(x64, wing, case):
 IN_FLOAT64 = [(wing, case) for wing, case in CASES if (wing, case.setting) != ("linen", "forced")]
 
 
-@pytest.mark.parametrize(
-    ("wing", "case"), IN_FLOAT64, ids=[f"{wing}-{case}" for wing, case in IN_FLOAT64]
-)
+@each(IN_FLOAT64)
 def test_with_x64_a_float64_policy_is_obeyed_everywhere(x64, wing, case):
     trace = traced(wing, case, "float64", inputs_in=jnp.float64)
     assert dtypes_of((trace.params, trace.rest, trace.out, trace.state, trace.param_gradients)) == {

@@ -1,8 +1,7 @@
-"""What the table of layers has to run for: initial values, jit, complex inputs."""
+"""What the table of layers has to run for: initial values, and jit."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -82,42 +81,3 @@ def test_jit_changes_nothing(wing, case, policy):
         )
 
     jax.tree.map(close, jitted, plain)
-
-
-MATMULS = (
-    "Dense",
-    "DenseGeneral",
-    "Linear",
-    "LinearGeneral",
-    "Einsum",
-    "Conv",
-    "ConvLocal",
-    "ConvTranspose",
-)
-NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm")
-COMPLEX = [
-    (wing, case)
-    for (wing, layer), case in FIRST.items()
-    if layer in (*MATMULS, "Dropout") or (wing == "linen" and layer in NORMS)
-]
-
-
-@pytest.mark.parametrize(
-    ("wing", "case"), COMPLEX, ids=[f"{wing}-{case.layer}" for wing, case in COMPLEX]
-)
-def test_complex_inputs_pass_through_as_in_flax(wing, case):
-    """A policy casts no complex numbers: where Flax takes them, so does the layer, and returns what
-    Flax's does.
-    """
-
-    def result(modules: Any, policy: str | None) -> Any:
-        with warnings.catch_warnings(), scope_of(policy), jax.numpy_dtype_promotion("standard"):
-            warnings.simplefilter("ignore")
-            run = program(wing, case, modules)
-            params, rest = jax.eval_shape(run.init, KEY)
-            inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.complex64), run.inputs)
-            return jax.eval_shape(
-                lambda params, rest: run.apply(params, rest, inputs)[0], params, rest
-            )
-
-    assert str(result(None, "mixed_bfloat16")) == str(result(THEIRS[wing], None))

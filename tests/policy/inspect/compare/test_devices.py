@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.accel.emulated import emulated
 from mpmodules import linen, nnx
 from policy import compare
-from policy.programs.matmul_passes import emulated
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
 MIXED = "mixed_bfloat16"
