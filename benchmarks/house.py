@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("policy", "mpmodules")
-LONG_FUNCTION, LONG_FILE = 60, 400
+LONG_FUNCTION, LONG_FILE, SHORT = 60, 400, 10
 _LAYOUT = frozenset(
     (
         tokenize.COMMENT,
@@ -157,7 +157,9 @@ def sizes() -> str:
 
 
 def ways() -> str:
-    """Returns the files that each call passes, each with its idea: its docstring's first line."""
+    """Returns the files that each call passes, those of a short way with their ideas: the first
+    lines of their docstrings.
+    """
     lines = []
     for name, call in calls().items():
         passed = files_passed(call)
@@ -165,7 +167,7 @@ def ways() -> str:
         for path in passed:
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
             idea = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
-            lines.append(f"1. `{path}`: {idea}")
+            lines.append(f"1. `{path}`{f': {idea}' if len(passed) <= SHORT else ''}")
         lines.append("")
     return "\n".join(lines)
 
