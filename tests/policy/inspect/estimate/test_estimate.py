@@ -221,9 +221,7 @@ def test_texts_that_depend_on_the_backend_mean_the_targets(monkeypatch):
 
 
 def test_an_example_that_is_given_arguments_is_named_as_what_returns_no_arrays():
-    with pytest.raises(
-        TypeError, match=r"train_example .* returned a value of type "
-    ):
+    with pytest.raises(TypeError, match=r"train_example .* returned a value of type "):
         estimate(train_example, policies=["float32"], master_weights="auto")
 
 
