@@ -23,7 +23,7 @@ from policy.functions.checkpointing import keeping_inputs
 from policy.programs import control_flow
 from policy.programs.control_flow import Body
 from policy.programs.dtypes import F32
-from policy.programs.equations import equations_within
+from policy.programs.equations import equations_within, runs_any
 from policy.programs.primitives import (
     BOUNDED,
     CALLS,
@@ -31,10 +31,11 @@ from policy.programs.primitives import (
     ELEMENTWISE,
     FORWARDS,
     INLINED,
+    MATMULS,
     REMATS,
     TRANSCENDENTALS,
 )
-from policy.programs.protocols import Equation
+from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, subprogram, subprograms, with_subprograms
 
 
@@ -122,6 +123,8 @@ def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> 
 def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
+    if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
+        return [CastValue(output) for output in bind(equation, arrays)]
     inputs = list(map(CastValue, operands))
     branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
@@ -129,6 +132,13 @@ def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list
         CastValue(output)
         for output in bind(equation, arrays, with_subprograms(equation, rewritten))
     ]
+
+
+def _may_narrow(evaluator: Evaluator, program: OpenJaxpr) -> bool:
+    """Returns whether a program has to be rewritten or reported if its operands are as traced."""
+    settings = evaluator.settings
+    is_told = settings.strict or evaluator.report is not None
+    return is_told or runs_any(program, MATMULS | settings.allow)
 
 
 HANDLERS: Mapping[str, AutocastHandler] = {
