@@ -439,9 +439,7 @@ def test_recorded_errors_name_missing_arguments_as_flax_does():
         nnx.LayerNorm(4, dtype_policy=MIXED, rngs=nnx.Rngs(0)),
         nnx.Dropout(0.5, dtype_policy=MIXED),
     ):
-        with pytest.raises(
-            TypeError, match=r"missing 1 required positional argument: '(inputs|x)'"
-        ):
+        with pytest.raises(TypeError, match=r"missing (1|a) required .*argument: '(inputs|x)'"):
             layer()
 
 
