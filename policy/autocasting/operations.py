@@ -90,7 +90,7 @@ class Operation:
 
     @property
     def is_of_params(self) -> bool:
-        """Whether it computes with parameters and constants alone."""
+        """True if it computes with parameters and constants alone."""
         return bool(self.floats) and all(value.yields for value in self.floats)
 
     def evaluated(self) -> Evaluated:

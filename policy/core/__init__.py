@@ -1,1 +1,1 @@
-"""Which policy is in force, and the casts that it asks for."""
+"""Policies: their text, rules and scopes, the one in force, and the casts that it asks for."""

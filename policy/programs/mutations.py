@@ -36,7 +36,7 @@ class _Container:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the call changed which elements it holds."""
+        """True if the call added, removed or replaced elements."""
         after, before = _contents(self.traced), self.before
         if isinstance(before, list):
             return len(after) != len(before) or any(

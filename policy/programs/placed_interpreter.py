@@ -43,7 +43,7 @@ class PlacedValue:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a program has to change, beside its dtypes, to be the function in float32.
+    """Changes, beside those of dtypes, that make a program the function in float32.
 
     Attributes:
       constants: the float32 values of constants that the program holds in half precision, by the
