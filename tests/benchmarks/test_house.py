@@ -21,3 +21,13 @@ def test_three_objects_hold_what_a_thread_knows() -> None:
         "mpmodules/calls/under_way.py",  # one for each wing
         "policy/programs/thread.py",
     ]
+
+
+@pytest.mark.parametrize("name", ["a linen Dense", "an nnx Linear"])
+def test_the_page_lists_the_files_of_a_layers_call(name: str) -> None:
+    """Longer ways depend on Flax's version."""
+    page = house.PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"### {name[0].upper()}{name[1:]}:")[2].partition("\n### ")[0]
+    listed = re.findall(r"^1\. `([^`]+)`", section, re.MULTILINE)
+    passed = house.files_passed(house.calls()[name])
+    assert listed == passed, "run python -m benchmarks.house --write"
