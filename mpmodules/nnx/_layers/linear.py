@@ -21,10 +21,6 @@ class Matmul(Layer):
     The gradient of a half bias is summed in reduction_dtype.
     """
 
-    kernel: Any
-    bias: Any
-    precision: Any
-
     def _product(
         self,
         operation: Callable[..., jax.Array],
@@ -33,10 +29,11 @@ class Matmul(Layer):
         hook: str = "",
     ) -> Product:
         """Promotes the operands of a call; see `Product`."""
-        kernel = self.kernel[...] if kernel is None else kernel
-        bias = None if self.bias is None else self.bias[...]
-        promoted = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        if self.promote_dtype is promote_dtype:
+        layer: Any = self
+        kernel = layer.kernel[...] if kernel is None else kernel
+        bias = None if layer.bias is None else layer.bias[...]
+        promoted = layer.promote_dtype((inputs, kernel, bias), dtype=layer.dtype)
+        if layer.promote_dtype is promote_dtype:
             numerics = self._numerics
         else:  # the user's own, as Flax has it
             numerics, bias = Numerics(), promoted[2]

@@ -22,7 +22,7 @@ nn.Dense("a")  # error: arg-type; reportArgumentType
 nn.Dense()  # error: call-arg; reportCallIssue
 nn.Dens(4)  # error: attr-defined; reportAttributeAccessIssue
 reveal_type(nn.Dense(4))  # reveal: mpmodules.linen._layers.linear.Dense; Dense
-reveal_type(nn.Dense(4)(x))  # reveal: jax._src.basearray.Array | Any; Array | Any
+reveal_type(nn.Dense(4)(x))  # reveal: jax._src.basearray.Array; Array
 reveal_type(nn.LayerNorm(dtype_policy="f32"))  # reveal: mpmodules.linen._layers.normalization.LayerNorm; LayerNorm
 reveal_type(nn.RNN(nn.LSTMCell(3), dtype_policy="f32").cell)  # reveal: flax.linen.recurrent.RNNCellBase; RNNCellBase
 reveal_type(nn.relu(x))  # reveal: jax._src.basearray.Array; Array
