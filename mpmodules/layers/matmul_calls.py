@@ -192,6 +192,11 @@ _IN_8_BITS: dict[Any, Callable[..., Array | None]] = {
 }
 
 
+def may_multiply_in_8_bits(operation: Any, operation_cls: Any) -> bool:
+    """Returns whether ``m=`` reaches a layer with these options; None stands for Flax's own."""
+    return operation_cls is None and (operation is None or operation in _IN_8_BITS)
+
+
 # --------------------------------------------------------------------------------------------------
 # Matmuls
 # --------------------------------------------------------------------------------------------------

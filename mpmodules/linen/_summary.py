@@ -23,8 +23,17 @@ from mpmodules.calls.summary import (
     with_signature_of,
 )
 from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.precedence import DtypePolicyWarning, Effective
 from policy.core.scope import Scope, current_scope, enter
+
+_MULTIPLYING = (
+    flax_nn.Dense,
+    flax_nn.DenseGeneral,
+    flax_nn.Einsum,
+    flax_nn.Conv,
+    flax_nn.OptimizedLSTMCell,
+)
 
 
 @with_signature_of(flax_summary.tabulate)
@@ -122,11 +131,8 @@ def _may_scale(module: flax_nn.Module) -> bool:
         return True
     declared = module.__dict__.get("_declared_fields", module.__dict__)
     operation = "conv_general_dilated" if isinstance(module, flax_nn.Conv) else "dot_general"
-    hooks = [declared.get(hook) for hook in (operation, f"{operation}_cls")]
-    is_matmul = isinstance(
-        module, (flax_nn.Dense, flax_nn.DenseGeneral, flax_nn.Einsum, flax_nn.Conv)
-    )
-    return is_matmul and hooks == [None, None]
+    own = declared.get(operation), declared.get(f"{operation}_cls")
+    return isinstance(module, _MULTIPLYING) and may_multiply_in_8_bits(*own)
 
 
 def _one_by_one(recorded: _Recorded) -> Callable[[tuple[str, ...], str], _RecordedCall]:

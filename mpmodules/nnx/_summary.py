@@ -23,6 +23,7 @@ from mpmodules.calls.summary import (
     with_signature_of,
 )
 from mpmodules.calls.under_way import nnx_calls as calls
+from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
@@ -168,4 +169,10 @@ def _may_scale(obj: Any) -> bool:
     layer = layer_class(type(obj))
     if layer is None or not layer._is_layer:
         return True
-    return getattr(layer, "_scaled", None) is not None and obj._has_default_operation()
+    hooks = (
+        hook for hook in ("dot_general", "einsum_op", "conv_general_dilated") if hasattr(obj, hook)
+    )
+    return any(
+        may_multiply_in_8_bits(getattr(obj, hook), getattr(obj, f"{hook}_cls", None))
+        for hook in hooks
+    )

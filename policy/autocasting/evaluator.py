@@ -15,7 +15,7 @@ import numpy as np
 
 from policy.autocasting.mixing import fits_in_range
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
-from policy.autocasting.operations import Operation
+from policy.autocasting.operations import CastOperation
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import (
@@ -206,7 +206,7 @@ class Evaluator(Interpreter[CastValue]):
         category = self._category(equation)
         if category == "control" and name in self.handlers:
             return self.handlers[name](self, equation, values)
-        operation = Operation(equation, category, place, self.settings.narrows, values)
+        operation = CastOperation(equation, category, place, self.settings.narrows, values)
         done, outputs = operation.evaluated()
         if self.report is not None:
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])

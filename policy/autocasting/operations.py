@@ -59,7 +59,7 @@ _CHOOSES = EXACT - COMPARISONS
 
 
 @dataclasses.dataclass
-class Operation:
+class CastOperation:
     """An equation and its operands.
 
     Attributes:

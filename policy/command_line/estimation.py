@@ -35,7 +35,7 @@ from policy.command_line.progress import row_progress
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import (
     CommandError,
-    naming,
+    prefixed_errors,
     require_arguments,
     running_users_code,
     target_of,
@@ -150,5 +150,5 @@ def _targets(text: str) -> list[Target]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
-    with naming("--on"):
+    with prefixed_errors("--on"):
         return [Target(name) for name in names]

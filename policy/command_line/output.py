@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from policy.command_line.target import CommandError, naming
+from policy.command_line.target import CommandError, prefixed_errors
 from policy.inspect.estimate.report import Estimate
 
 Contents = Callable[[], str]
@@ -58,7 +58,7 @@ def write_report(show: Callable[[], None], files: dict[str | None, Contents]) ->
         show()
     for name, contents in files.items():
         if name not in (None, "-"):
-            with naming(f"{name!r} can't be written"):
+            with prefixed_errors(f"{name!r} can't be written"):
                 Path(name).write_text(contents(), encoding="utf-8")
 
 
@@ -82,7 +82,7 @@ def write_estimate(
     files = {named(html): estimate.to_html, named(json): estimate.to_json}
     write_report(estimate.show, files)
     if plot is not None:
-        with naming(f"{plot!r} can't be written"):
+        with prefixed_errors(f"{plot!r} can't be written"):
             estimate.plot(named(plot))
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from policy.command_line.target import CommandError, naming
+from policy.command_line.target import CommandError, prefixed_errors
 from policy.inspect.estimate.estimate import DEFAULT
 from policy.inspect.traced.call import checked_policy
 
@@ -89,7 +89,7 @@ def _option(text: str, row: str) -> tuple[str, Any]:
 
 
 def _checked(text: str, option: str) -> str:
-    with naming(option):
+    with prefixed_errors(option):
         checked_policy(text)
     return text
 

@@ -23,7 +23,7 @@ from policy.command_line.arguments import params_of, parse_argument, policy_of
 from policy.command_line.target import (
     CommandError,
     call_of,
-    naming,
+    prefixed_errors,
     running_users_code,
     target_of,
 )
@@ -98,7 +98,7 @@ def run_suggest(options: argparse.Namespace) -> int:
         )
     print(found)
     if options.plot:
-        with naming(f"--plot {options.plot}"):
+        with prefixed_errors(f"--plot {options.plot}"):
             found.plot(options.plot)
     return 0
 
@@ -114,7 +114,7 @@ def _target_of(options: argparse.Namespace) -> Target | None:
         if options.plot:
             raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
         return None
-    with naming("--on"):
+    with prefixed_errors("--on"):
         target = Target(options.on)
         require_timed(target)
     return target

@@ -24,7 +24,7 @@ class CommandError(Exception):
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def prefixed_errors(what: str) -> Iterator[None]:
     """Turns an error about an option or a file into a `CommandError` that begins with its name."""
     try:
         yield

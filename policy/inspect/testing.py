@@ -17,15 +17,15 @@ from policy.core.policy import Policy, get_policy
 from policy.core.scope import RulesLike
 from policy.inspect.audit.assertions import (
     DTypes,
+    accepted_dtypes,
     allowed,
-    dtype_names,
     line,
     line_of,
     listed,
     multiplies,
     require_any,
     require_dtypes,
-    rounds,
+    rounds_a_result,
 )
 from policy.inspect.audit.audit import function_name
 from policy.inspect.audit.finding_kinds import MIXED, PROMOTION
@@ -91,9 +91,9 @@ def assert_reductions_in(
         dtype; or the program has no sum, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
-    accepted = dtype_names(dtype)
+    accepted = accepted_dtypes(dtype)
     nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
-    sums_of_floats = [node for node in nodes if rounds(node)]
+    sums_of_floats = [node for node in nodes if rounds_a_result(node)]
     require_any(sums_of_floats, "sum of floating numbers", allow)
     require_dtypes(sums_of_floats, accepted, "be summed in")
 
@@ -129,13 +129,13 @@ def assert_dots_in(
     Raises:
       AssertionError, ValueError: as `assert_reductions_in`.
     """
-    accepted = dtype_names(dtype)
+    accepted = accepted_dtypes(dtype)
     nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
     matmuls = [node for node in nodes if multiplies(node)]
     require_any(matmuls, "matmul or convolution of floating numbers", allow)
     require_dtypes(matmuls, accepted, "multiply")
     if accumulation is not None:
-        declared = dtype_names(accumulation)
+        declared = accepted_dtypes(accumulation)
         require_dtypes(
             matmuls, declared, "accumulate in", lambda equation: (accumulation_of(equation),)
         )
@@ -274,7 +274,7 @@ def assert_params_keep_dtype(
         that made it; or a parameter is not returned; or there is no floating one, so that nothing
         would be asserted.
     """
-    accepted = None if dtype is None else dtype_names(dtype)
+    accepted = None if dtype is None else accepted_dtypes(dtype)
     before, after, jaxpr = parameters_of(
         fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
     )

@@ -15,10 +15,10 @@ import pytest
 
 from mpmodules import linen, nnx
 from mpmodules.functions import activations, attention, functional, moments, normalization, pooling
-from mpmodules.functions.fused_attention import choose as fused_attention
+from mpmodules.functions.fused_attention import choose
 from policy import mixed_precision, use_policy
 
-MODULES = (activations, attention, functional, fused_attention, moments, normalization, pooling)
+MODULES = (activations, attention, choose, functional, moments, normalization, pooling)
 WINGS = (linen, nnx)
 NAMES: dict[str, Any] = {
     "flax": flax,

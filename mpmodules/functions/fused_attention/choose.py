@@ -72,7 +72,7 @@ def fused_kernel(
 
     Example:
       >>> x = jnp.ones((2, 5, 4, 8))  # float32, which no kernel takes
-      >>> fused_attention.fused_kernel(
+      >>> choose.fused_kernel(
       ...     None, x, x, x, bias=None, mask=None, is_causal=False,
       ...     reduction_dtype=jnp.float32, obstacles={},
       ... ) is None

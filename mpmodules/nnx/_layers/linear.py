@@ -91,7 +91,13 @@ class Einsum(Matmul, flax_nnx.Einsum):
     ) -> jax.Array:
         """Contracts inputs with the kernel, as the equation says, and adds the bias.
 
-        The equation is given here or to the layer.
+        Args:
+          inputs: the first operand of the equation.
+          einsum_str: an equation of two operands; by default the layer's own.
+          out_sharding: the sharding of the product; None leaves it to JAX.
+
+        Raises:
+          ValueError: neither the call nor the layer has an equation.
         """
         equation = self.einsum_str if einsum_str is None else einsum_str
         if equation is None:

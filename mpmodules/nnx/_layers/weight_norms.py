@@ -95,7 +95,13 @@ class WeightNorm(ReparameterizedWeights, flax_nnx.WeightNorm):
                     self.scales[path] = cast_array(scale, policy.param_dtype)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer inside with normalised weights."""
+        """Calls the layer inside with normalised weights.
+
+        Args:
+          x: the first argument of the layer inside.
+          *args: its other arguments.
+          **kwargs: those that it takes by name.
+        """
         state = flax_nnx.state(self.layer_instance)
         return self._call_with(self._normalised, state, x, *args, **kwargs)
 

@@ -26,7 +26,7 @@ _EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
 _KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
 
 
-def dtype_names(dtype: DTypes) -> frozenset[str]:
+def accepted_dtypes(dtype: DTypes) -> frozenset[str]:
     """Returns the names of one accepted dtype, or of several."""
     given: Any = dtype
     if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection):
@@ -85,7 +85,7 @@ def allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
     return [node for node in nodes if node.site.path not in left_out]
 
 
-def rounds(node: Node) -> bool:
+def rounds_a_result(node: Node) -> bool:
     """Returns whether a node sums more than one floating number, as an audit checks."""
     equation = node.site.equation
     return (

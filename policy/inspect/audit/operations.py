@@ -7,9 +7,9 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 
-from policy.inspect.audit.values import bits, is_eight_bits, is_half, is_wide
+from policy.inspect.audit.values import bits, is_eight_bits, is_sixteen_bits, is_wide
 
-_WIDTHS = {"8 bits": is_eight_bits, "half": is_half, "float32": is_wide}
+_WIDTHS = {"8 bits": is_eight_bits, "half": is_sixteen_bits, "float32": is_wide}
 
 
 @dataclasses.dataclass(frozen=True)

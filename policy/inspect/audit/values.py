@@ -35,7 +35,7 @@ def is_wide(dtype: str) -> bool:
     return bits(dtype) >= 32
 
 
-def is_half(dtype: str) -> bool:
+def is_sixteen_bits(dtype: str) -> bool:
     """Returns whether a dtype is floating, and of more than 8 bits but less than 32."""
     return 8 < bits(dtype) < 32
 

@@ -1,4 +1,4 @@
-"""Compiles a lowered program for a target, and reads what its compiler says of it."""
+"""Compiles a lowered program for a target, and reads the figures of its compiler."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def estimate(
     >>> found["float32"].arguments
     384
 
-    There are two ways to say what the step is.
+    The step is given in one of two ways.
 
     - A function and its arguments, for which shapes will do. An argument that depends on the policy
       is given as a function without arguments that builds it: an nnx model, which captures the

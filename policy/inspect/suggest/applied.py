@@ -15,7 +15,7 @@ from policy.core.rules import PolicyRules
 from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.rounding_emulator import Ruled
 from policy.inspect.suggest.search import WideModules
-from policy.inspect.suggest.trial import Trial, compiled, floats_of
+from policy.inspect.suggest.trial import Trial, compared_floats, compiled
 from policy.programs.placed_interpreter import PlacedValue
 from policy.programs.subprograms import opened
 
@@ -82,7 +82,7 @@ def _error(trial: Trial, wide: WideModules, rules: PolicyRules, policy: Policy |
         under = trial.call.under(policy or trial.policy, rules if rules else None, program.route)
         ruled = jex_core.jaxpr_as_fun(under.jaxpr)
         run = lambda *arrays: list(map(_value, ruled(*arrays)))  # noqa: E731
-    ready = compiled(program, lambda *arrays: floats_of(program, run(*arrays)))
+    ready = compiled(program, lambda *arrays: compared_floats(program, run(*arrays)))
     outputs: list[np.ndarray] = jax.device_get(ready(*program.arguments.arrays))
     return trial.error(outputs)
 

@@ -97,7 +97,9 @@ class EightBitSearch:
             if kept == search.every:
                 return 0.0
             states = self._states(self._chosen(kept))
-            choices = [rules_of(states, self.policy, full) for full in full_policies(self.trial)]
+            choices = [
+                rules_from_states(states, self.policy, full) for full in full_policies(self.trial)
+            ]
             tried[kept] = applied(self.trial, self.wide, choices, self.policy)
             return tried[kept][1]
 
@@ -132,7 +134,9 @@ class EightBitSearch:
         return tuple(sorted(found, key=lambda one: -one.cost))
 
 
-def rules_of(states: Mapping[Path, LayerState], policy: Policy, full: Policy) -> PolicyRules:
+def rules_from_states(
+    states: Mapping[Path, LayerState], policy: Policy, full: Policy
+) -> PolicyRules:
     """Returns the rules that give each path its state under a policy with ``m=``.
 
     Args:

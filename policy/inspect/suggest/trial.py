@@ -68,7 +68,7 @@ class Trial:
         emulated = Emulated(flags, self.candidates, self.program.reference, self.scaled, in_8_bits)
         given = [PlacedValue([widen(array)]) for array in arrays]
         outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
-        return floats_of(self.program, outputs)
+        return compared_floats(self.program, outputs)
 
     def _outputs(self, flags: np.ndarray, in_8_bits: np.ndarray | None = None) -> list[np.ndarray]:
         self.runs += 1
@@ -148,7 +148,7 @@ def compiled(program: Program, run: Any, *before: Any) -> Any:
     )
 
 
-def floats_of(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
+def compared_floats(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
     """Returns the measured arrays in float32: gradients, or else the inexact outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
     arrays = [output.arrays[0] for output in kept]

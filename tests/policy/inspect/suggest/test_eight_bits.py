@@ -14,7 +14,7 @@ from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, ScaledMatmul, autocast, use_policy
 from policy.core.policy import get_policy
-from policy.inspect.suggest.eight_bit_search import rules_of
+from policy.inspect.suggest.eight_bit_search import rules_from_states
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.patterns import patterns_of_states
 from policy.inspect.suggest.suggest import suggest
@@ -183,5 +183,5 @@ def test_rules_of_three_states_match_their_paths_alone():
         ("block_1/up", "half"),
     ]
     policy, full = get_policy("mixed_int8"), get_policy("float32")
-    whole = rules_of({("Net",): "half"}, policy, full)
+    whole = rules_from_states({("Net",): "half"}, policy, full)
     assert whole == PolicyRules([("Net:", MIXED)])
