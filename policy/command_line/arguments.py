@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.command_line.target import CommandError, naming
+from policy.command_line.target import CommandError, prefixed_errors
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import checked_policy
@@ -88,7 +88,7 @@ def policy_of(options: argparse.Namespace) -> Policy | None:
     Raises:
       CommandError: it is malformed.
     """
-    with naming(f"--policy {options.policy}"):
+    with prefixed_errors(f"--policy {options.policy}"):
         return checked_policy(options.policy)
 
 
@@ -98,7 +98,7 @@ def rules_of(options: argparse.Namespace) -> PolicyRules | None:
     Raises:
       CommandError: one is malformed.
     """
-    with naming("--rule"):
+    with prefixed_errors("--rule"):
         return PolicyRules.from_texts(options.rule) if options.rule else None
 
 
