@@ -1,9 +1,9 @@
-"""Draws docs/house.svg, the packages and their imports, and writes docs/contributing.md's table.
+"""Draws docs/house.svg, the packages and their imports, and writes docs/contributing.md's table of packages.
 
     python docs/make_house.py
 
-Both are made from the imports in the sources, deferred ones included, and from `ROOMS`: the place
-and the idea of each package. A package that has no row there is an error that names it.
+The picture is made from the imports in the sources, deferred ones included. `ROOMS` has the place
+and the idea of each package; a package without a row is an error that names it.
 tests/test_contributing.py holds both files to the sources.
 """
 
@@ -177,16 +177,15 @@ def inside(part: str) -> list[str]:
     return [inner for inner in INNER if part.count("/") and inner.startswith(f"{part}/")]
 
 
-def table(graph: Graph) -> str:
+def table() -> str:
     """Returns the table of packages, from the ground up, in Markdown."""
     order = []
     for part in ROOMS:
         order += [part, *inside(part)]
-    lines = ["| package | its idea | it may import |", "|---|---|---|"]
+    lines = ["| package | its idea |", "|---|---|"]
     for part in order:
         idea = INNER[part] if part in INNER else ROOMS[part].idea
-        targets = ", ".join(f"`{target}`" for target in order if target in graph[part])
-        lines.append(f"| `{part}` | {idea} | {targets or 'nothing of ours'} |")
+        lines.append(f"| `{part}` | {idea} |")
     return "\n".join(lines) + "\n"
 
 
@@ -195,8 +194,8 @@ COLOURS = {"policy": ("#eaf2fb", "#3b6ea5"), "mpmodules": ("#ebf6ec", "#3d8b4a")
 OTHERS = ("#f4f4f4", "#777777")
 LEGEND = (
     "An arrow is an import. Imports that",
-    "other arrows imply are in the table",
-    "alone. Nothing imports upwards.",
+    "other arrows imply are left out.",
+    "Nothing imports upwards.",
 )
 
 
@@ -259,13 +258,13 @@ def picture(graph: Graph) -> str:
     return svg(ROOMS, arrows(graph))
 
 
-def with_table(page: str, graph: Graph) -> str:
+def with_table(page: str) -> str:
     """Returns the text of docs/contributing.md with the table between its marks."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(graph)}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
     require_rooms(imports())
     PICTURE.write_text(picture(imports()), encoding="utf-8")
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), imports()), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
