@@ -1,4 +1,4 @@
-"""Draws docs/house.svg, the packages and their imports, and writes docs/contributing.md's table of packages.
+"""Draws docs/house.svg, the packages and their imports, and the table of docs/contributing.md.
 
     python docs/make_house.py
 

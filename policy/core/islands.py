@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import jax
 from jax.typing import DTypeLike
 
+from policy.core.blocks import Block, is_suspended
 from policy.core.callables import require_function
 from policy.core.casting import cast_floating
 from policy.core.scope import current_scope, enter, in_island, multiplying
 from policy.programs.frameworks import is_reference
 from policy.programs.marks import returned
 from policy.programs.scope_names import BOUNDARY, ISLAND
-from policy.programs.thread import thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,8 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 @overload
 def full_precision(fn: F) -> F: ...
 @overload
-def full_precision(fn: None = None) -> _Block: ...
-def full_precision(fn: F | None = None) -> F | _Block:
+def full_precision(fn: None = None) -> _Island: ...
+def full_precision(fn: F | None = None) -> F | _Island:
     """Opens an island in which compute_dtype is reduction_dtype (float32 in mixed precision).
 
     ``with full_precision():`` is a block and ``@full_precision`` decorates a function. Inside,
@@ -49,21 +49,27 @@ def full_precision(fn: F | None = None) -> F | _Block:
       fn: the function. None returns a block, which can also be used as a decorator without casts.
 
     Raises:
-      TypeError: `fn` is not a function.
+      TypeError: `fn` is not a function, or is async or a generator.
+      RuntimeError: a block is entered in an async function.
     """
     if fn is None:
-        return _Block()
+        return _Island()
     require_function(fn, "full_precision")
+    if is_suspended(fn):
+        raise TypeError(
+            f"full_precision takes a function of arrays, but {fn.__name__} is async or a "
+            "generator: decorate it with @full_precision(), which casts nothing."
+        )
 
     @functools.wraps(fn)
     def island(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()
         if scope.policy is None or not scope.boundary_open:
-            with _Block():
+            with _Island():
                 return fn(*args, **kwargs)
         with jax.named_scope(BOUNDARY):
             args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
-        with _Block():
+        with _Island():
             outputs = fn(*args, **kwargs)
         if scope.traces_own_code:
             return jax.tree.map(returned, outputs)
@@ -77,19 +83,15 @@ def _cast(tree: Any, dtype: DTypeLike) -> Any:
     return cast_floating(tree, dtype, is_leaf=is_reference)
 
 
-class _Block(contextlib.ContextDecorator):
-    """An island as a block; it may be re-entered, also by several threads."""
+class _Island(Block):
+    """An island as a block."""
 
-    def __enter__(self) -> None:
-        stack = contextlib.ExitStack()
-        stack.enter_context(jax.named_scope(ISLAND))
+    _name = "full_precision"
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
         scope = current_scope()
         policy = in_island(scope.policy)
-        stack.enter_context(
-            enter(dataclasses.replace(scope, policy=policy, in_full_precision=True))
-        )
-        stack.enter_context(multiplying(policy, scope.policy))
-        thread.blocks.append(stack)
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return thread.blocks.pop().__exit__(*exception)
+        inside = dataclasses.replace(scope, policy=policy, in_full_precision=True)
+        with jax.named_scope(ISLAND), enter(inside), multiplying(policy, scope.policy):
+            yield

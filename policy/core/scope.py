@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal
 
 import jax
 
+from policy.core.blocks import Block
 from policy.core.casting import require_available
 from policy.core.compat import set_global
 from policy.core.matmul_dtypes import backend, backend_of
 from policy.core.policy import Policy, get_policy
 from policy.core.precision import HIGHEST
 from policy.core.rules import PolicyRules, RulesLike
-from policy.programs.thread import during, thread
+from policy.programs.thread import during
 
 # --------------------------------------------------------------------------------------------------
 # The provenance of policies
@@ -196,7 +197,7 @@ def require_usable(policy: Policy) -> Policy:
     return policy
 
 
-class use_policy(contextlib.ContextDecorator):
+class use_policy(Block):
     """Puts a policy and rules in force for a block, or as a decorator for each call.
 
     linen modules obey the policy in force where they are called, nnx modules the one in force where
@@ -205,6 +206,10 @@ class use_policy(contextlib.ContextDecorator):
     part of JAX's jit cache key, so a jitted function is retraced under another policy and its first
     program is reused afterwards. A `use_policy` object that is dropped without having been entered
     emits a warning, since it has no effect.
+
+    As a decorator of an async function or a generator it holds for each step, and not while the
+    function is suspended. A block in an async function is refused, because other tasks of the
+    thread would see its policy; a block in a generator emits a warning.
 
     >>> import policy
     >>> with policy.use_policy("mixed_bfloat16"):
@@ -220,16 +225,23 @@ class use_policy(contextlib.ContextDecorator):
     Raises:
       ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
         disabled.
+      RuntimeError: a block is entered in an async function.
     """
+
+    _name = "use_policy"
 
     def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
         self._policy, self._rules = _checked(policy, rules)
         self._is_used = False
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `function` so that each call runs in a block of its own."""
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `func` so that each call, or each step of it, runs in a block of its own."""
         self._is_used = True
-        return super().__call__(function)
+        return super().__call__(func)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._is_used = True
+        return use_policy, (self._policy, self._rules)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
@@ -240,19 +252,17 @@ class use_policy(contextlib.ContextDecorator):
                 stacklevel=2,
             )
 
-    def __enter__(self) -> Policy | None:
+    def _opened(self) -> contextlib.AbstractContextManager[Policy | None]:
         self._is_used = True
-        outer = current_scope()
-        rules = outer.rules if self._rules is None else self._rules
-        entered = enter(
-            dataclasses.replace(outer, policy=self._policy, rules=rules), Source("scope")
-        )
-        entered.__enter__()
-        thread.blocks.append(entered)  # one object may be entered again, and by several threads
-        return self._policy
+        return _in_force(self._policy, self._rules)
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        return thread.blocks.pop().__exit__(*exception)
+
+@contextlib.contextmanager
+def _in_force(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Policy | None]:
+    outer = current_scope()
+    scope = dataclasses.replace(outer, policy=policy, rules=outer.rules if rules is None else rules)
+    with enter(scope, Source("scope")):
+        yield policy
 
 
 def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
