@@ -36,6 +36,16 @@ def is_typed(axis: Hashable) -> bool:
     return axis in varying_axes(index)
 
 
+def alike_varying(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays with types that vary over the mapped axes of all of them.
+
+    Operations of JAX do so by themselves; the cotangents of a rule of one's own have to vary as its
+    arguments do.
+    """
+    axes = frozenset[Any]().union(*map(varying_axes, arrays))
+    return [make_varying(x, axes) for x in arrays]
+
+
 def make_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Returns `x` with a type that varies over `axes` too, where types tell."""
     missing = tuple(sorted((a for a in axes - varying_axes(x) if is_typed(a)), key=str))

@@ -83,6 +83,15 @@ def quantise(
     return Quantised(codes.astype(dtype), scale)
 
 
+def rescaled(product: jax.Array, *scales: jax.Array) -> jax.Array:
+    """Returns a product of codes times the scales of its operands, in float32.
+
+    The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
+    overflows, though the result may be small. Scales broadcast with the product.
+    """
+    return product * jnp.minimum(*scales) * jnp.maximum(*scales)
+
+
 def _largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Returns the largest magnitude of a float32 along some axes, kept with size 1.
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from policy.core.mapped_axes import alike_varying
 from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend
-from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
+from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
 from policy.functions.once_differentiable import differentiated_once, mark
 from policy.programs.broadcasting import explicit_sharding
 from policy.programs.interpreter import Interpreter
@@ -99,6 +100,7 @@ def scaled_conv(
         "feature_group_count": feature_group_count,
     }
     convolution = _Convolution(tuple(options.items()), by)
+    lhs, rhs = alike_varying(lhs, rhs)
     codes = [
         quantise(lax.stop_gradient(x), _all_but(spec[0], x.ndim), by.operands, by.scaling)
         for x, spec in zip((lhs, rhs), convolution.axes, strict=False)
@@ -127,7 +129,8 @@ def _conv(
 ) -> jax.Array:
     del lhs, rhs
     product = _product(convolution, lhs_codes.codes, rhs_codes.codes)
-    return product * _of_examples(convolution, lhs_codes) * _of_features(convolution, rhs_codes)
+    scales = _of_examples(convolution, lhs_codes), _of_features(convolution, rhs_codes)
+    return rescaled(product, *scales)
 
 
 def _forward(

@@ -25,8 +25,9 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from policy.core.mapped_axes import alike_varying
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
-from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
+from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
 from policy.functions.once_differentiable import differentiated_once, mark
 from policy.programs.broadcasting import explicit_sharding
 from policy.programs.thread import during, thread
@@ -240,7 +241,7 @@ def scaled_dot_general(
     ]
     shardings = (explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs)))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
-    product: Any = _dot(matmul, lhs, rhs, *codes)
+    product: Any = _dot(matmul, *alike_varying(lhs, rhs), *codes)
     return product.astype(dtype)
 
 
@@ -323,7 +324,8 @@ def _dot(
     product = _product(
         lhs_codes, rhs_codes.codes, axes.numbers, matmul.by, matmul.sharding, matmul.dtype
     )
-    return product * axes.beside_result(lhs_codes.scale, 0) * axes.beside_result(rhs_codes.scale, 1)
+    scales = axes.beside_result(lhs_codes.scale, 0), axes.beside_result(rhs_codes.scale, 1)
+    return rescaled(product, *scales)
 
 
 def _forward(
