@@ -286,10 +286,9 @@ def _normalized(
 def _statistics(
     norm: Norm, x: Array, mask: Array | None, running: Sequence[Array], fast: bool
 ) -> tuple[Array, Array]:
-    """Returns the mean and the variance of the elements that a mask keeps.
+    """Returns the mean and the variance of the elements that a mask keeps, over all devices.
 
-    Devices that have no such element are left out, and the others count alike. Where none has one,
-    both are the running ones, or NaN.
+    Where it keeps none, both are the running ones, or NaN.
     """
     kept = None if mask is None else _Kept.by(norm, jnp.asarray(mask, bool), x)
     means = functools.partial(_means, norm, kept)
@@ -305,7 +304,7 @@ def _statistics(
     if kept is None:
         return mean, variance
     instead = running or [jnp.asarray(jnp.nan, x.dtype)] * 2
-    is_known = kept.devices > 0
+    is_known = kept.number > 0
     return jnp.where(is_known, mean, instead[0]), jnp.where(is_known, variance, instead[1])
 
 
@@ -314,32 +313,31 @@ class _Kept(NamedTuple):
 
     Attributes:
       where: whether an element is kept.
-      number: how many are, in each region.
-      devices: the share of the devices that have one.
+      number: how many are, in each region, as the mean over the devices.
     """
 
     where: Array
     number: Array
-    devices: Array
 
     @classmethod
     def by(cls, norm: Norm, mask: Array, x: Array) -> _Kept:
         where = broadcast_like(mask, x)
         count = norm.region.sum(where.astype(x.dtype))
-        return cls(where, count, _everywhere(norm, (count > 0).astype(x.dtype)))
+        return cls(where, _everywhere(norm, count))
 
 
 def _means(norm: Norm, kept: _Kept | None, *values: Array) -> Sequence[Array]:
+    region = norm.region
     if kept is None:
-        local = [norm.region.mean(x) for x in values]
+        local = [region.mean(x) for x in values]
     else:
-        sums = [norm.region.sum(jnp.where(kept.where, x, 0)) for x in values]
-        local = [total / jnp.maximum(kept.number, 1) for total in sums]
+        local = [region.sum(jnp.where(kept.where, x, 0)) for x in values]
     if norm.axis_name is not None:
         local = list(_everywhere(norm, jnp.stack(local)))  # one collective
-    return (
-        local if kept is None else [x / jnp.where(kept.devices > 0, kept.devices, 1) for x in local]
-    )
+    if kept is None:
+        return local
+    number = jnp.where(kept.number > 0, kept.number, 1)
+    return [x / number for x in local]
 
 
 def _everywhere(norm: Norm, local: Array) -> Array:

@@ -145,6 +145,25 @@ def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
     assert_kept({name: value[0] for name, value in everywhere(X, np.zeros(X.shape, bool)).items()})
 
 
+@pytest.mark.parametrize("fast", [None, True, False])
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, fast):
+    mask = np.arange(X[..., :1].size).reshape(4, 5, 1) % 4 > np.arange(4).reshape(4, 1, 1) - 1
+    options: dict[str, Any] = {} if fast is None else {"use_fast_variance": fast}
+    found = jax.vmap(
+        lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices", **options),
+        axis_name="devices",
+    )(X, mask)
+    assert len({int(each.sum()) for each in mask}) > 2
+    expected = step(wing, X.reshape(-1, FEATURES), "float32", mask=mask.reshape(-1, 1), **options)
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(found[name], [expected[name]] * 4, rtol=1e-5)
+    kept = np.broadcast_to(mask, X.shape).reshape(-1, FEATURES)
+    for name in ("y", "x"):
+        values = np.asarray(found[name]).reshape(-1, FEATURES)
+        np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_without_a_policy_an_empty_batch_is_flax_s(wing):
     found = step(wing, jnp.zeros((0, FEATURES)), None)
