@@ -6,7 +6,6 @@ Framework-free: facts about modules come in as arguments.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,20 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
+from policy.core.policy_warnings import DtypePolicyWarning as DtypePolicyWarning
+from policy.core.policy_warnings import warn_once as warn_once
 from policy.core.scope import NO_SOURCE, Source, require_usable
-
-
-class DtypePolicyWarning(UserWarning):
-    """Warns that part of a program doesn't obey the policy in force.
-
-    >>> import warnings
-    >>> import policy
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     y = policy.autocast(lambda x: 2 * x)(1.0)  # without any policy
-    >>> caught[0].category is policy.DtypePolicyWarning
-    True
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +108,3 @@ def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -
             "floating dtype of at least 16 bits, such as bfloat16. 8-bit floats are for matmul "
             "operands only: use a policy with m=f8 for those."
         )
-
-
-_warned: set[str] = set()
-_filters_then: Any = None
-
-
-def warn_once(message: str) -> None:
-    """Emits a `DtypePolicyWarning`, once per message while the warning filters stay the same."""
-    global _filters_then
-    if warnings.filters is not _filters_then:  # a new catch_warnings block listens afresh
-        _warned.clear()
-        _filters_then = warnings.filters
-    if message not in _warned:
-        warnings.warn(message, DtypePolicyWarning, stacklevel=2)
-        _warned.add(message)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from policy.core.policy import Policy, get_policy
+from policy.core.policy_warnings import warn_once
 from policy.programs.paths import folded
 
 # A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
@@ -177,7 +178,9 @@ class PolicyRules:
     def check(
         self, paths: Iterable[str] | Mapping[str, type | Iterable[type] | None], *, model: str = ""
     ) -> None:
-        """Raises if a rule matches none of the given modules.
+        """Raises if a rule matches none of the given modules, and warns of one that never applies.
+
+        Such a rule matches only modules that one earlier rule matches, too.
 
         Args:
           paths: the modules' paths, or a mapping from path to the module's class (or classes).
@@ -197,20 +200,41 @@ class PolicyRules:
             if isinstance(paths, Mapping)
             else None
         )
-        self.check_places([(path, model) for path in seen], classes)
+        self._require_matches([(path, model) for path in seen], classes)
+        self._warn_of_hidden({(path, model): found for path, found in seen.items()})
 
-    def check_places(
-        self, places: Iterable[tuple[str, str]], classes: Iterable[type] | None = None
-    ) -> None:
-        """Raises if a rule matches none of the given modules, as `check` does.
+    def check_places(self, places: Iterable[tuple[str, str]]) -> None:
+        """Checks path rules as `check` does.
 
         Args:
           places: pairs of a module's path and its model's name, "" outside of any model.
-          classes: the modules' classes; if None, class rules are not checked.
         """
-        if not self.strict:
-            return
-        places, classes = list(dict.fromkeys(places)), None if classes is None else list(classes)
+        if self.strict:
+            places = dict.fromkeys(places, ())
+            self._require_matches(list(places), None)
+            self._warn_of_hidden(places)
+
+    def _warn_of_hidden(self, modules: Mapping[tuple[str, str], tuple[type, ...]]) -> None:
+        """Warns of each rule that an earlier one hides, by the classes of each path and model."""
+        found: list[tuple[Pattern, Policy, set[tuple[str, str]]]] = []
+        for pattern, policy in self.rules:
+            here = {
+                (path, model)
+                for (path, model), classes in modules.items()
+                if any(matches(pattern, path, cls, model) for cls in classes or (None,))
+            }
+            by = [other for other, held, there in found if here <= there and held != policy]
+            if here and by:
+                warn_once(
+                    f"Rule {pattern_text(pattern)} never applies: rule {pattern_text(by[0])} comes "
+                    "first, and matches each module that it matches. Put the narrower rule first."
+                )
+            found.append((pattern, policy, here))
+
+    def _require_matches(
+        self, places: Sequence[tuple[str, str]], classes: Collection[type] | None
+    ) -> None:
+        """Raises if a rule matches none of the modules; without classes only path rules do."""
         unmatched = [
             pattern
             for pattern, _ in self.rules

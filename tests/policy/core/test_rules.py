@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from policy import PolicyRules, get_policy
+from policy import DtypePolicyWarning, PolicyRules, get_policy
 from policy.programs.paths import folded
 
 BF16, F32 = get_policy("bf16"), get_policy("f32")
@@ -140,3 +140,38 @@ def test_class_rules_are_checked_where_classes_are_known():
 def test_malformed_rules_are_refused(rules, error, message):
     with pytest.raises(error, match=message):
         PolicyRules(rules)
+
+
+class Inner: ...
+
+
+class Outer: ...
+
+
+@pytest.mark.parametrize(
+    ("rules", "hidden", "by"),
+    [
+        ({".*": "f32", "head": "bf16"}, "'head'", "'.*'"),
+        ({"block_.*": "f32", "Net:block_0/norm": "bf16"}, "'Net:block_0/norm'", "'block_.*'"),
+        ({Inner: "f32", "block_0/norm": "bf16"}, "'block_0/norm'", "Inner"),
+        ({".*norm": "f32", Inner: "bf16"}, "Inner", "'.*norm'"),
+    ],
+)
+def test_a_rule_that_an_earlier_rule_hides_is_told_by_both_patterns(rules, hidden, by):
+    modules = {"": Outer, "head": Outer, "block_0": Outer, "block_0/norm": Inner}
+    expected = rf"Rule {re.escape(hidden)} never applies: rule {re.escape(by)} comes first"
+    with pytest.warns(DtypePolicyWarning, match=expected):
+        PolicyRules(rules).check(modules, model="Net")
+    PolicyRules(rules, strict=False).check(modules, model="Net")
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"head": "bf16", ".*": "f32"},
+        {"head": "bf16", "block_0": "f32", "head|block_0": "f16"},  # by two rules together
+        {"head": "bf16", "head|head": "bf16"},  # to the same effect
+    ],
+)
+def test_a_rule_that_applies_or_changes_nothing_is_no_warning(rules):
+    PolicyRules(rules).check_places([("", ""), ("head", ""), ("block_0", "")])
