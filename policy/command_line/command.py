@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,20 +46,27 @@ from policy.inspect.audit.finding_kinds import FINDING_KINDS
 from policy.inspect.audit.render.text import show
 from policy.inspect.audit.report import named
 
+_SIGPIPE = 128 + 13  # the exit status of a program that a broken pipe ends
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
       The exit status: 0; 1 for findings with --fail-on-findings, or a row that lacks memory with
-      --fail-on-oom; 2 for an error.
+      --fail-on-oom; 2 for an error; 141 where the reader of the output has left.
     """
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -291,6 +291,13 @@ def _default_reduction_dtype(compute_dtype: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float32) if compute_dtype.itemsize < 4 else compute_dtype
 
 
+def _hint_of(policy: Any) -> str:
+    """Returns a sentence on a policy of another library, whose text has the same grammar."""
+    if not type(policy).__module__.startswith("jmp."):
+        return ""
+    return f" Of jmp's policy give the text: {str(policy)!r}."
+
+
 def get_policy(policy: Policy | str) -> Policy:
     """Returns the policy for a text; a `Policy` is returned unchanged.
 
@@ -330,7 +337,7 @@ def get_policy(policy: Policy | str) -> Policy:
         raise TypeError(
             "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "
             "'p=f32,c=bf16,o=f32', "
-            f"but got {policy!r} of type {type(policy).__name__}."
+            f"but got {policy!r} of type {type(policy).__name__}.{_hint_of(policy)}"
         )
     text = policy.replace(" ", "")
     if text in _MIXED:

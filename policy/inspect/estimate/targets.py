@@ -31,6 +31,35 @@ _ABSENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 
+# In names such as v4-16 Google counts the cores of these chips, which have two.
+_NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
+
+
+def _hint(kind: str) -> str:
+    """Returns a sentence on the target that an unknown kind of device may stand for, or nothing."""
+    if kind in ("tpu", "gpu", "cuda"):
+        like = "v5e:2x2" if kind == "tpu" else "h100"
+        return f" Name the chip: {like!r}, or 'here' for the devices of this process."
+    chip, dash, count = kind.partition("-")
+    if dash and chip in CHIPS and count.isdigit():
+        if not CHIPS[chip].axes:
+            return f" Did you mean '{chip}:{count}'?"
+        chips = int(count) // 2 if chip in _NAMED_BY_CORES else int(count)
+        shape = _square(chip, max(chips, 1))
+        return f" The topology follows a colon: {kind} has {chips} chips, as in {shape!r}."
+    near = difflib.get_close_matches(kind.lower(), [*CHIPS, "cpu", "here"], 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _square(chip: str, count: int) -> str:
+    """Returns the topology of `count` chips whose sides are nearest to each other."""
+    sides = []
+    for axes in range(CHIPS[chip].axes, 0, -1):
+        side = next(n for n in range(round(count ** (1 / axes)), 0, -1) if count % n == 0)
+        sides.append(side)
+        count //= side
+    return f"{chip}:{'x'.join(map(str, sides))}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -69,12 +98,9 @@ class Target:
                     f"The target {self.name!r} should end in a number of devices, as in {kind}:8."
                 )
         else:
-            near = difflib.get_close_matches(kind.lower(), [*CHIPS, "cpu", "here"], 1)
             raise ValueError(
-                f"There is no target {self.name!r}."
-                + (f" Did you mean {near[0]!r}?" if near else "")
-                + f" Chips: {', '.join(CHIPS)}, as in v5e:4x4 and h100:8; a .json file of a GPU's "
-                "figures; 'cpu'; and 'here'."
+                f"There is no target {self.name!r}.{_hint(kind)} Chips: {', '.join(CHIPS)}, as in "
+                "v5e:4x4 and h100:8; a .json file of a GPU's figures; 'cpu'; and 'here'."
             )
 
     @property

@@ -51,6 +51,20 @@ def test_text_forms_mean_what_jmp_makes_of_them(text, fields):
     assert policy.cast_inputs
 
 
+def test_a_policy_of_jmp_is_refused_with_its_text():
+    class Theirs:
+        """A stand-in, with jmp's text."""
+
+        __module__ = "jmp._src.policy"
+
+        def __str__(self) -> str:
+            return "p=f32,c=bf16,o=f32"
+
+    given: Any = Theirs()
+    with pytest.raises(TypeError, match="give the text: 'p=f32,c=bf16,o=f32'"):
+        get_policy(given)
+
+
 def test_half_is_what_the_backend_prefers():
     assert get_policy("half") == Policy(half_dtype(), half_dtype(), half_dtype())
     assert half_dtype() in (jnp.float16, jnp.bfloat16)

@@ -17,6 +17,12 @@ from policy.inspect.estimate.targets import Target
     [
         ("v9:2x2", r"There is no target 'v9:2x2'\. Chips: v2, v3, v4, v5e"),
         ("h10", r"There is no target 'h10'\. Did you mean 'h100'\?"),
+        ("tpu", r"There is no target 'tpu'\. Name the chip: 'v5e:2x2', or 'here'"),
+        ("gpu", r"There is no target 'gpu'\. Name the chip: 'h100', or 'here'"),
+        ("v5e-16", r"colon: v5e-16 has 16 chips, as in 'v5e:4x4'"),
+        ("v4-16", r"colon: v4-16 has 8 chips, as in 'v4:2x2x2'"),
+        ("v6e-2", r"colon: v6e-2 has 2 chips, as in 'v6e:1x2'"),
+        ("h100-8", r"Did you mean 'h100:8'\?"),
         ("v5e:4", r"'v5e:4' should have 2 axes of chips, as in v5e:4x4; v5e alone is one chip"),
         ("v5p:4x4", "'v5p:4x4' should have 3 axes of chips, as in v5p:4x4x4"),
         ("v5e:32x32", "has 1024 chips, but the largest topology of v5e has 256"),

@@ -1,0 +1,30 @@
+"""``python -m policy``, as part of a pipeline of the shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.eight_devices import ROOT
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(tmp_path):
+    (tmp_path / "code.py").write_text("def double(x):\n    return x + x\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    target = f"{tmp_path}/code.py:double"
+    ended = subprocess.run(
+        [sys.executable, "-m", "policy", "audit", target, "--arg", "f32[2]"],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert ended.returncode == 141, ended.stderr
+    assert "Traceback" not in ended.stderr and "BrokenPipe" not in ended.stderr
