@@ -171,9 +171,9 @@ def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
 
 def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
     """Returns the error of a policy that was set as an attribute of a module."""
-    name = type(module).__name__
+    name, shown = type(module).__name__, f"'{stored}'" if stored is not None else "None"
     return ValueError(
-        f"{name}.dtype_policy was set to {stored!r} by hand, but no layer inside obeys that, "
+        f"{name}.dtype_policy was set to {shown} by hand, but no layer inside obeys that, "
         "because a policy is captured while a module is built. Build it with "
-        f"{name}(..., dtype_policy={stored!r}), or call mpmodules.nnx.apply_policy(model, policy)."
+        f"{name}(..., dtype_policy={shown}), or call mpmodules.nnx.apply_policy(model, {shown})."
     )

@@ -16,12 +16,12 @@ from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module
-from mpmodules.nnx._resolution import as_instance_of, is_complex, of_rule
+from mpmodules.nnx._resolution import as_instance_of, hold_policy, is_complex, of_rule
 from mpmodules.tracing.nnx_rebuilding import one_per_class, stand_in
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
-from policy.core.scope import NO_SOURCE, Source, current_scope
+from policy.core.scope import Source, current_scope
 
 # Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
 _CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
@@ -101,8 +101,7 @@ def _obey(module: Any, policy: Policy | None, source: Source) -> None:
             module.param_dtype = policy.param_dtype
         _cast_variables(module, policy)
     if policy is not None or not hasattr(module, "dtype_policy") or module.dtype_policy is not None:
-        module.dtype_policy = policy
-        module._policy_source = NO_SOURCE if policy is None else source
+        hold_policy(module, policy, source)
 
 
 def _cast_variables(module: Any, policy: Policy) -> None:

@@ -13,7 +13,12 @@ from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.constructors import explain, refuse_policy_set_by_hand, require_keep_inputs
+from mpmodules.calls.constructors import (
+    explain,
+    policy_set_by_hand,
+    refuse_policy_set_by_hand,
+    require_keep_inputs,
+)
 from mpmodules.calls.defined_in import module_of
 from mpmodules.calls.layer_classes import register_layer
 from mpmodules.calls.own_parameters import require_keep_params
@@ -21,7 +26,12 @@ from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._own_parameters import store_in_param_dtype
-from mpmodules.nnx._resolution import own_policy, policy_to_capture, refuse_children_from_outside
+from mpmodules.nnx._resolution import (
+    hold_policy,
+    own_policy,
+    policy_to_capture,
+    refuse_children_from_outside,
+)
 from policy.core.policy import Policy
 from policy.core.scope import NO_SOURCE, Source, current_scope, enter
 
@@ -218,8 +228,12 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
         """Captures the policy, as static attributes."""
         # An __init__ may have stored its own argument there.
         if policy is not None or self.dtype_policy is not None:
-            self.dtype_policy = policy
-            self._policy_source = NO_SOURCE if policy is None else source
+            hold_policy(self, policy, source)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "dtype_policy" and ("_policy_source" in vars(self) or not calls.constructions):
+            raise policy_set_by_hand(self, value)
+        super().__setattr__(name, value)
 
 
 def _with_policy_dtypes(upstream_init: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.constructors import policy_given, policy_set_by_hand, require_dtypes
+from mpmodules.calls.constructors import policy_given, require_dtypes
 from mpmodules.calls.layer_classes import is_ours
 from mpmodules.calls.references import is_reference
 from mpmodules.calls.under_way import nnx_calls as calls
@@ -237,15 +237,15 @@ def of_rule(rule: tuple[Pattern, Policy]) -> tuple[Policy, Source]:
 def effective_policy(module: Any, scope: Scope) -> Effective:
     """Returns the policy that `module` obeys in a call under `scope`: the one captured, or that of
     an island.
-
-    Raises:
-      ValueError: a text was set as the module's policy by hand.
     """
-    captured = module.dtype_policy
-    if isinstance(captured, str):
-        raise policy_set_by_hand(module, captured)
-    policy = scope.held(captured)
+    policy = scope.held(module.dtype_policy)
     return Effective(policy, policy, module._policy_source)
+
+
+def hold_policy(module: Any, policy: Policy | None, source: Source) -> None:
+    """Stores the policy that a module obeys, which its users can't."""
+    flax_nnx.Module.__setattr__(module, "dtype_policy", policy)
+    module._policy_source = NO_SOURCE if policy is None else source
 
 
 def viewed(module: T, **attributes: Any) -> T:
