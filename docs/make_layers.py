@@ -56,9 +56,7 @@ _SAME = {
         "test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state"
     ),
 }
-_CELLS = both(
-    "test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward"
-)
+_CELLS = both("test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward")
 _RNN = both(
     "test_recurrent_loops.py::test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype"
 )
@@ -67,9 +65,7 @@ _BOTH_WAYS = both(
     "test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype"
 )
 _MATMUL = both("test_bias_gradients.py::test_a_bias_gradient_is_summed_in_float32")
-_NORMS = both(
-    "test_norm_facts.py::test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero"
-)
+_NORMS = both("test_norm_facts.py::test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero")
 _ATTENTION = both(
     "test_facts.py::test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands"
 )

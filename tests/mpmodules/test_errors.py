@@ -54,7 +54,9 @@ def test_a_dtype_policy_that_is_none_is_refused_by_name(wing, name, given, error
 
 @pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
 @pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn"])
-@pytest.mark.parametrize(("wing", "name"), [("linen", "Dense"), ("nnx", "Linear"), ("nnx", "Embed")])
+@pytest.mark.parametrize(
+    ("wing", "name"), [("linen", "Dense"), ("nnx", "Linear"), ("nnx", "Embed")]
+)
 def test_a_dtype_that_a_layer_cannot_honour_is_refused_under_a_policy(wing, name, dtype, argument):
     text = re.escape(
         f"{name} at '{name}' can't use {argument}={dtype} under a policy: it should be a floating "

@@ -70,8 +70,8 @@ def _in_cond(run: Any) -> Any:
 TRANSFORMS: dict[str, Any] = {
     "scan": lambda run: lambda x: lax.scan(lambda c, row: (c, run(row)), jnp.zeros(()), x)[1],
     "checkpoint": jax.checkpoint,
-    "grad of checkpoint": lambda run: lambda x: (
-        jax.value_and_grad(lambda x: jax.checkpoint(run)(x).sum())(x)[0]
+    "grad of checkpoint": lambda run: (
+        lambda x: jax.value_and_grad(lambda x: jax.checkpoint(run)(x).sum())(x)[0]
     ),
     "vmap": jax.vmap,
     "cond": _in_cond,

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mpmodules import linen, nnx
-from mpmodules.functions.fused_attention import splash as _splash_attention
 from mpmodules.functions.fused_attention import splash_kernel as _splash_kernel
 from policy import audit, use_policy
 from tests.benchmarks.accelerators import target
@@ -380,24 +379,3 @@ def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
     assert not report.findings
 
 
-def test_arrays_are_whole_on_one_device_and_in_shard_map():
-    class Mesh:
-        axis_names, manual_axes = ("x", "y"), frozenset({"x"})
-
-    class Manual:
-        mesh, manual_axes = Mesh(), frozenset({"y"})
-
-    class Partly:
-        mesh, manual_axes = Mesh(), frozenset()
-
-    class Devices:
-        def __init__(self, count):
-            self.num_devices = count
-
-    contexts = (Devices(1), Devices(4), Manual(), Partly())
-    assert [_splash_attention._is_whole(context) for context in contexts] == [
-        True,
-        False,
-        True,
-        False,
-    ]

@@ -190,9 +190,7 @@ class Overriding(Base):
         return 2 * x
 
 
-METHODS = (
-    "__call__ setup encode message named saved _private apply init bind tabulate".split()
-)
+METHODS = "__call__ setup encode message named saved _private apply init bind tabulate".split()
 OF_A_LAYER = ("__call__", "setup", "apply", "init", "bind", "tabulate")
 MODELS = [(model, METHODS) for model in (Base(), Plain(), Overriding(), nn.remat(Base)())]
 MODELS += [(nn.Dense(3), OF_A_LAYER), (our_nn.Dense(3), OF_A_LAYER)]

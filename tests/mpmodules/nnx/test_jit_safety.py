@@ -162,5 +162,3 @@ def test_a_model_built_inside_a_transform_captures_the_policy_in_force(by):
         model = builders[by]()
     assert str(model.linear.dtype_policy) == "params=bfloat16,compute=bfloat16,output=bfloat16"
     assert model.linear.kernel.dtype == jnp.bfloat16
-
-

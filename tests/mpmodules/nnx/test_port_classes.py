@@ -152,9 +152,7 @@ def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name(ne
 
 @pytest.mark.slow
 def test_no_class_of_flax_s_or_of_a_user_s_changes(net):
-    classes = {
-        base for cls in types_of(net).values() for base in cls.__mro__ if base is not object
-    }
+    classes = {base for cls in types_of(net).values() for base in cls.__mro__ if base is not object}
     assert {Net, Gated, Other, Convolved, Mixin, flax_nnx.Linear, flax_nnx.Module} <= classes
     before = {cls: dict(vars(cls)) for cls in classes}
     functions = {
@@ -411,5 +409,3 @@ def test_summaries_and_representations_have_the_names_of_the_model_s_own_classes
         assert name in table
     assert "Gated(" in repr(model) and "_ported" not in repr(model)
     assert nnx.tabulate(model, X, **options) == table
-
-
