@@ -85,7 +85,9 @@ def test_a_bad_rule_is_refused_where_it_is_given(wing):
 
 @BOTH
 def test_float64_without_x64_is_refused_when_used(wing):
-    refused = pytest.raises(ValueError, match="^A policy asks for float64, but JAX runs with x64 d")
+    refused = pytest.raises(
+        ValueError, match=r"^A policy asks for float64, but JAX runs with x64"
+    )
     name = {"linen": "Dense", "nnx": "Linear"}[wing.name]
     with refused:
         use_policy("float64")
@@ -114,5 +116,5 @@ def test_flaxs_own_errors_pass_through(wing):
     layer = made(wing.name, "Dropout", deterministic=False, dtype_policy="bf16")
     if wing.name == "nnx":
         layer.rngs = None
-    with pytest.raises(Exception, match="(?i)rng"):
+    with pytest.raises(Exception, match=r"(?i)rng"):
         layer(X) if wing.name == "nnx" else layer.apply({}, X)

@@ -1,4 +1,4 @@
-"""Every layer run in half precision: near float32, with a policy of its own, and on empty batches."""
+"""Every layer in half precision: near float32, with a policy of its own, on empty batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RNN and Bidirectional of both wings: what they return and carry, their options, rules and ports."""
+"""RNN and Bidirectional of both wings: what they return and carry, options, rules and ports."""
 
 from __future__ import annotations
 

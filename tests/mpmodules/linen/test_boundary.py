@@ -1,4 +1,4 @@
-"""Boundaries of lifted classes, of methods as `apply` takes them, and of what linen alone allows."""
+"""Boundaries of lifted classes, of methods as `apply` takes them, and of references to nnx."""
 
 from __future__ import annotations
 

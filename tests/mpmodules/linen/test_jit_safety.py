@@ -1,4 +1,4 @@
-"""Inner jits of linen, programs compiled ahead of time, and scopes around a policy of the model's."""
+"""Inner jits of linen, programs compiled ahead of time, and policies of the model's own."""
 
 from __future__ import annotations
 

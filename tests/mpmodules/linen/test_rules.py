@@ -182,6 +182,7 @@ def test_rules_hold_under_a_lifted_class_and_in_a_scan():
 
 # --- rules that match nothing ---------------------------------------------------------------------
 
+
 def test_rules_that_match_nothing_are_an_error_that_names_them_and_lists_the_paths():
     rules = [("head", "f32"), ("encoder/.*nrom", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
     text = re.escape(
@@ -244,5 +245,3 @@ def test_an_error_inside_the_model_is_not_hidden_by_the_check():
 
     with use_policy(None, rules={"nose": "f32"}), pytest.raises(RuntimeError, match="on purpose"):
         init(Fails())
-
-

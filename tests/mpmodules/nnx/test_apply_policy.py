@@ -154,22 +154,6 @@ def test_a_change_of_mind_goes_anywhere_from_anywhere(model):
     np.testing.assert_allclose(theirs.heads.a.kernel[...].astype(F32), kernel, rtol=2**-7)
 
 
-class Shares(flax_nnx.Module):
-    def __init__(self):
-        self.one = flax_nnx.Linear(4, 4, rngs=flax_nnx.Rngs(0))
-        self.two = self.one
-
-    def __call__(self, x):
-        return self.two(self.one(x))
-
-
-@pytest.mark.parametrize("path", ["one", "two"])
-def test_a_shared_module_stays_shared_and_is_found_by_each_of_its_paths(path):
-    shares = apply_policy(Shares(), "bf16", {path: "f32"})
-    assert shares.one is shares.two and shares.one.dtype_policy == FULL
-    assert shares(np.ones((2, 4), np.float32)).dtype == BF16
-
-
 def test_a_shared_variable_stays_shared_and_is_cast_once():
     class Tied(flax_nnx.Module):
         def __init__(self, *, rngs):

@@ -1,4 +1,4 @@
-"""nnx's transforms under policies: one boundary each, outside the transform, and no stale program."""
+"""nnx's transforms under policies: one boundary each, outside of them, and no stale program."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 

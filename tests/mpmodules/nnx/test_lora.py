@@ -13,6 +13,8 @@ from policy import get_policy, use_policy
 from tests.programs import named, operations
 
 X = jax.random.normal(jax.random.key(0), (3, 8))
+
+
 def build(layers, name, **kwargs) -> Any:
     if name == "LoRA":
         return layers.LoRA(

@@ -310,5 +310,3 @@ def test_a_plain_transform_refuses_them_and_flaxs_errors_and_other_optimizer_sta
     assert any((a != b).any() for a, b in zip(everything(model), before, strict=True))
     with pytest.raises(TypeError, match="Missing required argument `wrt`"):
         nnx.Optimizer(model, optax.sgd(0.1))  # pyright: ignore[reportCallIssue]
-
-

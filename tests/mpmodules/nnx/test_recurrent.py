@@ -1,4 +1,4 @@
-"""Cells of nnx that are built under class rules, stacked by nnx's transformations, rematerialised."""
+"""Cells of nnx that are built under class rules, or stacked by nnx's transformations."""
 
 from __future__ import annotations
 
