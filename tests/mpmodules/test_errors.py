@@ -85,9 +85,7 @@ def test_a_bad_rule_is_refused_where_it_is_given(wing):
 
 @BOTH
 def test_float64_without_x64_is_refused_when_used(wing):
-    refused = pytest.raises(
-        ValueError, match=r"^A policy asks for float64, but JAX runs with x64"
-    )
+    refused = pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64")
     name = {"linen": "Dense", "nnx": "Linear"}[wing.name]
     with refused:
         use_policy("float64")

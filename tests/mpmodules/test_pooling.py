@@ -28,14 +28,6 @@ def primitives(function, *args):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("mean", (1.0, 1000.0))
-def test_a_window_of_14_by_14_is_within_one_ulp(dtype, mean):
-    x = normal((2, 14, 14, 8), dtype, mean)
-    y = nn.avg_pool(x, (14, 14))
-    assert_close_in_ulps(y, np.asarray(x, np.float64).mean((1, 2), keepdims=True), 0.5)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_is_summed_in_float32(dtype):
     x = normal((1, 20, 20, 2), dtype)
     weights = 1 + jax.random.uniform(jax.random.key(1), (1, 7, 7, 2))

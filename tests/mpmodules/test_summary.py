@@ -136,7 +136,7 @@ def test_the_rest_of_the_table_is_flaxs(wing):
     model = made(wing, BLOCK)
     plain = table(wing, model, policy_columns=False, **options)
     if wing.name == "linen":  # nnx has each class's methods twice, by this module's name or Flax's
-        options_of_flax = options | {"console_kwargs": CONSOLE}
+        options_of_flax: dict[str, Any] = options | {"console_kwargs": CONSOLE}
         assert plain == flax.linen.Module.tabulate(model, KEY, X, **options_of_flax)
     assert "vjp_flops" in plain
     found = lines_of(table(wing, model, **options))

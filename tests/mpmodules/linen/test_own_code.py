@@ -47,6 +47,16 @@ def test_a_scan_of_layers_hands_on_half_and_a_cell_keeps_its_carry(model, carry)
     assert scan.outvars[0].aval.dtype == carry
 
 
+def test_a_method_that_is_jitted_itself():
+    class Model(nn.Module):
+        @nn.jit
+        @nn.compact
+        def __call__(self, x):
+            return Projection(8)(nn.Dense(8)(x))
+
+    assert share(apply_policy(Model(), MIXED)) == 0
+
+
 def test_other_entries_bound_and_inside_of_another_model():
     class Around(nn.Module):
         inner: nn.Module

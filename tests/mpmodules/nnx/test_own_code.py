@@ -29,27 +29,6 @@ def share(model, x=X):
     return audit(loss, model, x, backward=True).f32_matmul_share
 
 
-def test_transformations_of_nnx():
-    model = ported(NnxNet(nnx.Rngs(0)))
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    pure = jax.jit(jax.grad(lambda p: loss(nnx.merge(graph, p, rest, copy=True), TOKENS)))
-    assert error(pure(params), nnx.jit(nnx.grad(loss))(model, TOKENS)) < 0.01
-
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def build(rngs):
-        return NnxBlock(rngs)
-
-    layers = ported(build(nnx.Rngs(0)))
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def run(layer, x):
-        return layer(x)
-
-    with jax.numpy_dtype_promotion("standard"):
-        assert audit(run, layers, X).f32_matmul_share == 0
-
-
 def test_parts_of_a_model_and_ports_in_other_models():
     class Outer(Module):
         def __init__(self, inner):
