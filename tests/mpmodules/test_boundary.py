@@ -15,19 +15,11 @@ import numpy as np
 import pytest
 
 from policy import current_policy, get_policy, use_policy
-from tests.mpmodules.wings import BOTH, MIXED, Model, Part, Text, X, dense, layer, layer_norm
+from tests.mpmodules.wings import BOTH, MIXED, Model, Text, X, dense, layer, layer_norm, under
 from tests.programs import Operation, boundary_casts, named, operations
 
 OWN_CODE = pytest.mark.parametrize("own_code", ["autocast", "keep"])
 ONE_BOUNDARY = [("bfloat16",), ("float32",)]
-
-
-def under(text: Text, policy: Any) -> Part:
-    """A module with a policy of its own."""
-    return Part(
-        lambda self, nn, name: text.linen_class(nn)(dtype_policy=policy),
-        lambda nnx, rngs: text.nnx_class(nnx)(dtype_policy=policy, rngs=rngs),
-    )
 
 
 def sequential(*functions: Any, **options: Any) -> Text:

@@ -97,8 +97,9 @@ def test_float64_without_x64_is_refused_when_used(wing):
 
 @BOTH
 def test_apply_policy_takes_a_module_of_its_wing_that_is_not_bound(wing):
-    text = rf"takes an? {wing.name} module here, but got .*3.* of type int|but got .* int"
-    with pytest.raises(TypeError, match=text):
+    with pytest.raises(
+        TypeError, match=rf"takes an? {wing.name} module here, but got 3 of type int"
+    ):
         wing.module.apply_policy(3, "bf16")
     if wing.name == "linen":
         bound = flax.linen.Dense(3).bind({"params": {}})
@@ -111,8 +112,6 @@ def test_flaxs_own_errors_pass_through(wing):
     name = {"linen": "Dense", "nnx": "Linear"}[wing.name]
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype_polcy'"):
         made(wing.name, name, dtype_polcy="bf16")
-    layer = made(wing.name, "Dropout", deterministic=False, dtype_policy="bf16")
-    if wing.name == "nnx":
-        layer.rngs = None
+    layer = wing.module.Dropout(0.5, deterministic=False, dtype_policy="bf16")
     with pytest.raises(Exception, match=r"(?i)rng"):
         layer(X) if wing.name == "nnx" else layer.apply({}, X)

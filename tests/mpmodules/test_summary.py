@@ -15,7 +15,7 @@ import pytest
 from mpmodules import linen, nnx
 from policy import set_policy, use_policy
 from tests.mpmodules.summaries import CONSOLE, F16, FULL, HALF, MIXED, SHORT, cells, lines_of
-from tests.mpmodules.wings import BOTH, Part, Text, dense, layer_norm
+from tests.mpmodules.wings import BOTH, Part, Text, dense, layer_norm, under
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
@@ -40,13 +40,6 @@ def made(wing: Any, text: Text, modules: Any = None, policy: Any = None) -> Any:
     if wing.name == "linen":
         return text.linen_class(modules)(**options)
     return text.nnx_class(modules)(rngs=nnx.Rngs(0), **options)
-
-
-def under(text: Text, policy: Any) -> Part:
-    return Part(
-        lambda self, nn, name: text.linen_class(nn)(dtype_policy=policy),
-        lambda nnx, rngs: text.nnx_class(nnx)(dtype_policy=policy, rngs=rngs),
-    )
 
 
 def theirs(*sizes: int) -> Part:
