@@ -8,18 +8,32 @@ import numpy as np
 import pytest
 
 from policy import get_policy
+from tests.mpmodules.table.cases import CASES, Case
 from tests.mpmodules.table.running import dtypes_of, program, scope_of, traced
-from tests.mpmodules.table.test_values import EACH_LAYER, FIRST
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
 ]
 KEY = jax.random.key(0)
+FIRST: dict[tuple[str, str], Case] = {}  # one case of each layer
+for _wing, _case in CASES:
+    FIRST.setdefault((_wing, _case.layer), _case)
+LAYERS = [(wing, case) for (wing, _), case in FIRST.items()]
+BARE = [
+    (wing, case)
+    for wing, case in LAYERS
+    if not (case.is_module or case.is_cell or case.layer == "Dropout")
+]
+
+
+def each(cases: list[tuple[str, Case]]) -> pytest.MarkDecorator:
+    ids = [f"{wing}-{case.layer}" for wing, case in cases]
+    return pytest.mark.parametrize(("wing", "case"), cases, ids=ids)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@EACH_LAYER
+@each(LAYERS)
 def test_half_precision_is_close_to_our_own_float32_on_empty_batches_too(wing, case, policy):
     def run(policy):
         with scope_of(policy):
@@ -43,14 +57,7 @@ def test_half_precision_is_close_to_our_own_float32_on_empty_batches_too(wing, c
         np.testing.assert_allclose(half.astype(jnp.float32), exact, atol=atol, rtol=0)
 
 
-BARE = [
-    (wing, case)
-    for (wing, _), case in FIRST.items()
-    if not (case.is_module or case.is_cell or case.layer == "Dropout")
-]
-
-
-@pytest.mark.parametrize(("wing", "case"), BARE, ids=[f"{wing}-{case}" for wing, case in BARE])
+@each(BARE)
 def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_dtype(wing, case):
     trace = traced(wing, case, None, dtype_policy="p=bf16,c=f16,o=f32")
     assert dtypes_of(trace.params) <= {"bfloat16"} and dtypes_of(trace.out) == {"float32"}

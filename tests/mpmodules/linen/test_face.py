@@ -154,6 +154,9 @@ def test_interceptors_and_captures_see_the_calls_that_they_see_in_flax(policy):
     with use_policy(policy):
         ours = [seen(Net(), X), seen(attention_model(our_nn), tokens)]
     assert ours == theirs
+    pairs = (FlaxNet(), X), (attention_model(flax_nn), tokens)
+    ports = [seen(our_nn.apply_policy(model, policy or "f32"), x) for model, x in pairs]
+    assert ports == theirs
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
-"""The class that a port makes: constructor, state and methods are those of the model's, and what
-Flax shows of the model it shows of the port.
-"""
+"""The class that a port makes: constructor, state and methods are those of the model's."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -326,7 +323,7 @@ def test_ports_that_differ_in_an_option_share_no_trace():
     assert matmul_dtypes(apply_policy(Net(), "bf16"), X) == {"bfloat16"}
 
 
-# --- what Flax shows ------------------------------------------------------------------------------
+# --- values, bind and scopes ----------------------------------------------------------------------
 
 
 class Compact(nn.Module):
@@ -367,31 +364,3 @@ def test_a_ported_model_ignores_the_scope_around_it_and_leaves_none_behind():
     with use_policy("f16"):
         assert matmul_dtypes(ported, X) == {"bfloat16"}
     assert current_policy() is None
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_tabulate_capture_and_interceptors_see_what_they_saw(inside):
-    calls: list[Any] = []
-
-    def note(next_fun, args, kwargs, context):
-        if context.method_name != "setup":  # which runs before the call is traced, and in it
-            name = type(context.module).__name__
-            calls.append((name, context.method_name, context.module.path))
-        return next_fun(*args, **kwargs)
-
-    class Intercepts(Setup):
-        def __call__(self, x):
-            with nn.intercept_methods(note):
-                return super().__call__(x)
-
-    seen = []
-    plain = Intercepts() if inside else Setup()
-    for model in (plain, apply_policy(plain, MIXED)):
-        variables = model.init(KEY, X)
-        calls.clear()
-        with contextlib.nullcontext() if inside else nn.intercept_methods(note):
-            _, state = model.apply(variables, X, capture_intermediates=True)
-        seen.append((set(calls), jax.tree.structure(state["intermediates"])))
-    assert seen[0] == seen[1] and ("Dense", "__call__", ("block", "Dense_0")) in seen[0][0]
-    ported = apply_policy(Compact(), MIXED).tabulate(KEY, X, policy_columns=False)
-    assert Compact().tabulate(KEY, X).count("Dense_0") == ported.count("Dense_0")
