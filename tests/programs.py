@@ -123,6 +123,7 @@ def frozen_biases(variables: Any) -> Any:
     """
 
     def frozen(path: Any, leaf: Any) -> Any:
-        return jax.lax.stop_gradient(leaf) if getattr(path[-1], "key", None) == "bias" else leaf
+        is_bias = any(getattr(key, "key", None) == "bias" for key in path)
+        return jax.lax.stop_gradient(leaf) if is_bias else leaf
 
     return jax.tree_util.tree_map_with_path(frozen, variables)

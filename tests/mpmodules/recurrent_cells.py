@@ -58,14 +58,20 @@ class Wing:
             return cell.initialize_carry(KEY, shape)
         return cell.initialize_carry(shape, flax.nnx.Rngs(1))
 
-    def pure(self, build: Callable[[], Any], *args: Any, policy: Any = None) -> Pure:
-        """Builds a module and its parameters; `args` are what it is initialised with."""
+    def pure(
+        self, build: Callable[[], Any], *args: Any, policy: Any = None, abstract: bool = False
+    ) -> Pure:
+        """Builds a module and its parameters; `args` are what it is initialised with.
+
+        Where it is `abstract`, linen's parameters are shapes and dtypes.
+        """
         graphdef: Any = None
         rest: Any = None
         with _scope(policy):
             module = build()
             if self.name == "linen":
-                params = jax.jit(module.init)(KEY, *args)
+                init = functools.partial(jax.eval_shape, module.init)
+                params = (init if abstract else jax.jit(module.init))(KEY, *args)
             else:
                 graphdef, params, rest = flax.nnx.split(module, flax.nnx.Param, ...)
 
@@ -90,7 +96,10 @@ CELLS += [(LINEN, name) for name in ("MGUCell", "MGUCell no reset", "ConvLSTMCel
 
 
 def _scope(policy: Any) -> Any:
-    return contextlib.nullcontext() if policy is None else use_policy(policy)
+    """The scope of a policy, or of a policy and rules."""
+    if policy is None:
+        return contextlib.nullcontext()
+    return use_policy(*policy) if isinstance(policy, tuple) else use_policy(policy)
 
 
 def shape_of(name: str) -> tuple[int, ...]:

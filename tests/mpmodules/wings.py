@@ -147,6 +147,14 @@ class Text:
         return self.nnx_class(nnx)(rngs=rngs)
 
 
+def under(text: Text, policy: Any) -> Part:
+    """A module with a policy of its own."""
+    return Part(
+        lambda self, nn, name: text.linen_class(nn)(dtype_policy=policy),
+        lambda nnx, rngs: text.nnx_class(nnx)(dtype_policy=policy, rngs=rngs),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A model that is written for each wing: each makes an instance."""

@@ -208,12 +208,3 @@ def test_grouped_heads_take_a_bias_and_a_mask_of_every_shape(name, shape):
         1,
         "bfloat16",
     )
-
-
-@pytest.mark.parametrize("name", ["bias", "mask"])
-def test_a_bias_or_mask_of_key_heads_is_refused(name):
-    at, _ = case("bfloat16", key_heads=2)
-    with pytest.raises(
-        (ValueError, TypeError), match=r"[Ii]ncompatible (shapes|types) for broadcasting"
-    ):
-        dot_product_attention(*at, **{name: jnp.ones((1, 2, QUERIES, KEYS))})

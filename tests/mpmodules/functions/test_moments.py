@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules.functions import moments as module
 from mpmodules.functions.moments import Region, moments, shift_of
-from tests.programs import named, operations
 
 RNG = np.random.default_rng(0)
 HALVES = [jnp.bfloat16, jnp.float16]
@@ -125,14 +123,6 @@ def test_parts_are_joined_in_one_pass():
     assert max(depth.values()) == 2  # within the parts, then among them
 
 
-def test_one_pass_takes_three_sums_and_no_slice():
-    ops = operations(
-        functools.partial(moments, Region((1,))), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
-    )
-    assert len(named(ops, "reduce_sum")) == 3
-    assert not named(ops, "slice", "gather", "dynamic_slice")
-
-
 # --- shift ----------------------------------------------------------------------------------------
 
 
@@ -148,24 +138,8 @@ def test_a_shift_is_the_mean_of_four_elements_and_lets_no_gradient_through_it():
     diagonal = np.mean([x[0, 0], x[1, 2], x[2, 4], x[3, 6]])
     np.testing.assert_allclose(shift(x, 0, 1), [[diagonal]], rtol=1e-6)
     np.testing.assert_array_equal(jax.grad(lambda x: (x - shift(x, -1)).sum())(x), np.ones((4, 8)))
-
-
-def test_a_shift_of_few_or_huge_elements_is_finite():
-    np.testing.assert_array_equal(shift(jnp.full((2, 1), 7.0), -1), [[7.0], [7.0]])
     assert bool(jnp.isfinite(shift(jnp.full((2, 8), 3e38), -1)).all())
-
-
-def test_a_shift_of_groups_has_one_number_for_each_group():
-    x = jnp.asarray(RNG.normal(size=(2, 8, 6)), jnp.float32)
-    grouped = shift_of(Region((1,), 2), x)
-    assert grouped is not None and grouped.shape == (2, 1, 6)
-    groups = [shift(x[..., start : start + 3], 1, 2) for start in (0, 3)]
-    np.testing.assert_array_equal(grouped, np.repeat(np.concatenate(groups, axis=-1), 3, axis=-1))
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_nothing_has_no_shift(shape):
-    assert shift_of(Region((1,)), jnp.ones(shape)) is None
+    assert shift_of(Region((1,)), jnp.ones((4, 0))) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,17 +169,6 @@ def test_moments_from_whole_squares_are_those_of_float64(monkeypatch, shape, reg
         centre + offset, true_mean, rtol=2e-7, atol=2e-7 * float(np.sqrt(true_variance).max())
     )
     np.testing.assert_allclose(variance, true_variance, rtol=5e-4)
-
-
-@pytest.mark.parametrize("mean", [1018, 1026, 2040, 2050])
-def test_whole_squares_on_either_side_of_a_power_of_two(mean):
-    count = module._whole_squares(8)
-    assert count == 128
-    x = jnp.asarray(mean + np.geomspace(1, 30, 40) * RNG.normal(size=(count, 40)), jnp.bfloat16)
-    squares = np.square(np.asarray(x, np.float32))
-    one_by_one = functools.reduce(np.add, squares)  # the order that rounds most
-    assert one_by_one.dtype == np.float32
-    np.testing.assert_array_equal(one_by_one, squares.astype(np.float64).sum(0))
 
 
 @pytest.mark.parametrize(

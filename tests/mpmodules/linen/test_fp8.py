@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 from mpmodules import linen as nn
 from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
@@ -33,10 +32,6 @@ def case() -> Any:
             return jnp.square(apply(variables, x).astype(jnp.float32)).mean() * factor
 
     return variables, loss_fn
-
-
-def state_of(variables):
-    return jax.tree.map(np.asarray, variables[OWG])
 
 
 def equal(a, b):
@@ -80,20 +75,3 @@ def test_the_collection_takes_the_value_that_plain_jax_gives_it(case, grads):
     assert not finite
     assert equal(skipped, new)  # the collection keeps its old value too
     assert after.skipped == 1
-
-
-def test_a_train_state_steps_the_params_and_overwrites_the_rest(case):
-    variables, loss_fn = case
-    tx = mixed_precision(optax.adamw(1e-2), "mixed_bfloat16", loss_scale="dynamic")
-    train_state: Any = TrainState.create(apply_fn=None, params=variables, tx=tx)
-    losses = []
-    for _ in range(3):
-        loss, grads = value_and_grad(loss_fn, loss_scale=loss_scale_of(train_state))(
-            train_state.params, X
-        )
-        expected = state_of(grads)
-        train_state = train_state.apply_gradients(grads=grads)
-        assert equal(state_of(train_state.params), expected)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    assert train_state.opt_state.count == 3

@@ -44,26 +44,17 @@ def test_apply_without_the_policy_of_init_warns_once_for_a_class():
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("make", [jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)])
-def test_a_traced_init_counts(make):
-    model = Net()
-    with use_policy("mixed_bfloat16"):
+def test_a_traced_init_and_the_global_policy_count():
+    for make in (jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)):
+        model = Net()
+        set_policy("mixed_bfloat16")
         make(model.init)(jax.random.key(0), X)
-    with pytest.warns(
-        DtypePolicyWarning,
-        match=r"If no policy is intended, call it inside use_policy\(None\)\.",
-    ):
-        model.apply(Net().init(jax.random.key(0), X), X)
-
-
-def test_the_global_policy_counts():
-    model = Net()
-    set_policy("mixed_bfloat16")
-    variables = model.init(jax.random.key(0), X)
-    model.apply(variables, X)
-    set_policy(None)
-    with pytest.warns(DtypePolicyWarning, match=TEXT):
+        variables = Net().init(jax.random.key(0), X)
         model.apply(variables, X)
+        set_policy(None)
+        text = r"If no policy is intended, call it inside use_policy\(None\)\."
+        with pytest.warns(DtypePolicyWarning, match=text):
+            model.apply(variables, X)
 
 
 def test_a_block_around_the_call_is_an_answer_whatever_it_says():
@@ -97,9 +88,8 @@ def test_summaries_and_reports_are_silent():
     model, variables = initialised()
     with use_policy("mixed_bfloat16"):
         Net().tabulate(jax.random.key(0), X)
-    compare(model.apply, variables, X, policy="mixed_bfloat16")
-    with use_policy("mixed_bfloat16"):
         audit(model.apply, variables, X)
+    compare(model.apply, variables, X, policy="mixed_bfloat16")
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():

@@ -131,21 +131,6 @@ def test_a_read_outside_of_a_call_is_as_stored() -> None:
         _ = bound.tabel
 
 
-def test_layers_and_their_subclasses_keep_their_parameters() -> None:
-    class Mine(nn.Dense):
-        @nn.compact
-        def __call__(self, inputs: jax.Array) -> jax.Array:
-            scale = self.param("scale", ONES, (4,))
-            seen.append(scale.dtype)
-            return super().__call__(inputs)
-
-    seen: list[Any] = []
-    with use_policy("mixed_bfloat16"):
-        variables = Mine(4).init(KEY, X)
-        jax.eval_shape(jax.grad(total(Mine(4), X)), variables)
-    assert set(seen) == {jnp.dtype("float32")}
-
-
 # --- the call -------------------------------------------------------------------------------------
 
 

@@ -19,11 +19,15 @@ KEY = jax.random.key(0)
 BF16, F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 
 
+class Special(nn.Dense):
+    """A user's subclass of a layer."""
+
+
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x + nn.MultiHeadDotProductAttention(2, name="attn")(nn.LayerNorm(name="norm")(x))
-        return nn.Dense(4, name="mlp")(x)
+        return Special(4, name="mlp")(x)
 
 
 class Encoder(nn.Module):
@@ -65,28 +69,83 @@ def at(found: dict[str, set[str]], path: str) -> set[str]:
     return set().union(*matches)
 
 
-def test_a_path_rule_holds_for_the_subtree_and_for_nothing_else():
-    with use_policy("mixed_bfloat16", rules={"encoder/layer_1": F16}):
+MIXED = "mixed_bfloat16"
+FIRST, SECOND = ("encoder/layer_0/mlp", "mixed_float16"), (".*/mlp", MIXED)
+
+
+# The policy in force, rules, and the dtypes that layers at the ends of paths multiply in.
+RULES: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "a subtree and nothing else": (
+        MIXED,
+        {"encoder/layer_1": F16},
+        {
+            "layer_0/mlp": "bfloat16",
+            "layer_1/mlp": "float16",
+            "layer_1/attn/query": "float16",
+            "head": "bfloat16",
+        },
+    ),
+    "layers that Flax creates inside attention": (
+        MIXED,
+        [("encoder/layer_0/attn/query", "f32")],
+        {
+            "layer_0/attn/query": "float32",
+            "layer_0/attn/key": "bfloat16",
+            "layer_1/attn/query": "bfloat16",
+        },
+    ),
+    "inside attention where no other policy holds": (
+        None,
+        [(".*/attn/query", MIXED)],
+        {"layer_0/attn/query": "bfloat16", "layer_0/attn/key": "float32"},
+    ),
+    "a pattern is matched in full, and a lenient one may match nothing": (
+        None,
+        PolicyRules([("layer_1", BF16), ("encoder/layer", BF16)], strict=False),
+        {"": "float32"},
+    ),
+    "the first that matches wins": (
+        "f32",
+        [FIRST, SECOND],
+        {"layer_0/mlp": "float16", "layer_1/mlp": "bfloat16"},
+    ),
+    "the first that matches wins, in any order": ("f32", [SECOND, FIRST], {"mlp": "bfloat16"}),
+    "what a rule says holds below until a rule matches there": (
+        "f32",
+        [("encoder", MIXED), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")],
+        {
+            "layer_0/mlp": "bfloat16",
+            "layer_1/attn/out": "bfloat16",
+            "layer_1/mlp": "float16",
+            "head": "float32",
+        },
+    ),
+    "the root": (None, {"": BF16}, {"": "bfloat16"}),
+    "our class, and its subclasses": ("f32", {nn.Dense: BF16}, {"mlp": "bfloat16"}),
+    "Flax's class": ("f32", {flax_nn.Dense: BF16}, {"mlp": "bfloat16", "query": "float32"}),
+    "a user's class": (
+        "f32",
+        [(Layer, MIXED)],
+        {"layer_0/mlp": "bfloat16", "layer_0/attn/out": "bfloat16", "head": "float32"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_rules_reach(what):
+    policy, rules, expected = RULES[what]
+    with use_policy(policy, rules=rules):
         found = compute_dtypes()
-    assert at(found, "layer_0/mlp") == {"bfloat16"}
-    assert at(found, "layer_1/mlp") == {"float16"}
-    assert at(found, "layer_1/attn/query") == {"float16"}
-    assert at(found, "head") == {"bfloat16"}
+        assert {path: at(found, path) for path in expected} == {
+            path: {dtype} for path, dtype in expected.items()
+        }
+    assert current_policy() is None
 
 
-def test_a_path_rule_reaches_the_layers_that_flax_creates_inside_attention():
-    with use_policy("mixed_bfloat16", rules=[("encoder/layer_0/attn/query", "f32")]):
+def test_an_inner_scope_without_rules_keeps_the_outer_ones():
+    with use_policy("mixed_bfloat16", rules={"head": "f32"}), use_policy(F16):
         found = compute_dtypes()
-    assert at(found, "layer_0/attn/query") == {"float32"}
-    assert at(found, "layer_0/attn/key") == {"bfloat16"}
-    assert at(found, "layer_1/attn/query") == {"bfloat16"}
-
-
-def test_a_path_rule_reaches_inside_attention_where_no_other_policy_holds():
-    with use_policy(None, rules=[(".*/attn/query", "mixed_bfloat16")]):
-        found = compute_dtypes()
-    assert at(found, "layer_0/attn/query") == {"bfloat16"}
-    assert at(found, "layer_0/attn/key") == {"float32"}
+    assert at(found, "head") == {"float32"} and at(found, "layer_0/mlp") == {"float16"}
 
 
 def test_layers_inside_attention_keep_the_dtypes_given_to_it_where_no_policy_holds():
@@ -96,71 +155,6 @@ def test_layers_inside_attention_keep_the_dtypes_given_to_it_where_no_policy_hol
         found = matmuls(operations(model.apply, variables, X))
     assert at(found, "query") == {"float16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
-
-
-def test_a_pattern_is_matched_in_full():
-    with use_policy(
-        None, rules=PolicyRules([("layer_1", BF16), ("encoder/layer", BF16)], strict=False)
-    ):
-        assert set().union(*compute_dtypes().values()) == {"float32"}
-
-
-def test_at_one_module_the_first_rule_that_matches_wins():
-    first, second = ("encoder/layer_0/mlp", "mixed_float16"), (".*/mlp", "mixed_bfloat16")
-    with use_policy("f32", rules=[first, second]):
-        found = compute_dtypes()
-    assert at(found, "layer_0/mlp") == {"float16"} and at(found, "layer_1/mlp") == {"bfloat16"}
-    with use_policy("f32", rules=PolicyRules([second, first])):
-        assert at(compute_dtypes(), "layer_0/mlp") == {"bfloat16"}
-
-
-def test_what_a_rule_says_holds_below_until_a_rule_matches_there():
-    with use_policy(
-        "f32", rules=[("encoder", "mixed_bfloat16"), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")]
-    ):
-        found = compute_dtypes()
-    assert at(found, "layer_0/mlp") == {"bfloat16"} and at(found, "layer_1/attn/out") == {
-        "bfloat16"
-    }
-    assert at(found, "layer_1/mlp") == {"float16"} and at(found, "head") == {"float32"}
-
-
-def test_the_root_can_be_matched_by_the_empty_path():
-    with use_policy(None, rules={"": BF16}):
-        assert set().union(*compute_dtypes().values()) == {"bfloat16"}
-
-
-@pytest.mark.parametrize("cls", [nn.Dense, flax_nn.Dense])
-def test_a_class_rule_takes_our_class_and_flaxs_class_alike(cls):
-    class Both(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(3, name="ours")(x), nn.LayerNorm(name="norm")(x)
-
-    with use_policy("f32", rules=[(cls, BF16)]):
-        found = jax.eval_shape(lambda: Both().init_with_output(KEY, X)[0])
-        seen = operations(lambda v: Both().apply(v, X), init(Both()))
-    assert found[0].dtype == jnp.float32  # the model's own boundary
-    assert {d for op in named(seen, "dot_general") for d in op.inputs} == {"bfloat16"}
-
-
-def test_a_class_rule_matches_subclasses_and_user_modules():
-    class Special(nn.Dense):
-        pass
-
-    with use_policy(None, rules=[(nn.Dense, BF16)]):
-        assert at(compute_dtypes(nn.Sequential([Special(3, name="special")])), "") == {"bfloat16"}
-    with use_policy("f32", rules=[(Layer, "mixed_bfloat16")]):
-        found = compute_dtypes()
-    assert at(found, "layer_0/mlp") == {"bfloat16"} and at(found, "head") == {"float32"}
-
-
-def test_a_class_rule_keeps_every_norm_in_float32():
-    with use_policy("bf16", rules=[(nn.LayerNorm, "f32")]):
-        variables = init(Net())
-    layer = variables["params"]["encoder"]["layer_0"]
-    assert layer["norm"]["scale"].dtype == jnp.float32
-    assert layer["mlp"]["kernel"].dtype == jnp.bfloat16
 
 
 def test_rules_hold_under_a_lifted_class_and_in_a_scan():
@@ -186,71 +180,22 @@ def test_rules_hold_under_a_lifted_class_and_in_a_scan():
         assert at(compute_dtypes(Model()), "body/dense") == {"float32"}
 
 
-def test_an_inner_scope_without_rules_keeps_the_outer_ones():
-    with use_policy("mixed_bfloat16", rules={"head": "f32"}), use_policy(F16):
-        found = compute_dtypes()
-    assert at(found, "head") == {"float32"} and at(found, "layer_0/mlp") == {"float16"}
-
-
-def test_a_rule_says_what_is_in_force_inside_the_module():
-    seen = []
-
-    class Asks(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            seen.append(current_policy())
-            return x
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Asks(name="b")(Asks(name="a")(x))
-
-    with use_policy(None, rules={"b": "bf16"}):
-        init(Model())
-    assert seen[0] is None and seen[1].compute_dtype == jnp.bfloat16
-
-
 # --- rules that match nothing ---------------------------------------------------------------------
 
-UNMATCHED = re.escape(
-    "Rule 'encoder/.*nrom' matched no module. Modules seen: encoder, encoder/layer_0, "
-)
 
-
-def test_an_unmatched_rule_is_an_error_at_root_init_that_lists_the_paths():
-    with (
-        use_policy("mixed_bfloat16", rules={"encoder/.*nrom": "f32"}),
-        pytest.raises(ValueError, match=UNMATCHED) as e,
-    ):
-        init(Net())
-    assert str(e.value).endswith("encoder/layer_1/mlp, encoder/layer_1/norm, head.")
-    assert "encoder/layer_0/attn/query" in str(e.value)
-
-
-def test_an_unmatched_rule_is_an_error_at_apply_jitted_or_not():
+def test_rules_that_match_nothing_are_an_error_that_names_them_and_lists_the_paths():
+    rules = [("head", "f32"), ("encoder/.*nrom", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
+    text = re.escape(
+        "Rules 'encoder/.*nrom', Conv, 'tail' matched no module. Modules seen: encoder, "
+    )
     variables = init(Net())
-    for apply in (Net().apply, jax.jit(Net().apply)):
-        with (
-            use_policy("bf16", rules={"encoder/.*nrom": "f32"}),
-            pytest.raises(ValueError, match=UNMATCHED),
-        ):
+    for apply in (lambda v, x: init(Net()), Net().apply, jax.jit(Net().apply)):
+        with use_policy("bf16", rules=rules), pytest.raises(ValueError, match=text) as e:
             jax.eval_shape(apply, variables, X)
-
-
-def test_every_unmatched_rule_is_named_class_rules_too():
-    rules = [("head", "f32"), ("nose", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
-    with (
-        use_policy("bf16", rules=rules),
-        pytest.raises(
-            ValueError, match=r"Rules 'nose', Conv, 'tail' matched no module\. Modules seen: "
-        ),
-    ):
-        init(Net())
-
-
-def test_a_lenient_rule_may_match_nothing():
-    with use_policy("mixed_bfloat16", rules=PolicyRules({"nose": "f32"}, strict=False)):
+        assert str(e.value).endswith("encoder/layer_1/mlp, encoder/layer_1/norm, head.")
+        assert "encoder/layer_0/attn/query" in str(e.value)
+        assert current_policy() is None
+    with use_policy("bf16", rules={"head": "f32"}):  # a failed check leaves nothing behind
         init(Net())
 
 
@@ -275,20 +220,6 @@ def test_a_rule_that_only_another_method_would_reach_is_known_from_the_variables
         jax.eval_shape(lambda v: TwoHeads().apply(v, X, method="only_left"), variables)
 
 
-def test_a_cached_jitted_call_asks_no_questions():
-    model, calls = nn.Sequential([nn.Dense(3)]), []
-
-    def apply(variables, x):
-        calls.append(1)
-        return model.apply(variables, x)
-
-    variables = model.init(KEY, X)
-    jitted = jax.jit(apply)
-    with use_policy("mixed_bfloat16", rules={"layers_0": "f32"}):
-        assert jitted(variables, X).dtype == jitted(variables, X).dtype
-    assert len(calls) == 1
-
-
 def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cached_call():
     class Block(nn.Module):
         @nn.compact
@@ -306,17 +237,6 @@ def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cache
             Model().apply(variables, X)
 
 
-def test_a_failed_check_leaves_nothing_behind():
-    with (
-        use_policy("bf16", rules={"nose": "f32"}),
-        pytest.raises(ValueError, match="'nose' matched no module"),
-    ):
-        init(Net())
-    with use_policy("bf16", rules={"head": "f32"}):
-        init(Net())
-    assert current_policy() is None
-
-
 def test_an_error_inside_the_model_is_not_hidden_by_the_check():
     class Fails(nn.Module):
         @nn.compact
@@ -325,12 +245,3 @@ def test_an_error_inside_the_model_is_not_hidden_by_the_check():
 
     with use_policy(None, rules={"nose": "f32"}), pytest.raises(RuntimeError, match="on purpose"):
         init(Fails())
-
-
-def test_a_root_of_flaxs_own_class_makes_each_of_our_modules_below_it_outermost():
-    model = flax_nn.Sequential([Layer(name="a"), Layer(name="b")])
-    with use_policy(
-        "mixed_bfloat16", rules=PolicyRules({"layers_1/mlp|b/mlp": "f32"}, strict=False)
-    ):
-        found = compute_dtypes(model)
-    assert {"bfloat16"} <= set().union(*found.values())

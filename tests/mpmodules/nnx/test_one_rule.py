@@ -14,7 +14,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import nnx
-from tests.mpmodules.wings import MIXED, WINGS, NnxModel, Text, X, dense, layer_norm, weight
+from tests.mpmodules.wings import MIXED, WINGS, Text, X, dense, layer_norm, weight
 from tests.programs import named, operations
 
 HALF = ("bfloat16", "bfloat16")
@@ -120,26 +120,3 @@ def test_transformations_of_nnx_multiply_in_half_and_sum_gradients_in_float32(wa
     assert {op.inputs for op in named(ops, "dot_general")} == {HALF}
     assert {op.outputs for op in named(ops, "reduce_sum") if op.is_backward} == {("float32",)}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
-
-
-class Linear(nnx.Module):
-    def __init__(self) -> None:
-        self.w, self.b = nnx.Param(jnp.ones((4, 4))), nnx.Param(jnp.ones(4))
-
-    @nnx.jit
-    def jitted(self, x: jax.Array) -> jax.Array:
-        return x @ self.w + self.b[None]
-
-    @nnx.remat
-    def rematerialised(self, x: jax.Array) -> jax.Array:
-        return x @ self.w + self.b[None]
-
-    def through(self, x: jax.Array) -> jax.Array:
-        return nnx.jit(lambda m, x: x @ m.w + m.b[None])(self, x)
-
-
-@pytest.mark.parametrize("method", ["jitted", "rematerialised", "through"])
-def test_transformed_methods_and_functions_inside_of_one_multiply_in_half(method):
-    model = NnxModel(Linear(dtype_policy=MIXED))
-    assert set(model.dots(X, gradient=True, method=method)) == {HALF}
-    assert model(X, method=method).dtype == jnp.float32

@@ -25,9 +25,10 @@ from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
 import policy
-from mpmodules import autocast, get_policy, nnx, use_policy
+from mpmodules import get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
-from tests.programs import operations
+from tests.mpmodules.wings import NnxModel
+from tests.programs import named
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MIXED = get_policy("mixed_bfloat16")
@@ -112,13 +113,14 @@ class Net(flax_nnx.Module):
         return sum(head(x) for _, head in self.heads.items())
 
 
-_built = []
+@pytest.fixture(scope="module")
+def built():
+    return Net(rngs=flax_nnx.Rngs(0))
 
 
-def net():
-    if not _built:
-        _built.append(Net(rngs=flax_nnx.Rngs(0)))
-    return flax_nnx.clone(_built[0])
+@pytest.fixture
+def net(built):
+    return flax_nnx.clone(built)
 
 
 def types_of(model):
@@ -129,39 +131,28 @@ def types_of(model):
     }
 
 
-def pure(model):
-    """Calls a copy of `model` that is made inside, so that it can be traced."""
-    graph, state = flax_nnx.split(model)
-    return lambda *args: flax_nnx.merge(graph, state, copy=True)(*args)
-
-
-def program(model, *args):
-    return str(jax.make_jaxpr(pure(model))(*args))
-
-
-def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name():
-    theirs = net()
-    model = apply_policy(theirs, MIXED)
-    before, after = types_of(theirs), types_of(model)
+def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name(net):
+    model = apply_policy(net, MIXED)
+    before, after = types_of(net), types_of(model)
     assert before.keys() == after.keys()
     for path, cls in after.items():
-        assert issubclass(cls, before[path])
-        assert (cls.__name__, cls.__qualname__) == (
-            before[path].__name__,
-            before[path].__qualname__,
-        )
+        theirs = before[path]
+        assert issubclass(cls, theirs)
+        assert (cls.__name__, cls.__qualname__) == (theirs.__name__, theirs.__qualname__)
     assert type(model.heads["a"]) is type(model.block.layers[0]) is nnx.Linear
     assert type(model.norms) is flax_nnx.List and type(model.heads) is flax_nnx.Dict
     assert isinstance(model.gate, Gated) and isinstance(model.gate, nnx.Linear)
-    assert types_of(apply_policy(model, "f16")) == after == types_of(apply_policy(theirs, MIXED))
-    assert model(X).dtype == F32
+    assert types_of(apply_policy(model, "f16")) == after == types_of(apply_policy(net, MIXED))
+    assert types_of(flax_nnx.merge(*flax_nnx.split(model))) == after
+    assert model(X).dtype == F32 and np.any(model.norms[1].mean[...] != 0)
+    assert list(model.heads) == ["a", "b"] and len(model.norms) == 2
+    model.norms.append(flax_nnx.Param(jnp.ones(2)))
+    assert model.norms[2].dtype == F32
 
 
 @pytest.mark.slow
-def test_no_class_of_flax_s_or_of_a_user_s_changes():
-    classes = {
-        base for cls in types_of(net()).values() for base in cls.__mro__ if base is not object
-    }
+def test_no_class_of_flax_s_or_of_a_user_s_changes(net):
+    classes = {base for cls in types_of(net).values() for base in cls.__mro__ if base is not object}
     assert {Net, Gated, Other, Convolved, Mixin, flax_nnx.Linear, flax_nnx.Module} <= classes
     before = {cls: dict(vars(cls)) for cls in classes}
     functions = {
@@ -170,11 +161,10 @@ def test_no_class_of_flax_s_or_of_a_user_s_changes():
         for value in attributes.values()
         if inspect.isfunction(value)
     }
-    theirs = net()
-    model = apply_policy(theirs, MIXED)
+    model = apply_policy(net, MIXED)
     model(X)
     flax_nnx.grad(lambda model: model(X).sum())(model)
-    for each in (theirs, model):
+    for each in (net, model):
         policy.audit(each, X)
         policy.compare(each, X)
         for part in (each.graph, each.gate, each.block):
@@ -185,7 +175,7 @@ def test_no_class_of_flax_s_or_of_a_user_s_changes():
     assert {function: dict(vars(function)) for function in functions} == functions
 
 
-def test_override_checks_and_the_identity_of_methods_hold():
+def test_override_checks_and_the_identity_of_methods_hold(net):
     for cls in (Plain, Other):
         model = apply_policy(cls(rngs=flax_nnx.Rngs(0)), "bf16")
         ported = type(model)
@@ -193,26 +183,17 @@ def test_override_checks_and_the_identity_of_methods_hold():
             assert getattr(ported, name) is getattr(cls, name)
         assert ported.alias is ported.update and ported.of_class(3) == 3 and model.width == 4
         assert (ported.make is Convolved.make) is (cls is Plain)
-        assert model(X).dtype == model.update(X).dtype == BF16
-    assert apply_policy(net(), "bf16").gate.__call__.__name__ == "__call__"
+        assert model(X).dtype == model.update(X).dtype == model.described(X).dtype == BF16
+    assert apply_policy(net, "bf16").gate.__call__.__name__ == "__call__"
 
 
 def test_a_method_called_by_super_or_from_inside_is_no_second_boundary():
-    model = apply_policy(Other(rngs=flax_nnx.Rngs(0)), MIXED)
-    assert (
-        model(X).dtype
-        == model.make(X).dtype
-        == model.update(X).dtype
-        == model.described(X).dtype
-        == F32
-    )
-    assert model.seen == "float32"  # as own code is written
-    assert len([op for op in operations(pure(model), X) if op.is_placed]) == 2
-    own = apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), MIXED)
-    assert ":bf16[2,4] = dot_general" in program(
-        own, X
-    )  # super()'s is no boundary: the gate is in bfloat16
-    assert own(X).dtype == F32
+    model = NnxModel(apply_policy(Other(rngs=flax_nnx.Rngs(0)), MIXED))
+    assert model(X).dtype == model(X, method="make").dtype == F32
+    assert len([op for op in model.operations(X) if op.is_placed]) == 2
+    gate = NnxModel(apply_policy(Gated(4, 4, rngs=flax_nnx.Rngs(0)), MIXED))
+    (dot,) = named(gate.operations(X), "dot_general")
+    assert dot.outputs == ("bfloat16",) and gate(X).dtype == F32
 
 
 def test_instances_that_were_not_ported_run_the_same_program():
@@ -224,11 +205,11 @@ def test_instances_that_were_not_ported_run_the_same_program():
             return self.gate(x)
 
     model = Fresh(rngs=flax_nnx.Rngs(0))
-    before, y = program(model, X), model(X)
+    before, y = NnxModel(model).operations(X), model(X)
     apply_policy(Fresh(rngs=flax_nnx.Rngs(1)), MIXED)
     apply_policy(model, MIXED)
     with use_policy("f16"):  # of no concern to a model that knows no policy
-        assert program(model, X) == before
+        assert NnxModel(model).operations(X) == before
         np.testing.assert_array_equal(model(X), y)
     assert flax_nnx.graphdef(model) == flax_nnx.graphdef(Fresh(rngs=flax_nnx.Rngs(2)))
     assert not hasattr(model, "dtype_policy")
@@ -338,31 +319,7 @@ assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-# --------------------------------------------------------------------------------------------------
-# What a ported model is used with
-# --------------------------------------------------------------------------------------------------
-
-
-def test_graph_definitions_and_flax_s_transformations_hold():
-    one, two = (apply_policy(net(), MIXED) for _ in range(2))
-    assert flax_nnx.graphdef(one) == flax_nnx.graphdef(two) != flax_nnx.graphdef(net())
-    assert hash(flax_nnx.graphdef(one)) == hash(flax_nnx.graphdef(two))
-    assert types_of(flax_nnx.merge(*flax_nnx.split(one))) == types_of(one)
-    loss = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
-    expected = program(one, X)
-    jitted, remat = (
-        flax_nnx.jit(lambda model, x: model(x)),
-        flax_nnx.remat(lambda model, x: model(x)),
-    )
-    np.testing.assert_allclose(
-        jitted(flax_nnx.clone(one), X), remat(flax_nnx.clone(one), X), rtol=0.02, atol=0.02
-    )
-    gradients = flax_nnx.jit(flax_nnx.grad(loss))(one, X)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {F32}
-    assert np.any(one.norms[1].mean[...] != 0)  # a statistic that the view of a layer updated
-    one = apply_policy(one, "f16")
-    one = apply_policy(one, MIXED)
-    assert program(one, X) == expected
+# --- what a ported model is used with -------------------------------------------------------------
 
 
 def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
@@ -378,37 +335,14 @@ def test_what_a_call_puts_on_a_layer_lands_on_the_layer():
     assert layer.attention_weights.get_value()[0].shape == (1, 2, 2, 2)
 
 
-def test_autocast_of_a_ported_model_names_its_modules():
-    model = apply_policy(net(), MIXED)
-    report = str(autocast(model, "mixed_bfloat16").explain(X))
-    assert "gate" in report and "rnn/cell" in report
-    assert autocast(model, "mixed_bfloat16")(X).dtype == F32
+def test_threads_audit_models_of_one_class_with_the_names_of_their_modules(net):
+    def paths(model):
+        return {operation.path for operation in policy.audit(model, X).operations}
 
-
-def test_threads_trace_models_of_one_class_with_the_names_of_their_modules():
-    reports = [str(policy.audit(net(), X))]
+    models = [flax_nnx.clone(net) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        reports += threads.map(lambda _: str(policy.audit(net(), X)), range(4))
-    assert len(set(reports)) == 1 and "graph/linear" in str(audit_paths(net()))
-
-
-def audit_paths(model):
-    return {operation.path for operation in policy.audit(model, X).operations}
-
-
-def test_a_dict_has_no_other_items_after_a_port_and_a_list_no_boundaries():
-    model = apply_policy(net(), MIXED)
-    assert list(model.heads) == ["a", "b"] and len(model.norms) == 2
-    model.norms.append(flax_nnx.Param(jnp.ones(2)))
-    assert model.norms[2].dtype == F32
-
-
-def test_parameters_in_lists_and_dicts_of_flax_s_are_cast():
-    holder = flax_nnx.Dict(
-        w=flax_nnx.Param(jnp.ones(2)), more=flax_nnx.List([flax_nnx.Param(jnp.ones(2))])
-    )
-    holder = apply_policy(holder, "bf16")
-    assert holder.w.dtype == holder.more[0].dtype == BF16
+        assert list(threads.map(paths, models)) == [paths(net)] * 4
+    assert "graph/linear" in paths(net)
 
 
 def test_a_linen_module_inside_runs_as_it_is_and_its_parameters_are_cast():
@@ -443,12 +377,7 @@ def test_subclasses_of_flax_s_layers_reach_what_is_ours_by_super():
     assert np.all(norm.mean[...] > 0)
 
 
-def test_a_module_of_a_file_that_is_named_like_one_of_the_standard_library_is_ported():
-    body = {"__module__": "code", "__call__": lambda self, x: x * 2}
-    assert apply_policy(type("Net", (flax_nnx.Module,), body)(), "bf16")(X).dtype == BF16
-
-
-def test_transformed_methods_keep_their_attributes_on_the_class():
+def test_transformed_methods_and_classes_of_any_module_are_ported():
     class Jitted(flax_nnx.Module):
         def __init__(self, *, rngs):
             self.linear = flax_nnx.Linear(4, 4, rngs=rngs)
@@ -460,6 +389,8 @@ def test_transformed_methods_keep_their_attributes_on_the_class():
     plain = Jitted(rngs=flax_nnx.Rngs(0))
     ported = apply_policy(flax_nnx.clone(plain), MIXED)
     assert ported(X).dtype == plain(X).dtype == F32
+    body = {"__module__": "code", "__call__": lambda self, x: x * 2}  # like Python's own module
+    assert apply_policy(type("Net", (flax_nnx.Module,), body)(), "bf16")(X).dtype == BF16
     assert "bf16" in Jitted.__call__.lower(ported, X).as_text()
     assert "bf16" not in Jitted.__call__.lower(plain, X).as_text()
 
@@ -474,19 +405,7 @@ def test_summaries_and_representations_have_the_names_of_the_model_s_own_classes
     model = apply_policy(flax_nnx.Sequential(*parts), MIXED)
     options = {"console_kwargs": {"width": 300, "no_color": True, "force_terminal": False}}
     table = nnx.tabulate(model, X, **options)
-    assert all(
-        name in table for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32")
-    )
+    for name in ("Gated", "Other", "MultiHeadAttention", "p=f32,c=bf16,o=f32"):
+        assert name in table
     assert "Gated(" in repr(model) and "_ported" not in repr(model)
     assert nnx.tabulate(model, X, **options) == table
-
-
-def test_a_class_without_a_pytree_that_derives_from_a_layer_runs_as_ours_does():
-    class Dense(flax_nnx.Linear, pytree=False):
-        def __init__(self, *, rngs):
-            super().__init__(4, 4, rngs=rngs)
-            self.notes = [1, 2]
-
-    layer = apply_policy(Dense(rngs=flax_nnx.Rngs(0)), MIXED)
-    assert isinstance(layer, Dense) and layer(X).dtype == F32
-    assert ":f32[2,4] = dot_general" in program(layer, X)  # the accumulator

@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 
 from mpmodules import get_policy, nnx, use_policy
 from policy import DtypePolicyWarning
@@ -43,58 +42,24 @@ def test_a_rule_in_an_outer_block_holds_in_an_inner_one_without_rules():
 
 # The effective policy, field by field: own or inherited policy, arguments -> (param, compute,
 # output, reduction).
-FIELDS = [
-    ("inherited", {}, (F32, BF16, F32, F32)),
-    ("inherited", {"dtype": F16}, (F32, F16, F16, F32)),
-    ("inherited", {"param_dtype": BF16}, (BF16, BF16, F32, F32)),
-    ("inherited", {"dtype": F16, "param_dtype": F16}, (F16, F16, F16, F32)),
-    ("own", {"dtype": F16}, (F32, F16, F32, F32)),
-    ("own", {"param_dtype": BF16}, (BF16, BF16, F32, F32)),
-    ("own", {"dtype": None, "param_dtype": None}, (F32, BF16, F32, F32)),
-]
-
-
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
-@pytest.mark.parametrize(("given", "arguments", "fields"), FIELDS)
-@pytest.mark.parametrize("layer", ["Linear", "LayerNorm", "Embed", "MultiHeadAttention"])
-def test_the_effective_policy_is_formed_field_by_field(layer, given, arguments, fields):
-    build = {
-        "Linear": lambda **k: nnx.Linear(4, 4, rngs=nnx.Rngs(0), **k),
-        "LayerNorm": lambda **k: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **k),
-        "Embed": lambda **k: nnx.Embed(4, 4, rngs=nnx.Rngs(0), **k),
-        "MultiHeadAttention": lambda **k: nnx.MultiHeadAttention(
-            2, 4, rngs=nnx.Rngs(0), decode=False, **k
-        ),
-    }[layer]
-
-    def built():
-        if given == "own":
-            return build(dtype_policy="mixed_bfloat16", **arguments)
-        with use_policy("mixed_bfloat16"):
-            return build(**arguments)
-
-    module = flax_nnx.eval_shape(built)
-    policy = module.dtype_policy
-    found = (policy.param_dtype, policy.compute_dtype, policy.output_dtype, policy.reduction_dtype)
-    assert found == tuple(map(jnp.dtype, fields))
-    assert (module.param_dtype, module.dtype) == fields[:2]
-
-
-def test_an_explicit_dtype_alone_makes_no_boundary():
-    seen = []
-
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.linear = linear(dtype=F32)
-
-        def __call__(self, x):
-            seen.append(self.linear(x).dtype)
-            return x
-
-    with pytest.warns(DtypePolicyWarning):
-        model = Outer(dtype_policy="mixed_bfloat16")
-    model(X)
-    assert seen == [F32]
+@pytest.mark.parametrize(
+    ("arguments", "inherited", "own"),
+    [
+        ({"dtype": F16}, (F32, F16, F16, F32), (F32, F16, F32, F32)),
+        ({"param_dtype": BF16}, (BF16, BF16, F32, F32), (BF16, BF16, F32, F32)),
+        ({"dtype": None, "param_dtype": None}, (F32, BF16, F32, F32), (F32, BF16, F32, F32)),
+    ],
+)
+def test_the_effective_policy_is_formed_field_by_field(arguments, inherited, own):
+    with use_policy("mixed_bfloat16"):
+        found = linear(**arguments), nnx.LayerNorm(4, rngs=nnx.Rngs(0), **arguments)
+    given = linear(dtype_policy="mixed_bfloat16", **arguments)
+    for layer, fields in (*((layer, inherited) for layer in found), (given, own)):
+        policy = layer.dtype_policy
+        dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
+        assert (*dtypes, policy.reduction_dtype) == tuple(map(jnp.dtype, fields))
+        assert (layer.param_dtype, layer.dtype) == fields[:2]
 
 
 def test_a_user_s_subclass_that_says_no_dtype_obeys_the_policy_and_its_argument_wins_over_it():

@@ -45,14 +45,6 @@ def test_float32_without_a_policy_is_upstreams_bit_for_bit(tables):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning")
-def test_upstream_returns_float32_for_a_half_input():
-    with jax.numpy_dtype_promotion("standard"):
-        if flax_nnx.RoPE()(Q[0, :, 0].astype(jnp.bfloat16)).dtype == jnp.bfloat16:
-            pytest.skip("this Flax returns the input's dtype")
-    assert nnx.RoPE()(Q[0, :, 0].astype(jnp.bfloat16)).dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("policy", (None, "mixed"))
 def test_half_is_rounded_once(dtype, policy):
@@ -94,17 +86,6 @@ def test_attention_with_rope_keeps_dtype_and_accuracy(dtype):
     )
 
 
-def test_each_token_of_a_batch_may_have_its_own_position():
-    rope = nnx.RoPE()
-    positions = jnp.stack([jnp.arange(6), jnp.arange(6) + 5])
-    y = nnx.dot_product_attention_with_rope(Q, Q, Q, rope=rope, input_positions=positions)
-    for i in range(2):
-        alone = nnx.dot_product_attention_with_rope(
-            *(Q[i : i + 1],) * 3, rope=rope, input_positions=positions[i]
-        )
-        np.testing.assert_allclose(y[i], alone[0], atol=1e-6)
-
-
 def test_multi_head_attention_takes_it():
     rope = nnx.RoPE(embedding_size=8, max_seq_len=16)
     with use_policy("mixed_bfloat16"):
@@ -116,3 +97,8 @@ def test_multi_head_attention_takes_it():
     y = layer(x, input_positions=jnp.broadcast_to(jnp.arange(6), (2, 6)))
     assert y.dtype == jnp.float32 and bool(jnp.isfinite(y).all())
     np.testing.assert_allclose(y, layer(x), atol=1e-6)
+    positions = jnp.stack([jnp.arange(6), jnp.arange(6) + 5])  # each token's own
+    attend = functools.partial(nnx.dot_product_attention_with_rope, rope=rope)
+    y = attend(Q, Q, Q, input_positions=positions)
+    alone = attend(Q[1:], Q[1:], Q[1:], input_positions=positions[1])
+    np.testing.assert_allclose(y[1], alone[0], atol=1e-6)

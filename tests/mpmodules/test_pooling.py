@@ -1,7 +1,5 @@
 """Pooling in half precision: windows summed in float32, forward and backward."""
 
-import inspect
-
 import flax.linen as flax_nn
 import jax
 import jax.extend
@@ -27,26 +25,6 @@ def primitives(function, *args):
     """(name, dtype of the first output) of every equation, inner jaxprs included."""
     equations = [site.equation for site in walk(jax.make_jaxpr(function)(*args))]
     return {(e.primitive.name, e.outvars[0].aval.dtype if e.outvars else None) for e in equations}
-
-
-def test_the_mean_of_ones_is_one():
-    x = jnp.ones((1, 128, 128, 1), jnp.bfloat16)
-    y = nn.avg_pool(x, (128, 128))
-    assert y.dtype == jnp.bfloat16 and float(y[0, 0, 0, 0]) == 1.0
-
-
-def test_the_mean_of_eights_does_not_overflow_in_float16():
-    x = jnp.full((1, 128, 128, 1), 8.0, jnp.float16)
-    y = nn.avg_pool(x, (128, 128))
-    assert y.dtype == jnp.float16 and float(y[0, 0, 0, 0]) == 8.0
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("mean", (1.0, 1000.0))
-def test_a_window_of_14_by_14_is_within_one_ulp(dtype, mean):
-    x = normal((2, 14, 14, 8), dtype, mean)
-    y = nn.avg_pool(x, (14, 14))
-    assert_close_in_ulps(y, np.asarray(x, np.float64).mean((1, 2), keepdims=True), 0.5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -179,20 +157,12 @@ def test_a_policy_says_what_windows_are_summed_in():
         assert nn.avg_pool(x, (3, 3)).dtype == jnp.bfloat16
 
 
-def test_integers_average_to_float32():
+def test_integers_average_to_float32_and_large_sums_do_not_overflow_in_float16():
+    eights = jnp.full((1, 128, 128, 1), 8.0, jnp.float16)
+    assert float(nn.avg_pool(eights, (128, 128))[0, 0, 0, 0]) == 8.0
     y = nn.avg_pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), (4, 4))
     assert y.dtype == jnp.float32 and float(y[0, 0, 0, 0]) == 7.5
     largest = nn.pool(
         jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), 0, lax.max, (4, 4), None, "VALID"
     )
     assert largest.dtype == jnp.int32 and int(largest[0, 0, 0, 0]) == 15
-
-
-def test_signatures_are_upstreams_in_both_wings():
-    for name in ("pool", "avg_pool", "max_pool", "min_pool"):
-        ours = inspect.signature(getattr(nnx, name))
-        upstream = inspect.signature(getattr(nnx.pool.__globals__["flax_pooling"], name))
-        assert [(p.name, p.default) for p in ours.parameters.values()] == [
-            (p.name, p.default) for p in upstream.parameters.values()
-        ]
-    assert nn.avg_pool is nnx.avg_pool and nn.max_pool is nnx.max_pool and nn.pool is nnx.pool

@@ -1,0 +1,353 @@
+"""Where a call's inputs are cast to compute_dtype and its outputs to output_dtype, and where they
+are not.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy import current_policy, get_policy, use_policy
+from tests.mpmodules.wings import BOTH, MIXED, Model, Text, X, dense, layer, layer_norm, under
+from tests.programs import Operation, boundary_casts, named, operations
+
+OWN_CODE = pytest.mark.parametrize("own_code", ["autocast", "keep"])
+ONE_BOUNDARY = [("bfloat16",), ("float32",)]
+
+
+def sequential(*functions: Any, **options: Any) -> Text:
+    """A Sequential of a layer and functions."""
+    layers = layer(
+        lambda nn: nn.Sequential([nn.Dense(4, **options), *functions]),
+        lambda nnx, rngs: nnx.Sequential(nnx.Linear(4, 4, rngs=rngs, **options), *functions),
+    )
+    return Text(lambda self, x: self.layers(x), layers=layers)
+
+
+def ops_of(model: Model, *args: Any, **kwargs: Any) -> list[Operation]:
+    return operations(lambda params: model.pure(params, *(args or (X,)), **kwargs), model.params)
+
+
+def casts_of(model: Model, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
+    return [op.outputs for op in boundary_casts(ops_of(model, *args, **kwargs))]
+
+
+# --- one boundary for the whole model -------------------------------------------------------------
+
+
+def net(inner: Any = None, note: Any = lambda x: x) -> Text:
+    """Three blocks, each a layer and a product, of which the second may have its own policy."""
+    block = Text(lambda self, x: note(self.layer(note(x))) * 2, "Block", layer=dense(4, 4))
+    return Text(
+        lambda self, x: note(self.third(note(self.second(note(self.first(x)))))),
+        "Net",
+        first=block,
+        second=under(block, inner),
+        third=block,
+    )
+
+
+def computed(model: Model) -> list[str]:
+    """Returns the dtypes of the layers and the products of the three blocks."""
+    return [op.inputs[0] for op in named(ops_of(model), "dot_general", "mul")]
+
+
+@BOTH
+@pytest.mark.parametrize("given", ["argument", "scope"])
+def test_a_policy_gives_half_between_layers_and_float32_logits(wing, given):
+    is_own = given == "argument"
+    with contextlib.nullcontext() if is_own else use_policy(MIXED):
+        model = wing.ours(net(), MIXED if is_own else None)
+        assert model(X).dtype == jnp.float32
+        assert computed(model) == ["bfloat16"] * 6
+        assert casts_of(model) == ONE_BOUNDARY
+
+
+@BOTH
+@pytest.mark.parametrize("inner", [None, "mixed_bfloat16", "f32", "bf16", "p=f32,c=f32,o=bf16"])
+def test_a_users_code_sees_float32_everywhere(wing, inner):
+    seen: list[str] = []
+
+    def note(x):
+        seen.append(x.dtype.name)
+        return x
+
+    model = wing.ours(net(inner, note), MIXED)
+    seen.clear()  # of the initialisation
+    for x in (X, X.astype(jnp.bfloat16)):
+        assert model(x).dtype == jnp.float32
+    assert len(seen) >= 18 and set(seen) == {"float32"}
+
+
+@BOTH
+@pytest.mark.parametrize("inner", ["f32", "p=f32,c=f32,o=bf16"])
+def test_a_submodule_with_its_own_policy_runs_in_it_and_the_code_around_in_its_own(wing, inner):
+    model = wing.ours(net(inner), MIXED)
+    assert jax.eval_shape(model.pure, model.params, X).dtype == jnp.float32
+    half, wide = ["bfloat16"] * 2, ["float32"] * 2
+    assert computed(model) == [*half, *wide, *half]
+
+
+@BOTH
+def test_a_submodule_given_the_same_policy_is_no_boundary(wing):
+    model = wing.ours(net("params=float32,compute=bfloat16,output=float32"), MIXED)
+    assert computed(model) == ["bfloat16"] * 6 and casts_of(model) == ONE_BOUNDARY
+    alike = wing.ours(sequential(jax.nn.relu, dtype_policy=MIXED), MIXED)
+    assert casts_of(alike) == ONE_BOUNDARY
+    found = named(ops_of(alike), "dot_general", "max")
+    assert [op.outputs for op in found] == [("bfloat16",)] * 2
+
+
+@BOTH
+def test_the_policy_in_force_in_a_module_is_the_one_that_it_obeys_whatever_is_raised(wing):
+    seen: list[Any] = []
+
+    def asks(self, x):
+        seen.append(current_policy())
+        if len(seen) > 100:
+            raise RuntimeError("on purpose")
+        return x
+
+    part = Text(asks, "Asks")
+    three = Text(
+        lambda self, x: self.third(self.second(self.first(x))),
+        first=part,
+        second=under(part, "f16"),
+        third=part,
+    )
+    model = wing.ours(three, MIXED)
+    seen.clear()
+    model(X)
+    assert seen[-3:] == [get_policy(text) for text in (MIXED, "f16", MIXED)]
+    seen.extend([None] * 100)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(X[:1])
+    assert current_policy() is None
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+def encode(self, x):
+    return self.layer(x) * 2
+
+
+def _private(self, x):
+    return self.layer(x) * 2
+
+
+METHODS = {
+    "encode": encode,
+    "twice": lambda self, x: self.encode(self.encode(x)),
+    "_private": _private,
+    "double": staticmethod(lambda x: 2 * x),
+    "of_class": classmethod(lambda cls, x: x),
+    "width": property(lambda self: 4),
+}
+ENCODER = Text(lambda self, x: self.encode(x), "Encoder", METHODS, layer=dense(4, 4))
+
+
+@BOTH
+@pytest.mark.parametrize("method", ["__call__", "encode", "twice"])
+def test_a_public_method_is_a_boundary_and_one_that_it_calls_is_none(wing, method):
+    model = wing.ours(ENCODER, MIXED)
+    assert model(X, method=method).dtype == jnp.float32
+    assert casts_of(model, method=method) == ONE_BOUNDARY
+    half = named(ops_of(model, method=method), "dot_general", "mul")
+    assert {op.outputs for op in half} == {("bfloat16",)}
+
+
+@BOTH
+def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing):
+    model = wing.ours(ENCODER, MIXED)
+    assert casts_of(model, method="_private") == []
+    (dot,) = named(ops_of(model, method="_private"), "dot_general")
+    assert dot.outputs == ("bfloat16",)
+    cls = type(model.instance)
+    assert cls.double(X).dtype == cls.of_class(X).dtype == jnp.float32
+    assert model.instance.width == 4
+
+
+@BOTH
+def test_a_super_call_crosses_once(wing):
+    class Derived(Text):
+        """Of which a class is derived that calls the text's by super."""
+
+        def linen_class(self, nn):
+            return derived(super().linen_class(nn))
+
+        def nnx_class(self, nnx):
+            return derived(super().nnx_class(nnx))
+
+    def derived(base):
+        class Derived(base):
+            def __call__(self, x):
+                return super().__call__(x) * 2
+
+        return Derived
+
+    text = Derived(lambda self, x: self.layer(x) * 3, "Base", layer=dense(4, 4))
+    model = wing.ours(text, MIXED)
+    assert casts_of(model) == ONE_BOUNDARY
+    assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)] * 2
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+@BOTH
+@OWN_CODE
+@pytest.mark.parametrize("how", ["position", "name", "variadic"])
+def test_named_inputs_come_as_they_are(wing, how, own_code):
+    notes: list[Any] = []
+
+    def call(self, x, t, *rest, scale=None):
+        notes.append([y.dtype.name for y in (x, t, *rest, scale) if y is not None])
+        return self.layer(x), t
+
+    attributes = {"keep_inputs": ("t", "rest"), "own_code": own_code}
+    diffusion = Text(call, "Diffusion", attributes, layer=dense(4, 4))
+    t = jnp.float32([999.0, 1001.0])
+    with jax.numpy_dtype_promotion("standard"):
+        model = wing.ours(diffusion, MIXED, X, t)
+    x = X.astype(jnp.bfloat16)
+    given = {"position": (x, t), "name": (x,), "variadic": (x, t, t, t)}[how]
+    out, kept = model(*given, **({"t": t} if how == "name" else {}), scale=X)
+    assert out.dtype == jnp.float32 and np.array_equal(kept, t)
+    others, floats = "bfloat16" if own_code == "keep" else "float32", len(given[1:]) or 1
+    assert notes[-1] == [others, *["float32"] * floats, others]
+
+
+@BOTH
+@pytest.mark.parametrize("derives", [False, True])
+@pytest.mark.parametrize(
+    ("own_code", "policy", "apart"),
+    [
+        ("autocast", "bf16", -2),
+        ("autocast", "c=bf16,inputs=keep", -2),
+        ("keep", "bf16", 0),
+        ("keep", "c=bf16,inputs=keep", -2),
+    ],
+)
+def test_timesteps_stay_apart_unless_a_class_keeps_its_code_and_casts_inputs(
+    wing, own_code, policy, apart, derives
+):
+    embedding = Text(
+        lambda self, t: (t[0] - t[1]).astype(jnp.float32),
+        attributes={"own_code": own_code} | ({"keep_inputs": ("t",)} if derives else {}),
+    )
+    t = jnp.float32([999.0, 1001.0])
+    model = wing.ours(embedding, policy, t)
+    for run in (model.pure, jax.jit(model.pure)):
+        assert run(model.params, t) == (-2 if derives else apart)
+
+
+@BOTH
+@OWN_CODE
+def test_trees_of_arguments_and_results_are_cast_and_everything_else_passes(wing, own_code):
+    seen: dict[str, Any] = {}
+
+    def call(self, x, *more, key, flag, **options):
+        arrays = x["a"], more[0], options["extra"][0]
+        seen.update(dtypes={array.dtype.name for array in arrays}, more=more[1:], flag=flag)
+        return {**x, "a": x["a"] * 2, "text": "out", "none": None, "key": key}
+
+    key = jax.random.key(0)
+    tree = {"a": X, "n": jnp.arange(3), "c": jnp.ones(2, jnp.complex64), "b": jnp.ones(3, bool)}
+    text = Text(call, attributes={"own_code": own_code})
+    if wing.name == "linen":
+        instance = text.linen_class(wing.module)(dtype_policy="bf16").bind({})
+    else:
+        instance = text.nnx_class(wing.module)(dtype_policy="bf16", rngs=wing.module.Rngs(0))
+    out: Any = instance(tree, X, 1.5, None, key=key, flag=True, extra=[X])
+    dtypes = {"bfloat16" if own_code == "keep" else "float32"}
+    assert seen == {"dtypes": dtypes, "more": (1.5, None), "flag": True}
+    assert out["a"].dtype == jnp.bfloat16 and (out["text"], out["none"]) == ("out", None)
+    for name in ("n", "c", "b"):
+        assert out[name].dtype == tree[name].dtype
+        np.testing.assert_array_equal(out[name], tree[name])
+    assert jnp.array_equal(jax.random.key_data(out["key"]), jax.random.key_data(key))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numpy_inputs_are_arrays_of_float32(wing, dtype):
+    seen: list[str] = []
+    model = wing.ours(Text(lambda self, x: (seen.append(x.dtype.name), x)[1]), "bf16")
+    assert model(np.ones((2, 2), dtype)).dtype == jnp.bfloat16 and seen[-1] == "float32"
+
+
+@BOTH
+def test_nan_stays_in_its_own_row(wing):
+    text = Text(lambda self, x: self.layer(self.norm(x)), layer=dense(4, 4), norm=layer_norm(4))
+    out = wing.ours(text, MIXED)(X.at[0, 1].set(jnp.nan))
+    assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def bare(wing: Any, name: str, policy: Any, **options: Any) -> Any:
+    """Returns a root layer, built and called under a policy, as a function of its input."""
+    with use_policy(policy):
+        if wing.name == "nnx":
+            sizes = {"Linear": (4, 4), "LayerNorm": (4,)}[name]
+            return getattr(wing.module, name)(*sizes, rngs=wing.module.Rngs(0), **options)
+        sizes = {"Linear": (4,), "LayerNorm": ()}[name]
+        made = getattr(wing.module, name.replace("Linear", "Dense"))(*sizes, **options)
+        variables = made.init(jax.random.key(0), X)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with use_policy(policy):
+            return made.apply(variables, *args, **kwargs)
+
+    return call
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["Linear", "LayerNorm"])
+def test_a_bare_layer_returns_compute_dtype_casts_nothing_back_and_takes_integers(wing, name):
+    run = bare(wing, name, MIXED)
+    assert boundary_casts(operations(run, X)) == []
+    argument = "x" if name == "LayerNorm" else "inputs"
+    for out in (run(X), run(X[0]), run(**{argument: X}), run(jnp.ones((2, 4), int))):
+        assert out.dtype == jnp.bfloat16
+    assert bare(wing, name, None, dtype_policy=MIXED)(X).dtype == jnp.float32
+    with pytest.raises(TypeError, match=rf"missing (1|a) required .*argument: '{argument}'"):
+        run()
+
+
+@BOTH
+def test_a_function_between_layers_is_own_code(wing):
+    seen: list[str] = []
+
+    def function(x):
+        seen.append(x.dtype.name)
+        return x * 2
+
+    model = wing.ours(sequential(function), MIXED)
+    assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)]
+    assert set(seen) == {"float32"}
+
+
+@BOTH
+def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_theirs(wing):
+    with jax.enable_x64(True):
+        x = np.asarray(1e5 + np.random.default_rng(0).normal(size=(8, 4)), np.float64)
+        assert bare(wing, "Linear", None, dtype_policy="float64")(x).dtype == jnp.float64
+        assert bare(wing, "Linear", None, dtype_policy=MIXED)(x).dtype == jnp.float32
+        ported = wing.port(sequential(jax.nn.relu), "float64")
+        assert ported(x).dtype == jnp.float64
+        x = x.astype(np.float32)
+        out = bare(wing, "LayerNorm", "p=f32,c=f32,o=f32,reduction=f64")(x)
+        wide = np.asarray(x, np.float64)
+        truth = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, truth, rtol=3e-7, atol=1e-7)

@@ -1,0 +1,138 @@
+"""A policy is part of every jit cache key: another policy is another trace, and going back reuses
+the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from policy import set_policy, use_policy
+from tests.mpmodules.wings import BOTH, MIXED, Text, dense
+
+A, B = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
+ABA = ((A, "bfloat16"), (B, "float16"), (A, "bfloat16"))
+X = jnp.ones((2, 4))
+NET = Text(lambda self, x: self.layer(x), layer=dense(4, 4))
+
+
+def forward(wing: Any, traces: list[Any]) -> Callable[[Any], Any]:
+    """Returns a function that notes each trace, and builds what it calls in its scope."""
+
+    def run(x: jax.Array) -> Any:
+        traces.append(None)
+        return call(x)
+
+    if wing.name == "nnx":
+        call = lambda x: NET.nnx_class(wing.module)(rngs=wing.module.Rngs(0))(x)  # noqa: E731
+    else:
+        model = NET.linen_class(wing.module)()
+        variables = model.init(jax.random.key(0), X)
+        call = lambda x: model.apply(variables, x)  # noqa: E731
+    return run
+
+
+@BOTH
+@pytest.mark.parametrize("by", [use_policy, set_policy], ids=["scope", "global"])
+def test_a_jitted_function_follows_the_policy_with_one_trace_per_policy(wing, by):
+    traces: list[Any] = []
+    run = jax.jit(forward(wing, traces))
+    for policy, expected in ABA:
+        with by(policy) or contextlib.nullcontext():
+            assert run(X).dtype == expected
+    set_policy(None)
+    assert run(X).dtype == jnp.float32
+    assert len(traces) == 3
+
+
+@BOTH
+def test_equal_policies_made_differently_share_a_trace(wing):
+    traces: list[Any] = []
+    run = jax.jit(forward(wing, traces))
+    for policy in (MIXED, "params=float32, compute=bfloat16, output=float32", "p=f32,c=bf16,o=f32"):
+        with use_policy(policy):
+            assert run(X).dtype == jnp.float32
+    assert len(traces) == 1
+
+
+def _in_cond(run: Any) -> Any:
+    return lambda x: lax.cond(x.sum() > 0, run, lambda x: 2 * run(x), x)
+
+
+# A scan's carry stays float32, and its stacked output has the policy's dtype.
+TRANSFORMS: dict[str, Any] = {
+    "scan": lambda run: lambda x: lax.scan(lambda c, row: (c, run(row)), jnp.zeros(()), x)[1],
+    "checkpoint": jax.checkpoint,
+    "grad of checkpoint": lambda run: (
+        lambda x: jax.value_and_grad(lambda x: jax.checkpoint(run)(x).sum())(x)[0]
+    ),
+    "vmap": jax.vmap,
+    "cond": _in_cond,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
+    jitted = jax.jit(TRANSFORMS[transform](forward(wing, [])))
+    for policy, expected in ABA:
+        with use_policy(policy):
+            assert jitted(X).dtype == expected
+
+
+@BOTH
+def test_another_thread_sees_the_global_policy_and_not_this_threads_scope(wing):
+    run, seen = jax.jit(forward(wing, [])), []
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=lambda: seen.append(run(X).dtype.name))
+        thread.start()
+        thread.join()
+
+    with use_policy(A):
+        assert run(X).dtype == "bfloat16"
+        elsewhere()
+    set_policy(B)
+    with use_policy(A):
+        elsewhere()
+        assert run(X).dtype == "bfloat16"
+    assert seen == ["float32", "float16"]
+
+
+@BOTH
+def test_threads_that_build_and_call_at_once_do_not_mix_their_policies(wing):
+    run, gate, found = forward(wing, []), threading.Barrier(2), {}
+
+    def work(policy: str) -> None:
+        gate.wait(timeout=60)
+        with use_policy(policy):
+            found[policy] = {jax.eval_shape(run, X).dtype.name for _ in range(20)}
+
+    threads = [threading.Thread(target=work, args=(policy,)) for policy in (A, B)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {A: {"bfloat16"}, B: {"float16"}}
+
+
+@BOTH
+def test_a_policy_of_the_modules_own_is_that_of_a_step_whose_parameters_are_donated(wing):
+    model = wing.ours(NET, MIXED, X)
+
+    def step(params, x):
+        gradients = jax.grad(lambda p: jnp.square(model.pure(p, x)).sum())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(model.params, X)
+    assert compiled.as_text().count("tf.aliasing_output") == 2
+    assert {leaf.dtype for leaf in jax.tree.leaves(compiled.compile()(model.params, X))} == {
+        jnp.dtype("float32")
+    }

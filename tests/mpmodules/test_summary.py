@@ -1,0 +1,238 @@
+"""`tabulate` shows the policy of each module and where it comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpmodules import linen, nnx
+from policy import set_policy, use_policy
+from tests.mpmodules.summaries import CONSOLE, F16, FULL, HALF, MIXED, SHORT, cells, lines_of
+from tests.mpmodules.wings import BOTH, Part, Text, dense, layer_norm, under
+
+KEY = jax.random.key(0)
+X = jnp.ones((2, 4))
+
+
+def table(wing: Any, instance: Any, **options: Any) -> str:
+    options = {"console_kwargs": CONSOLE} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # explicit dtypes, and models built under no policy
+        if wing.name == "nnx":
+            return nnx.tabulate(instance, X, **options)
+        return linen.tabulate(instance, KEY, **options)(X)
+
+
+def shown(wing: Any, instance: Any, **options: Any) -> dict[str, tuple[str, str]]:
+    return cells(table(wing, instance, **options))
+
+
+def made(wing: Any, text: Text, modules: Any = None, policy: Any = None) -> Any:
+    modules = wing.module if modules is None else modules
+    options = {} if policy is None else {"dtype_policy": policy}
+    if wing.name == "linen":
+        return text.linen_class(modules)(**options)
+    return text.nnx_class(modules)(rngs=nnx.Rngs(0), **options)
+
+
+def theirs(*sizes: int) -> Part:
+    return Part(
+        lambda self, nn, name: flax.linen.Dense(sizes[-1]),
+        lambda nnx, rngs: flax.nnx.Linear(*sizes, rngs=rngs),
+    )
+
+
+def chained(self, x: Any) -> Any:
+    for name in ("linear", "norm", "explicit", "theirs", "inherits", "own"):
+        x = getattr(self, name)(x) if hasattr(self, name) else x
+    return x
+
+
+chained.__name__ = "__call__"  # which tables leave out
+
+
+BLOCK = Text(chained, "Block", linear=dense(4, 4), norm=layer_norm(4))
+NET = Text(
+    chained,
+    "Net",
+    inherits=BLOCK,
+    own=under(BLOCK, "f16"),
+    explicit=dense(4, 4, dtype=jnp.float32),
+    theirs=theirs(4, 4),
+)
+
+
+@BOTH
+def test_every_source_is_named(wing):
+    rules: Any = {wing.module.LayerNorm: "f32"}
+    rule, scope = (FULL, "rule: LayerNorm"), (SHORT, "scope")
+    with warnings.catch_warnings(), use_policy(MIXED, rules):
+        warnings.simplefilter("ignore")  # the explicit dtype is told of
+        assert shown(wing, made(wing, NET)) == {
+            "": scope,
+            "inherits": scope,
+            "inherits/linear": scope,
+            "inherits/norm": rule,
+            "own": (F16, "argument: dtype_policy"),
+            "own/linear": (F16, f"enclosing module: {'own' if wing.name == 'linen' else 'Block'}"),
+            "own/norm": rule,
+            "explicit": (FULL, "argument: dtype=float32; else scope"),
+            "theirs": ("", "none: Flax's own"),
+        }
+
+
+@BOTH
+@pytest.mark.parametrize("own_code", ["autocast", "keep"])
+def test_the_sources_of_a_port_are_its_argument_and_its_rules(wing, own_code):
+    rules: Any = {"inherits/(linear|norm)": "f32"}
+    text = Text(chained, "Net", inherits=BLOCK, linear=dense(4, 4), theirs=theirs(4, 4))
+    plain = made(wing, text, wing.flax)
+    inherits, rule = (SHORT, "enclosing module: Net"), (FULL, "rule: 'inherits/(linear|norm)'")
+    port = wing.module.apply_policy(plain, MIXED, rules, own_code=own_code)
+    with jax.numpy_dtype_promotion("standard"):
+        assert shown(wing, port) == {
+            "": (SHORT, "argument: apply_policy"),
+            "inherits": inherits,
+            "inherits/linear": rule,
+            "inherits/norm": rule,
+            "linear": inherits,
+            "theirs": inherits,
+        }
+    found = shown(wing, plain, policy_columns=True)
+    assert set(found.values()) == {("", "none: Flax's own")}
+
+
+@BOTH
+def test_the_global_policy_and_none_are_told_apart(wing):
+    block = made(wing, BLOCK)
+    assert shown(wing, block, policy_columns=True)["linear"] == ("", "none")
+    assert "policy" not in table(wing, block)  # without a policy it is Flax's table
+    set_policy("bf16")
+    assert shown(wing, made(wing, BLOCK))["linear"] == (HALF, "global")
+    with use_policy(None) if wing.name == "linen" else contextlib.nullcontext():
+        assert shown(wing, block, policy_columns=True)["linear"] == ("", "none")
+    assert shown(wing, made(wing, BLOCK, policy=MIXED))[""] == (SHORT, "argument: dtype_policy")
+
+
+@BOTH
+def test_the_rest_of_the_table_is_flaxs(wing):
+    options: dict[str, Any] = {"depth": 1, "compute_flops": True, "compute_vjp_flops": True}
+    options |= {"table_kwargs": {"expand": False}, "column_kwargs": {"justify": "right"}}
+    set_policy(MIXED)
+    model = made(wing, BLOCK)
+    plain = table(wing, model, policy_columns=False, **options)
+    if wing.name == "linen":  # nnx has each class's methods twice, by this module's name or Flax's
+        options_of_flax: dict[str, Any] = options | {"console_kwargs": CONSOLE}
+        assert plain == flax.linen.Module.tabulate(model, KEY, X, **options_of_flax)
+    assert "vjp_flops" in plain
+    found = lines_of(table(wing, model, **options))
+    (linear,) = [row for row in found if row[0] == "linear"]
+    assert linear.count("bfloat16[2,4]") == 2  # as it computes; Flax sees what the code sees
+    seen = [[cell.replace("bfloat16", "float32") for cell in row] for row in found]
+    assert [row[:2] + row[4:] for row in seen] == lines_of(plain)
+
+
+# --- linen's alone --------------------------------------------------------------------------------
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.LayerNorm()(linen.Dense(4)(x))
+
+
+class Lifted(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        with use_policy("f32"):
+            x = linen.Dense(4, name="block")(x)
+        x = linen.remat(Block)(name="remat")(x)
+        step = lambda block, x, _: (block(x).astype(x.dtype), None)  # noqa: E731
+        axes: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return linen.scan(step, length=2, **axes)(Block(name="scanned"), x, None)[0]
+
+
+def linen_shown(model: Any, **options: Any) -> dict[str, tuple[str, str]]:
+    return cells(model.tabulate(KEY, X, console_kwargs=CONSOLE, **options))
+
+
+def test_lifted_linen_modules_and_paths_with_brackets_have_their_sources():
+    rules: Any = {"scanned/LayerNorm_[b0]": "f32", "remat": "bf16"}  # [b0] would be a tag of rich
+    with use_policy(MIXED, rules):
+        rows = linen_shown(Lifted())
+    assert rows["block"] == (FULL, "scope")
+    assert {rows[path] for path in ("remat", "remat/Dense_0")} == {(HALF, "rule: 'remat'")}
+    assert rows["scanned/Dense_0"] == (SHORT, "scope")
+    assert rows["scanned/LayerNorm_0"] == (FULL, "rule: 'scanned/LayerNorm_[b0]'")
+
+
+class Shared(linen.Module):
+    def setup(self):
+        self.dense = linen.Dense(4)
+
+    def __call__(self, x):
+        x = self.dense(x)
+        with use_policy("f16"):
+            return self.dense(x)
+
+    def encode(self, x):
+        return self(x)
+
+
+def test_repeated_calls_of_a_shared_linen_layer_each_show_what_held_in_them():
+    options: Any = {"show_repeated": True, "method": "encode", "depth": 1}
+    with use_policy(MIXED):
+        found = Shared().tabulate(KEY, X, console_kwargs=CONSOLE, **options)
+    rows = [line for line in lines_of(found) if line[0] == "dense"]
+    assert [row[2:4] for row in rows] == [[SHORT, "scope"], [F16, "scope"]]
+    assert cells(found)["(encode)"] == (SHORT, "scope")
+
+
+def test_linens_flops_are_counted_under_what_held_in_the_call():
+    # Flax counts each module as a root, where no such path is
+    with use_policy(MIXED, {"scanned/LayerNorm_0": "f32"}):
+        rows = linen_shown(Lifted(), compute_flops=True)
+    assert rows["scanned/LayerNorm_0"] == (FULL, "rule: 'scanned/LayerNorm_0'")
+
+
+def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
+    monkeypatch.delattr(flax.linen.summary, "_render_table")
+    text = r"'?_render_table'? is missing.*Pass policy_columns=False"
+    with pytest.raises(RuntimeError, match=text):
+        Block().tabulate(KEY, X)
+
+
+# --- nnx's alone ----------------------------------------------------------------------------------
+
+
+def test_what_gave_a_policy_tells_no_two_models_apart():
+    with use_policy(MIXED):
+        scoped = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    set_policy(MIXED)
+    assert nnx.graphdef(scoped) == nnx.graphdef(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+
+def test_nnxs_tabulate_has_rows_of_methods_and_leaves_classes_as_they_were():
+    def encode(self, x):
+        return self(x[None])[0]  # Flax has one row for two calls with inputs that look alike
+
+    text = Text(chained, "Encoder", {"encode": encode}, linear=dense(4, 4))
+    model = text.nnx_class(nnx)(rngs=nnx.Rngs(0), dtype_policy=MIXED)
+    classes = (type(model), nnx.Linear, flax.nnx.Linear)
+    for cls in classes:
+        _ = cls.__annotations__  # Python 3.11 sets them where they are first read
+    before = {cls: dict(vars(cls)) for cls in classes}
+    found = nnx.tabulate(model, X, console_kwargs=CONSOLE, method="encode")
+    assert set(cells(found)) == {"", "encode", "linear"}
+    kept = nnx.tabulate(model, X, console_kwargs=CONSOLE, row_filter=lambda row: row.path == ())
+    assert set(cells(kept)) <= {"", "encode"}
+    with pytest.raises(TypeError, match="dot_general"):
+        nnx.tabulate(model, jnp.ones((2, 3)))
+    assert all(dict(vars(cls)) == attributes for cls, attributes in before.items())
