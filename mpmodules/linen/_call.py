@@ -90,8 +90,6 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
     finally:
         calls.paths.pop()
         calls.innermost = outer
-        if not calls.paths:
-            calls.crossed.clear()
         if is_root:
             calls.seen = calls.root = None
 
@@ -135,13 +133,11 @@ def run_method(
         # A bare layer is a boundary only by a policy of its own.
         crosses = scope.crosses(policy if is_bare else effective.base)
         entered = policy if crosses and (effective.source.own or not is_bare) else None
-        if entered is not None:
-            calls.crossed["/".join(module.path)] = effective
-            if not (is_bare and cls._takes_inputs_as_they_come):
-                args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
+        if entered is not None and not (is_bare and cls._takes_inputs_as_they_come):
+            args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
         source = effective.source.for_those_inside(where(module))
+        inner = _scope_inside(scope, policy, entered is not None)
         try:
-            inner = _scope_inside(scope, policy, entered is not None)
             with enter(inner, source), multiplying(policy, scope.policy):
                 if own_body and not lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
@@ -149,8 +145,7 @@ def run_method(
                 else:
                     outputs = _run_users(module, method, args, kwargs, effective, lifted=lifted)
         except TypeError as error:
-            lifting = "lift its class (nn.scan(Block)) instead of a function, "
-            explain_scan(error, calls.crossed, "/".join(module.path), lifting=lifting)
+            explain_scan(error)
             raise
         crossing = crossing_of(cls, _name_of(method))
         if policy is not None and crossing is not PLAIN:

@@ -13,7 +13,7 @@ from mpmodules.functions.functional import complex_input, is_half
 from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, fields_set
+from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 
@@ -65,6 +65,20 @@ class Layer(Module):
             fields["_numerics"] = numerics_of(policy, crosses)
         with fields_set(self, fields):
             return method(self, *args, **kwargs)
+
+
+def dtypes_inside(layer: Any, policy: Policy | None) -> dict[str, Any]:
+    """Returns the field that tells `layer_inside` the dtypes that a layer was given, if none of
+    them is a policy's.
+    """
+    return {"_dtypes_inside": {} if policy is not None else declared_dtypes(layer)}
+
+
+def layer_inside(layer: Any, cls: type, name: str, **options: Any) -> Any:
+    """Makes a layer of class `cls` in the compact method of another layer: it obeys the policy of
+    that one, or has the dtypes that it was given.
+    """
+    return cls(name=name, **options, **vars(layer).get("_dtypes_inside", {}))
 
 
 def half_safe_fields(

@@ -4,6 +4,7 @@ reduction_dtype.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,9 +12,10 @@ import flax.linen as flax_nn
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import AttentionCrossing
-from mpmodules.linen._adoption import layers_inside
+from mpmodules.linen._adoption import Adopter, adopting
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
@@ -50,9 +52,11 @@ class Attention(Module):
         fields = self._policy_fields(effective.policy, None, method.__name__)
         if effective.dtype is not None:
             fields["dtype"] = effective.dtype
-        declared = declared_dtypes(self)
+        given = declared_dtypes(self) if effective.policy is None else {}
         decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
-        inside = layers_inside(effective.policy, declared)
+        inside = contextlib.nullcontext()
+        if not calls.adopters:  # else that of the port reaches the layers inside
+            inside = adopting(Adopter([name for name in given if given[name] is not None]))
         with fields_set(self, fields), inside, decoding, shared_operands():
             return method(self, *args, **kwargs)
 

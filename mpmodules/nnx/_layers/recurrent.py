@@ -17,6 +17,7 @@ from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import HalfSafe, is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers.cell_steps import gru_step, lstm_step, simple_step
 from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
@@ -138,6 +139,11 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        total = self.dense_i(inputs) + self.dense_h(carry)
+        return simple_step(self, total, carry)
+
 
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
@@ -156,6 +162,13 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        layers = (self.ii, self.hi), (self.if_, self.hf), (self.ig, self.hg), (self.io, self.ho)
+        gates = (of_inputs(inputs) + of_hidden(h) for of_inputs, of_hidden in layers)
+        return lstm_step(self, gates, c)
+
 
 class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
     """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -168,6 +181,12 @@ class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, axis=-1)
+        return lstm_step(self, gates, c)
+
 
 class GRUCell(Cell, flax_nnx.GRUCell):
     """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -179,6 +198,12 @@ class GRUCell(Cell, flax_nnx.GRUCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
+
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        of_inputs, of_hidden = self.dense_i(inputs), self.dense_h(carry)
+        gates = zip(*(jnp.split(x, 3, axis=-1) for x in (of_inputs, of_hidden)), strict=True)
+        return gru_step(self, gates, carry)
 
 
 class RNN(Module, flax_nnx.RNN):
