@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, cast_outputs
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.calls.layer_classes import CALLERS, calls_users, crossing_of, is_library, is_ours
 from mpmodules.calls.scan_errors import explain_scan
@@ -141,7 +141,9 @@ def run_method(
             with enter(inner, source), multiplying(policy, scope.policy):
                 if own_body and not lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
-                    outputs = module._call_layer(effective, returns, method, args, kwargs)
+                    outputs = module._call_layer(
+                        LayerCall(effective, returns, method, args, kwargs)
+                    )
                 else:
                     outputs = _run_users(module, method, args, kwargs, effective, lifted=lifted)
         except TypeError as error:
@@ -244,7 +246,7 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     scope = current_scope()
     effective = effective_policy(module, scope)
     if getattr(type(module), "_is_layer", False):
-        with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
+        with fields_set(module, module._policy_fields(effective.policy)):
             return setup()
     inner = _scope_inside(scope, effective.policy, scope.crosses(effective.base))
     traces = scope.traces_own_code and not _keeps(module)

@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, cast_outputs
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
 from mpmodules.calls.defined_in import is_flax, is_upstream, package_of
 from mpmodules.calls.instance_methods import InstanceMethod
 from mpmodules.calls.layer_classes import (
@@ -235,7 +235,7 @@ def _run_body(
         return method.body(module, *args, **kwargs)
     view = in_policy(module, effective.policy)
     if view._is_layer:
-        return view._call_layer(effective, crosses, method.body, args, kwargs)
+        return view._call_layer(LayerCall(effective, crosses, method.body, args, kwargs))
     return method.body(view, *args, **kwargs)
 
 

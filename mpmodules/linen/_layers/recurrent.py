@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -14,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.boundary import Crossing, LayerCall
 from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import is_half, widen
@@ -34,7 +33,6 @@ from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.core.scope import current_scope
 
 
@@ -70,34 +68,22 @@ class Cell(Layer):
     explicit `dtype`.
     """
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        fields = super()._policy_fields(policy, output_dtype, method_name)
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
+        fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        fields = self._policy_fields(effective.policy, None, method.__name__)
-        if effective.dtype is not None:
-            fields["dtype"] = effective.dtype
+    def _call_layer(self, call: LayerCall) -> Any:
+        fields = self._policy_fields(call.policy) | dtypes_inside(self, call.policy)
+        dtype = call.effective.dtype
+        if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
+            fields["_numerics"] = numerics_of(call._replace(crosses=False))
         else:
-            fields["_numerics"] = numerics_of(effective.policy, False)
-        fields |= dtypes_inside(self, effective.policy)
-        step = functools.partial(method, self)
+            fields["dtype"] = dtype
         mixing = mixing_allowed(
             bool(current_scope().rules)
         )  # may give layers inside another output_dtype
         with fields_set(self, fields), mixing:
-            if method.__name__ != "__call__":
-                return step(*args, **kwargs)
-            return step_in(fields["dtype"], step, args, kwargs)
+            return step_in(fields["dtype"], self, call)
 
     @flax_nn.nowrap
     def _dense(self, name: str, x: jax.Array, features: int, bias_init: Any = None) -> jax.Array:
@@ -362,32 +348,23 @@ class RNN(Module, flax_nn.RNN):
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
     _crossing: ClassVar[Crossing] = LoopCrossing()
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        carry = kwargs.get("initial_carry")
-        if carry is not None and isinstance(self.cell, Cell):
-            kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
-        if effective.policy is None:
-            return method(self, *args, **kwargs)
-        if "seq_lengths" in kwargs:
-            kwargs = kwargs | {"seq_lengths": indexing_lengths(kwargs["seq_lengths"])}
-        if not self._may_widen():
-            return method(self, *args, **kwargs)
-        wide = effective.policy.reduction_dtype
+    def _call_layer(self, call: LayerCall) -> Any:
+        kwargs, policy = dict(call.kwargs), call.policy
+        if kwargs.get("initial_carry") is not None and isinstance(self.cell, Cell):
+            kwargs["initial_carry"] = self.cell._cast_carry(kwargs["initial_carry"])
+        if policy is not None and "seq_lengths" in kwargs:
+            kwargs["seq_lengths"] = indexing_lengths(kwargs["seq_lengths"])
+        call = call._replace(kwargs=kwargs)
+        if policy is None or not self._may_widen():
+            return call.run(self)
 
         def widened(variables: Any) -> Any:
-            return jax.tree.map(lambda x: widen(x, wide), variables)
+            return jax.tree.map(lambda x: widen(x, policy.reduction_dtype), variables)
 
         def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(rnn, *args, **kwargs)
+            return call.method(rnn, *args, **kwargs)
 
-        return flax_nn.map_variables(run, "params", widened)(self, *args, **kwargs)
+        return flax_nn.map_variables(run, "params", widened)(self, *call.args, **call.kwargs)
 
     @flax_nn.nowrap
     def _may_widen(self) -> bool:

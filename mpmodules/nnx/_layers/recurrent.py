@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.boundary import Crossing, LayerCall
 from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import HalfSafe, is_half, widen
@@ -23,7 +22,6 @@ from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.core.casting import cast_floating
-from policy.core.precedence import Effective
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
@@ -71,16 +69,7 @@ class Cell(Layer):
         }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        if method.__name__ != "__call__":
-            return method(self, *args, **kwargs)
+    def _call_layer(self, call: LayerCall) -> Any:
         inside = (
             getattr(part, "dtype_policy", None)
             for part in vars(self).values()
@@ -90,7 +79,7 @@ class Cell(Layer):
             policy != self.dtype_policy for policy in inside
         )  # those may have another output_dtype
         with mixing_allowed(mixes):
-            return step_in(self.dtype, functools.partial(method, self), args, kwargs)
+            return step_in(self.dtype, self, call)
 
     def initialize_carry(
         self,
