@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
 from mpmodules.calls.references import is_reference
+from mpmodules.functions.functional import complex_input
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
+from policy.core.precedence import Effective
 from policy.programs.scope_names import BOUNDARY
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -112,8 +114,52 @@ def is_pair(outputs: Any) -> bool:
     return isinstance(outputs, tuple) and len(outputs) == 2
 
 
-def returned_dtype(policy: Policy, crosses: bool) -> np.dtype:
-    """Returns the dtype of a layer's result: output_dtype where its call is a boundary, else
-    compute_dtype.
+class LayerCall(NamedTuple):
+    """A call of a layer's method, without its boundary.
+
+    Attributes:
+      effective: the policy that the layer obeys.
+      crosses: whether the call is a boundary.
+      method: the method, whose first argument is the layer.
+      args, kwargs: the other arguments.
     """
-    return policy.output_dtype if crosses else policy.compute_dtype
+
+    effective: Effective
+    crosses: bool
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the layer obeys, or None."""
+        return self.effective.policy
+
+    @property
+    def returned_dtype(self) -> Any:
+        """The dtype of the result: output_dtype where the call is a boundary, else compute_dtype;
+        None without a policy.
+        """
+        policy = self.effective.policy
+        if policy is None:
+            return None
+        return policy.output_dtype if self.crosses else policy.compute_dtype
+
+    @property
+    def complex_dtype(self) -> np.dtype | None:
+        """The widest complex dtype among the arguments, or None."""
+        return complex_input((*self.args, *self.kwargs.values()))
+
+    def run(self, layer: Any) -> Any:
+        """Calls the method of a layer, or of a view of it."""
+        return self.method(layer, *self.args, **self.kwargs)
+
+    def first(self, name: str = "inputs") -> Any:
+        """Returns the first argument, whose name is `name`."""
+        return self.args[0] if self.args else self.kwargs[name]
+
+    def with_first(self, value: Any, name: str = "inputs") -> LayerCall:
+        """Returns the call with another first argument."""
+        if self.args:
+            return self._replace(args=(value, *self.args[1:]))
+        return self._replace(kwargs=self.kwargs | {name: value})

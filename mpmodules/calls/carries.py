@@ -4,14 +4,13 @@ one given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Arguments, Crossing, given_carry, is_pair
+from mpmodules.calls.boundary import Crossing, LayerCall, given_carry, is_pair
 from mpmodules.functions.functional import is_wider
 from policy.core.casting import cast_array, cast_floating, is_floating
 
@@ -43,11 +42,6 @@ class LoopCrossing(Crossing):
         return bool(module.return_carry if asked is None else asked)
 
 
-def with_carry(carry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Returns a cell's arguments with another carry in place of the one given."""
-    return ((carry, *args[1:]), kwargs) if args else (args, kwargs | {"carry": carry})
-
-
 def with_given_dtypes(outputs: Any, given: Any) -> Any:
     """Casts the carry in a cell's outputs to the dtypes of the one given, wherever these are wider.
 
@@ -65,29 +59,26 @@ def _as_wide(new: Any, given: Any) -> Any:
     return cast_array(new, given.dtype)
 
 
-def step_in(
-    dtype: DTypeLike | None,
-    step: Callable[..., tuple[Any, Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, Any]:
+def step_in(dtype: DTypeLike | None, cell: Any, call: LayerCall) -> Any:
     """Runs one step of a Flax cell with carry and output in `dtype`.
 
     Args:
       dtype: the cell's computation dtype. None (infer it), or one that is not floating, leaves the
         step as it is.
-      step: the cell's ``__call__``, from carry and input to carry and output.
-      args, kwargs: its arguments.
+      cell: the cell.
+      call: of its ``__call__``, from carry and input to carry and output; other methods run as they
+        are.
 
     Returns:
       The new carry, in `dtype` or in the wider dtype that the given one had, and the output in
       `dtype`.
     """
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return step(*args, **kwargs)
-    given = given_carry(args, kwargs)
-    args, kwargs = with_carry(cast_floating(given, dtype), args, kwargs)
-    return with_given_dtypes(cast_floating(step(*args, **kwargs), dtype), given)
+    is_step = call.method.__name__ == "__call__"
+    if not is_step or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return call.run(cell)
+    given = call.first("carry")
+    outputs = call.with_first(cast_floating(given, dtype), "carry").run(cell)
+    return with_given_dtypes(cast_floating(outputs, dtype), given)
 
 
 def indexing_lengths(seq_lengths: jax.Array | None) -> jax.Array | None:

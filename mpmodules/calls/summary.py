@@ -21,34 +21,32 @@ Cells = tuple[str, str]
 NOT_OURS: Cells = ("", "none: Flax's own")
 
 
-def cells_of(policy: Policy | None, source: Source) -> Cells:
-    """Returns the texts of the two columns for one module."""
-    return ("", "none") if policy is None else (policy.short, str(source))
+def cells_of(policy: Policy | None, source: Source, *, may_scale: bool) -> Cells:
+    """Returns the texts of the two columns for one module, without ``m=`` if it is a layer that has
+    no matmul in 8 bits.
+    """
+    if policy is None:
+        return "", "none"
+    return (policy if may_scale else policy.replace(matmul=None)).short, str(source)
 
 
-def as_multiplied(policy: Policy | None, may_scale: bool) -> Policy | None:
-    """Returns a module's policy without ``m=`` if it is a layer that has no matmul in 8 bits."""
-    return policy if policy is None or may_scale else policy.replace(matmul=None)
-
-
-def hooked(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Copies a function of Flax's with other values for some of its module's names.
+def hooked(module: types.ModuleType, name: str, **names: Any) -> Callable[..., Any]:
+    """Copies a function of a module of Flax's with other values for some of the module's names.
 
     Flax itself is not changed.
 
     Raises:
-      RuntimeError: the function's module has no such name.
+      RuntimeError: the module has no such names.
     """
-    code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    missing = [name for name in names if name not in namespace]
-    if code is None or missing:
+    missing = [each for each in (name, *names) if not hasattr(module, each)]
+    if missing:
         raise RuntimeError(
             "The policy columns can't be added: this version of Flax draws its tables differently "
-            f"({', '.join(missing) or repr(function)} is missing). Pass policy_columns=False for "
-            "Flax's own table."
+            f"({', '.join(missing)} is missing). Pass policy_columns=False for Flax's own table."
         )
+    function = getattr(module, name)
     twin = types.FunctionType(
-        code, namespace | names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, vars(module) | names, name, function.__defaults__, function.__closure__
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin

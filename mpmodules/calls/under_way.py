@@ -14,13 +14,11 @@ class _Calls(threading.local):
 
     Attributes:
       innermost: the module of the innermost call.
-      crossed: the boundaries below the outermost call, by path or class.
       recorded: what a summary records of calls, or None where none is being made.
     """
 
     def __init__(self) -> None:
         self.innermost: Any = None
-        self.crossed: dict[str, Any] = {}
         self.recorded: Any = None
 
 

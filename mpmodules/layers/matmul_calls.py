@@ -16,10 +16,9 @@ from flax.linen.linear import canonicalize_padding
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.casting import cast_array
-from policy.core.policy import Policy
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.eight_bits.scaled_matmul import ScaledMatmul
 from policy.functions.accumulators import accumulating
@@ -42,11 +41,12 @@ class Numerics:
     matmul: ScaledMatmul | None = None
 
 
-def numerics_of(policy: Policy | None, crosses: bool) -> Numerics:
-    """Returns how a layer computes under a policy, in a call that is a boundary or none."""
+def numerics_of(call: LayerCall) -> Numerics:
+    """Returns how a layer computes in a call."""
+    policy = call.policy
     if policy is None:
         return Numerics()
-    return Numerics(returned_dtype(policy, crosses), policy.reduction_dtype, policy.matmul)
+    return Numerics(call.returned_dtype, policy.reduction_dtype, policy.matmul)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.calls.defined_in import is_flax
 from mpmodules.functions.functional import broadcast_like, is_half, is_wider, widen
 from mpmodules.functions.moments import Region, shift_of
@@ -81,7 +82,7 @@ def _others(axes: Sequence[int], x: Array) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class NormCall:
     """The arguments of a normalisation's call.
 
     Attributes:
@@ -104,20 +105,18 @@ class Call:
         return [self.x.shape[axis] for axis in self.features]
 
 
-def call_of(
-    layer: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Call | None:
-    """Returns a call of a layer's `method`.
+def norm_call_of(layer: Any, call: LayerCall) -> NormCall | None:
+    """Returns a call of a layer as one of a normalisation.
 
     Returns None where Flax's own code is to run: of complex numbers, which no policy casts, of axes
     that it refuses, and where an interceptor is around it.
 
     Raises:
-      TypeError: `method` does not take such arguments.
+      TypeError: the method does not take such arguments.
     """
-    if not is_flax(method):
+    if not is_flax(call.method):
         return None
-    given = inspect.signature(method).bind(layer, *args, **kwargs).arguments
+    given = inspect.signature(call.method).bind(layer, *call.args, **call.kwargs).arguments
     x = jnp.asarray(given["x"])
     if jnp.iscomplexobj(x) or not x.ndim:
         return None
@@ -128,7 +127,7 @@ def call_of(
         return None
     if region is None:
         return None
-    return Call(x, region, features, given.get("mask"), given.get("use_running_average"))
+    return NormCall(x, region, features, given.get("mask"), given.get("use_running_average"))
 
 
 def statistics_dtype(reduction_dtype: DTypeLike) -> np.dtype:
@@ -179,7 +178,7 @@ class Norm:
 
 def normalized(
     layer: Any,
-    call: Call,
+    call: NormCall,
     scale: Array | None,
     bias: Array | None,
     running: Sequence[Array],

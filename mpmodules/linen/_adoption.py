@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
@@ -18,7 +18,6 @@ from mpmodules.calls.instance_methods import InstanceMethod
 from mpmodules.calls.layer_classes import LAYER_OF, crossing_of, is_ours, layer_class
 from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
 from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.functions.functional import is_half
 from mpmodules.linen._call import NOT_BOUNDARIES, is_innermost, run_method, run_setup
 from mpmodules.linen._instances import stand_in
 from mpmodules.linen._own_parameters import own_params
@@ -308,31 +307,6 @@ def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Where an adopter is in force
 # --------------------------------------------------------------------------------------------------
-
-
-def layers_inside(
-    policy: Policy | None, declared: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[Any]:
-    """Makes the Flax layers that Flax's code creates inside of a layer of ours obey policies and
-    rules too.
-
-    Args:
-      policy: the policy of the layer of ours. Where it is None, rules may still reach the layers
-        inside, and where its dtype arguments are half, their sums are ours.
-      declared: the dtype arguments that the layer of ours was given; with no policy, its layers
-        inherit them.
-    """
-    names = ("dtype", "param_dtype")
-    given = [] if policy is not None else [name for name in names if declared.get(name) is not None]
-    if (
-        policy is None
-        and not current_scope().rules
-        and not any(is_half(declared[name]) for name in given)
-    ):
-        return contextlib.nullcontext()
-    if calls.adopters:  # it reaches them
-        return contextlib.nullcontext()
-    return adopting(Adopter(given))
 
 
 @contextlib.contextmanager

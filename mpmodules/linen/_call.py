@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, cast_outputs
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.calls.layer_classes import CALLERS, calls_users, crossing_of, is_library, is_ours
 from mpmodules.calls.scan_errors import explain_scan
@@ -90,8 +90,6 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
     finally:
         calls.paths.pop()
         calls.innermost = outer
-        if not calls.paths:
-            calls.crossed.clear()
         if is_root:
             calls.seen = calls.root = None
 
@@ -135,22 +133,21 @@ def run_method(
         # A bare layer is a boundary only by a policy of its own.
         crosses = scope.crosses(policy if is_bare else effective.base)
         entered = policy if crosses and (effective.source.own or not is_bare) else None
-        if entered is not None:
-            calls.crossed["/".join(module.path)] = effective
-            if not (is_bare and cls._takes_inputs_as_they_come):
-                args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
+        if entered is not None and not (is_bare and cls._takes_inputs_as_they_come):
+            args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
         source = effective.source.for_those_inside(where(module))
+        inner = _scope_inside(scope, policy, entered is not None)
         try:
-            inner = _scope_inside(scope, policy, entered is not None)
             with enter(inner, source), multiplying(policy, scope.policy):
                 if own_body and not lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
-                    outputs = module._call_layer(effective, returns, method, args, kwargs)
+                    outputs = module._call_layer(
+                        LayerCall(effective, returns, method, args, kwargs)
+                    )
                 else:
                     outputs = _run_users(module, method, args, kwargs, effective, lifted=lifted)
         except TypeError as error:
-            lifting = "lift its class (nn.scan(Block)) instead of a function, "
-            explain_scan(error, calls.crossed, "/".join(module.path), lifting=lifting)
+            explain_scan(error)
             raise
         crossing = crossing_of(cls, _name_of(method))
         if policy is not None and crossing is not PLAIN:
@@ -249,7 +246,7 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
     scope = current_scope()
     effective = effective_policy(module, scope)
     if getattr(type(module), "_is_layer", False):
-        with fields_set(module, module._policy_fields(effective.policy, None, "setup")):
+        with fields_set(module, module._policy_fields(effective.policy)):
             return setup()
     inner = _scope_inside(scope, effective.policy, scope.crosses(effective.base))
     traces = scope.traces_own_code and not _keeps(module)

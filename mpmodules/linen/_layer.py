@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.functions.functional import complex_input, is_half
+from mpmodules.calls.boundary import LayerCall
+from mpmodules.functions.functional import is_half
 from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, fields_set
+from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 
 
 class Layer(Module):
@@ -32,39 +31,35 @@ class Layer(Module):
     _takes_inputs_as_they_come: ClassVar[bool] = False
     _numerics: ClassVar[Numerics] = Numerics()  # in a call, an attribute: those of the policy
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        """Returns the dataclass fields to set for a call of `method_name` that is to return
-        `output_dtype`.
-        """
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
+        """Returns the dataclass fields to set for a call under a policy."""
         return dtype_fields(self, policy)
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        complex_dtype = complex_input((*args, *kwargs.values()))
-        if policy is not None and effective.dtype is None and complex_dtype is not None:
+    def _call_layer(self, call: LayerCall) -> Any:
+        policy, dtype = call.policy, call.effective.dtype
+        complex_dtype = call.complex_dtype
+        if policy is not None and dtype is None and complex_dtype is not None:
             with fields_set(self, dtype_fields(self, policy) | {"dtype": complex_dtype}):
-                # As Flax infers it: no policy casts complex numbers.
-                return method(self, *args, **kwargs)
-        output_dtype = None
-        if policy is not None:
-            output_dtype = policy.output_dtype if crosses else policy.compute_dtype
-        fields = self._policy_fields(policy, output_dtype, method.__name__)
+                return call.run(self)  # as Flax infers it: no policy casts complex numbers
+        fields = self._policy_fields(policy)
         fields |= half_safe_fields(self, fields.get("param_dtype", jnp.float32))
-        if effective.dtype is not None:
-            fields["dtype"] = effective.dtype
-        else:
-            fields["_numerics"] = numerics_of(policy, crosses)
+        fields |= {"_numerics": numerics_of(call)} if dtype is None else {"dtype": dtype}
         with fields_set(self, fields):
-            return method(self, *args, **kwargs)
+            return call.run(self)
+
+
+def dtypes_inside(layer: Any, policy: Policy | None) -> dict[str, Any]:
+    """Returns the field that tells `layer_inside` the dtypes that a layer was given, if none of
+    them is a policy's.
+    """
+    return {"_dtypes_inside": {} if policy is not None else declared_dtypes(layer)}
+
+
+def layer_inside(layer: Any, cls: type, name: str, **options: Any) -> Any:
+    """Makes a layer of class `cls` in the compact method of another layer: it obeys the policy of
+    that one, or has the dtypes that it was given.
+    """
+    return cls(name=name, **options, **vars(layer).get("_dtypes_inside", {}))
 
 
 def half_safe_fields(

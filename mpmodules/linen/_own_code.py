@@ -55,7 +55,6 @@ def call_traced(
                 with enter(scope):
                     return own_code.run_kept(type(module), error, lambda: plainly(*args, **kwargs))
     name = getattr(method, "__name__", "")
-    calls.crossed["/".join(module.path)] = effective
     suffix = "" if name == "__call__" else f".{name}"
     with jax.named_scope(f"{module.name or type(module).__name__}{suffix}"):
         carry = crossing_of(type(module), name).carry_of(module, args, kwargs)

@@ -120,10 +120,8 @@ def declared_dtypes(module: Any) -> Mapping[str, Any]:
     """Returns the dtype arguments that the user gave a layer, whose fields may hold others during a
     call.
     """
-    declared = module.__dict__.get("_declared_fields")
-    if declared is None:
-        declared = {name: module.__dict__.get(name) for name in ("dtype", "param_dtype")}
-    return declared
+    declared = module.__dict__.get("_declared_fields", module.__dict__)
+    return {name: declared.get(name) for name in ("dtype", "param_dtype")}
 
 
 def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
@@ -16,7 +16,6 @@ from mpmodules.calls.layer_classes import layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
-    as_multiplied,
     cells_of,
     hooked,
     with_columns,
@@ -34,6 +33,9 @@ _MULTIPLYING = (
     flax_nn.Conv,
     flax_nn.OptimizedLSTMCell,
 )
+
+
+_SIGNATURE = inspect.signature(flax_summary.tabulate)
 
 
 @with_signature_of(flax_summary.tabulate)
@@ -80,26 +82,30 @@ def tabulate(
     """
     if policy_columns is False:
         return flax_summary.tabulate(module, rngs, *options, **named_options)
+    given = _SIGNATURE.bind(module, rngs, *options, **named_options).arguments
 
     def summary(*args: Any, **kwargs: Any) -> str:
-        with _recording(_as_multiplied) as recorded:
+        with _recording() as recorded:
+            shown: list[_RecordedCall] = []  # the calls of the rows
 
-            def render(
-                table: Any,
-                console_kwargs: Mapping[str, Any] | None,
-                table_kwargs: Mapping[str, Any],
-                column_kwargs: Mapping[str, Any],
-                *others: Any,
-            ) -> str:
-                cells, table = _cells(table, recorded), _as_run(table, recorded)
-                draw = hooked(
-                    flax_summary._render_table,
-                    _get_rich_repr=_drawing(cells, column_kwargs, policy_columns),
-                )
-                return draw(table, console_kwargs, table_kwargs, column_kwargs, *others)
+            def flops(call: Any, *which: bool) -> tuple[int, int]:  # asked of each row, before it
+                shown.append(recorded.calls.get(call.index, _RecordedCall()))
+                return _flops(shown[-1], call, *which)
 
-            rows = hooked(flax_summary._get_module_table, _get_call_flops=_flops(recorded))
-            tabulate_ = hooked(flax_summary.tabulate, _render_table=render, _get_module_table=rows)
+            def row(path: Any, copy: Any, method: str, *rest: Any) -> Any:
+                inputs_and_outputs = shown[-1].run or rest[:2]
+                return flax_summary.Row(path, copy, method, *inputs_and_outputs, *rest[2:])
+
+            def draw(table: Any, console_kwargs: Any) -> str:
+                cells = [call.cells for call in shown]
+                wider = with_columns(table, cells, given.get("column_kwargs", {}), policy_columns)
+                return flax_summary._get_rich_repr(wider, console_kwargs)
+
+            render = hooked(flax_summary, "_render_table", _get_rich_repr=draw)
+            rows = hooked(flax_summary, "_get_module_table", _get_call_flops=flops, Row=row)
+            tabulate_ = hooked(
+                flax_summary, "tabulate", _render_table=render, _get_module_table=rows
+            )
             return tabulate_(module, rngs, *options, **named_options)(*args, **kwargs)
 
     return summary
@@ -118,12 +124,6 @@ def tabulate_method(
     return tabulate(module, rngs, policy_columns=policy_columns, **options)(*args, **kwargs)
 
 
-def _as_multiplied(module: flax_nn.Module, effective: Effective) -> Effective:
-    """Returns the policy that a module obeys, without ``m=`` if it is a layer that stays out."""
-    policy = as_multiplied(effective.policy, _may_scale(module))
-    return dataclasses.replace(effective, policy=policy)
-
-
 def _may_scale(module: flax_nn.Module) -> bool:
     """Returns whether the matmuls of a layer, or of a module's layers, run in 8 bits by ``m=``."""
     layer = layer_class(type(module))
@@ -135,59 +135,15 @@ def _may_scale(module: flax_nn.Module) -> bool:
     return isinstance(module, _MULTIPLYING) and may_multiply_in_8_bits(*own)
 
 
-def _one_by_one(recorded: _Recorded) -> Callable[[tuple[str, ...], str], _RecordedCall]:
-    """Returns a function that gives a method's calls one by one, in the order of the table's
-    rows.
-    """
-    calls = {call: iter(found) for call, found in recorded.calls.items()}
-    return lambda path, method: next(calls.get((path, method), iter(())), _RecordedCall())
-
-
-def _cells(table: Any, recorded: _Recorded) -> list[Cells]:
-    """Returns the texts of our columns, by row."""
-    call = _one_by_one(recorded)
-    effective = [call(row.path, row.method).effective for row in table]
-    return [NOT_OURS if held is None else cells_of(held.policy, held.source) for held in effective]
-
-
-def _as_run(table: Any, recorded: _Recorded) -> Any:
-    """Returns a table whose layers have the inputs and outputs that they compute with, not those
-    that the code around them sees.
-    """
-    call, rows = _one_by_one(recorded), []
-    for row in table:
-        run = call(row.path, row.method).run
-        if run is not None:
-            args, kwargs, outputs = run
-            inputs = flax_summary._process_inputs(args, kwargs)
-            row = dataclasses.replace(row, inputs=inputs, outputs=outputs)
-        rows.append(row)
-    return flax_summary.Table(table.module, table.collections, rows)
-
-
-def _flops(recorded: _Recorded) -> Callable[..., tuple[int, int]]:
+def _flops(call: _RecordedCall, info: Any, *which: bool) -> tuple[int, int]:
     """Counts FLOPs as Flax does, under the inherited policy: Flax calls each module as a root,
     without path rules.
     """
-    one_by_one = functools.cache(lambda: _one_by_one(recorded))  # once all calls are recorded
-
-    def flops(call: Any, *which: bool) -> tuple[int, int]:
-        held = one_by_one()(call.path, call.method).effective
-        policy = current_scope().policy if held is None else held.base
-        with enter(Scope(policy)), warnings.catch_warnings():
-            # Told of already, under the module's own path.
-            warnings.simplefilter("ignore", DtypePolicyWarning)
-            return flax_summary._get_call_flops(call, *which)
-
-    return flops
-
-
-def _drawing(
-    cells: list[Cells], column_kwargs: Mapping[str, Any], policy_columns: bool | None
-) -> Callable[..., str]:
-    return lambda table, console_kwargs: flax_summary._get_rich_repr(
-        with_columns(table, cells, column_kwargs, policy_columns), console_kwargs
-    )
+    policy = current_scope().policy if call.effective is None else call.effective.base
+    with enter(Scope(policy)), warnings.catch_warnings():
+        # Told of already, under the module's own path.
+        warnings.simplefilter("ignore", DtypePolicyWarning)
+        return flax_summary._get_call_flops(info, *which)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,34 +157,35 @@ class _RecordedCall:
 
     Attributes:
       effective: the policy that the module obeys in it; None of one that is not ours.
-      run: the arguments and the outputs of a layer in a trace of own code, in the dtypes that the
-        layer computes in, as Flax's summaries represent them; None of other modules.
+      cells: the texts of our columns.
+      run: the inputs and outputs of a layer in a trace of own code, in the dtypes that the layer
+        computes in, as Flax's summaries represent them; None of other modules.
     """
 
     effective: Effective | None = None
-    run: tuple[Any, Any, Any] | None = None
+    cells: Cells = NOT_OURS
+    run: tuple[Any, Any] | None = None
 
 
 class _Recorded:
-    """The calls of Flax's modules and ours, in order.
+    """The calls of Flax's modules and ours, by the numbers that Flax's summaries give them.
 
     In each call, `intercept` runs first, outside of our boundary; `note` and `note_run` add what is
     known inside of it.
     """
 
-    def __init__(self, shown: Callable[[flax_nn.Module, Effective], Effective]) -> None:
-        self.calls: dict[tuple[tuple[str, ...], str], list[_RecordedCall]] = {}
-        self._shown = shown
-        self._open: list[tuple[tuple[str, ...], str]] = []
+    def __init__(self) -> None:
+        self.calls: dict[int, _RecordedCall] = {}
+        self._open: list[tuple[tuple[str, ...], _RecordedCall]] = []
 
     def intercept(
         self, next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
     ) -> Any:
-        if context.method_name == "setup":
+        summaries = flax_nn.module._context.call_info_stack
+        if context.method_name == "setup" or not summaries:  # Flax lists neither
             return next_fun(*args, **kwargs)
-        call = context.module.path, context.method_name
-        self.calls.setdefault(call, []).append(_RecordedCall())
-        self._open.append(call)
+        call = self.calls[summaries[-1].index - 1] = _RecordedCall()
+        self._open.append((context.module.path, call))
         try:
             return next_fun(*args, **kwargs)
         finally:
@@ -237,27 +194,28 @@ class _Recorded:
     def note(self, module: flax_nn.Module, effective: Effective) -> None:
         call = self._innermost(module)
         if call is not None and call.effective is None:
-            call.effective = self._shown(module, effective)
+            call.effective = effective
+            may_scale = _may_scale(module)
+            call.cells = cells_of(effective.policy, effective.source, may_scale=may_scale)
 
     def note_run(
         self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
         call = self._innermost(module)
         if call is not None:
-            call.run = flax_summary._represent_tree((args, kwargs, outputs))
+            args, kwargs, outputs = flax_summary._represent_tree((args, kwargs, outputs))
+            call.run = flax_summary._process_inputs(args, kwargs), outputs
 
     def _innermost(self, module: flax_nn.Module) -> _RecordedCall | None:
         """Returns the innermost call under way, if it is of this module."""
-        is_its = self._open and self._open[-1][0] == module.path
-        return self.calls[self._open[-1]][-1] if is_its else None
+        path, call = self._open[-1] if self._open else (None, None)
+        return call if path == module.path else None
 
 
 @contextlib.contextmanager
-def _recording(
-    shown: Callable[[flax_nn.Module, Effective], Effective],
-) -> Iterator[_Recorded]:
-    """Records the policies that the modules called in a block obey, as `shown` returns them."""
-    outer, calls.recorded = calls.recorded, _Recorded(shown)
+def _recording() -> Iterator[_Recorded]:
+    """Records the policies that the modules called in a block obey."""
+    outer, calls.recorded = calls.recorded, _Recorded()
     try:
         with flax_nn.intercept_methods(calls.recorded.intercept):
             yield calls.recorded

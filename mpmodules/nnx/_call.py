@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, cast_outputs
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
 from mpmodules.calls.defined_in import is_flax, is_upstream, package_of
 from mpmodules.calls.instance_methods import InstanceMethod
 from mpmodules.calls.layer_classes import (
@@ -108,8 +108,6 @@ def _under_way(module: Any) -> Iterator[Any]:
     finally:
         calls.innermost, calls.inside = outer, inside + 1
         calls.depth -= 1
-        if not calls.depth:
-            calls.crossed.clear()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,8 +198,6 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     entered, inner, source = policy if crosses else None, scope, None
     if entered is not None:
         inner, source = scope.inside(entered), effective.source.for_those_inside(cls.__name__)
-        if calls.depth:
-            calls.crossed[cls.__name__] = effective
         if not (cls._is_layer and cls._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
     precise = multiplying(policy, scope.policy if scope.boundary_open else None)
@@ -209,8 +205,7 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
         try:
             outputs = _run_body(module, method, effective, crosses, args, kwargs)
         except TypeError as error:
-            if crosses and calls.depth == 1:
-                explain_scan(error, calls.crossed)
+            explain_scan(error)
             raise
     crossing = crossing_of(cls, method.name)
     if policy is not None and crossing is not PLAIN:
@@ -240,7 +235,7 @@ def _run_body(
         return method.body(module, *args, **kwargs)
     view = in_policy(module, effective.policy)
     if view._is_layer:
-        return view._call_layer(effective, crosses, method.body, args, kwargs)
+        return view._call_layer(LayerCall(effective, crosses, method.body, args, kwargs))
     return method.body(view, *args, **kwargs)
 
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.nnx._adoption import adopt_children
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import dtype_arguments, in_complex, viewed
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.core.scope import Source
 
 
@@ -65,20 +65,10 @@ class Layer(BuiltWithDtypes):
     _takes_inputs_as_they_come: ClassVar[bool] = False
     _numerics: Numerics = Numerics()  # in a call, those of the policy
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        """Runs a method on a view of the layer that computes as the policy says.
-
-        `crosses` tells that the call is a boundary and returns output_dtype.
-        """
-        view, policy = in_complex(self, args, kwargs), effective.policy
+    def _call_layer(self, call: LayerCall) -> Any:
+        """Runs a method on a view of the layer that computes as the policy says."""
+        view, policy = in_complex(self, call), call.policy
         computes = policy is not None and getattr(self, "dtype", None) == policy.compute_dtype
         if view is None and computes:
-            view = viewed(self, _numerics=numerics_of(policy, crosses))
-        return method(self if view is None else view, *args, **kwargs)
+            view = viewed(self, _numerics=numerics_of(call))
+        return call.run(self if view is None else view)

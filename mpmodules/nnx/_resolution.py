@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.calls.constructors import policy_given, require_dtypes
 from mpmodules.calls.layer_classes import is_ours
 from mpmodules.calls.references import is_reference
 from mpmodules.calls.under_way import nnx_calls as calls
-from mpmodules.functions.functional import complex_input
 from mpmodules.layers.initializers import half_safe_inits
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, warn_once, with_explicit_dtypes
@@ -278,14 +278,12 @@ def in_policy(module: Any, policy: Policy | None) -> Any:
     return viewed(module, dtype_policy=policy, **dtypes)
 
 
-def in_complex(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_complex(layer: Any, call: LayerCall) -> Any:
     """Returns a view of a layer in the dtype of its complex inputs, which no policy casts.
 
-    Returns None where there are none.
-
-    An explicit dtype argument holds.
+    Returns None where there are none, and where an explicit dtype argument holds.
     """
-    dtype = complex_input((*args, *kwargs.values()))
+    dtype = call.complex_dtype
     if layer.dtype_policy is None or layer._explicit_dtype is not None or dtype is None:
         return None
     return viewed(layer, dtype=dtype)

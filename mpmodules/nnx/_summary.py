@@ -16,7 +16,6 @@ from mpmodules.calls.layer_classes import is_ours, layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
-    as_multiplied,
     cells_of,
     hooked,
     with_columns,
@@ -95,8 +94,8 @@ def _with_columns(
             inputs, outputs = runs.pop(object_id, rest[:2])
             return flax_summary.CallInfo(order, object_id, kind, path, inputs, outputs, *rest[2:])
 
-        noting = hooked(flax_summary._save_call_info, CallInfo=row)
-        tabulate_ = hooked(flax_nnx.tabulate, _get_rich_repr=draw, _save_call_info=noting)
+        noting = hooked(flax_summary, "_save_call_info", CallInfo=row)
+        tabulate_ = hooked(flax_summary, "tabulate", _get_rich_repr=draw, _save_call_info=noting)
         return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
 
 
@@ -161,7 +160,7 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
         obj = obj[key] if child is None else child
     if not is_ours(type(obj)):
         return NOT_OURS
-    return cells_of(as_multiplied(obj.dtype_policy, _may_scale(obj)), obj._policy_source)
+    return cells_of(obj.dtype_policy, obj._policy_source, may_scale=_may_scale(obj))
 
 
 def _may_scale(obj: Any) -> bool:

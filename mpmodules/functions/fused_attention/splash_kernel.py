@@ -61,35 +61,26 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: StaticMask | None,
-    is_causal: bool,
-    interpret: bool,
-) -> Array:
-    """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H)."""
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
+def forward(query: Array, key: Array, value: Array, **how: Any) -> Array:
+    """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H).
+
+    Args:
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
+      **how: `mask`, `is_causal` and `interpret`; see `_kernel`.
+    """
+    kernel = _kernel(_lengths(query, key), query.shape[-1], **how)
     with _as_written():
         out = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
         return _heads_last(out, query)
 
 
 def forward_with_residuals(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: StaticMask | None,
-    is_causal: bool,
-    interpret: bool,
+    query: Array, key: Array, value: Array, **how: Any
 ) -> tuple[Array, Array]:
     """Computes `forward`, and its residual: the logarithms of the softmax's denominators, (B..., N,
     T) in float32.
     """
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, True, interpret)
+    kernel = _kernel(_lengths(query, key), query.shape[-1], save_residuals=True, **how)
     with _as_written():
         out, (log_sum,) = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
         return _heads_last(out, query), log_sum.reshape(*query.shape[:-3], *log_sum.shape[1:])
@@ -102,15 +93,12 @@ def backward(
     out: Array,
     log_sum: Array,
     cotangent: Array,
-    *,
-    mask: StaticMask | None,
-    is_causal: bool,
-    interpret: bool,
+    **how: Any,
 ) -> tuple[Array, Array, Array]:
     """Computes the cotangents of queries, keys and values, from the results of
     `forward_with_residuals`.
     """
-    kernel = _kernel(_lengths(query, key), query.shape[-1], mask, is_causal, False, interpret)
+    kernel = _kernel(_lengths(query, key), query.shape[-1], **how)
     with _as_written():
         operands = [_scaled(query), *map(_heads_first, (key, value, out, cotangent))]
         log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
@@ -182,10 +170,11 @@ def _lengths(query: Array, key: Array) -> tuple[int, int, int]:
 def _kernel(
     lengths: tuple[int, int, int],
     width: int,
+    *,
     mask: StaticMask | None,
     is_causal: bool,
-    save_residuals: bool,
     interpret: bool,
+    save_residuals: bool = False,
 ) -> Callable[..., Any]:
     """Makes JAX's kernel for one example: (N, T, H), (K, S, H), (K, S, H) -> (N, T, H).
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.calls.defined_in import is_flax
 from mpmodules.functions import activations, functional
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._resolution import fields_set
 from policy.core.casting import cast_array
-from policy.core.precedence import Effective
 
 
 class PReLU(Layer, flax_nn.PReLU):
@@ -33,22 +32,13 @@ class PReLU(Layer, flax_nn.PReLU):
 
     param_dtype: DTypeLike | None = None
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
-        if policy is not None:
-            inputs = cast_array(inputs, policy.compute_dtype)
-        fields = self._policy_fields(policy, None, method.__name__)
-        with fields_set(self, fields):
-            if not (functional.is_half(inputs.dtype) and is_flax(method)):
-                return method(self, inputs)
+    def _call_layer(self, call: LayerCall) -> Any:
+        inputs = jnp.asarray(call.first())
+        if call.policy is not None:
+            inputs = cast_array(inputs, call.policy.compute_dtype)
+        with fields_set(self, self._policy_fields(call.policy)):
+            if not (functional.is_half(inputs.dtype) and is_flax(call.method)):
+                return call.with_first(inputs).run(self)
             slope = self.param(
                 "negative_slope",
                 lambda key: jnp.asarray(self.negative_slope_init, self.param_dtype),

@@ -4,22 +4,23 @@ reduction_dtype.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.boundary import Crossing, LayerCall
+from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import AttentionCrossing
-from mpmodules.linen._adoption import layers_inside
+from mpmodules.linen._adoption import Adopter, adopting
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.eight_bits.scaled_matmul import shared_operands
 
 
@@ -31,30 +32,23 @@ class Attention(Module):
     _crossing: ClassVar[Crossing] = AttentionCrossing()
     _dtype_fields: ClassVar[bool] = True
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         fields = dtype_fields(self, policy)
         if declared_field(self, "attention_fn") is flax_nn.dot_product_attention:
             fields["attention_fn"] = dot_product_attention
         return fields
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        fields = self._policy_fields(effective.policy, None, method.__name__)
-        if effective.dtype is not None:
-            fields["dtype"] = effective.dtype
-        declared = declared_dtypes(self)
+    def _call_layer(self, call: LayerCall) -> Any:
+        fields = self._policy_fields(call.policy)
+        if call.effective.dtype is not None:
+            fields["dtype"] = call.effective.dtype
+        given = declared_dtypes(self) if call.policy is None else {}
         decoding = attention.adding_indices(bool(getattr(self, "decode", False)))
-        inside = layers_inside(effective.policy, declared)
+        inside = contextlib.nullcontext()
+        if not calls.adopters:  # else that of the port reaches the layers inside
+            inside = adopting(Adopter([name for name in given if given[name] is not None]))
         with fields_set(self, fields), inside, decoding, shared_operands():
-            return method(self, *args, **kwargs)
+            return call.run(self)
 
 
 class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttention):

@@ -44,10 +44,8 @@ class Embed(Layer, flax_nn.Embed):
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        fields = super()._policy_fields(policy, output_dtype, method_name)
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
+        fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
 
     def __call__(self, inputs: jax.Array) -> jax.Array:

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions.moments import Region
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.layers.normalization_calls import (
-    Call,
+    NormCall,
     batch_norm_region,
-    call_of,
     group_norm_region,
     instance_norm_region,
     layer_norm_region,
+    norm_call_of,
     normalized,
     statistics_dtype,
 )
@@ -28,7 +28,6 @@ from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 
 
 class Normalization(Layer):
@@ -51,34 +50,26 @@ class Normalization(Layer):
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _takes_mean: ClassVar[bool] = True
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         fast = declared_field(self, "use_fast_variance")
         fields = dtype_fields(self, policy)
         fields["use_fast_variance"] = policy is None if fast is None else fast
         return fields if policy is None else fields | {"dtype": policy.reduction_dtype}
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        obeys = policy is not None and effective.dtype is None  # else by an explicit complex dtype
-        call = call_of(self, method, args, kwargs) if obeys else None
-        if policy is not None and call is not None:
+    def _call_layer(self, call: LayerCall) -> Any:
+        policy, dtype = call.policy, call.returned_dtype
+        if call.effective.dtype is not None:  # an explicit complex one
+            policy = None
+        norm = None if policy is None else norm_call_of(self, call)
+        if policy is not None and norm is not None:
             fields = dtype_fields(self, policy) | half_safe_fields(self, policy.param_dtype)
             with fields_set(self, fields):
-                return self._normalised(call, policy, returned_dtype(policy, crosses))
+                return self._normalised(norm, policy, dtype)
         with mixing_allowed():  # Flax asks how float64 promotes
-            y = super()._call_layer(effective, crosses, method, args, kwargs)
-        return cast_array(y, returned_dtype(policy, crosses)) if policy and obeys else y
+            y = super()._call_layer(call)
+        return y if policy is None else cast_array(y, dtype)
 
-    def _normalised(self, call: Call, policy: Policy, dtype: DTypeLike) -> jax.Array:
+    def _normalised(self, call: NormCall, policy: Policy, dtype: DTypeLike) -> jax.Array:
         """Normalises, with parameters and running statistics that are created or read as Flax's."""
         running = self._running(call, policy)
         takes_statistics = self._takes_statistics(call)
@@ -104,11 +95,11 @@ class Normalization(Layer):
                 variable.value = value
         return y
 
-    def _running(self, call: Call, policy: Policy) -> Sequence[flax_nn.Variable]:
+    def _running(self, call: NormCall, policy: Policy) -> Sequence[flax_nn.Variable]:
         """Returns the variables of the running mean and variance, if the layer has them."""
         return ()
 
-    def _takes_statistics(self, call: Call) -> bool:
+    def _takes_statistics(self, call: NormCall) -> bool:
         """Returns whether a call takes statistics of its input."""
         return True
 
@@ -208,12 +199,12 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
 
     _region = batch_norm_region
 
-    def _running(self, call: Call, policy: Policy) -> Sequence[flax_nn.Variable]:
+    def _running(self, call: NormCall, policy: Policy) -> Sequence[flax_nn.Variable]:
         dtype = statistics_dtype(policy.reduction_dtype)
         mean = self.variable("batch_stats", "mean", lambda s: jnp.zeros(s, dtype), call.shape)
         var = self.variable("batch_stats", "var", lambda s: jnp.ones(s, dtype), call.shape)
         return mean, var
 
-    def _takes_statistics(self, call: Call) -> bool:
+    def _takes_statistics(self, call: NormCall) -> bool:
         flags = self.use_running_average, call.use_running_average
         return not merge_param("use_running_average", *flags) and call.x.size != 0

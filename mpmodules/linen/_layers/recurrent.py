@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -14,19 +13,26 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.boundary import Crossing, LayerCall
 from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers.cell_steps import gru_step, lstm_step, mixed, simple_step
 from mpmodules.layers.matmul_calls import Product, linear, numerics_of
-from mpmodules.linen._adoption import layers_inside
-from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
+from mpmodules.linen._layer import (
+    Layer,
+    declared_field,
+    dtypes_inside,
+    half_safe_fields,
+    layer_inside,
+)
+from mpmodules.linen._layers.convolution import Conv
+from mpmodules.linen._layers.linear import Dense
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
+from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.core.scope import current_scope
 
 
@@ -62,34 +68,34 @@ class Cell(Layer):
     explicit `dtype`.
     """
 
-    def _policy_fields(
-        self, policy: Policy | None, output_dtype: DTypeLike | None, method_name: str
-    ) -> dict[str, Any]:
-        fields = super()._policy_fields(policy, output_dtype, method_name)
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
+        fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        fields = self._policy_fields(effective.policy, None, method.__name__)
-        if effective.dtype is not None:
-            fields["dtype"] = effective.dtype
+    def _call_layer(self, call: LayerCall) -> Any:
+        fields = self._policy_fields(call.policy) | dtypes_inside(self, call.policy)
+        dtype = call.effective.dtype
+        if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
+            fields["_numerics"] = numerics_of(call._replace(crosses=False))
         else:
-            fields["_numerics"] = numerics_of(effective.policy, False)
-        step = functools.partial(method, self)
-        declared = declared_dtypes(self)
+            fields["dtype"] = dtype
         mixing = mixing_allowed(
             bool(current_scope().rules)
         )  # may give layers inside another output_dtype
-        with fields_set(self, fields), layers_inside(effective.policy, declared), mixing:
-            if method.__name__ != "__call__":
-                return step(*args, **kwargs)
-            return step_in(fields["dtype"], step, args, kwargs)
+        with fields_set(self, fields), mixing:
+            return step_in(fields["dtype"], self, call)
+
+    @flax_nn.nowrap
+    def _dense(self, name: str, x: jax.Array, features: int, bias_init: Any = None) -> jax.Array:
+        """Multiplies `x` by the kernel of a layer, which has a bias where `bias_init` makes one.
+
+        The names of layers for inputs begin with i, those for the hidden state with h.
+        """
+        cell: Any = self
+        init = cell.kernel_init if name[0] == "i" else cell.recurrent_kernel_init
+        options = {"use_bias": False} if bias_init is None else {"bias_init": bias_init}
+        layer = layer_inside(self, Dense, name, features=features, kernel_init=init, **options)
+        return layer(x)
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
@@ -143,6 +149,14 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
 
     param_dtype: DTypeLike | None = None
 
+    @flax_nn.compact
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        features = carry.shape[-1]
+        total = self._dense("i", inputs, features, self.bias_init)
+        total = total + self._dense("h", carry, features)
+        return simple_step(self, total, carry)
+
 
 class LSTMCell(Cell, flax_nn.LSTMCell):
     """`flax.linen.LSTMCell` that obeys policies.
@@ -162,6 +176,18 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
     """
 
     param_dtype: DTypeLike | None = None
+
+    @flax_nn.compact
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        features = h.shape[-1]
+        gates = (
+            self._dense(f"i{gate}", inputs, features)
+            + self._dense(f"h{gate}", h, features, self.bias_init)
+            for gate in "ifgo"
+        )
+        return lstm_step(self, gates, c)
 
 
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
@@ -199,12 +225,8 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
             )(inputs)
             of_carry[gate] = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
         by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
-        i, f, g, o = zip(by_carry, by_inputs, strict=True)
-        i, f = self.gate_fn(i[0] + i[1]), self.gate_fn(f[0] + f[1])
-        g, o = self.activation_fn(g[0] + g[1]), self.gate_fn(o[0] + o[1])
-        c = f * c + i * g
-        h = o * self.activation_fn(c)
-        return (c, h), h
+        gates = (a + b for a, b in zip(by_carry, by_inputs, strict=True))
+        return lstm_step(self, gates, c)
 
     @flax_nn.nowrap
     def _multiplied(self, x: jax.Array, parts: dict[str, Any]) -> list[jax.Array]:
@@ -230,6 +252,20 @@ class GRUCell(Cell, flax_nn.GRUCell):
 
     param_dtype: DTypeLike | None = None
 
+    @flax_nn.compact
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        dense = functools.partial(self._dense, features=carry.shape[-1])
+        bias_init, of_hidden = self.bias_init, {"n": self.bias_init}
+        gates = (
+            (
+                dense(f"i{gate}", inputs, bias_init=bias_init),
+                dense(f"h{gate}", carry, bias_init=of_hidden.get(gate)),
+            )
+            for gate in "rzn"
+        )
+        return gru_step(self, gates, carry)
+
 
 class MGUCell(Cell, flax_nn.MGUCell):
     """`flax.linen.MGUCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -243,6 +279,18 @@ class MGUCell(Cell, flax_nn.MGUCell):
     """
 
     param_dtype: DTypeLike | None = None
+
+    @flax_nn.compact
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        dense = functools.partial(self._dense, features=carry.shape[-1])
+        f = dense("if", inputs, bias_init=self.forget_bias_init) + dense("hf", carry)
+        f, bias_init = self.gate_fn(f), self.activation_bias_init
+        of_hidden = dense("hn", carry, bias_init=bias_init if self.reset_gate else None)
+        if self.reset_gate:
+            of_hidden = of_hidden * f
+        n = self.activation_fn(dense("in", inputs, bias_init=bias_init) + of_hidden)
+        return mixed(f, n, carry)
 
 
 class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
@@ -258,6 +306,28 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
     """
 
     param_dtype: DTypeLike | None = None
+
+    @flax_nn.compact
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (batch..., spatial..., in) to the new carry
+        and h.
+        """
+        c, h = carry
+        convolution = functools.partial(
+            layer_inside,
+            self,
+            Conv,
+            features=4 * self.features,
+            kernel_size=self.kernel_size,
+            strides=self.strides,
+            padding=self.padding,
+            use_bias=self.use_bias,
+        )
+        gates = convolution(name="ih")(inputs) + convolution(name="hh")(h)
+        i, g, f, o = jnp.split(gates, 4, axis=-1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
 
 
 class RNN(Module, flax_nn.RNN):
@@ -278,32 +348,23 @@ class RNN(Module, flax_nn.RNN):
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
     _crossing: ClassVar[Crossing] = LoopCrossing()
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        carry = kwargs.get("initial_carry")
-        if carry is not None and isinstance(self.cell, Cell):
-            kwargs = kwargs | {"initial_carry": self.cell._cast_carry(carry)}
-        if effective.policy is None:
-            return method(self, *args, **kwargs)
-        if "seq_lengths" in kwargs:
-            kwargs = kwargs | {"seq_lengths": indexing_lengths(kwargs["seq_lengths"])}
-        if not self._may_widen():
-            return method(self, *args, **kwargs)
-        wide = effective.policy.reduction_dtype
+    def _call_layer(self, call: LayerCall) -> Any:
+        kwargs, policy = dict(call.kwargs), call.policy
+        if kwargs.get("initial_carry") is not None and isinstance(self.cell, Cell):
+            kwargs["initial_carry"] = self.cell._cast_carry(kwargs["initial_carry"])
+        if policy is not None and "seq_lengths" in kwargs:
+            kwargs["seq_lengths"] = indexing_lengths(kwargs["seq_lengths"])
+        call = call._replace(kwargs=kwargs)
+        if policy is None or not self._may_widen():
+            return call.run(self)
 
         def widened(variables: Any) -> Any:
-            return jax.tree.map(lambda x: widen(x, wide), variables)
+            return jax.tree.map(lambda x: widen(x, policy.reduction_dtype), variables)
 
         def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(rnn, *args, **kwargs)
+            return call.method(rnn, *args, **kwargs)
 
-        return flax_nn.map_variables(run, "params", widened)(self, *args, **kwargs)
+        return flax_nn.map_variables(run, "params", widened)(self, *call.args, **call.kwargs)
 
     @flax_nn.nowrap
     def _may_widen(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.linen._layer import Layer
 from policy.core.casting import cast_array
-from policy.core.precedence import Effective
 
 
 class Dropout(Layer, flax_nn.Dropout):
@@ -26,17 +25,8 @@ class Dropout(Layer, flax_nn.Dropout):
 
     _dtype_fields: ClassVar[bool] = True
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        if policy is not None and args:
-            args = (cast_array(args[0], policy.compute_dtype), *args[1:])
-        elif policy is not None:
-            kwargs = kwargs | {"inputs": cast_array(kwargs["inputs"], policy.compute_dtype)}
-        return method(self, *args, **kwargs)
+    def _call_layer(self, call: LayerCall) -> Any:
+        if call.policy is None:
+            return call.run(self)
+        inputs = cast_array(call.first(), call.policy.compute_dtype)
+        return call.with_first(inputs).run(self)

@@ -5,7 +5,6 @@ Stored weights keep their dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -13,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions import functional
 from mpmodules.layers import weight_norms as norms
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import fields_set, plain_fields
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.functions.widening import reduction_dtype_of
 
 
@@ -37,16 +36,9 @@ class ReparameterizedWeights(Module):
     _dtype_fields: ClassVar[bool] = True
     _obeys: ClassVar[Policy | None] = None  # the policy that a call under way obeys
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        with fields_set(self, plain_fields(self, effective) | {"_obeys": effective.policy}):
-            return method(self, *args, **kwargs)
+    def _call_layer(self, call: LayerCall) -> Any:
+        with fields_set(self, plain_fields(self, call.effective) | {"_obeys": call.policy}):
+            return call.run(self)
 
     @flax_nn.nowrap
     def _rounded(self, normalised: jax.Array, weights: jax.Array) -> jax.Array:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions import activations, functional
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import in_complex
 from policy.core.casting import cast_array
-from policy.core.precedence import Effective
 
 
 class PReLU(Layer, flax_nnx.PReLU):
@@ -29,20 +28,13 @@ class PReLU(Layer, flax_nnx.PReLU):
       Array([-2, 3], dtype=bfloat16)
     """
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        view = in_complex(self, args, kwargs)
+    def _call_layer(self, call: LayerCall) -> Any:
+        view = in_complex(self, call)
         if view is not None:
-            return method(view, *args, **kwargs)
-        inputs = jnp.asarray(args[0] if args else kwargs["inputs"])
+            return call.run(view)
+        inputs = jnp.asarray(call.first())
         if self.dtype is not None and jnp.issubdtype(inputs.dtype, jnp.floating):
             inputs = cast_array(inputs, self.dtype)
         if self.promote_dtype is not promote_dtype or not functional.is_half(inputs.dtype):
-            return method(self, *args, **kwargs)
+            return call.run(self)
         return activations.prelu(inputs, self.negative_slope[...])

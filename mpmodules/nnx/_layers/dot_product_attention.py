@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
-from flax.nnx.nn.attention import dot_product_attention_weights as _flax_attention_weights
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
 from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
@@ -18,44 +17,6 @@ from mpmodules.functions import attention
 from mpmodules.functions.functional import is_wider
 from mpmodules.layers.attention_calls import AttentionCall, reduction_dtype
 from policy.core.scope import current_policy
-
-
-def dot_product_attention_weights(
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike = None,
-    module: flax_nnx.Module | None = None,
-    promote_dtype: Callable[..., Any] = _flax_promote_dtype,
-    is_causal: bool = False,
-) -> jax.Array:
-    """`flax.nnx`'s attention weights, with logits and softmax in reduction_dtype.
-
-    Arguments and masks are Flax's. Float32 inputs take Flax's own function.
-
-    Args:
-      query: (batch..., queries, heads, width); `key`: (batch..., keys, key heads, width).
-
-    Returns:
-      Weights (batch..., heads, queries, keys) in the inputs' dtype (or `dtype`).
-
-    Raises:
-      ValueError: shapes that do not fit, or a dropout rate without a key.
-    """
-    dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-    dtype = attention.operand_dtype(dtype, query, key)
-    query, key = promote_dtype((query, key), dtype=dtype)
-    if _is_ours(query):
-        call = AttentionCall(bias, mask, *dropout, precision, _sow(module), is_causal)
-        return call.weights(query, key)
-    how = (dtype, precision, module, promote_dtype, is_causal)
-    return _flax_attention_weights(query, key, bias, mask, *dropout, *how)
 
 
 def dot_product_attention(

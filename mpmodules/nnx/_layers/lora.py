@@ -13,13 +13,14 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.layers.matmul_calls import Numerics, Product, linear
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.linear import Matmul
 from mpmodules.nnx._resolution import as_instance_of, viewed
 from policy.core.casting import cast_array
 from policy.core.policy import Policy
-from policy.core.precedence import Effective, with_explicit_dtypes
+from policy.core.precedence import with_explicit_dtypes
 from policy.core.scope import Source, current_scope
 
 
@@ -38,17 +39,10 @@ class LoRA(Layer, flax_nnx.LoRA):
 
     _within: Numerics | None = None  # of the layer that adds the result to its own
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
+    def _call_layer(self, call: LayerCall) -> Any:
         if self._within is None:
-            return super()._call_layer(effective, crosses, method, args, kwargs)
-        return method(viewed(self, _numerics=self._within), *args, **kwargs)
+            return super()._call_layer(call)
+        return call.run(viewed(self, _numerics=self._within))
 
     def __call__(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """Multiplies inputs (..., in) by both matrices, and adds the result of the base module."""

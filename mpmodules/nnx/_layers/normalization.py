@@ -12,23 +12,22 @@ from flax.nnx.module import first_from
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions import functional
 from mpmodules.functions.moments import Region
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.layers.normalization_calls import (
-    Call,
+    NormCall,
     batch_norm_region,
-    call_of,
     group_norm_region,
     instance_norm_region,
     layer_norm_region,
+    norm_call_of,
     normalized,
 )
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import in_complex
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
 from policy.core.scope import Source
 
 
@@ -71,30 +70,22 @@ class Normalization(Layer):
         if "use_fast_variance" in kwargs:
             self._chooses_variance = False
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        policy = effective.policy
-        is_users = self.promote_dtype is not promote_dtype
-        call = None if is_users else call_of(self, method, args, kwargs)
-        if call is None:
+    def _call_layer(self, call: LayerCall) -> Any:
+        is_users, dtype = self.promote_dtype is not promote_dtype, call.returned_dtype
+        norm = None if is_users else norm_call_of(self, call)
+        if norm is None:
             with mixing_allowed(not is_users):
-                return method(in_complex(self, args, kwargs) or self, *args, **kwargs)
-        if policy is not None:
-            return self._normalised(call, policy, returned_dtype(policy, crosses))
+                return call.run(in_complex(self, call) or self)
+        if call.policy is not None:
+            return self._normalised(norm, call.policy, dtype)
         stored = [v[...] for v in (self.scale, self._bias, *self._running()) if v is not None]
         with mixing_allowed():  # what Flax infers, asked for without computing anything
-            dtype = canonicalize_dtype(call.x, *stored, dtype=self.dtype)
-        if any(functional.is_half(d) for d in (dtype, call.x.dtype, *(v.dtype for v in stored))):
-            return self._normalised(call, None, dtype)
-        return method(self, *args, **kwargs)
+            dtype = canonicalize_dtype(norm.x, *stored, dtype=self.dtype)
+        if any(functional.is_half(d) for d in (dtype, norm.x.dtype, *(v.dtype for v in stored))):
+            return self._normalised(norm, None, dtype)
+        return call.run(self)
 
-    def _normalised(self, call: Call, policy: Policy | None, dtype: DTypeLike) -> jax.Array:
+    def _normalised(self, call: NormCall, policy: Policy | None, dtype: DTypeLike) -> jax.Array:
         """Normalises, and updates running statistics in the dtype that they are stored in."""
         scale, bias = (None if p is None else p[...] for p in (self.scale, self._bias))
         running, takes_statistics = self._running(), self._takes_statistics(call)
@@ -124,7 +115,7 @@ class Normalization(Layer):
         """Returns the running mean and variance, if the layer has them."""
         return ()
 
-    def _takes_statistics(self, call: Call) -> bool:
+    def _takes_statistics(self, call: NormCall) -> bool:
         """Returns whether a call takes statistics of its input."""
         return True
 
@@ -205,7 +196,7 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
     def _running(self) -> Sequence[flax_nnx.Variable]:
         return self.mean, self.var
 
-    def _takes_statistics(self, call: Call) -> bool:
+    def _takes_statistics(self, call: NormCall) -> bool:
         flag = first_from(
             call.use_running_average,
             self.use_running_average,

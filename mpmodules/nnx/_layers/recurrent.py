@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,17 +11,17 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing
+from mpmodules.calls.boundary import Crossing, LayerCall
 from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.functions.functional import HalfSafe, is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.layers.cell_steps import gru_step, lstm_step, simple_step
 from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.core.casting import cast_floating
-from policy.core.precedence import Effective
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
@@ -70,16 +69,7 @@ class Cell(Layer):
         }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        if method.__name__ != "__call__":
-            return method(self, *args, **kwargs)
+    def _call_layer(self, call: LayerCall) -> Any:
         inside = (
             getattr(part, "dtype_policy", None)
             for part in vars(self).values()
@@ -89,7 +79,7 @@ class Cell(Layer):
             policy != self.dtype_policy for policy in inside
         )  # those may have another output_dtype
         with mixing_allowed(mixes):
-            return step_in(self.dtype, functools.partial(method, self), args, kwargs)
+            return step_in(self.dtype, self, call)
 
     def initialize_carry(
         self,
@@ -138,6 +128,11 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        total = self.dense_i(inputs) + self.dense_h(carry)
+        return simple_step(self, total, carry)
+
 
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
@@ -156,6 +151,13 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        layers = (self.ii, self.hi), (self.if_, self.hf), (self.ig, self.hg), (self.io, self.ho)
+        gates = (of_inputs(inputs) + of_hidden(h) for of_inputs, of_hidden in layers)
+        return lstm_step(self, gates, c)
+
 
 class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
     """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -168,6 +170,12 @@ class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
+    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
+        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
+        c, h = carry
+        gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, axis=-1)
+        return lstm_step(self, gates, c)
+
 
 class GRUCell(Cell, flax_nnx.GRUCell):
     """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -179,6 +187,12 @@ class GRUCell(Cell, flax_nnx.GRUCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
+
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
+        of_inputs, of_hidden = self.dense_i(inputs), self.dense_h(carry)
+        gates = zip(*(jnp.split(x, 3, axis=-1) for x in (of_inputs, of_hidden)), strict=True)
+        return gru_step(self, gates, carry)
 
 
 class RNN(Module, flax_nnx.RNN):

@@ -7,7 +7,6 @@ Imported only where Flax has these (0.12.12 and later).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -15,12 +14,11 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import returned_dtype
+from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.core.casting import cast_array
-from policy.core.precedence import Effective
 from policy.functions.widening import reduction_dtype_of
 
 
@@ -39,28 +37,21 @@ class RoPE(Layer, flax_nnx.RoPE):
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
-    def _call_layer(
-        self,
-        effective: Effective,
-        crosses: bool,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict,
-    ) -> Any:
-        arguments = dict(zip(("x", "input_positions"), args, strict=False)) | kwargs
+    def _call_layer(self, call: LayerCall) -> Any:
+        arguments = dict(zip(("x", "input_positions"), call.args, strict=False)) | call.kwargs
         x = arguments["x"]
-        policy = effective.policy
-        if method.__name__ != "__call__" or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            return method(self, *args, **kwargs)
+        policy, dtype = call.policy, call.returned_dtype
+        if call.method.__name__ != "__call__" or not jnp.issubdtype(
+            jnp.result_type(x), jnp.floating
+        ):
+            return call.run(self)
         wide = reduction_dtype_of(x) if policy is None else policy.reduction_dtype
         sin, cos = self._angles(x, arguments.get("input_positions"), wide)
         sin, cos = (jnp.concatenate([table, table], -1) for table in (sin, cos))
         sin, cos = (t.reshape((1,) * (x.ndim - t.ndim) + t.shape) for t in (sin, cos))
         widened = jnp.asarray(x, wide)
         rotated = widened * cos + self._rotate_half(widened) * sin
-        return cast_array(
-            rotated, jnp.result_type(x) if policy is None else returned_dtype(policy, crosses)
-        )
+        return cast_array(rotated, jnp.result_type(x) if dtype is None else dtype)
 
     def _angles(
         self, x: jax.Array, positions: jax.Array | None, wide: DTypeLike

@@ -44,17 +44,10 @@ def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
 
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
     model = Stack(policy="p=f32,c=f16,o=f16")
-    text = (
-        "Modules inside have a policy of their own and cast their outputs: 'Block_0' (returns "
-        "float16 by argument dtype_policy). For float32 inside one layer only, use the policy "
-        "'f32_inside', which returns the dtype that the surrounding code computes in. If such a "
-        "module is the body of a scan, give it its caller's policy, lift its class "
-        "(nn.scan(Block)) instead of a function, or cast the carry to its output_dtype before the "
-        "scan."
-    )
     with pytest.raises(TypeError, match="carry") as e:
         jax.eval_shape(lambda: model.init(KEY, X))
-    assert e.value.__notes__.count(text) == 1
+    (advice,) = (note for note in e.value.__notes__ if "casts its outputs" in note)
+    assert "give it its caller's policy, lift its class (nn.scan(Block) in linen)" in advice
 
 
 def test_the_advice_for_a_scan_works():
@@ -76,4 +69,4 @@ def test_a_type_error_of_the_models_own_gets_no_advice():
 
     with pytest.raises(TypeError, match="something else") as e:
         Fails().init(KEY, X)
-    assert not any("Modules inside" in note for note in getattr(e.value, "__notes__", []))
+    assert not any("casts its outputs" in note for note in getattr(e.value, "__notes__", []))
