@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from policy.autocasting.normalization_backward import backward_of
 from policy.autocasting.second_moments import (
     SUMS,
     DefinitionChain,
@@ -95,7 +94,6 @@ def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
             _look_at(operation, found)
     if not found.applies:
         return NOWHERE
-    backward_of(graph.operations, found.measures, found.applies)
     return _regions(graph.top, found)
 
 

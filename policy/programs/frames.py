@@ -38,7 +38,6 @@ class Data:
       number: the literal that it is, or None.
       made_by: the operation that returned it, or None.
       readers: the operations that read it.
-      is_returned: whether the program returns it.
     """
 
     shape: tuple[Any, ...]
@@ -48,7 +47,6 @@ class Data:
     number: Any = None
     made_by: FrameOperation | None = None
     readers: list[FrameOperation] = dataclasses.field(default_factory=list)
-    is_returned: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -100,8 +98,7 @@ class FrameGraph:
         arguments = [
             _data(v.aval, is_param, True) for v, is_param in zip(jaxpr.invars, yields, strict=True)
         ]
-        for output in self._run(jaxpr, arguments, self.top, False):
-            output.is_returned = True
+        self._run(jaxpr, arguments, self.top, False)
 
     def _run(
         self, jaxpr: OpenJaxpr, arguments: Sequence[Data], frame: Frame, is_backward: bool
