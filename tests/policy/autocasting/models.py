@@ -11,9 +11,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+BF16, HALVES, FULLS = "mixed_bfloat16", ("bfloat16", "bfloat16"), ("float32", "float32")
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 
@@ -73,6 +78,25 @@ def flax_model(name: str, module: nn.Module, x: Any = X, *, matmuls: int = 1, **
         return module.apply(variables, x, rngs={"dropout": KEY}, **call)
 
     MODELS[name] = Model(fn, variables, x, matmuls)
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def dots(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+    """The dtypes of the operands of each matmul of a program."""
+    return [op.inputs for op in named(operations(fn, *args), "dot_general")]
+
+
+def half_of(policy: str) -> str:
+    return policy.removeprefix("mixed_")
+
+
+def error(found: Any, truth: Any) -> float:
+    """The norm of the difference, beside that of the truth."""
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(found - truth) / max(np.linalg.norm(truth), 1e-3))
 
 
 def dense(params: Any, x: Any) -> Any:

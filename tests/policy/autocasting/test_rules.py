@@ -16,10 +16,8 @@ from policy.autocasting.transform import autocast
 from policy.programs.paths import path_of
 from policy.programs.subprograms import opened
 from policy.programs.walk import walk
-from tests.policy.autocasting.models import KEY, SEQUENCE, SQUARE, normal
+from tests.policy.autocasting.models import BF16, KEY, SEQUENCE, SQUARE, normal
 from tests.programs import operations
-
-BF16 = "mixed_bfloat16"
 
 
 class Block(nn.Module):
