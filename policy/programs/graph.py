@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -262,6 +262,17 @@ _JOINTS = frozenset(("carry", "row", "rows", "branch", "shard", "shards"))
 
 def is_joint(node: Node) -> bool:
     return node.name in _JOINTS
+
+
+def readers_past(values: Sequence[Value], passes: Callable[[Node], bool]) -> Iterator[Node]:
+    """Yields the readers of some values, and those of the results of readers that `passes`."""
+    waiting, seen = list(values), set(map(id, values))
+    while waiting:
+        for node in waiting.pop().readers:
+            yield node
+            fresh = [out for out in node.outputs if id(out) not in seen] if passes(node) else []
+            seen.update(map(id, fresh))
+            waiting.extend(fresh)
 
 
 def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:

@@ -292,19 +292,6 @@ def shard_map(params, x):
     return mapped(params, x)
 
 
-@model()
-def linear_algebra(params, x):
-    covariance = x.T @ x / 6 + jnp.eye(8)
-    return (
-        jnp.linalg.solve(covariance, dense(params, x).T).T + jnp.linalg.cholesky(covariance).sum()
-    )
-
-
-@model()
-def fourier(params, x):
-    return jnp.fft.irfft(jnp.fft.rfft(dense(params, x)) * 0.5)
-
-
 @model(x=TOKENS, params={"table": normal(5, 8), "w": SQUARE})
 def embedding(params, tokens):
     return params["table"][tokens] @ params["w"]
@@ -316,12 +303,6 @@ def mixture_of_experts(params, x):
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=3).astype(jnp.int32)
     return lax.ragged_dot(x[order], params["w"], sizes)
-
-
-@model()
-def complex_numbers(params, x):
-    z = lax.complex(dense(params, x), x)
-    return jnp.real(z @ jnp.conj(z).T @ z) * 0.01
 
 
 @model(x=SEQUENCE, matmuls=2)

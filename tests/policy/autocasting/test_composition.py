@@ -127,13 +127,20 @@ def test_float64_is_left_alone():
         assert dots(mixed, W, X) == [HALVES]
 
 
-def test_complex_numbers_and_integers_are_left_alone():
-    z = lax.complex(X, X)
-    assert dots(autocast(lambda z: z @ z.T, BF16), z) == [("complex64",) * 2]
-    i = jnp.ones((4, 4), jnp.int8)
-    quantized = autocast(lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32), BF16)
-    assert dots(quantized, i, i) == [("int8", "int8")]
-    assert quantized(i, i).dtype == jnp.int32
+_DIMS = (((1,), (0,)), ((), ()))
+_INTEGERS, _COMPLEX, _FP8 = jnp.ones((4, 4), jnp.int8), lax.complex(X, X), W.astype("float8_e4m3fn")
+OF_OTHER_DTYPES: dict[str, tuple[Any, Any]] = {
+    "complex64": (lambda z: z @ z.T, _COMPLEX),
+    "int8": (lambda i: lax.dot(i, i, preferred_element_type=jnp.int32), _INTEGERS),
+    "float8_e4m3fn": (lambda w: lax.dot_general(w, w, _DIMS, preferred_element_type="f4"), _FP8),
+}
+
+
+@pytest.mark.parametrize("dtype", OF_OTHER_DTYPES)
+def test_matmuls_of_other_dtypes_are_left_alone(dtype):
+    fn, x = OF_OTHER_DTYPES[dtype]
+    assert dots(autocast(fn, BF16), x) == [(dtype, dtype)]
+    assert autocast(fn, BF16)(x).dtype == fn(x).dtype
 
 
 def test_a_model_in_bfloat16_already_is_left_as_it_is():
@@ -569,19 +576,6 @@ def test_checks_are_made_inside_and_outside():
         assert "too large" in str(error.get())
         near(out, layer(W, X))
         assert dots(fn, W, X) == [HALVES]
-
-
-def test_a_matmul_in_eight_bits_is_the_authors():
-    f8 = jnp.float8_e4m3fn
-
-    def fn(w, x):
-        dims = (((1,), (0,)), ((), ()))
-        return (
-            lax.dot_general(x.astype(f8), w.astype(f8), dims, preferred_element_type=jnp.float32)
-            @ w
-        )
-
-    assert dots(autocast(fn, BF16, params=0), W, X) == [("float8_e4m3fn",) * 2, HALVES]
 
 
 # --------------------------------------------------------------------------------------------------

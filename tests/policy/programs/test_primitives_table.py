@@ -116,41 +116,24 @@ def test_a_category_is_found_by_name():
 # --------------------------------------------------------------------------------------------------
 
 
-def texts(nodes: list[ast.expr]) -> list[str]:
-    """Returns the strings among some expressions."""
-    starred = [
-        node.value.elts
-        for node in nodes
-        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple)
-    ]
-    flat = [*nodes, *(node for elements in starred for node in elements)]
-    return [
-        node.value
-        for node in flat
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-
-
 def words_of(node: ast.AST) -> list[str]:
-    """Returns the strings that a display, the arguments of a call, or a text that is split consist
-    of.
-
-    A mapping of names to functions is none: it is how a program is dispatched on, and says nothing
-    of the primitives.
-    """
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return texts(node.elts)
-    if isinstance(node, ast.Dict):
-        is_dispatch = not any(isinstance(value, ast.Constant) for value in node.values)
-        return [] if is_dispatch else texts([key for key in node.keys if key is not None])
-    if isinstance(node, ast.Call):
-        return texts(node.args)
-    if isinstance(node, ast.BoolOp):
-        compared = [test.comparators[0] for test in node.values if isinstance(test, ast.Compare)]
-        return texts(compared)
+    """Returns the strings of a display, of the arguments of a call, or of a text that is split."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.split()
-    return []
+    nodes = (
+        node.args
+        if isinstance(node, ast.Call)
+        else [test.comparators[0] for test in node.values if isinstance(test, ast.Compare)]
+        if isinstance(node, ast.BoolOp)
+        else node.keys  # a mapping to functions is how a program is dispatched on
+        if isinstance(node, ast.Dict) and any(isinstance(v, ast.Constant) for v in node.values)
+        else getattr(node, "elts", [])
+    )
+    return [
+        each.value
+        for each in nodes
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
 
 
 def collections_in(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
