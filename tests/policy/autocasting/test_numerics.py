@@ -229,19 +229,28 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(bias):
     assert largest_error(found.ravel(), np.asarray(ROWS, np.float64).sum(0)) < 1e-3
 
 
+EITHER = pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+
+
+def gradient_of(fn: Any, inside: bool) -> Any:
+    if inside:
+        return autocast(jax.grad(fn), BF16, params=0)
+    return jax.grad(autocast(fn, BF16, params=0))
+
+
 def uses(w: Any, x: Any) -> Any:
     return sum(jnp.sum((x * (1 + i / 64)) @ w) for i in range(64))
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+@EITHER
 def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
-    fn = autocast(jax.grad(uses), BF16, params=0) if inside else jax.grad(autocast(uses, BF16))
+    fn = gradient_of(uses, inside)
     adds = named(operations(fn, W, jnp.abs(X)), "add_any")
     assert [op.inputs for op in adds] == [("float32", "float32")] * 63
     assert largest_error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["grad(autocast)", "autocast(grad)"])
+@EITHER
 def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     xs = normal(512, 2, 8)
 
@@ -250,12 +259,10 @@ def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
             lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros((2, 8)), xs)[1] * xs
         )
 
-    fn = (
-        autocast(jax.grad(loss), BF16, params=0)
-        if inside
-        else jax.grad(autocast(loss, BF16, params=0))
+    found, truth = (
+        jax.jit(gradient_of(loss, inside))(0.5 * W, xs),
+        jax.jit(jax.grad(loss))(0.5 * W, xs),
     )
-    found, truth = jax.jit(fn)(0.5 * W, xs), jax.jit(jax.grad(loss))(0.5 * W, xs)
     assert float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth)) < 1e-2
 
 
