@@ -79,7 +79,7 @@ def _checkpointed(
     evaluator: Evaluator, equation: Equation, values: list[CastValue]
 ) -> list[CastValue]:
     """Inlines a jit of which backward keeps the operands alone."""
-    body = Body.of(evaluator.inside(equation), subprogram(equation, "call"), values)
+    body = Body(evaluator.inside(equation), subprogram(equation, "call"), values)
     results = keeping_inputs(body.arrays)(*evaluator.flat(values))
     return evaluator.refilled(body.outputs, results)
 
@@ -126,7 +126,7 @@ def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list
     if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
         return [CastValue(output) for output in bind(equation, arrays)]
     inputs = list(map(CastValue, operands))
-    branches = [Body.of(inside, one, inputs, out) for one in subprograms(equation)]
+    branches = [Body(inside, one, inputs, out) for one in subprograms(equation)]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
     return [
         CastValue(output)

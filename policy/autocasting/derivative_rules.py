@@ -25,7 +25,7 @@ def custom_jvp(
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
     floats = _floats(arrays)
-    body = Body.of(inside, subprogram(equation, "call"), values)
+    body = Body(inside, subprogram(equation, "call"), values)
 
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
@@ -66,7 +66,7 @@ def custom_vjp(
     """
     values = evaluator.saved(equation, values)
     rules = _VjpRules(evaluator, equation, values)
-    body = Body.of(rules.inside, subprogram(equation, "call"), values)
+    body = Body(rules.inside, subprogram(equation, "call"), values)
 
     @jax.custom_vjp
     def function(*given: Any) -> list[Any]:

@@ -16,24 +16,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from policy.autocasting.normalization_backward import backward_of
 from policy.autocasting.second_moments import (
+    COPIES,
     SUMS,
     DefinitionChain,
     Moment,
     chain_of,
     is_stored,
     meeting,
+    operand_copied,
     repeats,
     statistics_of,
 )
-from policy.programs.frames import MOVES, Data, Frame, FrameGraph, FrameOperation, holds
+from policy.programs.dependence import is_cotangent
+from policy.programs.equations import equations_within
+from policy.programs.graph import Graph, Node, Value, is_joint
 from policy.programs.primitives import (
+    ELEMENTWISE,
     FORWARD_ADDITIONS,
     JOINS_ROOTS,
     MATMULS,
     PRODUCTS,
+    REWRITTEN_INSIDE,
     SQUARE_ROOTS,
 )
 from policy.programs.protocols import Equation, OpenJaxpr
@@ -86,40 +92,82 @@ def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
       is_param: whether each of its arguments is a parameter. Values computed from parameters alone
         are never normalised.
     """
-    if not holds(jaxpr, _ROOTS):
+    if not any(each.primitive.name in _ROOTS for each in equations_within(jaxpr, once=True)):
         return NOWHERE
-    graph = FrameGraph(jaxpr, is_param)
-    found = _Found()
-    for operation in graph.operations:
-        if operation.name in _ROOTS and operation.equation is not None:
-            _look_at(operation, found)
-    if not found.applies:
-        return NOWHERE
-    backward_of(graph.operations, found.measures, found.applies)
-    return _regions(graph.top, found)
+    graph, found = Graph(jaxpr, REWRITTEN_INSIDE), _Found()
+    _note_facts(graph, is_param)
+    for node in graph.nodes:
+        if node.name in _ROOTS:
+            _look_at(node, found)
+    return _Programs(graph).regions(None, found) if found.applies else NOWHERE
+
+
+def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
+    """Notes of each value whether it `yields`, and whether it is `given`.
+
+    A value that yields is made of parameters and literals alone. One that is given is made of
+    arguments and constants by elementwise operations and changes of shape alone. The carry of a
+    loop stands for that of every turn, not of the first, and is neither.
+    """
+    for argument, yields in zip(graph.arguments, is_param, strict=True):
+        argument.yields, argument.given = yields, True
+    for node in graph.nodes:
+        inputs = node.inputs[node.name == "branch" :]
+        for value in inputs:
+            if value.maker is None and not value.given:
+                value.yields, value.given = value.number is not None, True
+        if node.name == "carry":
+            continue
+        floats = [value for value in inputs if value.is_float] or inputs
+        # A row of a table is an activation, as it is for the evaluator.
+        yields = node.name != "gather" and bool(floats) and all(value.yields for value in floats)
+        is_moved = node.name in COPIES or node.name in ELEMENTWISE
+        given = is_moved and all(value.given for value in inputs)
+        for output in node.outputs:
+            output.yields, output.given = yields, given
 
 
 @dataclasses.dataclass
 class _Found:
-    measures: set[FrameOperation] = dataclasses.field(default_factory=set)
-    applies: set[FrameOperation] = dataclasses.field(default_factory=set)
+    measures: set[Node] = dataclasses.field(default_factory=set)
+    applies: set[Node] = dataclasses.field(default_factory=set)
 
 
-def _regions(frame: Frame, found: _Found) -> Regions:
-    programs = {key: _regions(inner, found) for key, inner in frame.programs.items()}
-    kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
-    own = [op for op in frame.operations if op.equation is not None]
-    in_part = {equation for (equation, _), regions in programs.items() if not regions.is_whole}
-    whole = {equation for equation, _ in programs} - in_part
-    measures = whole.union(id(op.equation) for op in own if op in found.measures)
-    applies = frozenset(id(op.equation) for op in own if op in found.applies)
-    floats = [op for op in own if True in [data.is_float for data in op.outputs]]
-    is_whole = all(op in found.measures or op in found.applies for op in floats)
-    is_whole = is_whole and not in_part and bool(floats or kept)
-    return Regions(frozenset(measures), applies, kept, is_whole)
+class _Programs:
+    """The equations of a graph by the runs of the programs that they stand in.
+
+    A run goes by the position that its equations have around them, None at the top.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: dict[int, list[Node]] = {}
+        self.inside: dict[int, dict[int, Any]] = {}
+        for node in graph.nodes:
+            at = node.site.around
+            self.nodes.setdefault(id(at), []).append(node)
+            while at is not None:
+                self.inside.setdefault(id(at.around), {})[id(at)] = at
+                at = at.around
+
+    def regions(self, at: Any, found: _Found) -> Regions:
+        """Returns the regions of a run."""
+        programs = {
+            (id(inner.equation), id(inner.program)): self.regions(inner, found)
+            for inner in self.inside.get(id(at), {}).values()
+        }
+        kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
+        own = [node for node in self.nodes.get(id(at), ()) if not is_joint(node)]
+        in_part = {equation for (equation, _), regions in programs.items() if not regions.is_whole}
+        whole = {equation for equation, _ in programs} - in_part
+        measures = whole.union(id(n.site.equation) for n in own if n in found.measures)
+        applies = frozenset(id(n.site.equation) for n in own if n in found.applies)
+        floats = [node for node in own if any(value.is_float for value in node.outputs)]
+        is_whole = all(node in found.measures or node in found.applies for node in floats)
+        is_whole = is_whole and not in_part and bool(floats or kept)
+        return Regions(frozenset(measures), applies, kept, is_whole)
 
 
-def _look_at(root: FrameOperation, found: _Found) -> None:
+def _look_at(root: Node, found: _Found) -> None:
     """Adds the normalisations that divide by a root, if any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
@@ -151,7 +199,7 @@ def _look_at(root: FrameOperation, found: _Found) -> None:
     found.measures -= found.applies
 
 
-def _is_inverse(root: FrameOperation) -> bool | None:
+def _is_inverse(root: Node) -> bool | None:
     """Returns True for an inverse square root and False for a square root.
 
     Returns None for other operations.
@@ -159,17 +207,13 @@ def _is_inverse(root: FrameOperation) -> bool | None:
     if root.name != "pow":
         return root.name == "rsqrt"
     exponent = root.inputs[1]
-    while (
-        exponent.number is None and exponent.made_by is not None and exponent.made_by.name in MOVES
-    ):
-        exponent = exponent.made_by.inputs[0]
+    while exponent.number is None and exponent.maker is not None and exponent.maker.name in COPIES:
+        exponent = operand_copied(exponent.maker)
     number = None if exponent.number is None else float(exponent.number)
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-def _is_centred(
-    numerator: DefinitionChain, affine: Sequence[FrameOperation], of_root: set[FrameOperation]
-) -> bool:
+def _is_centred(numerator: DefinitionChain, affine: Sequence[Node], of_root: set[Node]) -> bool:
     """Returns whether a stored mean is subtracted.
 
     It is subtracted before the division, or afterwards, divided by the root itself.
@@ -184,12 +228,12 @@ def _is_centred(
     after = (
         op
         for op in affine
-        if op.name in FORWARD_ADDITIONS and any(data.made_by in of_root for data in op.inputs)
+        if op.name in FORWARD_ADDITIONS and any(data.maker in of_root for data in op.inputs)
     )
     return any(True for _ in before) or any(True for _ in after)
 
 
-def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[FrameOperation]:
+def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[Node]:
     """Returns the operations of a numerator up to the last subtraction of a mean."""
     squares = {data for moment in moments for data in chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
@@ -200,7 +244,7 @@ def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[Fra
     return numerator.operations[:last]
 
 
-def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
+def _is_mean(subtraction: Node, of: set[Value]) -> bool:
     """Returns whether the subtrahend is a stored mean, or computed from sums of the minuend."""
     mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
     if mean.given and mean.number is None and repeats(mean, shape):
@@ -216,26 +260,24 @@ def _is_mean(subtraction: FrameOperation, of: set[Data]) -> bool:
 
 @dataclasses.dataclass
 class _Quotient:
-    operation: FrameOperation
-    numerator: Data
+    operation: Node
+    numerator: Value
     is_scaled: bool
 
 
-def _quotients(
-    root: FrameOperation, is_inverse: bool
-) -> tuple[list[_Quotient], set[FrameOperation]]:
+def _quotients(root: Node, is_inverse: bool) -> tuple[list[_Quotient], set[Node]]:
     """Returns the quotients by a root, and the operations on the root before.
 
     Quotients are divisions by the root, or products with its reciprocal. Before them are
     broadcasts, the addition of an epsilon, and scaling.
     """
     found: list[_Quotient] = []
-    before: set[FrameOperation] = set()
+    before: set[Node] = set()
     left = [(root.outputs[0], is_inverse, False)]
     while left:
         data, is_inverse, is_scaled = left.pop()
         for operation in data.readers:
-            if operation in before or operation.is_backward:
+            if operation in before or is_cotangent(operation):
                 continue
             quotient, after = _read(operation, data, is_inverse, is_scaled)
             if quotient is not None:
@@ -247,7 +289,7 @@ def _quotients(
 
 
 def _read(
-    operation: FrameOperation, data: Data, is_inverse: bool, is_scaled: bool
+    operation: Node, data: Value, is_inverse: bool, is_scaled: bool
 ) -> tuple[_Quotient | None, tuple[bool, bool] | None]:
     """Reads an operation on a root: a quotient, or a step before one.
 
@@ -256,9 +298,9 @@ def _read(
       quotient, or None.
     """
     name, others = operation.name, [other for other in operation.inputs if other is not data]
-    if name in MOVES:
+    if name in COPIES:
         return None, (is_inverse, is_scaled)
-    if name == "reciprocal" or (name == "integer_pow" and operation.equation.params["y"] == -1):
+    if name == "reciprocal" or (name == "integer_pow" and operation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
     if name in JOINS_ROOTS:
         stored = all(
@@ -278,20 +320,18 @@ def _read(
     return None, None
 
 
-def _affine(
-    data: Data, is_scaled: bool, is_shifted: bool, of_root: set[FrameOperation]
-) -> list[FrameOperation]:
+def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) -> list[Node]:
     """Returns the operations that scale a quotient by stored values and then shift it.
 
     Operations between them are included.
     """
-    found: list[FrameOperation] = []
-    readers = [operation for operation in data.readers if not operation.is_backward]
+    found: list[Node] = []
+    readers = [one for one in data.readers if one.name != "carry" and not is_cotangent(one)]
     for operation in readers:
         others = [other for other in operation.inputs if other is not data]
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
-        if operation.name in MOVES or (
+        if operation.name in COPIES or (
             operation.name in PRODUCTS and is_number and len(readers) == 1
         ):
             rest = _affine(operation.outputs[0], is_scaled, is_shifted, of_root)
@@ -306,21 +346,19 @@ def _affine(
     return found
 
 
-def _feeds_a_matmul(data: Data) -> bool:
+def _feeds_a_matmul(data: Value) -> bool:
     return any(
         reader.name in MATMULS
-        or (reader.name in MOVES and any(map(_feeds_a_matmul, reader.outputs)))
+        or (reader.name in COPIES and any(map(_feeds_a_matmul, reader.outputs)))
         for reader in data.readers
     )
 
 
-def _affects(
-    operation: FrameOperation, data: Data, other: Data, of_root: set[FrameOperation]
-) -> bool:
+def _affects(operation: Node, data: Value, other: Value, of_root: set[Node]) -> bool:
     """Returns whether an operation scales or shifts `data` by a stored value.
 
     A value computed from the root and stored values counts too.
     """
     if operation.name == "div" and operation.inputs[0] is not data:
         return False
-    return is_stored(other, operation.outputs[0].shape) or other.made_by in of_root
+    return is_stored(other, operation.outputs[0].shape) or other.maker in of_root

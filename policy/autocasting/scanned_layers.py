@@ -84,9 +84,7 @@ def _stable(
                 for row, x in zip(rows, xs, strict=True)
             ),
         ]
-        return Body.of(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[
-            : program.carried
-        ]
+        return Body(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[: program.carried]
 
     while True:
         found = jax.eval_shape(step, evaluator.flat(fixed), init, evaluator.flat(xs))

@@ -6,18 +6,21 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from policy.programs.frames import MOVES, Data, FrameOperation
+from policy.programs.graph import Node, Value
 from policy.programs.primitives import (
     BROADCASTS,
     ELEMENTWISE,
     FORWARD_ADDITIONS,
+    FORWARDS,
     OF_MOMENTS,
     SIGN_CHANGES,
 )
 
 SUMS = frozenset(("reduce_sum",))
+COPIES = FORWARDS | {"row", "rows", "shard", "shards", "branch"}
+"""Copy elements of an operand, some of them or several times."""
 # Primitives allowed between the sum of a second moment and its root.
-_OF_MOMENTS = MOVES | OF_MOMENTS
+_OF_MOMENTS = COPIES | OF_MOMENTS
 _DEEPEST = (
     8  # operations that are followed back to find whether a value repeats numbers along an axis
 )
@@ -33,24 +36,24 @@ class Moment:
       operations: the operations between `of` and the sum.
     """
 
-    of: Data
+    of: Value
     is_mean: bool
-    operations: list[FrameOperation]
+    operations: list[Node]
 
 
 @dataclasses.dataclass
 class Statistics:
     moments: list[Moment] = dataclasses.field(default_factory=list)
-    operations: list[FrameOperation] = dataclasses.field(default_factory=list)
+    operations: list[Node] = dataclasses.field(default_factory=list)
     has_sums: bool = False
 
 
-def statistics_of(data: Data) -> Statistics:
+def statistics_of(data: Value) -> Statistics:
     """Returns the sums of squares that a value is computed from, and the operations since."""
     found, seen, left = Statistics(), set(), [(data, False)]
     while left:
         data, is_mean = left.pop()
-        operation = data.made_by
+        operation = data.maker
         if operation is None or operation in seen or operation.name not in _OF_MOMENTS:
             continue
         seen.add(operation)
@@ -65,7 +68,7 @@ def statistics_of(data: Data) -> Statistics:
     return found
 
 
-def _divides(operation: FrameOperation, i: int) -> bool:
+def _divides(operation: Node, i: int) -> bool:
     """Returns whether an operation divides its operand `i` or multiplies it by a number.
 
     A mean does either to its sum.
@@ -76,9 +79,9 @@ def _divides(operation: FrameOperation, i: int) -> bool:
     return operation.name == "mul" and any(data.number is not None for data in others)
 
 
-def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
+def _moment(sum_: Node, is_mean: bool) -> Iterator[Moment]:
     data, operations = sum_.inputs[0], []
-    while (operation := data.made_by) is not None:
+    while (operation := data.maker) is not None:
         operations.append(operation)
         squared = _squared(operation)
         if squared is not None:
@@ -94,10 +97,10 @@ def _moment(sum_: FrameOperation, is_mean: bool) -> Iterator[Moment]:
         data = following
 
 
-def _squared(operation: FrameOperation) -> Data | None:
+def _squared(operation: Node) -> Value | None:
     """Returns the value that an operation squares, or None."""
     if operation.name == "square" or (
-        operation.name == "integer_pow" and operation.equation.params["y"] == 2
+        operation.name == "integer_pow" and operation.params["y"] == 2
     ):
         return operation.inputs[0]
     if operation.name == "mul" and _unconverted(operation.inputs[0]) is _unconverted(
@@ -109,9 +112,9 @@ def _squared(operation: FrameOperation) -> Data | None:
     )
 
 
-def _unconverted(data: Data) -> Data:
-    while data.made_by is not None and data.made_by.name == "convert_element_type":
-        data = data.made_by.inputs[0]
+def _unconverted(data: Value) -> Value:
+    while data.maker is not None and data.maker.name == "convert_element_type":
+        data = data.maker.inputs[0]
     return data
 
 
@@ -124,13 +127,13 @@ class DefinitionChain:
       operations: the operation that computes each value from the next one in `data`.
     """
 
-    data: list[Data]
-    operations: list[FrameOperation]
+    data: list[Value]
+    operations: list[Node]
 
 
-def chain_of(data: Data) -> DefinitionChain:
+def chain_of(data: Value) -> DefinitionChain:
     chain = DefinitionChain([data], [])
-    while (operation := data.made_by) is not None:
+    while (operation := data.maker) is not None:
         following = _through(operation)
         if following is None:
             break
@@ -140,14 +143,14 @@ def chain_of(data: Data) -> DefinitionChain:
     return chain
 
 
-def _through(operation: FrameOperation) -> Data | None:
+def _through(operation: Node) -> Value | None:
     """Returns the operand whose numbers an operation moves, scales, shifts or masks.
 
     Returns None for all other operations.
     """
     name, inputs = operation.name, operation.inputs
-    if name in MOVES and inputs:
-        return inputs[0]
+    if name in COPIES and inputs:
+        return operand_copied(operation)
     if name in SIGN_CHANGES:
         return inputs[0]
     if name == "select_n":
@@ -163,29 +166,34 @@ def _through(operation: FrameOperation) -> Data | None:
     return kept[0] if len(kept) == 1 else None
 
 
-def is_stored(data: Data, shape: tuple[Any, ...]) -> bool:
+def operand_copied(operation: Node) -> Value:
+    """Returns the operand that an operation of `COPIES` copies: of a conditional, a branch's."""
+    return operation.inputs[operation.name == "branch"]
+
+
+def is_stored(data: Value, shape: tuple[Any, ...]) -> bool:
     """Returns whether a value is a parameter, a number, or an argument broadcast to `shape`."""
     return data.yields or (data.given and repeats(data, shape))
 
 
-def repeats(data: Data, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
+def repeats(data: Value, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
     """Returns whether a value that is read in `shape` repeats numbers."""
     if data.shape != shape:
         return True
-    operation = data.made_by
+    operation = data.maker
     if operation is None or not depth:
         return False
     if operation.name in BROADCASTS and operation.inputs[0].shape != shape:
         return True
-    if operation.name in MOVES:
-        return repeats(operation.inputs[0], operation.inputs[0].shape, depth - 1)
+    if operation.name in COPIES:
+        return repeats(operand_copied(operation), operand_copied(operation).shape, depth - 1)
     if operation.name not in ELEMENTWISE:
         return False
     floats = [operand for operand in operation.inputs if operand.is_float]
     return bool(floats) and all(repeats(operand, shape, depth - 1) for operand in floats)
 
 
-def meeting(chain: DefinitionChain, other: DefinitionChain) -> Data | None:
+def meeting(chain: DefinitionChain, other: DefinitionChain) -> Value | None:
     """Returns the first value of a chain that is also in the other, or None.
 
     Values made of parameters alone are skipped.

@@ -139,46 +139,16 @@ def autocast(
     """
     if isinstance(fn, (str, Policy)) and policy is None:
         fn, policy = None, fn
-    options = _checked(policy, params, rules, preset, allow, deny, opaque, normalises, on_unknown)
-    if fn is None:
-        return functools.partial(_transformed, options=options, enabled=enabled)
-    return _transformed(fn, options=options, enabled=enabled)
-
-
-def _checked(
-    policy: Any,
-    params: Any,
-    rules: Any,
-    preset: Any,
-    allow: Any,
-    deny: Any,
-    opaque: Any,
-    normalises: Any,
-    on_unknown: Any,
-) -> _Options:
-    if preset not in ("memory", "conservative"):
-        raise ValueError(f"preset should be 'memory' or 'conservative', but got {preset!r}.")
-    if on_unknown not in ("opaque", "raise"):
-        raise ValueError(f"on_unknown should be 'opaque' or 'raise', but got {on_unknown!r}.")
     require_params(params)
     policy = None if policy is None else get_policy(policy)
-    rules = (
-        None if rules is None else rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
-    )
-    classes = [pattern_text(pattern) for pattern, _ in rules or () if isinstance(pattern, type)]
-    if classes:
-        raise TypeError(
-            "autocast's rules select module paths, not classes, but got "
-            f"{', '.join(classes)}: give a path pattern, as in {{'.*/norm': 'f32'}}."
-        )
     settings = Settings(
         policy or get_policy("float32"),
-        rules,
-        preset == "memory",
+        None if rules is None else _checked_rules(rules),
+        _one_of("preset", preset, "memory", "conservative") == "memory",
         known_primitives(allow, "allow"),
         known_primitives(deny, "deny"),
         known_primitives(opaque, "opaque"),
-        on_unknown == "raise",
+        _one_of("on_unknown", on_unknown, "opaque", "raise") == "raise",
         _checked_paths(normalises),
     )
     twice = (settings.allow & settings.deny) | (settings.opaque & (settings.allow | settings.deny))
@@ -187,7 +157,28 @@ def _checked(
             f"{', '.join(map(repr, sorted(twice)))} is in more than one of allow, deny and opaque: "
             "keep it in one of them."
         )
-    return _Options(policy, params, settings)
+    transform = functools.partial(
+        _transformed, options=_Options(policy, params, settings), enabled=enabled
+    )
+    return transform if fn is None else transform(fn)
+
+
+def _one_of(argument: str, value: Any, *known: str) -> str:
+    if value not in known:
+        first, second = map(repr, known)
+        raise ValueError(f"{argument} should be {first} or {second}, but got {value!r}.")
+    return value
+
+
+def _checked_rules(rules: RulesLike) -> PolicyRules:
+    checked = rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    classes = [pattern_text(pattern) for pattern, _ in checked if isinstance(pattern, type)]
+    if classes:
+        raise TypeError(
+            "autocast's rules select module paths, not classes, but got "
+            f"{', '.join(classes)}: give a path pattern, as in {{'.*/norm': 'f32'}}."
+        )
+    return checked
 
 
 def _checked_paths(normalises: Any) -> PolicyRules | None:

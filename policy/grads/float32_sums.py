@@ -241,7 +241,7 @@ def _jitted(
     sums: RoundedSums, program: Subprogram, kinds: tuple[Any, ...], name: str
 ) -> tuple[Any, Body[Any]]:
     inputs = [None if dtype is None else Wide(None, dtype) for dtype in kinds]
-    body = Body.of(Float32Sums(sums), program, inputs)
+    body = Body(Float32Sums(sums), program, inputs)
 
     def call(*arrays: Any) -> list[Any]:
         return body.arrays(*arrays)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 from policy.programs.dependence import COTANGENT, PARAMETER, dependences
-from policy.programs.graph import Graph, Node, Value, is_joint
+from policy.programs.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.operations import is_inexact_name
 from policy.programs.origins import author_of
 from policy.programs.paths import Path
@@ -113,15 +113,8 @@ def _side(depends_on: int) -> CodedSide:
 
 def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     """Returns the modules whose matmuls read the codes of a cast, as they are or widened."""
-    waiting, seen, sites = [cast.out], {id(cast.out)}, list[Site]()
-    while waiting:
-        for node in waiting.pop().readers:
-            if _is_product(node):
-                sites.append(node.site)
-            elif is_joint(node) or node.name in MOVES_DATA or node.name in _RESCALES:
-                fresh = [out for out in node.outputs if id(out) not in seen]
-                seen.update(map(id, fresh))
-                waiting.extend(fresh)
+    passes = lambda node: is_joint(node) or node.name in MOVES_DATA or node.name in _RESCALES  # noqa: E731
+    sites = [node.site for node in readers_past([cast.out], passes) if _is_product(node)]
     of_pass = [site for site in sites if site.is_backward == is_backward] or sites
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
 

@@ -36,26 +36,19 @@ class Body(Generic[V]):
     def __init__(
         self,
         run: Interpreter[V],
-        jaxpr: Any,
+        program: Any,
         inputs: Sequence[V],
         like: Sequence[V | None] = (),
-        role: Role = "call",
     ):
-        """Outputs settle on the kinds of `like`, where that has a value for them."""
-        self.interpreter, self.inputs, self.like, self.role = run, list(inputs), list(like), role
-        self.jaxpr, self.consts = opened(jaxpr)
-        self.outputs: list[V] = []
+        """Takes a subprogram of an equation, or a closed jaxpr.
 
-    @classmethod
-    def of(
-        cls,
-        run: Interpreter[V],
-        program: Subprogram,
-        inputs: Sequence[V],
-        like: Sequence[V | None] = (),
-    ) -> Body[V]:
-        """Returns the body that is a subprogram of an equation."""
-        return cls(run, program.jaxpr, inputs, like, program.role)
+        Outputs settle on the kinds of `like`, where that has a value for them.
+        """
+        self.interpreter, self.inputs, self.like = run, list(inputs), list(like)
+        is_inside = isinstance(program, Subprogram)
+        self.jaxpr, self.consts = opened(program.jaxpr if is_inside else program)
+        self.role: Role = program.role if is_inside else "call"
+        self.outputs: list[V] = []
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
         inner = self.interpreter.tracing(self, self.role)
@@ -123,7 +116,7 @@ def jit(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     Each value should be one array of the shape that the operand was traced with.
     """
     program = subprogram(equation, "call")
-    body = Body.of(run.inside(equation), program, values, run.merge(equation, values))
+    body = Body(run.inside(equation), program, values, run.merge(equation, values))
     return _bound(run, equation, body, values, lambda closed: (closed, []))
 
 
@@ -133,7 +126,7 @@ def remat(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     This keeps its policy, whether it was differentiated already, and its recomputations apart from
     the forward pass.
     """
-    body = Body.of(
+    body = Body(
         run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values)
     )
     return _bound(run, equation, body, values, with_consts_as_arguments)
@@ -168,7 +161,7 @@ def scan(
     fixed, xs = given[program.fixed], given[program.rows]
     like = [*carried, *run.merge(equation, values)[len(carried) :]]
     init = settled(run, given[program.carry], like[: program.carried])
-    body = Body.of(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
+    body = Body(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
     width, rows = len(run.flat(init)), run.flat(xs)
     scanned = [
         array for array in rows if array.ndim
@@ -198,9 +191,9 @@ def while_loop(run: Interpreter[V], equation: Equation, values: list[V]) -> list
     like, fixed = run.merge(equation, values), given[program.fixed]
     init = settled(run, given[program.carry], like)
     entering = inner.entering(init)
-    cond = Body.of(inner, test, [*tested, *entering])
+    cond = Body(inner, test, [*tested, *entering])
     body = _Staged(
-        Body.of(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)]
+        Body(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)]
     )
     zeros = {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in body.notes.items()}
 
@@ -220,7 +213,7 @@ def cond(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a conditional. Notes of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
     branches = [
-        _Staged(Body.of(inner, one, operands), run.flat(operands)) for one in subprograms(equation)
+        _Staged(Body(inner, one, operands), run.flat(operands)) for one in subprograms(equation)
     ]
     like = run.merge(equation, values, branches)
     shapes = {key: shape for branch in branches for key, shape in branch.notes.items()}
@@ -250,7 +243,7 @@ def shard_map(run: Interpreter[V], equation: Equation, values: list[V]) -> list[
     """Rebuilds a `shard_map`. Notes should be the same on every device."""
     params = equation.params
     like = run.merge(equation, values)
-    body = Body.of(run.inside(equation), subprogram(equation, "shard"), values, like)
+    body = Body(run.inside(equation), subprogram(equation, "shard"), values, like)
     in_specs = [
         spec if array.ndim else PartitionSpec()
         for value, spec in zip(values, params["in_specs"], strict=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
 import numpy as np
 
+from policy.programs.dtypes import float_dtype
 from policy.programs.operations import dtype_name
 from policy.programs.subprograms import Subprogram, opened, subprograms
 from policy.programs.walk import Site, entered, site_of
@@ -26,19 +28,26 @@ class Value:
       maker: the node that makes it; None for arguments and constants.
       readers: the nodes that read it, one for each time.
       array: its numbers, for literals and for constants of the program.
+      number: the literal that it is, or None.
       is_output: whether the program returns it.
+      yields, given: facts for `policy.autocasting.normalizations`, which notes them.
     """
 
-    __slots__ = ("array", "aval", "dtype", "is_output", "maker", "readers")
+    __slots__ = (
+        *("array", "aval", "dtype", "given", "is_output", "maker", "number", "readers", "shape"),
+        "yields",
+    )
 
-    def __init__(self, aval: Any, maker: Node | None = None, array: Any = None):
-        self.aval, self.maker, self.array, self.is_output = aval, maker, array, False
+    def __init__(self, aval: Any, maker: Node | None = None, array: Any = None, number: Any = None):
+        self.aval, self.maker, self.array, self.number = aval, maker, array, number
+        self.is_output = self.yields = self.given = False
         self.dtype = dtype_name(getattr(aval, "dtype", None))
+        self.shape: tuple[Any, ...] = tuple(getattr(aval, "shape", ()))
         self.readers: list[Node] = []
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.aval, "shape", ()))
+    def is_float(self) -> bool:
+        return float_dtype(self.aval) is not None
 
     @property
     def is_literal(self) -> bool:
@@ -46,11 +55,13 @@ class Value:
 
 
 class Node:
-    """An equation that holds no program, or one of four joints of the programs that others hold.
+    """An equation that holds no program, or one of the joints of the programs that others hold.
 
     The joints: "carry" makes the carry of a loop (of its first value and the one that the body
     returns), "row" one row of an array that is scanned over, "rows" the stacked rows that a scan
-    returns, "branch" the result of one or the other branch of a conditional.
+    returns, "branch" the result of one or the other branch of a conditional, which its first
+    operand chooses. For rewriters, "shard" is a device's part of an array, and "shards" is the
+    array of all parts.
 
     Attributes:
       site: the equation and its position; of a joint, the loop or conditional.
@@ -84,16 +95,22 @@ class Node:
 class Graph:
     """The nodes of a program, in the order in which they run.
 
+    Args:
+      jaxpr: the program. An open one may lack its constants.
+      inside: the primitives whose programs a rewriter enters; None stands for all.
+
     Attributes:
       nodes: those that have effects, or that a result depends on.
       traced: the same, and those that no result depends on, which XLA does not run.
       arguments, outputs: of the program.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, inside: Collection[str] | None = None):
         self.nodes: list[Node] = []
         self._effects: list[Node] = []
+        self._inside = inside
         body, consts = opened(jaxpr)
+        consts = consts or [None] * len(body.constvars)
         known = [
             Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)
         ]
@@ -110,9 +127,8 @@ class Graph:
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jex_core.Literal):
-                return Value(
-                    atom.aval, array=np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
-                )
+                array = np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
+                return Value(atom.aval, array=array, number=atom.val)
             return values[atom]
 
         for equation in body.eqns:
@@ -122,7 +138,8 @@ class Graph:
         return [read(atom) for atom in body.outvars]
 
     def _equation(self, site: Site, inputs: list[Value], branch: BranchesTaken) -> list[Value]:
-        inner = [one for one in subprograms(site.equation) if one.is_run]
+        is_entered = self._inside is None or site.name in self._inside
+        inner = [one for one in subprograms(site.equation) if one.is_run] if is_entered else []
         match inner[0].role if inner else None:
             case None:
                 outputs = [variable.aval for variable in site.equation.outvars]
@@ -133,6 +150,8 @@ class Graph:
                 return self._branches(site, inner, inputs, branch)
             case "other":
                 return self._unknown(site, inner, inputs, branch)
+            case "shard" if self._inside is not None:
+                return self._shard(site, inner[0], inputs, branch)
         return self._call(site, inner[0], inputs, branch)
 
     def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken) -> Node:
@@ -156,11 +175,7 @@ class Graph:
     ) -> list[Value]:
         loop = next(one for one in inner if one.role == "loop")
         arguments, variables = loop.given(inputs), loop.body.invars
-
-        def joints(name: str, values: list[Value], variables: Sequence[Any]) -> list[Value]:
-            pairs = zip(values, variables, strict=True)
-            return [self._node(site, name, [v], branch).makes([x.aval])[0] for v, x in pairs]
-
+        joints = functools.partial(self._joints, site, branch)
         carries = joints("carry", arguments[loop.carry], variables[loop.carry])
         rows = joints("row", arguments[loop.rows], variables[loop.rows])
         for cond in (one for one in inner if one.role == "cond"):
@@ -171,6 +186,24 @@ class Graph:
         _close(carries, results[: loop.carried])
         stacked = joints("rows", results[loop.carried :], site.equation.outvars[loop.carried :])
         return [*results[: loop.carried], *stacked]
+
+    def _joints(
+        self,
+        site: Site,
+        branch: BranchesTaken,
+        name: str,
+        values: Sequence[Value],
+        variables: Sequence[Any],
+    ) -> list[Value]:
+        pairs = zip(values, variables, strict=True)
+        return [self._node(site, name, [v], branch).makes([x.aval])[0] for v, x in pairs]
+
+    def _shard(
+        self, site: Site, one: Subprogram, inputs: list[Value], branch: BranchesTaken
+    ) -> list[Value]:
+        arguments = self._joints(site, branch, "shard", inputs, one.body.invars)
+        results = self._call(site, one, arguments, branch)
+        return self._joints(site, branch, "shards", results, site.equation.outvars)
 
     def _branches(
         self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
@@ -224,11 +257,22 @@ class Graph:
                 yield value
 
 
-_JOINTS = frozenset(("carry", "row", "rows", "branch"))
+_JOINTS = frozenset(("carry", "row", "rows", "branch", "shard", "shards"))
 
 
 def is_joint(node: Node) -> bool:
     return node.name in _JOINTS
+
+
+def readers_past(values: Sequence[Value], passes: Callable[[Node], bool]) -> Iterator[Node]:
+    """Yields the readers of some values, and those of the results of readers that `passes`."""
+    waiting, seen = list(values), set(map(id, values))
+    while waiting:
+        for node in waiting.pop().readers:
+            yield node
+            fresh = [out for out in node.outputs if id(out) not in seen] if passes(node) else []
+            seen.update(map(id, fresh))
+            waiting.extend(fresh)
 
 
 def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:

@@ -9,18 +9,18 @@ a trace for a report keeps the equations as they are.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-import numpy as np
-from jax.extend import source_info_util
 
-from policy.programs.interpreter import contexts_of
+from policy.programs.interpreter import Interpreter
 from policy.programs.protocols import Equation
 from policy.programs.subprograms import bind, is_jaxpr, opened
 from policy.programs.thread import thread
@@ -32,21 +32,27 @@ _DEEPEST = 12  # names in a row that begin a part
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Consecutive equations of one call.
+    """Consecutive equations of one call: an equation to a program, and a program itself.
 
     Attributes:
-      equations: the equations.
+      eqns: the equations.
       scopes: the names that they have in common.
-      inputs: the variables that they read, in the order of their first uses.
-      outputs: the variables that other equations read.
+      invars: the variables that they read, in the order of their first uses.
+      outvars: the variables that other equations read.
       key: equal for parts with the same contents.
     """
 
-    equations: Sequence[Equation]
+    eqns: Sequence[Equation]
     scopes: tuple[Any, ...]
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
     key: Hashable
+    constvars = ()
+    ctx = types.SimpleNamespace(manager=contextlib.nullcontext())
+
+    @property
+    def source_info(self) -> Any:
+        return self.eqns[0].source_info
 
 
 def outlined(jaxpr: Any) -> Any:
@@ -60,56 +66,51 @@ def outlined(jaxpr: Any) -> Any:
     items = _items(body)
     if not any(isinstance(item, _Part) for item in items):
         return jaxpr
-    calls: dict[Hashable, Any] = {}
+    program: Any = types.SimpleNamespace(
+        constvars=body.constvars, invars=body.invars, outvars=body.outvars, eqns=items
+    )
+    outliner = _Outliner()
+    return jax.make_jaxpr(lambda *arrays: outliner.run(program, consts, arrays))(
+        *(_shape(v.aval) for v in body.invars)
+    )
 
-    def run(*arrays: Any) -> list[Any]:
-        values: dict[Any, Any] = dict(
-            zip((*body.constvars, *body.invars), (*consts, *arrays), strict=True)
-        )
-        for item in items:
-            if not isinstance(item, _Part):
-                _evaluate(item, values)
-                continue
-            if item.key not in calls:
-                calls[item.key] = jax.jit(_function(item))
-            info = item.equations[0].source_info
-            stack = source_info_util.current_name_stack() + type(info.name_stack)(item.scopes)
-            with source_info_util.user_context(info.traceback, name_stack=stack):
-                results = calls[item.key](*(values[variable] for variable in item.inputs))
-            values.update(zip(item.outputs, results, strict=True))
-        return [atom.val if _is_literal(atom) else values[atom] for atom in body.outvars]
 
-    return jax.make_jaxpr(run)(*(_shape(v.aval) for v in body.invars))
+class _Outliner(Interpreter[Any]):
+    """Evaluates equations as they are, and parts as calls.
+
+    Attributes:
+      calls: a jitted function for each content of parts.
+      depth: the number of names that are left out on the stacks of equations.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        super().__init__()
+        self.calls: dict[Hashable, Any] = {}
+        self.depth = depth
+
+    def equation(self, equation: Any, values: list[Any]) -> list[Any]:
+        if not isinstance(equation, _Part):
+            return bind(equation, values)
+        if equation.key not in self.calls:
+            self.calls[equation.key] = jax.jit(_function(equation))
+        return self.calls[equation.key](*values)
+
+    def name_stack_of(self, equation: Any) -> Any:
+        stack = equation.source_info.name_stack
+        names = equation.scopes if isinstance(equation, _Part) else stack.stack[self.depth :]
+        return type(stack)(names)
 
 
 def _function(part: _Part) -> Any:
     def call(*arrays: Any) -> list[Any]:
-        values = dict(zip(part.inputs, arrays, strict=True))
-        for equation in part.equations:
-            _evaluate(equation, values, len(part.scopes))
-        return [values[variable] for variable in part.outputs]
+        return _Outliner(len(part.scopes)).run(part, (), arrays)
 
     call.__name__ = _NAME
     return call
 
 
-def _evaluate(equation: Equation, values: dict[Any, Any], depth: int = 0) -> None:
-    """Adds the outputs of an equation to `values`. `depth` names on its stack are left out."""
-    stack = equation.source_info.name_stack
-    source, settings = contexts_of(equation, type(stack)(stack.stack[depth:]))
-    operands = [_value(x) if _is_literal(x) else values[x] for x in equation.invars]
-    with source, settings:
-        results = bind(equation, operands)
-    values.update(zip(equation.outvars, results, strict=True))
-
-
 def _is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
-
-
-def _value(literal: Any) -> Any:
-    dtype = getattr(literal.aval, "dtype", None)
-    return literal.val if dtype is None else np.asarray(literal.val, dtype)
 
 
 def is_part(equation: Equation) -> bool:

@@ -40,6 +40,7 @@ class Site:
         stands in none. JAX traces such a function once, and its equations point to the line of the
         first call.
       around: the place of the equation whose program it stands in; None at the top.
+      program: of such a place, the program.
     """
 
     equation: Equation
@@ -53,6 +54,7 @@ class Site:
     in_island: bool = False
     call: Any = None
     around: Site | None = dataclasses.field(default=None, repr=False, compare=False)
+    program: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -166,6 +168,7 @@ def entered(site: Site, one: Subprogram) -> Site:
         count=site.count * one.count,
         inside=(*site.inside, site.name),
         axes=(*site.axes, *one.axes),
+        program=one.body,
     )
 
 

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from policy.programs.dependence import AS_IT_IS, PARAMETER, dependences, is_cotangent
-from policy.programs.graph import Graph, Node, Value, is_joint
+from policy.programs.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.operations import is_inexact_name, kind_of
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, PRODUCTS
+
+_KEEPS = AS_IT_IS | PRODUCTS | ADDITIONS  # return a gradient as it is, scaled, or added to one
 
 
 class WeightMatmul(NamedTuple):
@@ -65,15 +67,6 @@ def _was_floating(value: Value) -> bool:
 
 def _is_gradient(node: Node) -> bool:
     """Returns whether a result is returned as it is, but for casts, scales and sums of such."""
-    kept = AS_IT_IS | PRODUCTS | ADDITIONS
-    waiting = list(node.outputs)
-    seen = set(map(id, waiting))
-    while waiting:
-        value = waiting.pop()
-        if value.is_output:
-            return True
-        readers = [one for one in value.readers if one.name in kept or is_joint(one)]
-        fresh = [out for one in readers for out in one.outputs if id(out) not in seen]
-        seen.update(map(id, fresh))
-        waiting.extend(fresh)
-    return False
+    passes = lambda one: is_joint(one) or one.name in _KEEPS  # noqa: E731
+    kept = filter(passes, readers_past(node.outputs, passes))
+    return any(value.is_output for one in (node, *kept) for value in one.outputs)

@@ -1,4 +1,4 @@
-"""autocast goes by what a program computes: ten models make the same programs whatever their
+"""autocast goes by what a program computes: five models make the same programs whatever their
 modules are called.
 """
 
@@ -84,31 +84,10 @@ def conv_and_batch_norm(names: Names, x: Any) -> Any:
     return nn.Dense(4, name=names[2])(x.mean((1, 2)))
 
 
-@linen(IMAGE)
-def evaluated_batch_norm(names: Names, x: Any) -> Any:
-    x = nn.relu(
-        nn.BatchNorm(use_running_average=True, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x))
-    )
-    return nn.Dense(4, name=names[2])(x.mean((1, 2)))
-
-
 @linen()
 def layer_norm_and_mlp(names: Names, x: Any) -> Any:
     h = nn.Dense(16, name=names[1])(nn.LayerNorm(name=names[0])(x))
     return x + nn.Dense(8, name=names[2])(nn.gelu(h)) * nn.Dense(8, name=names[3])(x)
-
-
-@linen(IMAGE)
-def group_norm_and_squeeze_and_excite(names: Names, x: Any) -> Any:
-    x = nn.silu(nn.GroupNorm(2, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x)))
-    gate = nn.Dense(8, name=names[3])(nn.relu(nn.Dense(4, name=names[2])(x.mean((1, 2)))))
-    return x * nn.sigmoid(gate)[:, None, None, :]
-
-
-@linen()
-def attention(names: Names, x: Any) -> Any:
-    x = x + nn.MultiHeadDotProductAttention(2, name=names[1])(nn.RMSNorm(name=names[0])(x))
-    return x + nn.Dense(8, name=names[3])(nn.silu(nn.RMSNorm(name=names[2])(x)))
 
 
 class ByHand(nn.Module):
@@ -146,16 +125,6 @@ def scanned_blocks(names: Names, x: Any) -> Any:
 
 
 @of_nnx()
-def nnx_batch_norm(rngs: Any) -> Any:
-    layers = [
-        flax_nnx.Linear(8, 8, rngs=rngs),
-        flax_nnx.BatchNorm(8, rngs=rngs),
-        flax_nnx.Linear(8, 4, rngs=rngs),
-    ]
-    return layers, lambda layers, x: layers[2](jax.nn.relu(layers[1](layers[0](x))))
-
-
-@of_nnx()
 def nnx_layer_norms(rngs: Any) -> Any:
     layers = [
         flax_nnx.LayerNorm(8, rngs=rngs),
@@ -167,21 +136,6 @@ def nnx_layer_norms(rngs: Any) -> Any:
     def forward(layers: Any, x: Any) -> Any:
         x = x + layers[1](layers[0](x))
         return x + jax.nn.gelu(layers[3](layers[2](x)))
-
-    return layers, forward
-
-
-@of_nnx(IMAGE)
-def nnx_group_norm_and_gate(rngs: Any) -> Any:
-    layers = [
-        flax_nnx.Conv(8, 8, (3, 3), rngs=rngs),
-        flax_nnx.GroupNorm(8, 2, rngs=rngs),
-        flax_nnx.Linear(8, 8, rngs=rngs),
-    ]
-
-    def forward(layers: Any, x: Any) -> Any:
-        x = jax.nn.relu(layers[1](layers[0](x)))
-        return x * jax.nn.sigmoid(layers[2](x.mean((1, 2))))[:, None, None, :]
 
     return layers, forward
 

@@ -11,9 +11,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from tests.programs import named, operations
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+BF16, HALVES, FULLS = "mixed_bfloat16", ("bfloat16", "bfloat16"), ("float32", "float32")
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 
@@ -73,6 +78,25 @@ def flax_model(name: str, module: nn.Module, x: Any = X, *, matmuls: int = 1, **
         return module.apply(variables, x, rngs={"dropout": KEY}, **call)
 
     MODELS[name] = Model(fn, variables, x, matmuls)
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def dots(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+    """The dtypes of the operands of each matmul of a program."""
+    return [op.inputs for op in named(operations(fn, *args), "dot_general")]
+
+
+def half_of(policy: str) -> str:
+    return policy.removeprefix("mixed_")
+
+
+def error(found: Any, truth: Any) -> float:
+    """The norm of the difference, beside that of the truth."""
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    return float(np.linalg.norm(found - truth) / max(np.linalg.norm(truth), 1e-3))
 
 
 def dense(params: Any, x: Any) -> Any:
@@ -268,19 +292,6 @@ def shard_map(params, x):
     return mapped(params, x)
 
 
-@model()
-def linear_algebra(params, x):
-    covariance = x.T @ x / 6 + jnp.eye(8)
-    return (
-        jnp.linalg.solve(covariance, dense(params, x).T).T + jnp.linalg.cholesky(covariance).sum()
-    )
-
-
-@model()
-def fourier(params, x):
-    return jnp.fft.irfft(jnp.fft.rfft(dense(params, x)) * 0.5)
-
-
 @model(x=TOKENS, params={"table": normal(5, 8), "w": SQUARE})
 def embedding(params, tokens):
     return params["table"][tokens] @ params["w"]
@@ -292,12 +303,6 @@ def mixture_of_experts(params, x):
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=3).astype(jnp.int32)
     return lax.ragged_dot(x[order], params["w"], sizes)
-
-
-@model()
-def complex_numbers(params, x):
-    z = lax.complex(dense(params, x), x)
-    return jnp.real(z @ jnp.conj(z).T @ z) * 0.01
 
 
 @model(x=SEQUENCE, matmuls=2)

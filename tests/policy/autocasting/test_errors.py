@@ -12,9 +12,8 @@ import pytest
 from policy import DtypePolicyWarning, full_precision, mixed_precision
 from policy.autocasting.transform import autocast
 from policy.programs.primitives import CATEGORY_OF
-from tests.policy.autocasting.models import SQUARE, normal
+from tests.policy.autocasting.models import BF16, SQUARE, normal
 
-BF16 = "mixed_bfloat16"
 W, X = SQUARE, normal(4, 8)
 
 
@@ -32,62 +31,27 @@ def called(**options: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "no function": (
-        lambda: autocast(3, BF16),
-        TypeError,
-        r"autocast takes a function, but got 3 of type int\.",
-    ),
+    "no function": (lambda: autocast(3, BF16), TypeError, "autocast takes a function, but got 3"),
     "an island of none": (lambda: full_precision(3), TypeError, "full_precision takes a function"),  # type: ignore[arg-type]
     "a policy of integers": (given("int8"), ValueError, "int8"),
-    "float64": (lambda: autocast(layer, "float64")(W, X), ValueError, "float64"),
     "a primitive that is none": (
         given(allow=["tanh", "dot_generl"]),
         ValueError,
         r"allow names 'dot_generl'.*Nearest: dot_general",
     ),
-    "a string of primitives": (
-        given(deny="tanh"),
-        TypeError,
-        r"deny should be a collection of primitive names, such as \('tanh',\)",
-    ),
+    "a string of primitives": (given(deny="tanh"), TypeError, "deny should be a collection of"),
     "a primitive given twice": (given(allow=["tanh"], deny=["tanh"]), ValueError, "more than one"),
     "rules that match nothing": (
         called(rules={"layer": "f32", "leyer": "f32", "nothing/.*": "f32"}),
         ValueError,
         r"Rules 'leyer', 'nothing/\.\*' matched no module\. Modules seen: layer\.",
     ),
-    "rules that are none": (given(rules=3), TypeError, "rule"),
-    "a preset": (
-        given(preset="fast"),
-        ValueError,
-        "preset should be 'memory' or 'conservative', but got 'fast'",
-    ),
-    "a way with unknown primitives": (
-        given(on_unknown="warn"),
-        ValueError,
-        "on_unknown should be 'opaque' or 'raise', but got 'warn'",
-    ),
-    "a name of params": (
-        called(params="weights"),
-        ValueError,
-        "params names the argument 'weights', but the function takes params, x",
-    ),
-    "a position of params": (
-        called(params=(0, 2)),
-        ValueError,
-        "params names argument 2, but the function was called with 2 positional",
-    ),
+    "a preset": (given(preset="fast"), ValueError, "preset should be 'memory' or 'conservative'"),
+    "a name of params": (called(params="weights"), ValueError, "the function takes params, x"),
+    "a position of params": (called(params=(0, 2)), ValueError, "called with 2 positional"),
     "params of another kind": (given(params=3.5), TypeError, "params should be"),
-    "a path that matches nothing": (
-        called(normalises=("elsewhere",)),
-        ValueError,
-        "Rule 'elsewhere' matched no module",
-    ),
-    "paths that are none": (
-        given(normalises="layer"),
-        TypeError,
-        "normalises should be a collection of module paths, such as .*, but got",
-    ),
+    "a path that matches nothing": (called(normalises=("elsewhere",)), ValueError, "'elsewhere'"),
+    "paths that are none": (given(normalises="layer"), TypeError, "a collection of module paths"),
     "a result that is no array": (
         lambda: autocast(lambda x: {"h": x, "name": "h"}, BF16)(X),
         TypeError,

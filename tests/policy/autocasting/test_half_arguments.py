@@ -13,24 +13,9 @@ import pytest
 from jax import lax
 
 from policy.autocasting.transform import autocast
-from tests.programs import named, operations
+from tests.policy.autocasting.models import POLICIES, dots, error, half_of, normal
 
-POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 PROMOTIONS = pytest.mark.parametrize("promotion", ["strict", "standard"])
-RNG = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> Any:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
-
-
-def half_of(policy: str) -> Any:
-    return jnp.dtype(policy.removeprefix("mixed_"))
-
-
-def error(found: Any, truth: Any) -> float:
-    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
-    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
 
 
 W, X = normal(8, 8), normal(8, 8)
@@ -51,8 +36,7 @@ def test_a_half_argument_meets_a_float32_parameter_in_compute_dtype(name, policy
     with jax.numpy_dtype_promotion(promotion):
         fn = autocast(MATMULS[name], policy, params=0)
         grad = jax.grad(lambda w, x: fn(w, x).astype(jnp.float32).sum(), (0, 1))
-        dots = named(operations(grad, W, X.astype(half)), "dot_general")
-        assert {op.inputs for op in dots} == {(half.name,) * 2}
+        assert set(dots(grad, W, X.astype(half))) == {(half,) * 2}
         assert [g.dtype for g in grad(W, X.astype(half))] == [jnp.float32, half]
         assert error(fn(W, X.astype(half)), MATMULS[name](W, X)) < 1e-2
 
@@ -60,15 +44,14 @@ def test_a_half_argument_meets_a_float32_parameter_in_compute_dtype(name, policy
 @pytest.mark.filterwarnings("ignore:.*are emulated")
 def test_a_half_argument_meets_a_float32_parameter_in_8_bits():
     fn = autocast(lambda w, x: x @ w, "p=f32,c=bf16,o=f32,m=f8", params=0)
-    dots = named(operations(fn, normal(16, 16), jnp.ones((16, 16), jnp.bfloat16)), "dot_general")
-    assert {op.inputs for op in dots} == {("float8_e4m3fn",) * 2}
+    found = dots(fn, normal(16, 16), jnp.ones((16, 16), jnp.bfloat16))
+    assert set(found) == {("float8_e4m3fn",) * 2}
 
 
 def test_a_half_constant_meets_a_float32_parameter_in_compute_dtype():
     table = X.astype(jnp.bfloat16)
     fn = autocast(lambda w, x: lax.dot(table, w, preferred_element_type=jnp.float32) + x, "bf16")
-    dots = named(operations(fn, W, X), "dot_general")
-    assert {op.inputs for op in dots} == {("bfloat16",) * 2}
+    assert set(dots(fn, W, X)) == {("bfloat16",) * 2}
 
 
 @POLICIES

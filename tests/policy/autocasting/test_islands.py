@@ -11,20 +11,11 @@ from jax import lax
 
 from policy import full_precision, use_policy
 from policy.autocasting.transform import autocast
-from tests.policy.autocasting.models import SQUARE, normal
+from tests.policy.autocasting.models import BF16, FULLS, HALVES, dots, layer, normal
+from tests.policy.autocasting.models import SQUARE as W
 from tests.programs import named, operations
 
-BF16 = "mixed_bfloat16"
-W, X = SQUARE, normal(4, 8)
-HALVES, FULLS = ("bfloat16", "bfloat16"), ("float32", "float32")
-
-
-def layer(w: Any, x: Any) -> Any:
-    return jnp.tanh(x @ w)
-
-
-def dots(fn: Any, *args: Any) -> list[tuple[str, ...]]:
-    return sorted(op.inputs for op in named(operations(fn, *args), "dot_general"))
+X = normal(4, 8)
 
 
 ISLANDS: dict[str, Any] = {

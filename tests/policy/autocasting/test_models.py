@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from policy.autocasting.transform import autocast
-from tests.policy.autocasting.models import MODELS, Model
+from tests.policy.autocasting.models import BF16, MODELS, POLICIES, Model, error, half_of
 from tests.programs import Operation, operations
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -48,16 +48,11 @@ def matmuls(ops: list[Operation], name: str) -> list[Operation]:
     return [op for op in found if not {"custom_linear_solve", "triangular_solve"} & set(op.within)]
 
 
-def relative(a: Any, b: Any) -> float:
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3))
-
-
 @EACH
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@POLICIES
 def test_matmuls_run_in_half_and_sums_in_float32_forward_and_backward(name, policy):
     model = MODELS[name]
-    half = "bfloat16" if policy == "mixed_bfloat16" else "float16"
+    half = half_of(policy)
     loss = loss_of(model, model.fn)
     programs = [operations(jax.grad(autocast(loss, policy, params=0)), model.params)]
     if half == "bfloat16":
@@ -74,12 +69,12 @@ def test_matmuls_run_in_half_and_sums_in_float32_forward_and_backward(name, poli
 @EACH
 def test_results_and_gradients_are_float32s_to_a_few_bits(name):
     model = MODELS[name]
-    cast = autocast(model.fn, "mixed_bfloat16")
+    cast = autocast(model.fn, BF16)
 
     @jax.jit  # one compilation
     def run(params):
         loss = loss_of(model, model.fn)
-        outside = autocast(jax.grad(loss), "mixed_bfloat16", params=0)(params)
+        outside = autocast(jax.grad(loss), BF16, params=0)(params)
         return (
             cast(params, model.x),
             model.fn(params, model.x),
@@ -92,13 +87,13 @@ def test_results_and_gradients_are_float32s_to_a_few_bits(name):
 
     found, expected, truth, both = run(model.params)
     assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert relative(found, expected) < 3e-2
+    assert error(found, expected) < 3e-2
     for gradients in both:
         whole = [
             np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)])
             for tree in (gradients, truth)
         ]
-        assert relative(*whole) < 6e-2
+        assert error(*whole) < 6e-2
         jax.tree.map(
             lambda g, p: (g.dtype, g.shape) == (p.dtype, p.shape) or pytest.fail(),
             gradients,
@@ -110,11 +105,11 @@ def test_results_and_gradients_are_float32s_to_a_few_bits(name):
 def test_it_maps_over_a_batch_in_either_order(name):
     model = MODELS[name]
     batch = jnp.stack([model.x, model.x[::-1]])
-    cast = autocast(model.fn, "mixed_bfloat16")
+    cast = autocast(model.fn, BF16)
 
     @jax.jit
     def run(params, batch):
-        inside = autocast(jax.vmap(model.fn, (None, 0)), "mixed_bfloat16")(params, batch)
+        inside = autocast(jax.vmap(model.fn, (None, 0)), BF16)(params, batch)
         return (
             jnp.stack([cast(params, x) for x in batch]),
             jax.vmap(cast, (None, 0))(params, batch),
@@ -123,4 +118,4 @@ def test_it_maps_over_a_batch_in_either_order(name):
 
     expected, *others = run(model.params, batch)
     for found in others:
-        assert relative(found, expected) < 2e-2
+        assert error(found, expected) < 2e-2

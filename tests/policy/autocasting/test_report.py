@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.autocasting.transform import autocast
-from tests.policy.autocasting.models import SQUARE, normal
+from tests.policy.autocasting.models import BF16, SQUARE, normal
 
 X = normal(4, 8)
-BF16 = "mixed_bfloat16"
 
 
 def test_parameters_are_named_as_they_were_given():

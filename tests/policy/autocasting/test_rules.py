@@ -16,10 +16,8 @@ from policy.autocasting.transform import autocast
 from policy.programs.paths import path_of
 from policy.programs.subprograms import opened
 from policy.programs.walk import walk
-from tests.policy.autocasting.models import KEY, SEQUENCE, SQUARE, normal
-from tests.programs import operations
-
-BF16 = "mixed_bfloat16"
+from tests.policy.autocasting.models import BF16, KEY, SEQUENCE, SQUARE, normal
+from tests.programs import named, operations
 
 
 class Block(nn.Module):
@@ -154,18 +152,9 @@ def scoped(w: Any, x: Any) -> Any:
 def test_scopes_of_plain_functions_are_paths_too(rule):
     w, x = SQUARE, normal(4, 8)
     for program, fn in programs(scoped, rules={rule: "f32"}).items():
-        first = [
-            op.inputs[0]
-            for op in operations(fn, w, x)
-            if op.name == "dot_general" and "first" in op.path
-        ]
-        second = [
-            op.inputs[0]
-            for op in operations(fn, w, x)
-            if op.name == "dot_general" and "second" in op.path
-        ]
-        assert set(first) == {"bfloat16"}, program
-        assert set(second) == {"float32"}, program
+        found = named(operations(fn, w, x), "dot_general")
+        dtypes = {("first" in op.path, "second" in op.path, op.inputs[0]) for op in found}
+        assert dtypes == {(True, False, "bfloat16"), (False, True, "float32")}, program
 
 
 @pytest.mark.parametrize(
@@ -222,13 +211,8 @@ LAYERS = PolicyRules({"layers": "bfloat16"})
 def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bool):
     net = Net(remat, scan=True)
     variables = jax.eval_shape(net.init, KEY, SQUARE)
-    assert carried(autocast(net.apply, BF16), variables, SQUARE) == {"float32"}
-    assert carried(autocast(net.apply, BF16, rules={"layers": BF16}), variables, SQUARE) == {
-        "float32"
-    }
-    assert carried(autocast(net.apply, BF16, rules={"layers/up": "bf16"}), variables, SQUARE) == {
-        "float32"
-    }
+    for rules in (None, {"layers": BF16}, {"layers/up": "bf16"}):
+        assert carried(autocast(net.apply, BF16, rules=rules), variables, SQUARE) == {"float32"}
     for name, program in programs(net.apply, rules=LAYERS).items():
         assert "bfloat16" in carried(program, variables, SQUARE), name
     assert carried(autocast(net.apply, BF16, rules=LAYERS), variables, SQUARE) == {"bfloat16"}
@@ -276,16 +260,13 @@ def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():
     net = Net(remat=False, scan=False)
     variables = jax.eval_shape(net.init, KEY, SQUARE)
     program = autocast(net.apply)
-    with use_policy(BF16, {"layers_.*": "float32", "elsewhere": "float16"}):
-        assert matmuls(program, variables, SQUARE) == {
-            ("block", "float32"): 4,
-            ("head", "bfloat16"): 1,
-        }
-    with use_policy(BF16, {"head": "float32"}):
-        assert matmuls(program, variables, SQUARE) == {
-            ("block", "bfloat16"): 4,
-            ("head", "float32"): 1,
-        }
+    for rules, block, head in (
+        ({"layers_.*": "float32", "elsewhere": "float16"}, "float32", "bfloat16"),
+        ({"head": "float32"}, "bfloat16", "float32"),
+    ):
+        with use_policy(BF16, rules):
+            found = matmuls(program, variables, SQUARE)
+        assert found == {("block", block): 4, ("head", head): 1}
 
 
 class Doubled(nn.Dense):

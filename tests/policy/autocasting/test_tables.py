@@ -16,10 +16,10 @@ from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
 from policy import autocast, use_policy
-from tests.policy.autocasting.test_numerics import error
+from tests.policy.autocasting.models import POLICIES, half_of
+from tests.policy.autocasting.test_numerics import largest_error
 from tests.programs import named, operations
 
-POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 B, T, D = 2, 4, 8
 RNG = np.random.default_rng(0)
 
@@ -123,32 +123,20 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
 
 def stream_of(fn: Any, *args: Any) -> str:
     """Returns the dtype of the sum in the scope `stream`."""
-    found: list[str] = []
-
-    def look(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            names = str(equation.source_info.name_stack)
-            if equation.primitive.name == "add" and "stream" in names and "relu" not in names:
-                found.append(equation.outvars[0].aval.dtype.name)
-            for value in equation.params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    look(inner)
-
-    look(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found[-1]
+    adds = named(operations(fn, *args), "add")
+    return next(op.outputs[0] for op in reversed(adds) if op.path.endswith("stream"))
 
 
 @POLICIES
 @pytest.mark.parametrize("name", ADDED)
 def test_a_table_leaves_the_activations_after_it_in_half_precision(name, policy):
-    half = policy.removeprefix("mixed_")
+    half = half_of(policy)
     run = with_stream(ADDED[name])
     truth = run(jnp.asarray(W), jnp.asarray(X))
     for way in WAYS if name in ("a numpy table", "sinusoids", "noise") else ("autocast", "linen"):
         fn = WAYS[way](run, policy)
         assert stream_of(fn, W, X) == half, way
-        assert error(fn(W, X), truth) < (4e-2 if half == "bfloat16" else 5e-3), way
+        assert largest_error(fn(W, X), truth) < (4e-2 if half == "bfloat16" else 5e-3), way
 
 
 @POLICIES
@@ -176,7 +164,7 @@ def test_positions_times_frequencies_are_float32s(policy, einsum):
     truth = np.arange(600)[:, None] * frequencies[None]
     for way in WAYS:
         fn = WAYS[way](angles, policy)
-        assert error(fn(W, X), truth) < 1e-6, way
+        assert largest_error(fn(W, X), truth) < 1e-6, way
         assert not named(operations(fn, W, X), "dot_general"), way
 
 
@@ -191,7 +179,7 @@ def test_a_difference_from_a_constant_is_rounded_once(policy):
     x = normal(64, D)
     prediction = np.asarray(autocast(lambda w, x: x @ w, policy, params=0)(W, x), np.float64)
     found = autocast(loss, policy, params=0)(W, x)
-    assert error(found, np.mean((prediction - targets) ** 2)) < 1e-6
+    assert largest_error(found, np.mean((prediction - targets) ** 2)) < 1e-6
 
 
 class Averaging(flax_nn.Module):
@@ -213,7 +201,7 @@ class Averaging(flax_nn.Module):
 @POLICIES
 @pytest.mark.parametrize("way", ["port", "autocast"])
 def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
-    model, half = Averaging(), policy.removeprefix("mixed_")
+    model, half = Averaging(), half_of(policy)
     variables = model.init(jax.random.key(0), X)
     small = {"averages": {"a": jnp.full((D,), 1 + 2.0**-12)}}
     variables = {**variables, **small}
@@ -230,7 +218,7 @@ def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
     found = updates["averages"]["a"]
     kept = 0.99 * (1 + 2.0**-12) + 0.01 * TABLE[0, 0].astype(np.float64)
     assert found.dtype == jnp.float32
-    assert error(found, kept) < 5e-5
+    assert largest_error(found, kept) < 5e-5
 
 
 class Buffer(flax_nnx.Variable):
@@ -260,13 +248,10 @@ def test_an_nnx_variable_that_no_call_writes_is_a_table(policy, way):
         model = of(nnx) if way == "own" else of(flax_nnx)
     model = nnx.apply_policy(model, policy) if way == "port" else model
     graph, state = flax_nnx.split(model)
-    call = autocast(lambda model, x: model(x), policy) if way == "autocast" else run_as_is
+    call = lambda model, x: model(x)  # noqa: E731
+    call = autocast(call, policy) if way == "autocast" else call
     fn = lambda state, x: call(flax_nnx.merge(graph, state), x)  # noqa: E731
-    assert stream_of(fn, state, X) == policy.removeprefix("mixed_")
-
-
-def run_as_is(model: Any, x: Any) -> Any:
-    return model(x)
+    assert stream_of(fn, state, X) == half_of(policy)
 
 
 @POLICIES
@@ -279,4 +264,4 @@ def test_a_scaled_input_begins_a_stream(policy):
             x = x + jax.nn.relu(x @ w)
         return run(w, x)
 
-    assert stream_of(_own_linen(scaled, policy), W, X) == policy.removeprefix("mixed_")
+    assert stream_of(_own_linen(scaled, policy), W, X) == half_of(policy)
