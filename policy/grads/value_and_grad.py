@@ -86,16 +86,19 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        for position in _positions(argnums, len(args)):
+        positions = _positions(argnums, len(args))
+        for position in positions:
             _require_differentiable(args[position], position)
         with finish.scope():
-            loss = scaled_loss(loss_fn, finish.scale, has_aux)
-            differentiated = with_float32_sums(
-                jax.value_and_grad(loss, argnums, has_aux=True),
-                argnums,
+            (_, (loss, aux)), gradients = with_float32_sums(
+                jax.value_and_grad(
+                    scaled_loss(loss_fn, finish.scale, has_aux), argnums, has_aux=True
+                ),
+                positions,
+                args,
+                kwargs,
                 accumulators=grads == "accumulator",
             )
-            (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
             gradients = finish(gradients)
         return ((loss, aux) if has_aux else loss), gradients
 

@@ -90,7 +90,7 @@ def test_a_sixth_record_is_a_mode(sixth):
     np.testing.assert_allclose(master_params(params, state)["w"], WIDE["w"], **close)
     updates, _ = tx.update(GRADIENTS, state, params)
     np.testing.assert_array_equal(updates["w"], 0)
-    full = convert(state, params, to="full")
+    full = convert(state, params, to=wrapped("full"))
     np.testing.assert_allclose(full.masters["w"], WIDE["w"], **close)
     back = convert(full, params, to=tx)
     np.testing.assert_array_equal(back.masters["w"], state.masters["w"])

@@ -1,5 +1,6 @@
 """`mixed_precision` through optax's own contract: order, types, skipped steps, refusals."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,32 +63,6 @@ def test_its_parts_can_be_read_and_survive_a_rebuilt_tuple():
         assert made.axis_name == ("i",)
         assert isinstance(made.inner, optax.GradientTransformationExtraArgs)
     assert hash(tx) == hash(tx._replace())
-
-
-@pytest.mark.parametrize("dtype", ANY)
-@pytest.mark.parametrize("scale", [None, 8.0, "dynamic"])
-def test_the_state_keeps_every_type_in_a_scan(dtype, scale):
-    params = params_in(dtype)
-    inner = optax.inject_hyperparams(optax.adamw)(
-        learning_rate=optax.linear_schedule(1e-2, 1e-3, 10)
-    )
-    tx = mixed_precision(inner, "mixed_bfloat16", loss_scale=scale, clip_global_norm=1.0)
-    state = tx.init(params)
-
-    def body(carry, value):
-        params, state = carry
-        params, state, finite = apply_gradients(
-            tx, params, state, gradients_like(params, dtype, 1.0)
-        )
-        return (params, state), finite
-
-    (end_params, end), finite = jax.lax.scan(body, (params, state), jnp.arange(3))
-    assert finite.all()
-    assert types(end) == types(state)
-    assert types(end_params) == types(params)
-    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(state))
-    assert end.count == 3
-    assert end.skipped == 0
 
 
 @pytest.mark.parametrize("gradient_dtype", ANY)
@@ -169,15 +144,6 @@ def test_the_norm_of_float16_gradients_is_taken_in_float32():
     np.testing.assert_allclose(updates["w"], -3.0, rtol=1e-6)  # in float16 the norm, 19200, is inf
 
 
-def test_adam_fed_float16_gradients_steps_a_thousandth_not_five_hundred():
-    params = {"w": jnp.zeros(3)}
-    for gradient in (5e-3, 300.0):
-        gradients = {"w": jnp.full(3, gradient, jnp.float16)}
-        tx = mixed_precision(optax.adam(1e-3), "mixed_float16", loss_scale=NoOpLossScale())
-        updates, _ = tx.update(gradients, tx.init(params), params)
-        np.testing.assert_allclose(updates["w"], -1e-3, rtol=1e-3)
-
-
 def test_a_scaled_gradient_that_overflows_only_when_unscaled_is_seen():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(1.0), "float32")
@@ -203,10 +169,6 @@ def test_named_axes_agree_on_the_flag_and_share_the_norm():
     new, finite = step(params, {"w": jnp.ones((4, 1)).at[2].set(jnp.inf)})
     assert not finite.any()
     assert not new["w"].any()
-
-
-def no_state(params: Any) -> Any:
-    return optax.EmptyState()
 
 
 @pytest.mark.parametrize("dtype", ANY)
@@ -244,23 +206,6 @@ def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mod
     if mode == "none":
         step = lambda p, g: apply_gradients(applies, p, applies.init(p), g)  # noqa: E731
         assert "cond" not in str(jax.make_jaxpr(step)(params, bad))
-
-
-def test_extra_arguments_reach_the_inner_transform():
-    seen = []
-
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any
-    ) -> Any:
-        seen.append(value)
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(no_state, update)  # pyright: ignore[reportArgumentType]
-    params = params_in(jnp.float32)
-    tx = mixed_precision(inner, "float32")
-    apply_gradients(tx, params, tx.init(params), gradients_like(params), value=3)
-    tx.update(gradients_like(params), tx.init(params), params, value=4)
-    assert seen == [3, 4]
 
 
 def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipped():
@@ -349,30 +294,13 @@ def test_complex_params_are_stepped():
     np.testing.assert_array_equal(new["w"], np.full(3, 1 - 1j, np.complex64))
 
 
-PAIR = {"a": jnp.ones(2), "b": jnp.ones(3)}
-
-
-@pytest.mark.parametrize(
-    ("gradients", "text"),
-    [
-        ({"a": PAIR["a"], "c": {"d": PAIR["b"]}}, r"Missing: b\. Unexpected: c/d\."),
-        (PAIR | {"a": jnp.ones(3)}, r"but a is float32\[3\] for a param of float32\[2\]"),
-        (PAIR | {"a": jnp.ones(2, complex)}, r"complex params only.* but a is complex64\[2\]"),
-    ],
-)
-def test_gradients_of_other_trees_shapes_and_kinds_are_refused_by_path(gradients, text):
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    with pytest.raises(ValueError, match=text):
-        tx.update(gradients, tx.init(PAIR), PAIR)
-
-
 @pytest.mark.parametrize(
     ("update", "text"),
     [
-        (lambda u, s, p=None: (u, (s, s)), "its update should return state of the tree"),
-        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"state n is float32\[3\] instead of"),
-        (lambda u, s, p=None: ((u, u), s), "its update should return updates of the tree"),
-        (lambda u, s, p=None: (u[:1], s), r"updates \(root\) is float32\[1\] instead of"),
+        (lambda u, s, p=None: (u, (s, s)), r"state of .* Missing: n\[2\]. Unexpected: 0/n\[2\], "),
+        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"state of .* Unexpected: n\[3\]"),
+        (lambda u, s, p=None: ((u, u), s), r"updates of .* Unexpected: 0\[2\], 1"),
+        (lambda u, s, p=None: (u[:1], s), r"updates of .* Unexpected: \(root\)\[1\]"),
     ],
 )
 def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
@@ -382,9 +310,20 @@ def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
         apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
-def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    # optax's own are refused by init
-    outer: Any = optax.GradientTransformation(lambda params: (tx.init(params),), tx.update)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"with a mixed_precision inside\. Put it outermost"):
-        apply_gradients(outer, PAIR, outer.init(PAIR), PAIR)
+def test_an_injected_schedule_keeps_every_float32_value_on_half_precision_params():
+    params = params_in(jnp.bfloat16)
+    schedule = optax.linear_schedule(1e-3, 0.0, 1000)
+    tx = mixed_precision(optax.inject_hyperparams(optax.adam)(schedule), "bfloat16")
+
+    def body(carry, _):
+        params, state, _ = apply_gradients(tx, carry[0], carry[1], carry[0])
+        # optax's own way to tell the value from the schedule's state, which has the same name
+        get = functools.partial(
+            optax.tree.get, state, filtering=lambda _, value: isinstance(value, jax.Array)
+        )
+        return (params, state), (get("learning_rate"), get("b2"))
+
+    _, (rates, b2) = jax.lax.scan(body, (params, tx.init(params)), None, length=1000)
+    assert rates.dtype == b2.dtype == jnp.float32
+    assert len(np.unique(rates)) == 1000  # optax on bfloat16 params has 12
+    np.testing.assert_array_equal(b2, np.float32(0.999))  # there it is 1
