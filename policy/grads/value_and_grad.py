@@ -17,6 +17,7 @@ from policy.core.callables import shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.core.trees import (
+    dtype_and_shape,
     is_inexact,
     is_overwritten,
     map_gradients,
@@ -217,12 +218,9 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 def _require_floating_scalar(loss: Any) -> jax.Array:
     is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
     if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        given = type(loss).__name__
-        if is_number:
-            given = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
         raise TypeError(
-            f"loss_fn should return a floating scalar, but got {given}: return the mean or the "
-            "sum, and use has_aux=True to return more."
+            f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return the "
+            "mean or the sum, and use has_aux=True to return more."
         )
     return jnp.asarray(loss)
 
@@ -307,9 +305,9 @@ def _require_differentiable(argument: Any, position: int) -> None:
             "mpmodules.nnx.value_and_grad, or split the model and pass its state."
         )
     wrong = [
-        f"{path_name(path)} ({_dtype_text(leaf)})"
+        f"{path_name(path)} ({dtype_and_shape(leaf)})"
         for path, leaf in leaves
-        if not is_leaf(leaf) and not is_overwritten(path) and not _can_differentiate(leaf)
+        if not (is_leaf(leaf) or is_overwritten(path) or _can_differentiate(leaf))
     ]
     if wrong:
         raise TypeError(
@@ -320,7 +318,3 @@ def _require_differentiable(argument: Any, position: int) -> None:
 
 def _can_differentiate(leaf: Any) -> bool:
     return (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))) and is_inexact(leaf)
-
-
-def _dtype_text(leaf: Any) -> str:
-    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -124,7 +124,7 @@ GRADIENTS = {
         ),
         "an integer among the params": (
             lambda: value_and_grad(loss_fn)(P | {"n": jnp.arange(3)}),
-            "n (int32)",
+            "n (int32[3])",
             "argnums",
         ),
         "an nnx model by policy's": (

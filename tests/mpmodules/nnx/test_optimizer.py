@@ -9,19 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from policy import (
     DtypePolicyWarning,
-    DynamicLossScale,
-    apply_gradients,
     loss_scale_of,
     master_params,
     mixed_precision,
     select_tree,
 )
-from policy.optim import convert, finite_of, init_from_master, resync
+from policy.optim import convert, finite_of, resync
 from policy.optim.rounding import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -53,31 +50,6 @@ def step(model, optimizer):
 
 def values(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-@pytest.mark.parametrize("param_dtype", DTYPES)
-def test_it_steps_as_apply_gradients_does(param_dtype):
-    model, tx, optimizer = parts(param_dtype)
-    graphdef, params = flax_nnx.split(parts(param_dtype)[0])
-    state = tx.init(params)
-
-    @jax.jit
-    def by_hand(params, state):
-        model = flax_nnx.merge(graphdef, params)
-        gradients = nnx.grad(loss_fn, loss_scale=loss_scale_of(state))(model, X)
-        return apply_gradients(tx, params, state, gradients)[:2]
-
-    for _ in range(4):
-        step(model, optimizer)
-        params, state = by_hand(params, state)
-    pairs = [
-        (nnx.state(model, nnx.Param), params),
-        (master_params(nnx.state(model, nnx.Param), optimizer), master_params(params, state)),
-    ]
-    for ours, expected in pairs:
-        for a, b in zip(values(ours), values(expected), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=1e-6)
 
 
 def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
@@ -167,13 +139,6 @@ def test_resync_follows_what_was_written_to_the_model(param_dtype):
     assert not (np.asarray(model.kernel[...], np.float32) == 0.25).any()
 
 
-def test_params_of_another_tree_are_refused_by_name():
-    _, _, optimizer = parts(jnp.bfloat16)
-    other = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"params should have the tree .* Missing: bias\. Unexp"):
-        master_params(nnx.state(other, nnx.Param), optimizer)
-
-
 def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
     model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
     only_head = nnx.All(nnx.Param, nnx.PathContains(1))
@@ -185,20 +150,6 @@ def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
     with pytest.raises(ValueError, match=text):
         master_params(nnx.state(model, nnx.Param), optimizer)
     assert master_params(nnx.state(model, only_head), optimizer)
-
-
-def test_multi_steps_goes_inside():
-    model, _, _ = parts(jnp.bfloat16)
-    multi: Any = optax.MultiSteps(optax.sgd(0.1), 2)
-    optimizer: Any = nnx.Optimizer(model, mixed_precision(multi, "bfloat16"), wrt=nnx.Param)
-    before = values(nnx.state(model, nnx.Param))
-    for expected_to_move in (False, True):
-        step(model, optimizer)
-        after = values(nnx.state(model, nnx.Param))
-        assert (
-            all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
-            != expected_to_move
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,39 +236,6 @@ def test_a_skipped_step_leaves_params_statistics_and_moments_and_halves_the_scal
     assert finite_of(optimizer)
 
 
-def test_a_scale_that_float16_cannot_hold_is_found_by_skipping():
-    model, optimizer = trained("mixed_float16", DynamicLossScale(2.0**30), wrt=nnx.Param)
-    step = train_step("compute")
-    finite = []
-    for _ in range(24):
-        step(model, optimizer, X)
-        finite.append(bool(finite_of(optimizer)))
-    first = finite.index(True)
-    assert 0 < first < 24
-    assert all(finite[first:])
-    assert loss_scale_of(optimizer).loss_scale == 2.0 ** (30 - first)
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    step = train_step("compute")
-    model, optimizer = trained(policy, DynamicLossScale(2.0**10, period=3), wrt=nnx.Param)
-    for x in (X, X.at[0, 0].set(jnp.nan), X, X):
-        step(model, optimizer, x)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", nnx.state((model, optimizer)))
-    again: Any = trained(policy, DynamicLossScale(2.0**10, period=3), wrt=nnx.Param)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        nnx.update(again, checkpointer.restore(tmp_path / "step", nnx.state(again)))
-    for _ in range(4):
-        assert step(model, optimizer, X)[0] == step(again[0], again[1], X)[0]
-    for a, b in zip(everything(model, optimizer), everything(*again), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-    assert loss_scale_of(again[1]).loss_scale == 2.0**11  # fell once, and grew twice
-
-
 def test_the_optimizer_of_a_model_takes_them_too():
     _, optimizer = trained("mixed_float16", optimizer_class=nnx.ModelAndOptimizer)
     before = everything(optimizer.model)
@@ -365,15 +283,3 @@ def test_a_loss_that_was_scaled_by_hand_is_told():
         DtypePolicyWarning, match=r"reached mixed_precision without loss_scale\.unscale"
     ):
         step(model, optimizer, X)
-
-
-def test_float32_params_start_from_masters():
-    trained_params = nnx.state(Net(nnx.Rngs(7)), nnx.Param)
-    model, optimizer = trained("bfloat16", None, wrt=nnx.Param)
-    params, state = init_from_master(optimizer.tx, nnx.as_pure(trained_params))
-    nnx.update(model, params)
-    nnx.update(optimizer.opt_state, nnx.state(state))
-    masters = master_params(nnx.state(model, nnx.Param), optimizer)
-    for a, b in zip(values(masters), values(trained_params), strict=True):
-        np.testing.assert_array_equal(a, b)
-    train_step("compute")(model, optimizer, X)

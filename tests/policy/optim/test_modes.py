@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
@@ -243,24 +243,6 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
             call()
     followed = convert(resync(written, state), written, to=remainder)
     np.testing.assert_array_equal(master_params(written, followed)["w"][0, 1], 7)
-
-
-def test_an_nnx_optimizer_goes_on_with_a_converted_state():
-    model = nnx.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    modes: list[Any] = ["none", "full"]
-    transforms = [
-        mixed_precision(optax.adam(0.0), "bfloat16", master_weights=mode) for mode in modes
-    ]
-    before, after = (nnx.Optimizer(model, tx, wrt=nnx.Param) for tx in transforms)
-    gradients = jax.tree.map(lambda p: jnp.ones(p.shape), nnx.state(model, nnx.Param))
-    with jax.numpy_dtype_promotion("standard"):  # nnx calls optax.apply_updates
-        before.update(model, gradients)
-        made = convert(before.opt_state, nnx.state(model, nnx.Param), to=transforms[1])
-        nnx.update(after.opt_state, nnx.state(made))
-        assert after.opt_state.mode[...] == storage_code(["bfloat16"], "full")
-        after.update(model, gradients)
-    assert after.opt_state.count[...] == 2
-    assert after.opt_state.finite[...]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

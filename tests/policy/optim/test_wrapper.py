@@ -174,76 +174,56 @@ def test_named_axes_agree_on_the_flag_and_share_the_norm():
 @pytest.mark.parametrize("dtype", ANY)
 @pytest.mark.parametrize("mode", ["full", "kahan", "none"])
 def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mode):
-    params = params_in(dtype)
-    skips, applies = (
-        mixed_precision(
-            optax.adam(1e-2), "float32", loss_scale=8.0, master_weights=mode, skip_nonfinite=skip
-        )
-        for skip in (True, False)
-    )
-    assert not applies.skip_nonfinite
+    params, options = params_in(dtype), {"loss_scale": 8.0, "master_weights": mode}
+    skips = mixed_precision(optax.adam(1e-2), "float32", **options)
+    applies = mixed_precision(optax.adam(1e-2), "float32", **options, skip_nonfinite=False)
     good = ScaledGradients(gradients_like(params, dtype, 4.0), 8.0)
-    expected = apply_gradients(skips, params, skips.init(params), good)
-    got = apply_gradients(applies, params, applies.init(params), good)
-    assert types(expected) == types(got)
-    masters = [master_params(new, state) for new, state, _ in (expected, got)]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *masters
-    )  # XLA fuses them differently
-    updates, _ = applies.update(good, applies.init(params), params)
-    assert types(updates) == types(skips.update(good, skips.init(params), params)[0])
-    for update, param in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        half_ulp = 0.5 * float(
-            jnp.finfo(dtype).eps * jnp.abs(param).max()
-        )  # a stored param moves by whole ones
-        np.testing.assert_allclose(update, -0.01, rtol=0.01, atol=half_ulp)
+    results = [
+        (
+            apply_gradients(tx, params, tx.init(params), good),
+            tx.update(good, tx.init(params), params)[0],
+        )
+        for tx in (skips, applies)
+    ]
+    assert types(results[0]) == types(results[1])
+    masters = [master_params(new, state) for (new, state, _), _ in results]
+    for expected, got in (masters, [updates for _, updates in results]):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), expected, got)
     bad = gradients_like(params, value=np.nan)
     new, state, finite = apply_gradients(applies, params, applies.init(params), bad)
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(new))
-    assert finite
-    assert state.count == 1
-    assert state.skipped == 0
+    assert (finite, state.count, state.skipped) == (True, 1, 0)
     if mode == "none":
         step = lambda p, g: apply_gradients(applies, p, applies.init(p), g)  # noqa: E731
         assert "cond" not in str(jax.make_jaxpr(step)(params, bad))
 
 
+def with_overwritten(w: Any, s: Any) -> Any:
+    return {"params": {"w": w}, "_overwrite_with_gradient": {"s": jnp.asarray(s, jnp.float32)}}
+
+
 def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipped():
-    params = {
-        "params": {"w": jnp.ones(3, jnp.bfloat16)},
-        "_overwrite_with_gradient": {"s": jnp.ones(2)},
-    }
+    params = with_overwritten(jnp.ones(3, jnp.bfloat16), [1, 1])
     tx = mixed_precision(optax.adamw(0.25), "bfloat16", loss_scale=8.0, clip_global_norm=1.0)
     state = tx.init(params)
-    assert (
-        len(jax.tree.leaves((state.inner, state.masters))) == 4
-    )  # a count, two moments and a master of w only
-    new_value = jnp.array([jnp.inf, 5.0])  # not checked: it is no gradient
-    gradients = ScaledGradients(
-        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
-    )
+    # a count, two moments and a master of w only
+    assert len(jax.tree.leaves((state.inner, state.masters))) == 4
+    value = [np.inf, 5]  # not checked: it is no gradient
+    gradients = ScaledGradients(with_overwritten(jnp.full(3, 8.0), value), 8.0)
     new, _, finite = apply_gradients(tx, params, state, gradients)
     assert finite
-    np.testing.assert_array_equal(new["_overwrite_with_gradient"]["s"], new_value)
-    assert (new["params"]["w"] < 1).all()
-    gradients.tree["params"]["w"] = jnp.full(3, jnp.nan)
-    new, _, finite = apply_gradients(tx, params, state, gradients)
-    assert not finite
-    assert_equal(new, params)
     train_state: Any = TrainState.create(apply_fn=None, params=params, tx=tx)
-    gradients = ScaledGradients(
-        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
-    )
     with jax.numpy_dtype_promotion("standard"):
         train_state = train_state.apply_gradients(grads=gradients)
-    np.testing.assert_array_equal(train_state.params["_overwrite_with_gradient"]["s"], new_value)
-    assert (train_state.params["params"]["w"] < 1).all()
-    finite_value = {
-        "params": {"w": jnp.ones(3)},
-        "_overwrite_with_gradient": {"s": jnp.array([2.0, 5.0])},
-    }
-    updates, _ = tx.update(finite_value, state, params)
-    np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["s"], [1.0, 4.0])
+    for moved in (new, train_state.params):
+        np.testing.assert_array_equal(moved["_overwrite_with_gradient"]["s"], value)
+        assert (moved["params"]["w"] < 1).all()
+    bad = ScaledGradients(with_overwritten(jnp.full(3, jnp.nan), value), 8.0)
+    new, _, finite = apply_gradients(tx, params, state, bad)
+    assert not finite
+    assert_equal(new, params)
+    updates, _ = tx.update(with_overwritten(jnp.ones(3), [2, 5]), state, params)
+    np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["s"], [1, 4])
 
 
 def test_empty_trees_step():
@@ -271,18 +251,11 @@ def test_optax_finds_the_params_in_the_state():
 
 def test_the_state_is_found_wherever_it_lies():
     params = params_in(jnp.float32)
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    assert loss_scale_of(tx.init(params)) == NoOpLossScale()
-    assert loss_scale_of((tx.init(params), optax.EmptyState())) == NoOpLossScale()
-    with pytest.raises(
-        ValueError,
-        match="opt_state should hold one MixedPrecisionState, but got dict with 0: make it",
-    ):
-        loss_scale_of({"a": 1})
-    with pytest.raises(
-        ValueError, match="opt_state should hold one MixedPrecisionState, but got tuple with 2"
-    ):
-        finite_of((tx.init(params), tx.init(params)))
+    state = mixed_precision(optax.sgd(0.1), "float32").init(params)
+    for holder in (state, (state, optax.EmptyState())):
+        assert loss_scale_of(holder) == NoOpLossScale()
+    with pytest.raises(ValueError, match="hold one MixedPrecisionState, but got tuple with 2"):
+        finite_of((state, state))
 
 
 def test_complex_params_are_stepped():
