@@ -63,6 +63,7 @@ class ParamUpdate:
         """Returns the result of the branch that steps to a float32 `value`."""
         if self.as_update and self.is_wide:
             return update, optax.MaskedNode()
+        key = key if self.mode.needs_key else None
         return self._in_branch(self.mode.encode(value, self.dtype, key), param)
 
     def skipped(self, param: jax.Array, stored: Stored) -> Encoded:

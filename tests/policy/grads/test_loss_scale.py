@@ -102,18 +102,6 @@ def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
     assert jax.jit(lambda s: s.adjust(NOT))(start).loss_scale == 128.0  # jmp: 64, then 1
 
 
-def test_leaves_keep_their_types_in_a_scan():
-    start = DynamicLossScale(2.0**10, period=2, hysteresis=3)
-    end, history = jax.lax.scan(
-        lambda s, finite: (s.adjust(finite), s.loss_scale),
-        start,
-        jnp.array([True, True, False, True]),
-    )
-    assert [leaf.dtype for leaf in jax.tree.leaves(end)] == [jnp.float32, jnp.int32, jnp.int32]
-    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(end))
-    np.testing.assert_array_equal(history, [1024, 1024, 2048, 2048])
-
-
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39])
 def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
     made = StaticLossScale(scale)
@@ -145,9 +133,8 @@ def test_get_loss_scale_reads_every_way_of_saying_it():
     assert get_loss_scale(8) == get_loss_scale(jnp.float32(8)) == StaticLossScale(8)
     kept = DynamicLossScale()
     assert get_loss_scale(kept) is kept
-    for given, error in (("d", ValueError), (object(), TypeError), (True, TypeError)):
-        with pytest.raises(error, match="loss_scale should be None, 'dynamic', a positive number"):
-            get_loss_scale(given)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="loss_scale should be None, 'dynamic', a positive number"):
+        get_loss_scale(True)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
@@ -221,6 +208,7 @@ def test_one_element_whose_square_is_not_finite_is_seen_in_any_leaf(dtype, scale
     ("tree", "scale", "is_finite"),
     [
         (jnp.full(4096, 1.8e19), None, True),  # each square is finite, their sum is not
+        (jnp.full(4096, 1.8e19, jnp.bfloat16), None, True),
         (jnp.zeros(2).at[1].set(3e38), 2.0**70, True),
         # the magnitudes of a scaled leaf are added up, a leaf by itself
         ([jnp.float32(3e38), jnp.float32(-3e38)], 2.0**127, True),
@@ -240,18 +228,6 @@ def test_squares_of_float64_are_taken_in_float64():
     with jax.enable_x64(True):
         for value, is_finite in ((1e150, True), (1e156, False), (np.inf, False)):
             assert all_squares_finite(jnp.full(2, value), 8.0) == is_finite
-
-
-def test_a_traced_scale_that_is_not_positive_and_finite_makes_nan_of_what_it_scales():
-    for use in (lambda x, s: replaced(s).scale(x), unscale_by_reciprocal):
-        step = jax.jit(use)
-        for scale in (0.0, -8.0, np.inf, np.nan):
-            assert np.isnan(step(jnp.ones(2), jnp.float32(scale))).all()
-        assert np.isfinite(step(jnp.ones(2), jnp.float32(8))).all()
-
-
-def replaced(scale):
-    return jax.tree.unflatten(jax.tree.structure(DynamicLossScale()), [scale, jnp.int32(0)])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 
 from policy import (
     DynamicLossScale,
-    NoOpLossScale,
     ScaledGradients,
     apply_gradients,
     loss_scale_of,
@@ -250,19 +249,6 @@ def test_a_traced_loss_scale_that_is_no_scale_skips_the_step_and_heals(scale, gr
     assert 1 <= healed.loss_scale < np.inf
     with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
         apply_gradients(tx, params, state._replace(loss_scale=broken), {"w": jnp.ones(3)})
-
-
-@pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, np.nan])
-def test_gradients_that_carry_a_traced_scale_that_is_no_scale_skip_the_step(scale):
-    tx = mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale=NoOpLossScale())
-    params = {"w": jnp.ones(3)}
-    step = jax.jit(
-        lambda g, s: apply_gradients(tx, params, tx.init(params), ScaledGradients({"w": g}, s))
-    )
-    new, _, finite = step(jnp.ones(3), jnp.float32(scale))
-    assert not finite
-    assert_same_bits(new, params)
-    assert step(jnp.ones(3), jnp.float32(2.0))[2]
 
 
 def test_check_results_moves_the_bytes_that_the_docs_say():
