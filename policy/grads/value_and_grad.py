@@ -188,21 +188,6 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
     return scaled
 
 
-def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns `loss_fn` with a TypeError for results other than a floating scalar.
-
-    With `has_aux` the result must be a pair of one and aux.
-    """
-
-    @functools.wraps(loss_fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        returned = loss_fn(*args, **kwargs)
-        _loss_and_aux(returned, has_aux)
-        return returned
-
-    return checked
-
-
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if not has_aux:
         return _require_floating_scalar(returned), None
@@ -216,8 +201,8 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:
-    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
-    if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float, complex))
+    if not is_number or jnp.ndim(loss) or not is_inexact(loss):  # JAX takes complex ones, or not
         raise TypeError(
             f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return the "
             "mean or the sum, and use has_aux=True to return more."

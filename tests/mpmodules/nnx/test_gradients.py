@@ -126,18 +126,6 @@ def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
         np.testing.assert_array_equal(a, b)
 
 
-def test_flaxs_optimizer_rejects_scaled_gradients_and_names_ours():
-    model = Net()
-    optimizer = nnx.Optimizer(
-        model, mixed_precision(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param
-    )
-    scaled = grad(loss_of, grads="compute")(model, X)
-    with pytest.raises(
-        TypeError, match=r"unpacked it\. Use mpmodules\.nnx\.Optimizer, which keeps the scale"
-    ):
-        optimizer.update(model, scaled)
-
-
 def test_apply_gradients_steps_a_state_of_params():
     model = Net(jnp.bfloat16)
     tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16", loss_scale=8.0)
