@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -125,7 +126,7 @@ def require_outermost() -> None:
     Raises:
       TypeError: by the wrapper's name.
     """
-    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     found = [f for f in frames if _defines_transforms(f.f_globals.get("__name__", ""))]
     if found:
         # the last one is the outermost: partition calls masked

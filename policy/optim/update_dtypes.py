@@ -76,7 +76,7 @@ def match_updates(
         lossy = [
             f"{path_name(path)} from {x.dtype} to {dtype}"
             for (path, x), dtype in pairs
-            if jnp.promote_types(x.dtype, dtype) != dtype
+            if x.dtype != dtype and not _holds(dtype, x.dtype)
         ]
         if strict and lossy:
             raise TypeError(
@@ -104,3 +104,9 @@ def _dtype_of(source: DTypeLike, like: Any) -> Any:
     kinds = jnp.floating, jnp.complexfloating
     same_kind = any(jnp.issubdtype(source, k) and jnp.issubdtype(dtype, k) for k in kinds)
     return dtype if same_kind else source
+
+
+def _holds(wide: DTypeLike, narrow: DTypeLike) -> bool:
+    """Returns whether every value of one floating dtype is one of the other."""
+    more, less = jnp.finfo(wide), jnp.finfo(narrow)
+    return more.nmant >= less.nmant and more.maxexp >= less.maxexp and more.minexp <= less.minexp
