@@ -28,8 +28,7 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState; a ScaledGradients was taken apart; params and
-        gradients are swapped.
+      TypeError: `state` is no MixedPrecisionState; or params and gradients are swapped.
       ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they
         are no numbers, or differ between devices where the params don't. Each may have one axis
         more in front, of one length for all: gradients per example.
