@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from mpmodules.functions import functional
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
 from policy.grads.float32_sums import evaluated
 from policy.grads.loss_scale import LossScale
-from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss, with_scalar_loss
+from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss
 from policy.programs.dtypes import holds_half
 from policy.programs.pure_calls import PureCall
 
@@ -37,8 +35,7 @@ def value_and_grad(
 
     Updates of the model in its forward pass (BatchNorm statistics, RNG counts) are kept, as in
     Flax; `jax.grad` would lose them. The loss is cast to float32 before it is scaled, and returned
-    unscaled. Without `policy`, `loss_scale` and `grads` it is Flax's own function, but for
-    gradients and a loss in half precision: they are cast to float32.
+    unscaled, and so are gradients.
 
     Gradients accumulate over the uses of a param in float32, even if it is stored in half precision
     (`f` is traced then, and should not branch on values).
@@ -87,20 +84,6 @@ def value_and_grad(
             "lambda model, ...: model.loss(...)."
         )
     finish = Finish.of(policy, loss_scale, grads)
-    if policy is None and loss_scale is None and grads == "float32":
-        checked = f if options.get("holomorphic") else with_scalar_loss(f, has_aux)
-        differentiated = _with_float32_sums(
-            nnx.value_and_grad(checked, argnums=argnums, has_aux=has_aux, **options)
-        )
-
-        @functools.wraps(f)
-        def flaxs_value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            value, gradients = differentiated(*args, **kwargs)
-            value = (_widened(value[0]), value[1]) if has_aux else _widened(value)
-            return value, _mapped(_widened_leaves, gradients) if _any_half(gradients) else gradients
-
-        return flaxs_value_and_gradients
-
     differentiated = _with_float32_sums(
         nnx.value_and_grad(
             scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options
@@ -154,7 +137,7 @@ def grad(
 
 
 def _with_float32_sums(
-    differentiated: Callable[..., Any], *, accumulators: bool = False
+    differentiated: Callable[..., Any], *, accumulators: bool
 ) -> Callable[..., Any]:
     """Returns a function like Flax's `value_and_grad` of a loss, whose gradients are summed in
     float32.
@@ -197,20 +180,6 @@ def _with_float32_sums(
 def _holds_half_params(tree: Any) -> bool:
     params = (node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Param))
     return any(holds_half(leaf) for param in params for leaf in jax.tree.leaves(param))
-
-
-def _widened(x: Any) -> Any:
-    return functional.widen(x, jnp.float32) if hasattr(x, "dtype") else x
-
-
-def _widened_leaves(tree: Any) -> Any:
-    return jax.tree.map(_widened, tree)
-
-
-def _any_half(tree: Any) -> bool:
-    return any(
-        functional.is_half(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")
-    )
 
 
 def _is_variable(x: Any) -> bool:

@@ -37,6 +37,11 @@ def shortened(texts: list[str], limit: int = 8) -> str:
     return ", ".join(texts[:limit]) + more
 
 
+def dtype_and_shape(x: Any) -> str:
+    """Returns the dtype and shape of an array for messages, or the type of another value."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
 def is_overwritten(path: tuple[Any, ...]) -> bool:
     """Returns whether a path contains a mapping key named `_overwrite_with_gradient`."""
     return any(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.grads.differentiated_leaves import DifferentiatedLeaves
+from policy.core.trees import is_overwritten
 from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
 from policy.programs import control_flow
 from policy.programs.control_flow import Body, has_options
@@ -39,36 +39,48 @@ from policy.programs.primitives import (
 from policy.programs.protocols import Equation
 from policy.programs.scope_names import EXCHANGE, innermost_scope
 from policy.programs.subprograms import Subprogram, bind, opened, programs_of, subprogram
+from policy.programs.trace import ArrayTree
 
 
 def with_float32_sums(
     differentiated: Callable[..., tuple[Any, Any]],
-    argnums: int | Sequence[int],
+    positions: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     *,
     accumulators: bool,
-) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function like `differentiated`, whose gradients are summed in float32.
+) -> tuple[Any, Any]:
+    """Calls a function that returns a value and gradients, and sums the gradients in float32.
+
+    The call is traced with the differentiated arguments alone: others keep their values.
 
     Args:
       differentiated: returns a pair, whose second part are the gradients of some arguments.
-      argnums: those arguments, as in `jax.grad`.
+      positions: the positions of those arguments.
+      args: the positional arguments of the call.
+      kwargs: its keyword arguments.
       accumulators: whether the gradients are accumulators of matmuls, too. Without it, a function
         of float32 weights runs as it is: JAX sums their gradients in float32.
     """
+    found, treedef = jax.tree_util.tree_flatten_with_path([args[i] for i in positions])
+    leaves, is_weight = [x for _, x in found], [not is_overwritten(path) for path, _ in found]
+    halves = [holds_half(x) and one for x, one in zip(leaves, is_weight, strict=True)]
+    if not (accumulators or any(halves)):
+        return differentiated(*args, **kwargs)
+    rest: list[ArrayTree] = []
 
-    @functools.wraps(differentiated)
-    def summed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        by = DifferentiatedLeaves.of(args, kwargs, argnums)
-        is_weight = [not one for one in by.overwritten]
-        halves = [holds_half(x) and one for x, one in zip(by.leaves, is_weight, strict=True)]
-        if not (accumulators or any(halves)):
-            return differentiated(*args, **kwargs)
-        jaxpr, rebuild = by.traced(differentiated)
-        others = len(opened(jaxpr)[0].outvars) - len(by.leaves)
-        is_gradient = [False] * others + is_weight
-        return rebuild(evaluated(jaxpr, by.leaves, is_gradient, accumulators=accumulators))
+    def arrays_of(*leaves: Any) -> list[Any]:
+        full = list(args)
+        for position, arg in zip(positions, jax.tree.unflatten(treedef, leaves), strict=True):
+            full[position] = arg
+        arrays, other = ArrayTree.divided(differentiated(*full, **kwargs))
+        rest[:] = [other]
+        return arrays
 
-    return summed
+    jaxpr = jax.make_jaxpr(arrays_of)(*leaves)
+    others = len(opened(jaxpr)[0].outvars) - len(leaves)
+    is_gradient = [False] * others + is_weight
+    return rest[0].filled(evaluated(jaxpr, leaves, is_gradient, accumulators=accumulators))
 
 
 def evaluated(

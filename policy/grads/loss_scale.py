@@ -59,8 +59,28 @@ class NoOpLossScale:
         return self
 
 
+class _ByNumber:
+    """Scales and unscales by a number."""
+
+    loss_scale: ArrayLike
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating leaves of `tree`, narrow ones in float32.
+
+        Raises:
+          ValueError: the scale is concrete, and not positive and finite.
+        """
+        note_scaled(tree, self.loss_scale)
+        return scale_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating leaves of `tree`; narrow ones in float32. Raises as `scale` does."""
+        note_unscaled()
+        return unscale_tree(tree, self.loss_scale)
+
+
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_ByNumber):
     """Scales and unscales by a fixed number. A pytree without leaves.
 
     >>> import jax.numpy as jnp
@@ -80,20 +100,6 @@ class StaticLossScale:
         if not isinstance(self.loss_scale, (int, float)):
             object.__setattr__(self, "loss_scale", _number(self.loss_scale))
 
-    def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves of `tree`, narrow ones in float32.
-
-        Raises:
-          ValueError: the scale is not positive and finite.
-        """
-        note_scaled(tree, self.loss_scale)
-        return scale_tree(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Divides the floating leaves of `tree`; narrow ones in float32. Raises as `scale` does."""
-        note_unscaled()
-        return unscale_tree(tree, self.loss_scale)
-
     def adjust(self, grads_finite: ArrayLike) -> StaticLossScale:
         """Returns this loss scale."""
         del grads_finite
@@ -101,7 +107,7 @@ class StaticLossScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_ByNumber):
     """Finds the largest scale that keeps gradients finite.
 
     After `period` finite steps in a row the scale is multiplied by `factor`; a non-finite step
@@ -174,20 +180,6 @@ class DynamicLossScale:
             _require_between(self.loss_scale, self.min_loss_scale, self.max_loss_scale)
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
         put("hysteresis_left", _strong_scalar(left, np.int32) if self.hysteresis > 1 else None)
-
-    def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves of `tree`, narrow ones in float32.
-
-        Raises:
-          ValueError: the scale is concrete, and not positive and finite.
-        """
-        note_scaled(tree, self.loss_scale)
-        return scale_tree(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Divides the floating leaves of `tree`; narrow ones in float32. Raises as `scale` does."""
-        note_unscaled()
-        return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:
         """Returns the loss scale after a step.

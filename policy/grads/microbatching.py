@@ -46,34 +46,22 @@ def split_batch(batch: T, count: int) -> T:
       A tree of the same structure.
 
     Raises:
-      ValueError: `count` is not a positive integer; a leaf's first axis is not a multiple of it; or
-        leaves differ in that axis.
+      ValueError: `count` is not a positive integer; or leaves differ in their first axis, or it is
+        not a multiple of `count`.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
             "count should be a whole number of microbatches of at least 1, but got "
             f"{shown(count)}: call split_batch(batch, count)."
         )
-
-    def split(path: Any, leaf: Any) -> Any:
-        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % count:
-            raise ValueError(
-                f"The first axis of each leaf should be a multiple of {count}, but "
-                f"{path_name(path)} has shape {tuple(jnp.shape(leaf))}."
-            )
-        return jnp.swapaxes(jnp.reshape(leaf, (-1, count, *jnp.shape(leaf)[1:])), 0, 1)
-
-    microbatches = jax.tree_util.tree_map_with_path(split, batch)
-    lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
-    if len(lengths) > 1:
-        shapes = [
-            f"{path_name(path)} {tuple(jnp.shape(leaf))}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        ]
+    length = _first_axis(batch, "batch")
+    if length % count:
         raise ValueError(
-            f"The leaves of batch should share their first axis, but got {shortened(shapes)}."
+            f"The first axis of batch should be a multiple of {count}, but is {length}."
         )
-    return microbatches
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(jnp.reshape(x, (-1, count, *jnp.shape(x)[1:])), 0, 1), batch
+    )
 
 
 def accumulate_gradients(
@@ -125,59 +113,52 @@ def accumulate_gradients(
     """
     require_function(value_and_grad_fn, "accumulate_gradients")
     _refuse_models(params)
-    count = _count(microbatches)
+    count = _first_axis(microbatches, "microbatches")
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     if weights is not None and weights.shape != (count,):
         raise ValueError(
             f"weights should have shape ({count},), one for each microbatch, but got "
             f"{weights.shape}."
         )
-    one = lambda params, microbatch: _Turn(value_and_grad_fn(params, microbatch))  # noqa: E731
-    like = jax.eval_shape(
-        lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)).summed, params, microbatches
-    )
-    weight_axes = frozenset() if weights is None else varying_axes(weights)
-    kinds: list[_Turn] = []
+
+    def one(params: Any, microbatch: Any) -> tuple[Any, Any]:
+        return _divided(value_and_grad_fn(params, microbatch))
 
     def body(sums: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
         microbatch, weight = turn
-        result = one(params, microbatch)
-        kinds[:] = [result]
-        return jax.tree_util.tree_map_with_path(
-            lambda *x: _add(weight, *x), sums, result.summed
-        ), result.stacked
+        new, stacked = one(params, microbatch)
+        return jax.tree_util.tree_map_with_path(lambda *x: _add(weight, *x), sums, new), stacked
 
+    like, _ = jax.eval_shape(
+        lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)), params, microbatches
+    )
+    weight_axes = frozenset() if weights is None else varying_axes(weights)
     start = jax.tree_util.tree_map_with_path(lambda path, x: _zero(path, x, weight_axes), like)
     sums, (aux, scales) = lax.scan(body, start, (microbatches, weights))
     total = jnp.float32(count) if weights is None else jnp.sum(weights)
     loss, gradients = map_gradients(lambda x: x / total.astype(x.dtype), sums)
-    if kinds[0].is_scaled:
+    if scales:
         gradients = map_gradients(lambda x, kind: x.astype(kind.dtype), gradients, like[1])
-        gradients = ScaledGradients(gradients, _common(scales))
-    return ((loss, aux) if kinds[0].has_aux else loss), gradients
+        gradients = ScaledGradients(gradients, _common(*scales))
+    return ((loss, *aux) if aux else loss), gradients
 
 
-class _Turn:
-    """The results of one microbatch, divided into summed and stacked parts.
+def _divided(returned: Any) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
+    """Divides the results of one microbatch into summed and stacked parts.
 
-    Attributes:
-      has_aux, is_scaled: the form of the returned value and gradients.
-      summed: (loss, tree of gradients).
-      stacked: (aux or None, scale or None).
+    Returns:
+      `(loss, gradients)`, and the aux and the scale, each in a list that is empty without one.
     """
-
-    def __init__(self, returned: Any):
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TypeError(
-                "value_and_grad_fn should return (value, gradients), as value_and_grad(loss_fn) "
-                f"does, but got {type(returned).__name__}."
-            )
-        value, gradients = returned
-        self.has_aux = isinstance(value, tuple)
-        self.is_scaled = isinstance(gradients, ScaledGradients)
-        loss, aux = value if self.has_aux else (value, None)
-        self.summed = (loss, gradients.tree if self.is_scaled else gradients)
-        self.stacked = (aux, gradients.scale if self.is_scaled else None)
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            "value_and_grad_fn should return (value, gradients), as value_and_grad(loss_fn) "
+            f"does, but got {type(returned).__name__}."
+        )
+    value, gradients = returned
+    loss, *aux = value if isinstance(value, tuple) else (value,)
+    if isinstance(gradients, ScaledGradients):
+        return (loss, gradients.tree), (aux, [gradients.scale])
+    return (loss, gradients), (aux, [])
 
 
 def _common(scales: jax.Array) -> jax.Array:
@@ -227,14 +208,15 @@ def _refuse_models(params: Any) -> None:
         )
 
 
-def _count(microbatches: Any) -> int:
-    leaves = jax.tree_util.tree_leaves_with_path(microbatches)
-    counts = {jnp.shape(leaf)[:1] for _, leaf in leaves}
-    if len(counts) != 1 or counts <= {(), (0,)}:
+def _first_axis(tree: Any, name: str) -> int:
+    """Returns the length of the first axis, which all leaves share and which is not 0."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    lengths = {jnp.shape(leaf)[:1] for _, leaf in leaves}
+    if len(lengths) != 1 or lengths <= {(), (0,)}:
         shapes = [f"{path_name(path)} {tuple(jnp.shape(leaf))}" for path, leaf in leaves]
         raise ValueError(
-            "microbatches should be arrays that share a first axis, one entry for each microbatch, "
-            f"but got {shortened(shapes) or 'no array'}. split_batch(batch, count) makes them from "
+            f"{name} should hold arrays that share their first axis, of 1 or more, but got "
+            f"{shortened(shapes) or 'no array'}. split_batch(batch, count) makes microbatches from "
             "a batch."
         )
-    return counts.pop()[0]
+    return lengths.pop()[0]

@@ -17,6 +17,7 @@ from policy.core.callables import shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.core.trees import (
+    dtype_and_shape,
     is_inexact,
     is_overwritten,
     map_gradients,
@@ -86,16 +87,19 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        for position in _positions(argnums, len(args)):
+        positions = _positions(argnums, len(args))
+        for position in positions:
             _require_differentiable(args[position], position)
         with finish.scope():
-            loss = scaled_loss(loss_fn, finish.scale, has_aux)
-            differentiated = with_float32_sums(
-                jax.value_and_grad(loss, argnums, has_aux=True),
-                argnums,
+            (_, (loss, aux)), gradients = with_float32_sums(
+                jax.value_and_grad(
+                    scaled_loss(loss_fn, finish.scale, has_aux), argnums, has_aux=True
+                ),
+                positions,
+                args,
+                kwargs,
                 accumulators=grads == "accumulator",
             )
-            (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
             gradients = finish(gradients)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -184,21 +188,6 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
     return scaled
 
 
-def with_scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns `loss_fn` with a TypeError for results other than a floating scalar.
-
-    With `has_aux` the result must be a pair of one and aux.
-    """
-
-    @functools.wraps(loss_fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        returned = loss_fn(*args, **kwargs)
-        _loss_and_aux(returned, has_aux)
-        return returned
-
-    return checked
-
-
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if not has_aux:
         return _require_floating_scalar(returned), None
@@ -212,14 +201,11 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _require_floating_scalar(loss: Any) -> jax.Array:
-    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
-    if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        given = type(loss).__name__
-        if is_number:
-            given = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
+    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float, complex))
+    if not is_number or jnp.ndim(loss) or not is_inexact(loss):  # JAX takes complex ones, or not
         raise TypeError(
-            f"loss_fn should return a floating scalar, but got {given}: return the mean or the "
-            "sum, and use has_aux=True to return more."
+            f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return the "
+            "mean or the sum, and use has_aux=True to return more."
         )
     return jnp.asarray(loss)
 
@@ -304,9 +290,9 @@ def _require_differentiable(argument: Any, position: int) -> None:
             "mpmodules.nnx.value_and_grad, or split the model and pass its state."
         )
     wrong = [
-        f"{path_name(path)} ({_dtype_text(leaf)})"
+        f"{path_name(path)} ({dtype_and_shape(leaf)})"
         for path, leaf in leaves
-        if not is_leaf(leaf) and not is_overwritten(path) and not _can_differentiate(leaf)
+        if not (is_leaf(leaf) or is_overwritten(path) or _can_differentiate(leaf))
     ]
     if wrong:
         raise TypeError(
@@ -317,7 +303,3 @@ def _require_differentiable(argument: Any, position: int) -> None:
 
 def _can_differentiate(leaf: Any) -> bool:
     return (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))) and is_inexact(leaf)
-
-
-def _dtype_text(leaf: Any) -> str:
-    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__

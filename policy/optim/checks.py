@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.core.casting import is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import warn_once
-from policy.core.trees import is_inexact, is_overwritten, path_name, shortened
+from policy.core.trees import dtype_and_shape, is_inexact, is_overwritten, path_name, shortened
 
 
 def check_params(params: Any) -> None:
@@ -25,15 +25,29 @@ def check_params(params: Any) -> None:
       ValueError: a leaf is no array, is neither floating nor complex, or is an 8-bit float.
     """
     wrong = [
-        f"{path_name(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        f"{path_name(path)} is {dtype_and_shape(leaf)} of type {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if not is_overwritten(path) and not _can_step(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct) or not (is_overwritten(path) or _can_step(leaf))
     ]
     if wrong:
         raise ValueError(
             f"params should be floating arrays of 16 bits or more, but {shortened(wrong)}. Keep "
-            "such leaves out of the tree that is differentiated and updated."
+            "integers out of the tree that is differentiated and updated. Of shapes, "
+            "jax.eval_shape(tx.init, params) makes the shapes of a state."
         )
+
+
+def _can_step(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_inexact(leaf) and leaf.dtype.itemsize >= 2
+
+
+def differences(found: list[str], expected: list[str]) -> str:
+    """Returns the text of the leaves that one tree has and the other has not."""
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    return (
+        f"Missing: {shortened(missing) or 'nothing'}. Unexpected: {shortened(extra) or 'nothing'}."
+    )
 
 
 def warn_of_wide_params(params: optax.Params, policy: Policy) -> None:
@@ -55,19 +69,11 @@ def check_initial_params(params: Any) -> None:
     """Refuses params that no state can be made for, and warns of trees of other collections.
 
     Raises:
-      ValueError: a leaf is a shape, or a float64 of NumPy's without x64; see also `check_params`.
+      ValueError: see `check_params`; or a leaf is a float64 of NumPy's without x64.
     """
     check_params(params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    shapes = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if shapes:
-        raise ValueError(
-            f"params should be arrays, but {shortened(shapes)} are shapes. "
-            "jax.eval_shape(tx.init, params) returns the shapes of a state."
-        )
-    wide = [
-        path_name(path) for path, leaf in leaves if leaf.dtype.itemsize == 8 and is_floating(leaf)
-    ]
+    wide = [path_name(path) for path, x in leaves if x.dtype == np.float64]
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"params should be of dtypes that JAX has, but {shortened(wide)} is NumPy's float64, "
@@ -95,39 +101,36 @@ def check_initial_params(params: Any) -> None:
 _NO_PARAMETERS = frozenset({"batch_stats", "cache", "intermediates"})
 
 
-def _can_step(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and is_inexact(leaf) and np.dtype(leaf.dtype).itemsize >= 2
+def require_transform(tx: Any, call: str) -> None:
+    """Refuses values that are no optax gradient transformation.
+
+    Args:
+      tx: the value.
+      call: the right call, for the message.
+
+    Raises:
+      TypeError: it has not the methods of one.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"tx should be an optax transform, but got {type(tx).__name__}: call {call}."
+        )
 
 
-def is_transform(tx: Any) -> bool:
-    """Returns whether `tx` has the methods of an optax gradient transformation."""
-    return isinstance(tx, optax.GradientTransformation) or (
-        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
-    )
-
-
-def require_outermost(make_state: Callable[..., Any]) -> None:
+def require_outermost() -> None:
     """Refuses an `init` that is called by one of optax's transforms.
 
     A wrapped transform can't see its wrapper, but each wrapper makes its state by calling the
     wrapped `init`. So one look at the callers, once for each state, covers every later use of it.
 
-    Args:
-      make_state: the function by which a `mixed_precision` calls its inner transform's `init`, and
-        refuses another `mixed_precision` in there itself.
-
     Raises:
       TypeError: by the wrapper's name.
     """
-    frame, name = inspect.currentframe(), None
-    while frame is not None:
-        if frame.f_code is make_state.__code__:
-            return
-        if _defines_transforms(frame.f_globals.get("__name__", "")):
-            # the last one found is the outermost: partition calls masked
-            name = frame.f_code.co_qualname.partition(".")[0]
-        frame = frame.f_back
-    if name is not None:
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    found = [f for f in frames if _defines_transforms(f.f_globals.get("__name__", ""))]
+    if found:
+        # the last one is the outermost: partition calls masked
+        name = found[-1].f_code.co_qualname.partition(".")[0]
         raise TypeError(
             f"mixed_precision should be outermost, but is inside optax's {name}, which would see "
             "the gradients of skipped steps and change updates after they were rounded. "

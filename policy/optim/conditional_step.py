@@ -63,6 +63,7 @@ class ParamUpdate:
         """Returns the result of the branch that steps to a float32 `value`."""
         if self.as_update and self.is_wide:
             return update, optax.MaskedNode()
+        key = key if self.mode.needs_key else None
         return self._in_branch(self.mode.encode(value, self.dtype, key), param)
 
     def skipped(self, param: jax.Array, stored: Stored) -> Encoded:
@@ -113,17 +114,8 @@ class Operands(NamedTuple):
     masters: optax.Params
 
 
-class Results(NamedTuple):
-    """The results of a branch.
-
-    Attributes:
-      params: each param's result, in flattening order.
-      inner: the inner transform's state, with the scales of its moments.
-    """
-
-    params: list[Encoded]
-    inner: StoredInner
-
+Results: TypeAlias = tuple[list[Encoded], StoredInner]
+"""The results of a branch: each param's, in flattening order, and the inner transform's state."""
 
 Branch: TypeAlias = Callable[[Operands], Results]
 
@@ -157,9 +149,7 @@ class ConditionalStep:
 
     def applied_where(self, flag: jax.Array) -> Results:
         """Applies the step where `flag`, () bool and computed from the gradients, is True."""
-        if self.as_updates:
-            return _step_by_platform(flag, self.apply_step, self.skip_step, self.operands)
-        return self._unpacked(flag)
+        return self._selected_on_tpus(flag) if self.as_updates else self._unpacked(flag)
 
     def applied_mostly(self, flag: jax.Array) -> Results:
         """Applies the step where `flag`, () bool and a scalar of the state, is True.
@@ -170,72 +160,53 @@ class ConditionalStep:
             return self._unpacked(flag)
         return selected(flag, self.applied(), self.skip_step(self.operands))
 
+    def _selected_on_tpus(self, flag: jax.Array) -> Results:
+        """Computes `lax.cond`, or on TPUs a select of the results of both branches.
+
+        A TPU's compiler fuses the selects, and the addition of the updates that follows, into the
+        step itself. It would write the results of a branch, and read them again for the addition.
+        XLA:CPU would compute the step once for each result of a select.
+        """
+        apply_step, skip_step = jax.jit(self.apply_step), self.skip_step  # traced once for both
+        return lax.platform_dependent(
+            flag,
+            self.operands,
+            tpu=lambda flag, of: selected(flag, apply_step(of), skip_step(of)),
+            default=lambda flag, of: lax.cond(flag, apply_step, skip_step, of),
+        )
+
     def _unpacked(self, flag: jax.Array) -> Results:
-        branches = self.apply_step, self.skip_step
-        return _unpacked_by_platform(self.param_updates, flag, *branches, self.operands)
+        """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
 
+        A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each
+        half in a pass of its own over the moments.
+        """
+        skip_step, updates = self.skip_step, self.param_updates
+        if not any(each.is_packed for each in updates):
+            return lax.cond(flag, self.apply_step, skip_step, self.operands)
+        apply_step = jax.jit(self.apply_step, inline=True)  # traced once for both
 
-def _step_by_platform(
-    finite: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands
-) -> Results:
-    """Computes `lax.cond`, or on TPUs a select of the results of both branches.
+        def unpacked(results: Results) -> Results:
+            encoded, inner = results
+            return [d.unpacked(e) for d, e in zip(updates, encoded, strict=True)], inner
 
-    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step
-    itself. It would write the results of a branch, and read them again for the addition. XLA:CPU
-    would compute the step once for each result of a select.
-    """
-    apply_step = jax.jit(apply_step)  # traced once for both
-
-    def select(finite: jax.Array, operands: Operands) -> Results:
-        return selected(finite, apply_step(operands), skip_step(operands))
-
-    return lax.platform_dependent(
-        finite,
-        operands,
-        tpu=select,
-        default=lambda finite, operands: lax.cond(finite, apply_step, skip_step, operands),
-    )
-
-
-def _unpacked_by_platform(
-    param_updates: list[ParamUpdate],
-    condition: jax.Array,
-    apply_step: Branch,
-    skip_step: Branch,
-    operands: Operands,
-) -> Results:
-    """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
-
-    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each
-    half in a pass of its own over the moments.
-    """
-    if not any(each.is_packed for each in param_updates):
-        return lax.cond(condition, apply_step, skip_step, operands)
-    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
-
-    def unpacked(results: Results) -> Results:
-        pairs = zip(param_updates, results.params, strict=True)
-        return Results([each.unpacked(encoded) for each, encoded in pairs], results.inner)
-
-    def inside(condition: jax.Array, operands: Operands) -> Results:
         def apply_unpacked(operands: Operands) -> Results:
             encoded, inner = apply_step(operands)
-            return unpacked(Results([lax.optimization_barrier(each) for each in encoded], inner))
+            return unpacked(([lax.optimization_barrier(each) for each in encoded], inner))
 
         def skip_unpacked(operands: Operands) -> Results:
             leaves, tree = jax.tree.flatten(operands.params)
-            encoded = skip_step(operands).params
             stored = tree.flatten_up_to(operands.masters)
-            same = zip(param_updates, leaves, stored, encoded, strict=True)
-            pairs: list[Encoded] = [(p, kept) if each.is_packed else e for each, p, kept, e in same]
-            return Results(pairs, operands.inner)
+            same = zip(updates, leaves, stored, skip_step(operands)[0], strict=True)
+            pairs: list[Encoded] = [(p, kept) if d.is_packed else e for d, p, kept, e in same]
+            return pairs, operands.inner
 
-        return lax.cond(condition, apply_unpacked, skip_unpacked, operands)
-
-    def outside(condition: jax.Array, operands: Operands) -> Results:
-        return unpacked(lax.cond(condition, apply_step, skip_step, operands))
-
-    return lax.platform_dependent(condition, operands, tpu=inside, default=outside)
+        return lax.platform_dependent(
+            flag,
+            self.operands,
+            tpu=lambda flag, of: lax.cond(flag, apply_unpacked, skip_unpacked, of),
+            default=lambda flag, of: unpacked(lax.cond(flag, apply_step, skip_step, of)),
+        )
 
 
 def selected(flag: jax.Array, new: T, old: T) -> T:

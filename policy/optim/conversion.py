@@ -10,21 +10,25 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from policy.core.trees import leaf_names, shortened, unboxed
-from policy.optim.blockwise import FORMATS
+from policy.core.trees import path_name, shortened, unboxed
 from policy.optim.checks import check_params
 from policy.optim.master_weights import init_masters, layout_of, without_overwritten
-from policy.optim.moments import StoredInner, has_codes, narrow_moments, widen_moments
-from policy.optim.rounding import round_to
-from policy.optim.state import MixedPrecisionState, strong_copy, strongly_typed
-from policy.optim.state_checks import require_storage
-from policy.optim.storage_modes import (
-    MasterWeights,
-    StorageMode,
-    Stored,
-    mode_names,
-    storage_mode,
+from policy.optim.moments import (
+    StoredInner,
+    has_codes,
+    is_moment,
+    narrow_moments,
+    widen_moments,
 )
+from policy.optim.rounding import round_to
+from policy.optim.state import (
+    MixedPrecisionState,
+    require_state,
+    strong_copy,
+    strongly_typed,
+)
+from policy.optim.state_checks import require_storage
+from policy.optim.storage_modes import StorageMode, Stored, storage_mode
 from policy.optim.wrapper import MixedPrecision, require_mixed_precision
 
 Params = TypeVar("Params")
@@ -60,7 +64,7 @@ def init_from_master(
       >>> master_params(params, opt_state)["w"]
       Array([0.1], dtype=float32)
     """
-    stepper = require_mixed_precision(tx, None).stepper
+    stepper = require_mixed_precision(tx).stepper
     check_params(f32_params)
     dtype = stepper.policy.param_dtype
     params, masters = init_masters(f32_params, dtype, stepper.master_weights)
@@ -68,7 +72,7 @@ def init_from_master(
 
 
 def convert(
-    state: MixedPrecisionState, params: Any, *, to: MixedPrecision | MasterWeights
+    state: MixedPrecisionState, params: Any, *, to: optax.GradientTransformation
 ) -> MixedPrecisionState:
     """Migrates an optimizer state to another storage mode, moment_dtype and kind of loss scale.
 
@@ -86,15 +90,14 @@ def convert(
       state: a `MixedPrecisionState` of concrete arrays, in the mode that it was made, or restored,
         with.
       params: the params that it belongs to.
-      to: a transform that `mixed_precision` returned, around the same inner transform; or a mode of
-        `master_weights`, and everything else stays.
+      to: a transform that `mixed_precision` returned, around the same inner transform.
 
     Returns:
       A new state.
 
     Raises:
-      TypeError: `state` is not a `MixedPrecisionState`, or holds traced arrays; or `to` is neither
-        of the two.
+      TypeError: `state` is not a `MixedPrecisionState`, or holds traced arrays; or `to` is not
+        `mixed_precision`'s own.
       ValueError: the params' tree or dtypes are not those of the state; a master is not that of its
         param; the mode has no storage for a param's dtype; or the inner transform's state has
         another tree. Where it has the same tree, moments are taken as they are.
@@ -109,34 +112,31 @@ def convert(
       >>> opt_state = tx.init(params)
       >>> opt_state.masters["w"].dtype
       dtype('uint16')
-      >>> convert(opt_state, params, to="full").masters["w"].dtype
+      >>> full = mixed_precision(optax.adam(1e-3), "bfloat16", master_weights="full")
+      >>> convert(opt_state, params, to=full).masters["w"].dtype
       dtype('float32')
     """
-    if not isinstance(state, MixedPrecisionState):
-        raise TypeError(
-            f"convert takes a MixedPrecisionState, but got {type(state).__name__}: call "
-            "convert(opt_state, params, to=tx)."
-        )
-    if not isinstance(to, MixedPrecision) and to not in mode_names():
-        modes = ", ".join(map(repr, mode_names()))
-        raise TypeError(
-            f"to should be a mixed_precision transform, or one of {modes}, but got {to!r}."
-        )
+    require_state(state, "convert(opt_state, params, to=tx)")
+    to = require_mixed_precision(to)
     state, params = unboxed(state), without_overwritten(unboxed(params))
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
         raise TypeError("convert checks values: call it outside of jit, on concrete arrays.")
-    made_by = state.layout.master_weights
-    require_storage(params, state, made_by)
-    master_weights = to.master_weights if isinstance(to, MixedPrecision) else to
-    layout = layout_of(params, master_weights)
-    leaves, tree = jax.tree.flatten(params)
-    before = [storage_mode(p.dtype, made_by) for p in leaves]
-    after = [storage_mode(p.dtype, master_weights) for p in leaves]
-    stored = tree.flatten_up_to(state.masters)
-    _check_masters(leaf_names(params), leaves, stored, before)
-    masters = [_migrated(*each) for each in zip(leaves, stored, before, after, strict=True)]
-    if isinstance(to, MixedPrecision):
-        state = _with_options(state, params, to)
+    require_storage(params, state, state.layout.master_weights)
+    layout = layout_of(params, to.master_weights)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    masters, wrong = [], []
+    for (path, p), stored in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
+        before = storage_mode(p.dtype, state.layout.master_weights)
+        after = storage_mode(p.dtype, to.master_weights)
+        if before.is_master and (off := _elements_off(p, stored)):
+            wrong.append(f"{path_name(path)} in {off} of {p.size} elements")
+        masters.append(_migrated(p, stored, before, after))
+    if wrong:
+        raise ValueError(
+            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. If "
+            "params were changed outside the optimizer, call resync(params, state) first."
+        )
+    state = _with_options(state, params, to)
     code = jnp.full_like(state.mode, layout.storage)
     return state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
 
@@ -151,29 +151,19 @@ def _migrated(param: jax.Array, stored: Stored, before: StorageMode, after: Stor
     return after.split(jnp.where(is_near, value, param.astype(value.dtype)), param.dtype)[1]
 
 
-def _check_masters(
-    names: list[str], params: list[jax.Array], stored: list[Any], modes: list[StorageMode]
-) -> None:
-    """Refuses masters that are nowhere near their params, as in a tree put together by hand."""
-    wrong = []
-    for name, p, kept, mode in zip(names, params, stored, modes, strict=True):
-        if not mode.is_master:
-            continue
-        wide, master = np.asarray(p, np.float64), np.asarray(kept, np.float64)
-        # an ulp, and a step through optax's own addition: that rounds to an ulp of float32 of the
-        # larger operand
-        largest = np.max(np.abs(wide), initial=0, where=np.isfinite(wide))
-        room = float(jnp.finfo(p.dtype).eps) * np.abs(wide) + 2.0**-20 * largest + 2.0**-24
-        with np.errstate(invalid="ignore"):  # both may be infinite
-            is_off = np.abs(master - wide) > room
-        off = np.sum(is_off | (np.isfinite(wide) & np.isnan(master)))
-        if off:
-            wrong.append(f"{name} in {off} of {p.size} elements")
-    if wrong:
-        raise ValueError(
-            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. If "
-            "params were changed outside the optimizer, call resync(params, state) first."
-        )
+def _elements_off(param: jax.Array, master: jax.Array) -> int:
+    """Counts the elements of a master that are nowhere near those of its param.
+
+    Near is an ulp, and a step through optax's own addition: that rounds to an ulp of float32 of the
+    larger operand.
+    """
+    wide, stored = np.asarray(param, np.float64), np.asarray(master, np.float64)
+    is_finite = np.isfinite(wide)
+    largest = np.max(np.abs(wide), initial=0, where=is_finite)
+    room = float(jnp.finfo(param.dtype).eps) * np.abs(wide) + 2.0**-20 * largest + 2.0**-24
+    with np.errstate(invalid="ignore"):  # both may be infinite
+        is_off = np.abs(stored - wide) > room
+    return int(np.sum(is_off | (is_finite & np.isnan(stored))))
 
 
 def _with_options(
@@ -189,17 +179,14 @@ def _with_options(
     inner = jax.tree.map(strongly_typed, state.inner)
     stored = StoredInner(inner, state.moment_scales)
     pairs = zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)
-    targets = [_other_dtype(*pair) for pair in pairs]
-    with_scales = has_codes(to.moment_dtypes)
+    # the floating dtype of a leaf in the new state, where it is another
+    targets = [like.dtype if is_moment(x) and x.dtype != like.dtype else None for x, like in pairs]
     new = narrow_moments(
-        widen_moments(stored, targets), targets, like=stored, with_scales=with_scales
+        widen_moments(stored, targets),
+        targets,
+        like=stored,
+        with_scales=has_codes(to.moment_dtypes),
     )
     is_same_kind = type(state.loss_scale) is type(to.loss_scale)
     scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
     return state._replace(inner=new.state, moment_scales=new.scales, loss_scale=scale)
-
-
-def _other_dtype(moment: jax.Array, like: jax.ShapeDtypeStruct) -> np.dtype | None:
-    """Returns the floating dtype that a leaf has in the new state, where it is another."""
-    is_moment = moment.dtype in FORMATS or jnp.issubdtype(moment.dtype, jnp.floating)
-    return like.dtype if is_moment and moment.dtype != like.dtype else None

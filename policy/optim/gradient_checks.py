@@ -10,30 +10,33 @@ import optax
 from jax.tree_util import KeyPath
 
 from policy.core.mapped_axes import varying_axes
-from policy.core.trees import is_inexact, is_overwritten, leaf_names, path_name, shortened
+from policy.core.trees import (
+    dtype_and_shape,
+    is_inexact,
+    is_overwritten,
+    leaf_names,
+    path_name,
+    shortened,
+)
 from policy.grads.known_gradients import are_swapped
+from policy.optim.checks import differences
 from policy.optim.finiteness import differentiated
-from policy.optim.state import MixedPrecisionState
-from policy.optim.state_checks import differences
+from policy.optim.state import require_state
 
 
 def check_gradients(gradients: Any, state: Any, params: Any) -> None:
     """Refuses a call of `update` whose arguments don't belong together.
 
     Raises:
-      TypeError: `state` is no MixedPrecisionState; a ScaledGradients was taken apart; params and
-        gradients are swapped.
+      TypeError: `state` is no MixedPrecisionState; or params and gradients are swapped.
       ValueError: `params` are missing; the gradients' tree or shapes are not the params', or they
         are no numbers, or differ between devices where the params don't. Each may have one axis
         more in front, of one length for all: gradients per example.
     """
-    if not isinstance(state, MixedPrecisionState):
-        holder = " Pass its opt_state." if hasattr(state, "opt_state") else ""
-        raise TypeError(
-            f"state should be a MixedPrecisionState, but got {type(state).__name__}. "
-            f"tx.init(params) makes one, if tx is a mixed_precision transform.{holder} Call "
-            "apply_gradients(tx, params, opt_state, grads), or tx.update(grads, opt_state, params)."
-        )
+    require_state(
+        state,
+        "apply_gradients(tx, params, opt_state, grads) or tx.update(grads, opt_state, params)",
+    )
     if params is None:
         raise ValueError(
             "params are needed, because the step is computed on float32 weights. Call "
@@ -46,10 +49,21 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             "or tx.update(grads, opt_state, params)."
         )
     params = differentiated(params)
-    _check_tree(gradients, params)
+    if jax.tree.structure(gradients) != jax.tree.structure(params):
+        raise ValueError(
+            "gradients should have the tree of the params. "
+            f"{differences(leaf_names(gradients), leaf_names(params))} Containers: "
+            f"{type(gradients).__name__} instead of {type(params).__name__}. value_and_grad "
+            "returns them second: loss, grads = value_and_grad(loss_fn)(params). "
+            "flax.nnx.Optimizer takes ScaledGradients apart: use mpmodules.nnx.Optimizer for them."
+        )
+    _check_leaves(gradients, params)
+
+
+def _check_leaves(gradients: optax.Updates, params: optax.Params) -> None:
     examples = _examples(gradients, params)
     wrong = [
-        f"{path_name(path)} is {_shown(g)} for a param of {_shown(p)}"
+        f"{path_name(path)} is {dtype_and_shape(g)} for a param of {dtype_and_shape(p)}"
         for path, p, g in _pairs(params, gradients)
         if not is_overwritten(path)
         and not (
@@ -61,23 +75,16 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             "gradients should be floating (complex for complex params only), of the params' "
             f"shapes, but {shortened(wrong)}."
         )
-    _check_devices(gradients, params)
-
-
-def _check_tree(gradients: Any, params: Any) -> None:
-    if jax.tree.structure(gradients) == jax.tree.structure(params):
-        return
-    ours, theirs = leaf_names(params), leaf_names(gradients)
-    if theirs == [f"tree/{name}" for name in ours]:
-        raise TypeError(
-            "gradients are the tree inside a ScaledGradients, without its scale: "
-            "flax.nnx.Optimizer unpacked it. Use mpmodules.nnx.Optimizer, which keeps the scale."
+    wrong = [
+        f"{path_name(path)} over {', '.join(sorted(map(repr, axes)))}"
+        for path, p, g in _pairs(params, gradients)
+        if (axes := varying_axes(g) - varying_axes(p))
+    ]
+    if wrong:  # such params would drift apart
+        raise ValueError(
+            "gradients differ between devices, but their params are the same on all: "
+            f"{shortened(wrong)}. Reduce them first: all_reduce(grads, axis, dtype)."
         )
-    raise ValueError(
-        f"gradients should have the tree of the params. {differences(theirs, ours)} Containers: "
-        f"{type(gradients).__name__} instead of {type(params).__name__}. value_and_grad returns "
-        "them second: loss, grads = value_and_grad(loss_fn)(params)."
-    )
 
 
 def _pairs(params: optax.Params, gradients: optax.Updates) -> list[tuple[KeyPath, Any, Any]]:
@@ -85,23 +92,6 @@ def _pairs(params: optax.Params, gradients: optax.Updates) -> list[tuple[KeyPath
     leaves = jax.tree_util.tree_leaves_with_path(params)
     pairs = zip(leaves, map(_array, jax.tree.leaves(gradients)), strict=True)
     return [(path, param, gradient) for (path, param), gradient in pairs]
-
-
-def _check_devices(gradients: optax.Updates, params: optax.Params) -> None:
-    """Refuses gradients that differ between devices where their params are the same on all.
-
-    Such params would drift apart.
-    """
-    wrong = [
-        f"{path_name(path)} over {', '.join(sorted(map(repr, axes)))}"
-        for path, p, g in _pairs(params, gradients)
-        if (axes := varying_axes(g) - varying_axes(p))
-    ]
-    if wrong:
-        raise ValueError(
-            "gradients differ between devices, but their params are the same on all: "
-            f"{shortened(wrong)}. Reduce them first: all_reduce(grads, axis, dtype)."
-        )
 
 
 def per_example(gradients: optax.Updates, params: Any) -> bool:
@@ -139,39 +129,27 @@ def check_stepped(
     Raises:
       ValueError: they differ.
     """
-    wrong = []
     for name, new, old in (("updates", updates, wide), ("state", new_inner, inner)):
-        if jax.tree.structure(new) != jax.tree.structure(old):
-            raise ValueError(
-                f"tx can't be wrapped: its update should return {name} of the tree "
-                f"{jax.tree.structure(old)}, but got {jax.tree.structure(new)}."
+        found, expected = _shapes(new), _shapes(old)
+        if found != expected:
+            hint = (
+                " It does not take gradients per example: average them over their first axis, or "
+                "put optax.contrib.dpsgd or differentially_private_aggregate first."
             )
-        wrong += [f"{name} {text}" for text in _other_shapes(new, old)]
-    if wrong and per_example(gradients, wide):
-        raise ValueError(
-            "tx does not take gradients per example: average them over their first axis, or put "
-            "optax.contrib.dpsgd or differentially_private_aggregate first. Wrong shapes: "
-            f"{shortened(wrong)}."
-        )
-    if wrong:
-        raise ValueError(f"tx can't be wrapped: its update changed shapes: {shortened(wrong)}.")
+            raise ValueError(
+                f"tx can't be wrapped: its update should return {name} of the tree and shapes that "
+                f"it was given. {differences(found, expected)}"
+                + (hint if per_example(gradients, wide) else "")
+            )
 
 
-def _other_shapes(new: Any, old: Any) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(_array, new))
-    return [
-        f"{path_name(path)} is {_shown(a)} instead of {_shown(b)}"
-        for (path, a), b in zip(leaves, jax.tree.leaves(old), strict=True)
-        if a.shape != b.shape
-    ]
+def _shapes(tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{path_name(path)}{list(jnp.shape(leaf))}" for path, leaf in leaves]
 
 
 def _is_complex(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-
-def _shown(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
 
 
 def _array(x: Any) -> Any:

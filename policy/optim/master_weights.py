@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -20,19 +19,18 @@ from policy.core.trees import (
     unboxed,
     working_dtype,
 )
-from policy.grads.scaled_gradients import ScaledGradients
 from policy.optim.finiteness import differentiated
 from policy.optim.rounding import round_to
 from policy.optim.state import (
     Layout,
     MixedPrecisionState,
     find_state,
+    require_state,
     states_in,
     strong_copy,
 )
 from policy.optim.state_checks import check_tree, has_mode, require_storage
 from policy.optim.storage_modes import (
-    HALF_DTYPES,
     STORAGE_MODES,
     MasterWeights,
     Stored,
@@ -53,21 +51,28 @@ def without_overwritten(tree: Any) -> Any:
 
 
 def with_overwritten(
-    result: optax.Params,
-    params: Any,
-    gradients: Any,
-    overwrite: Callable[[jax.Array, jax.Array], jax.Array],
+    result: optax.Params, params: Any, gradients: Any, finite: jax.Array, as_updates: bool
 ) -> optax.Params:
-    """Fills the empty nodes of `result` from the gradients: those are the leaves' new values."""
-    gradients = gradients.tree if isinstance(gradients, ScaledGradients) else gradients
+    """Fills the empty nodes of a step's result: a leaf's gradient is its new value.
+
+    Args:
+      result: new params, or with `as_updates` the differences to them.
+      params: the params before.
+      gradients: their gradients, unscaled there.
+      finite: () bool; where it is False, the leaves stay.
+      as_updates: see `result`.
+    """
     if differentiated(params) is not params:
         gradients = type(params)(gradients, gradients)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p, g, r: overwrite(p, g) if is_overwritten(path) else r,
-        params,
-        gradients,
-        result,
-    )
+
+    def one(path: jax.tree_util.KeyPath, p: jax.Array, g: jax.Array, r: jax.Array) -> jax.Array:
+        if not is_overwritten(path):
+            return r
+        return (
+            jnp.where(finite, g - p, jnp.zeros_like(p)) if as_updates else jnp.where(finite, g, p)
+        )
+
+    return jax.tree_util.tree_map_with_path(one, params, gradients, result)
 
 
 def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
@@ -87,18 +92,18 @@ def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
 
 
 def _check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: MasterWeights) -> None:
-    for half in HALF_DTYPES:
-        mode = storage_mode(half, master_weights)
-        pairs = zip(names, dtypes, strict=True)
-        wrong = [name for name, dtype in pairs if np.dtype(dtype).name == half]
-        if wrong and half not in mode.param_dtypes:
-            stores = [m for m in STORAGE_MODES.values() if m.stores and half in m.param_dtypes]
-            raise ValueError(
-                f"master_weights={mode.name!r} is for {' and '.join(mode.param_dtypes)} params, "
-                f"but these params are stored in {half}: {shortened(wrong)}. Use 'auto', which "
-                f"keeps {storage_mode(half, 'auto').name} masters for {half}, or "
-                f"{' or '.join(repr(m.name) for m in stores)}."
-            )
+    wrong = [
+        f"{name} is {np.dtype(dtype).name}"
+        for name, dtype in zip(names, dtypes, strict=True)
+        if np.dtype(dtype).itemsize < 4
+        and np.dtype(dtype).name not in storage_mode(dtype, master_weights).param_dtypes
+    ]
+    if wrong:
+        takes = " and ".join(STORAGE_MODES[master_weights].param_dtypes)
+        raise ValueError(
+            f"master_weights={master_weights!r} is for {takes} params, but {shortened(wrong)}. Use "
+            "'auto', which stores a master of each half dtype, or 'full'."
+        )
 
 
 def make_masters(params: optax.Params, master_weights: MasterWeights) -> optax.Params:
@@ -199,11 +204,7 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
       >>> master_params(params, opt_state)["w"]
       Array([2., 2.], dtype=float32)
     """
-    if not isinstance(state, MixedPrecisionState):
-        raise TypeError(
-            f"resync takes a MixedPrecisionState, but got {type(state).__name__}: call "
-            "resync(params, opt_state)."
-        )
+    require_state(state, "resync(params, opt_state)")
     params, boxes = without_overwritten(unboxed(params)), (state.masters, state.mode)
     state = state._replace(masters=unboxed(boxes[0]))
     master_weights = state.layout.master_weights

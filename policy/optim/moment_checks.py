@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -81,9 +80,7 @@ def _check_field(
     form, is_first = FORMATS.get(dtype), name in FIRST_MOMENTS
     try:
         with jax.ensure_compile_time_eval():
-            field = _Field.of(tx, params, name)
-            is_copy, kept = field.is_copy(), field.kept()
-            is_signed = form is not None and not is_first and field.is_signed()
+            is_copy, is_negative, kept = _tried(tx, params, name)
     except Exception as error:
         # a transform that needs more arguments: a first moment is one by its name
         if is_first and (form is None or stochastic):
@@ -98,7 +95,7 @@ def _check_field(
         raise ValueError(
             f"moment_dtype for {name!r} is refused: the field is a {what}. Leave it float32."
         )
-    if is_signed:
+    if is_negative and form is not None and not is_first:
         raise ValueError(
             f"moment_dtype for {name!r} is 8 bits, which store a sign for first moments only, but "
             "a step makes this field negative: make it bfloat16, or leave it float32."
@@ -113,66 +110,44 @@ def _check_field(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Field:
-    """A field of the state that a transform makes of params of one element.
+def _tried(
+    tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
+) -> tuple[bool, bool, float]:
+    """Steps params of one element, and looks at a field of the state.
 
-    Attributes:
-      tx: the transform.
-      params: the params.
-      state: the state.
-      is_mine: for each leaf of the state, whether it is of the field.
+    Returns:
+      Whether the field starts as the params; whether gradients of both signs make it negative; and
+      the largest share of itself that it keeps on a step of gradients of 0.
     """
+    small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
+    suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(small)}
+    start = tx.init(small)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(start)
+    is_mine = [field_of(path, suffixes) == name for path, _ in leaves]
 
-    tx: optax.GradientTransformationExtraArgs
-    params: optax.Params
-    state: optax.OptState
-    is_mine: list[bool]
+    def field(state: optax.OptState) -> list[jax.Array]:
+        return [x for x, mine in zip(jax.tree.leaves(state), is_mine, strict=True) if mine]
 
-    @classmethod
-    def of(
-        cls, tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
-    ) -> _Field:
-        small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
-        suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(small)}
-        state = tx.init(small)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-        return cls(tx, small, state, [field_of(path, suffixes) == name for path in paths])
+    def stepped(state: optax.OptState, gradient: float) -> optax.OptState:
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), small)
+        return tx.update(gradients, state, small)[1]
 
-    def leaves(self, state: optax.OptState) -> list[jax.Array]:
-        """Returns the field's leaves of a state."""
-        return [x for x, mine in zip(jax.tree.leaves(state), self.is_mine, strict=True) if mine]
-
-    def stepped(self, state: optax.OptState, gradient: float) -> optax.OptState:
-        """Returns a state after a step of gradients of one value."""
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self.params)
-        return self.tx.update(gradients, state, self.params)[1]
-
-    def is_copy(self) -> bool:
-        """Returns whether the field starts as the params."""
-        return all(bool(jnp.all(x == np.float32(_PROBE_PARAM))) for x in self.leaves(self.state))
-
-    def is_signed(self) -> bool:
-        """Returns whether steps of gradients of both signs make the field negative."""
-        states = itertools.accumulate(_PROBE_SIGNS, self.stepped, initial=self.state)
-        return any(bool(jnp.any(x < 0)) for state in states for x in self.leaves(state))
-
-    def kept(self) -> float:
-        """Returns the largest share of itself that the field keeps on a step of gradients of 0."""
-        return max(self._kept(count) for count in (1, 10**5))
-
-    def _kept(self, count: int) -> float:
-        leaves, tree = jax.tree.flatten(self.state)
+    def kept(count: int) -> float:
         state = tree.unflatten(
             jnp.full_like(x, _PROBE_VALUE if mine else count) if mine or _is_count(x) else x
-            for x, mine in zip(leaves, self.is_mine, strict=True)
+            for (_, x), mine in zip(leaves, is_mine, strict=True)
         )
         for _ in range(_PROBE_STEPS):  # several, for transforms that accumulate gradients first
-            state = self.stepped(state, 0)
-            largest = max(float(jnp.max(x)) for x in self.leaves(state))
+            state = stepped(state, 0)
+            largest = max(float(jnp.max(x)) for x in field(state))
             if largest != _PROBE_VALUE:
                 return largest / _PROBE_VALUE
         return 1.0
+
+    is_copy = all(bool(jnp.all(x == np.float32(_PROBE_PARAM))) for x in field(start))
+    states = itertools.accumulate(_PROBE_SIGNS, stepped, initial=start)
+    is_negative = any(bool(jnp.any(x < 0)) for state in states for x in field(state))
+    return is_copy, is_negative, max(kept(count) for count in (1, 10**5))
 
 
 def _is_count(x: Any) -> bool:

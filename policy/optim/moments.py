@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -65,36 +64,31 @@ def get_moment_dtypes(
     return {name: _storage_dtype(name, dtype) for name, dtype in asked.items()}
 
 
+_FORMS = (
+    *(("int8", form) for form in (INT8_SIGNED, INT8_POSITIVE)),
+    *(("float8", form) for form in (FLOAT8_SIGNED, FLOAT8_POSITIVE)),
+    *((form.dtype.name, form) for form in FORMATS.values()),  # as read from a MixedPrecision
+)
+_FORMAT_OF = {(name, form.is_signed): form for name, form in _FORMS}
+
+
 def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
-    is_first, dtype = name in ("", *FIRST_MOMENTS), None
-    if asked == "float8":
-        return (FLOAT8_SIGNED if is_first else FLOAT8_POSITIVE).dtype
-    with contextlib.suppress(TypeError):
-        if isinstance(asked, str) and asked in dtype_names():
-            dtype = parse_dtype(asked)
-        elif asked is not None:
-            dtype = np.dtype(jnp.dtype(asked))
-    if dtype == INT8_SIGNED.dtype:
-        return (INT8_SIGNED if is_first else INT8_POSITIVE).dtype
-    form = None if dtype is None else FORMATS.get(dtype)
-    if form is not None and form.is_signed != is_first:
-        raise ValueError(
-            f"moment_dtype for {name or 'first moments'!r} should be 'int8' or 'float8' for 8 "
-            f"bits, but got {dtype}: first moments need a format with a sign, and other moments "
-            "one with more exponents."
-        )
-    if form is None and (dtype is None or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32)):
+    is_first = name in ("", *FIRST_MOMENTS)
+    kind = asked if asked is None or isinstance(asked, str) else jnp.dtype(asked).name
+    form = _FORMAT_OF.get((str(kind), is_first))
+    if form is not None:
+        return form.dtype
+    if kind is None or kind not in dtype_names() or parse_dtype(kind).itemsize > 4:
         raise ValueError(
             "moment_dtype should be bfloat16, float16, float32, 'int8' or 'float8', but got "
-            f"{dtype or repr(asked)}."
+            f"{asked!r}."
         )
-    if dtype == jnp.float16 and not is_first:
+    if parse_dtype(kind) == jnp.float16 and not is_first:
         raise ValueError(
             f"moment_dtype for {name!r} is float16, in which the square of 256 overflows and the "
             "square of 1e-4 is 0: use bfloat16 or float32."
         )
-    assert dtype is not None
-    return dtype
+    return parse_dtype(kind)
 
 
 def has_codes(dtypes: Mapping[str, np.dtype] | None) -> bool:
@@ -131,11 +125,12 @@ def asked_dtypes(
     for path, leaf in jax.tree_util.tree_leaves_with_path(inner):
         name = field_of(path, suffixes)
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
-        targets.append(dtype if _is_moment(leaf) else None)
+        targets.append(dtype if is_moment(leaf) else None)
     return targets
 
 
-def _is_moment(leaf: Any) -> bool:
+def is_moment(leaf: Any) -> bool:
+    """Returns whether a leaf of a state is a real floating array, or codes of one."""
     is_array = hasattr(leaf, "dtype")
     return is_array and (leaf.dtype in FORMATS or jnp.issubdtype(leaf.dtype, jnp.floating))
 

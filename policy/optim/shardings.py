@@ -9,9 +9,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 
-from policy.core.trees import path_name, shortened
+from policy.core.trees import path_name
 from policy.optim.blockwise import BLOCK, scales_shape
-from policy.optim.checks import is_transform
+from policy.optim.checks import require_transform
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -34,7 +34,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     Raises:
       TypeError: `tx` is no transform.
       ValueError: a param has no sharding, or one that is neither a NamedSharding nor a single
-        device's; or meshes differ.
+        device's.
 
     Example:
 
@@ -50,14 +50,12 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> opt_state.inner[0].mu["w"].sharding == rows
       True
     """
-    if not is_transform(tx):
-        raise TypeError(
-            f"tx should be an optax transform, but got {type(tx).__name__}: call "
-            "state_shardings(tx, params)."
-        )
+    require_transform(tx, "state_shardings(tx, params)")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     known = {path: (leaf.shape, _sharding(path, leaf)) for path, leaf in leaves}
-    everywhere = _everywhere(known)
+    first = next((sharding for _, sharding in known.values()), None)  # None leaves it to JAX
+    is_named = isinstance(first, NamedSharding)
+    everywhere = NamedSharding(first.mesh, PartitionSpec()) if is_named else first
 
     def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
         for start in range(len(path) + 1):  # the longest end of the path that is a param's
@@ -84,21 +82,6 @@ def _sharding(path: KeyPath, leaf: Any) -> Sharding:
             "jax.ShapeDtypeStruct a sharding."
         )
     return sharding
-
-
-def _everywhere(known: dict[KeyPath, tuple[tuple[int, ...], Sharding]]) -> Sharding | None:
-    """Returns the replicated sharding; None, which leaves it to JAX, where there are no params."""
-    meshes = {
-        s.mesh if isinstance(s, NamedSharding) else s: path_name(path)
-        for path, (_, s) in known.items()
-    }
-    if len(meshes) > 1:
-        places = [f"{name} on {place}" for place, name in meshes.items()]
-        raise ValueError(f"params should lie on one mesh, but got {shortened(places)}.")
-    place = next(iter(meshes), None)
-    if place is None or isinstance(place, Sharding):
-        return place
-    return NamedSharding(place, PartitionSpec())
 
 
 def _of_scales(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:

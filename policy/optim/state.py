@@ -153,6 +153,24 @@ def find_state(opt_state: Any) -> MixedPrecisionState:
     return found[0]
 
 
+def require_state(state: Any, call: str) -> None:
+    """Refuses values that are no MixedPrecisionState.
+
+    Args:
+      state: the value.
+      call: the right call, for the message.
+
+    Raises:
+      TypeError: by the value's type.
+    """
+    if not isinstance(state, MixedPrecisionState):
+        raise TypeError(
+            f"state should be a MixedPrecisionState, but got {type(state).__name__}: call {call}. "
+            "tx.init(params) makes one, if tx is a mixed_precision transform; a TrainState or an "
+            "nnx.Optimizer holds one as its opt_state."
+        )
+
+
 def states_in(tree: Any) -> list[MixedPrecisionState]:
     """Returns every MixedPrecisionState in a tree, outermost ones only."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState))

@@ -12,12 +12,13 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from policy.core.trees import leaf_names, path_name, shortened, unboxed
+from policy.core.trees import dtype_and_shape, is_inexact, leaf_names, path_name, shortened, unboxed
 from policy.grads.loss_scale import LossScale
 from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
+from policy.optim.checks import differences
 from policy.optim.moments import StoredInner, asked_dtypes, has_codes, moment_targets, scales_of
 from policy.optim.state import MixedPrecisionState
-from policy.optim.storage_modes import MasterWeights, storage_code, storage_mode, storage_text
+from policy.optim.storage_modes import MasterWeights, storage_code, storage_text
 
 _CONVERT = "convert(state, params, to=tx) migrates it"
 
@@ -53,9 +54,26 @@ def require_storage(
     any_half = any(np.dtype(dtype).itemsize < 4 for dtype in dtypes)
     is_stored = has_mode(state, expected) if any_half else True
     check_tree(params, state)
-    _check_dtypes(params, state)
-    _check_masters(params, state)
+    leaves, tree = jax.tree.flatten(params)
+    stored = tree.flatten_up_to(state.masters)
+    each = zip(leaf_names(params), leaves, dtypes, stored, strict=True)
+    wrong = [
+        f"{name} was {np.dtype(before)}{list(jnp.shape(p if is_empty(kept) else kept))} and is "
+        f"{dtype_and_shape(p)}"
+        for name, p, before, kept in each
+        if p.dtype != before or not (is_empty(kept) or jnp.shape(kept) == p.shape)
+    ]
+    if wrong:
+        raise ValueError(
+            "params changed since the optimizer state was made: "
+            f"{shortened(wrong)}. Cast them back, or call resync(params, state) first."
+        )
     return is_stored
+
+
+def is_empty(node: Any) -> bool:
+    """Returns whether a node stands for nothing, beside a param without a stored array."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def has_mode(state: MixedPrecisionState, expected: int) -> jax.Array | Literal[True]:
@@ -91,61 +109,14 @@ def check_tree(params: optax.Params, state: MixedPrecisionState) -> None:
     Raises:
       ValueError: the trees differ.
     """
-    is_empty = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    made_from = jax.tree.structure(state.masters, is_leaf=is_empty)
-    if jax.tree.structure(params, is_leaf=is_empty) != made_from:
-        masters = jax.tree_util.tree_leaves_with_path(state.masters, is_leaf=is_empty)
-        ours = [path_name(path) for path, _ in masters]
+    tree, made_from = (jax.tree.structure(x, is_leaf=is_empty) for x in (params, state.masters))
+    if tree != made_from:
+        ours = leaf_names(made_from.unflatten(range(made_from.num_leaves)))
         raise ValueError(
             "params should have the tree that the optimizer state was made for. "
             f"{differences(leaf_names(params), ours)} Containers: {type(params).__name__} instead "
             f"of {type(state.masters).__name__}. Pass the params that the optimizer steps, or make "
             "a new state with tx.init(params)."
-        )
-
-
-def differences(names: list[str], expected: list[str]) -> str:
-    """Returns the text of the leaves that one tree has and the other has not."""
-    missing = [name for name in expected if name not in names]
-    extra = [name for name in names if name not in expected]
-    return (
-        f"Missing: {shortened(missing) or 'nothing'}. Unexpected: {shortened(extra) or 'nothing'}."
-    )
-
-
-def _check_dtypes(params: optax.Params, state: MixedPrecisionState) -> None:
-    """Refuses params whose dtypes are not those that the state was made from."""
-    pairs = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-    names = [(name, np.dtype(leaf.dtype).name) for name, leaf in pairs]
-    made_from = state.layout.dtypes or [dtype for _, dtype in names]
-    wrong = [
-        f"{name} was {before} and is {dtype}"
-        for (name, dtype), before in zip(names, made_from, strict=True)
-        if dtype != before
-    ]
-    if wrong:
-        raise ValueError(
-            "The dtype of params changed since the optimizer state was made: "
-            f"{shortened(wrong)}. Cast them back, or call resync(params, state) first."
-        )
-
-
-def _check_masters(params: optax.Params, state: MixedPrecisionState) -> None:
-    """Refuses stored arrays of wrong dtypes or shapes: a restored tree may hold any."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    wrong = []
-    for (path, p), stored in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
-        stored_dtype = storage_mode(p.dtype, state.layout.master_weights).stored_dtype
-        expected = "nothing"
-        if stored_dtype is not None:
-            expected = f"{stored_dtype(np.dtype(p.dtype))}{list(p.shape)}"
-        if _shown(stored) != expected:
-            wrong.append(f"{path_name(path)} has {_shown(stored)} instead of {expected}")
-    if wrong:
-        raise ValueError(
-            f"state.masters do not fit master_weights={state.layout.master_weights!r} and these "
-            f"params: {shortened(wrong)}. Make a state with tx.init(params), or restore the one "
-            "that belongs to these params."
         )
 
 
@@ -179,25 +150,25 @@ def check_inner(
     known = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     targets, asked = moment_targets(like, params, dtypes), asked_dtypes(like, params, dtypes)
     made = jax.tree_util.tree_leaves_with_path(like)
-    has_scales = not isinstance(stored.scales, optax.MaskedNode)
-    wrong = []
-    if has_scales != has_codes(moment_dtypes):
-        wrong = [f"moment_scales are {'a tree' if has_scales else 'missing'}"]
     each = zip(made, jax.tree.leaves(stored.state), scales_of(stored), targets, asked, strict=True)
+    is_tree = not isinstance(stored.scales, optax.MaskedNode)
+    kind = type(stored.scales).__name__
+    wrong = [] if is_tree == has_codes(dtypes) else [f"moment_scales are {kind}"]
     for (path, one), leaf, scales, target, dtype in each:
-        if not _is_of_param(path, one.shape, known):
+        if not (_is_of_param(path, one.shape, known) and is_inexact(one)):
             continue
         # inside `jax.shard_map` a leaf too small for 8 bits may be a part of a larger one
-        is_coded = dtype in FORMATS and getattr(leaf, "dtype", None) == dtype
-        needed = dtype if is_coded else target or one.dtype
-        if jnp.shape(leaf) != one.shape or _is_other_dtype(leaf, needed):
-            needed = f"{needed}{list(one.shape)}"
-            wrong.append(f"{path_name(path)} is {_shown(leaf)} instead of {needed}")
-        needed = f"float32{list(scales_shape(leaf.shape))}" if is_coded else "nothing"
-        if _shown(scales) != needed:
-            wrong.append(
-                f"the scales of {path_name(path)} are {_shown(scales)} instead of {needed}"
+        is_coded = dtype in FORMATS and leaf.dtype == dtype
+        needed = f"{dtype if is_coded else target or one.dtype}{list(one.shape)}"
+        of_scales = f"float32{list(scales_shape(one.shape))}" if is_coded else "MaskedNode"
+        wrong += [
+            f"{name} {dtype_and_shape(x)} instead of {text}"
+            for name, x, text in (
+                (f"{path_name(path)} is", leaf, needed),
+                (f"the scales of {path_name(path)} are", scales, of_scales),
             )
+            if dtype_and_shape(x) != text
+        ]
     if wrong:
         raise ValueError(
             f"state holds other arrays than tx stores for these params: {shortened(wrong)}. Pass "
@@ -218,17 +189,6 @@ def _is_of_param(
     if any(getattr(key, "name", None) == "hyperparams" for key in path):
         return False
     return any(path[start:] in params for start in range(len(path))) or params.get(()) == shape
-
-
-def _is_other_dtype(leaf: Any, expected: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or dtype == expected:
-        return False
-    return dtype in FORMATS or expected in FORMATS or jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _shown(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "nothing"
 
 
 def check_loss_scale(saved: LossScale, of_tx: LossScale) -> None:

@@ -62,12 +62,11 @@ from policy.optim.state import (
     as_type_of,
     incremented,
     owned,
-    states_in,
     strong_copy,
     strongly_typed,
 )
 from policy.optim.state_checks import check_inner, check_loss_scale, require_storage
-from policy.optim.storage_modes import MasterWeights, storage_mode
+from policy.optim.storage_modes import MasterWeights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,7 +95,7 @@ class Stepper:
 
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """Returns a state for `params`. Raises ValueError where a param can't be stepped."""
-        require_outermost(Stepper.make_state)
+        require_outermost()
         check_initial_params(params)
         params = without_overwritten(params)
         warn_of_wide_params(params, self.policy)
@@ -106,11 +105,6 @@ class Stepper:
         """Returns a state for params without their overwritten leaves, and their stored arrays."""
         wide = inner_params(params, masters, self.master_weights)
         inner = _run_optax(self.inner.init, wide)
-        if states_in(inner):
-            raise ValueError(
-                "tx already contains a mixed_precision: wrap once, outermost, as in "
-                "mixed_precision(optax.chain(...), policy)."
-            )
         stored = StoredInner(inner, optax.MaskedNode())
         if self.moment_dtypes is not None:
             by_chance = self.key is not None
@@ -183,21 +177,7 @@ class Stepper:
 
         `optax.apply_updates` makes the rounded masters of them.
         """
-        differences, new_state = self.step(updates, state, params, extra_args, as_updates=True)
-        overwrite = lambda p, g: jnp.where(new_state.finite, g - p, jnp.zeros_like(p))  # noqa: E731
-        return with_overwritten(differences, params, updates, overwrite), new_state
-
-    def apply(
-        self,
-        params: Any,
-        state: MixedPrecisionState,
-        gradients: optax.Updates | ScaledGradients,
-        extra_args: dict[str, Any],
-    ) -> tuple[Any, MixedPrecisionState]:
-        """Returns the new params themselves, and the state."""
-        rounded, state = self.step(gradients, state, params, extra_args, as_updates=False)
-        overwrite = lambda p, g: jnp.where(state.finite, g, p)  # noqa: E731
-        return with_overwritten(rounded, params, gradients, overwrite), state
+        return self.step(updates, state, params, extra_args, as_updates=True)
 
     def step(
         self,
@@ -218,6 +198,7 @@ class Stepper:
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
         warn_if_scaled(state.loss_scale.loss_scale)
+        given = params, gradients
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)
         for each in (scale, state.loss_scale.loss_scale):
@@ -225,21 +206,13 @@ class Stepper:
             if self.skip_nonfinite and is_positive is not True:
                 belongs = is_positive if belongs is True else belongs & is_positive
         state = state._replace(inner=jax.tree.map(strongly_typed, state.inner))
-        modes = [storage_mode(leaf.dtype, self.master_weights) for leaf in jax.tree.leaves(params)]
-        has_branches = self.skip_nonfinite or any(mode.is_packed for mode in modes)
-        if (
-            has_branches
-            and not isinstance(scale, Tracer)
-            and _is_eager((gradients, state, params), extra_args)
-        ):
+        if _is_eager((gradients, scale, state, params), extra_args):
             # lax.cond would compile its branches anew in each eager call
-            scale = None if scale is None else jnp.asarray(scale, jnp.float32)
-            return self._compiled_step(
-                gradients, scale, state, params, extra_args, as_updates=as_updates
-            )
-        return self._step(
-            gradients, scale, state, params, extra_args, belongs=belongs, as_updates=as_updates
-        )
+            take = self._compiled_step
+        else:
+            take = functools.partial(self._step, belongs=belongs)
+        result, state = take(gradients, scale, state, params, extra_args, as_updates=as_updates)
+        return with_overwritten(result, *given, state.finite, as_updates), state
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., tuple[optax.Params, MixedPrecisionState]]:
@@ -285,11 +258,12 @@ class Stepper:
             finite = jnp.array(True)
             results = step.applied()
         leaves, tree = jax.tree.flatten(params)
-        pairs = zip(step.param_updates, results.params, leaves, strict=True)
-        new = [d.result(encoded, p) for d, encoded, p in pairs]
+        encoded, inner = results
+        pairs = zip(step.param_updates, encoded, leaves, strict=True)
+        new = [d.result(e, p) for d, e, p in pairs]
         after = state._replace(
-            inner=results.inner.state,
-            moment_scales=results.inner.scales,
+            inner=inner.state,
+            moment_scales=inner.scales,
             loss_scale=state.loss_scale.adjust(finite),
             finite=finite,
             skipped=incremented(state.skipped, ~finite),
@@ -330,12 +304,12 @@ class Stepper:
             keys = rounding_keys(self.key, new, count, self.axis_name)
             each = param_updates, jax.tree.leaves(params), new, jax.tree.leaves(updates), keys
             applied = [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)]
-            return Results(applied, inner)
+            return applied, inner
 
         def skip_step(operands: Operands) -> Results:
             leaves, stored = jax.tree.leaves(operands.params), tree.flatten_up_to(operands.masters)
             each = zip(param_updates, leaves, stored, strict=True)
-            return Results([d.skipped(p, kept) for d, p, kept in each], operands.inner)
+            return [d.skipped(p, kept) for d, p, kept in each], operands.inner
 
         return ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
 

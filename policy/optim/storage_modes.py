@@ -65,8 +65,8 @@ class StorageMode:
         from the param, so that it is sharded alike.
       join: maps a param and its stored array to the value that the inner transform sees: float32,
         or wider. Finite where the param is finite, even if the stored array is stale.
-      encode: maps a value, the param's dtype and a PRNG key or None to the rounded param and its
-        stored array, as a branch returns them. Without a key, rounds to nearest.
+      encode: maps a value, the param's dtype and a PRNG key, if the mode needs one, to the rounded
+        param and its stored array, as a branch returns them. Without a key, rounds to nearest.
       encode_same: maps a param and its stored array to the same form, unchanged.
       decode: maps the encoded form and the param's dtype to the param and its stored array.
       stored_dtype: maps a param's dtype to the dtype of its stored array; None for modes that
@@ -110,21 +110,13 @@ def _param_alone(param: jax.Array, stored: Stored) -> jax.Array:
     return param.astype(working_dtype(param.dtype))
 
 
-def _encode_rounded(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> Encoded:
-    return round_to(value, dtype), optax.MaskedNode()
-
-
-NONE = StorageMode("none", 0, init=_nothing, join=_param_alone, encode=_encode_rounded)
-
-
-def _encode_by_chance(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> Encoded:
+def _encode_alone(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> Encoded:
     rounded = round_to(value, dtype) if key is None else round_stochastically(value, dtype, key)
     return rounded, optax.MaskedNode()
 
 
-STOCHASTIC = StorageMode(
-    "stochastic", 0, init=_nothing, join=_param_alone, encode=_encode_by_chance, needs_key=True
-)
+NONE = StorageMode("none", 0, init=_nothing, join=_param_alone, encode=_encode_alone)
+STOCHASTIC = dataclasses.replace(NONE, name="stochastic", needs_key=True)
 
 
 FULL = StorageMode(

@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from policy.core.trees import path_name, shortened
-from policy.optim.checks import is_transform
+from policy.optim.checks import require_transform
 
 
 def match_updates(
@@ -52,9 +52,9 @@ def match_updates(
       >>> updates["w"]
       Array([-0.5, -0.5], dtype=bfloat16)
     """
-    if not is_transform(tx):
-        raise TypeError(f"tx should be an optax transform, but got {type(tx).__name__}.")
-    target = to if isinstance(to, str) and to in ("grads", "params") else _floating(to)
+    require_transform(tx, "match_updates(tx, to)")
+    is_tree = isinstance(to, str) and to in ("grads", "params")
+    target: Any = to if is_tree else _floating(to)
     inner = optax.with_extra_args_support(tx)
 
     def update(
@@ -63,21 +63,27 @@ def match_updates(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        trees = {"grads": updates, "params": params}
-        like: Any = trees.get(target) if isinstance(target, str) else target
-        if target == "params" and params is None:
+        like: Any = {"grads": updates, "params": params}.get(target) if is_tree else target
+        if like is None:
             raise ValueError(
                 "match_updates(to='params') needs params: call update(gradients, state, params)."
             )
         updates, state = inner.update(updates, state, params, **extra_args)
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        dtypes = [like] * len(leaves)
-        if isinstance(target, str):
-            dtypes = [jnp.result_type(leaf) for leaf in tree.flatten_up_to(like)]
+        likes = tree.flatten_up_to(like) if is_tree else [like] * len(leaves)
+        dtypes = [_dtype_of(x.dtype, one) for (_, x), one in zip(leaves, likes, strict=True)]
         pairs = list(zip(leaves, dtypes, strict=True))
-        if strict:
-            _refuse_lossy([(path, leaf.dtype, dtype) for (path, leaf), dtype in pairs])
-        return tree.unflatten(_cast(leaf, dtype) for (_, leaf), dtype in pairs), state
+        lossy = [
+            f"{path_name(path)} from {x.dtype} to {dtype}"
+            for (path, x), dtype in pairs
+            if x.dtype != dtype and not _holds(dtype, x.dtype)
+        ]
+        if strict and lossy:
+            raise TypeError(
+                f"match_updates would lose digits or range: {shortened(lossy)}. Ask for a wider "
+                "dtype, or leave strict out."
+            )
+        return tree.unflatten(x.astype(dtype) for (_, x), dtype in pairs), state
 
     return optax.GradientTransformationExtraArgs(inner.init, cast("Any", update))
 
@@ -92,27 +98,12 @@ def _floating(to: DTypeLike | None) -> np.dtype:
     return dtype
 
 
-def _casts(source: DTypeLike, dtype: DTypeLike) -> bool:
+def _dtype_of(source: DTypeLike, like: Any) -> Any:
+    """Returns the dtype of `like`, or `source` where one of both is real and the other is not."""
+    dtype = jnp.result_type(like)
     kinds = jnp.floating, jnp.complexfloating
     same_kind = any(jnp.issubdtype(source, k) and jnp.issubdtype(dtype, k) for k in kinds)
-    return source != dtype and same_kind
-
-
-def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return x.astype(dtype) if _casts(x.dtype, dtype) else x
-
-
-def _refuse_lossy(leaves: list[tuple[jax.tree_util.KeyPath, DTypeLike, DTypeLike]]) -> None:
-    wrong = [
-        f"{path_name(path)} from {source} to {dtype}"
-        for path, source, dtype in leaves
-        if _casts(source, dtype) and not _holds(dtype, source)
-    ]
-    if wrong:
-        raise TypeError(
-            f"match_updates would lose digits or range: {shortened(wrong)}. Ask for a wider dtype, "
-            "or leave strict out."
-        )
+    return dtype if same_kind else source
 
 
 def _holds(wide: DTypeLike, narrow: DTypeLike) -> bool:

@@ -13,10 +13,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from policy.core.policy import Policy, get_policy
 from policy.core.precedence import warn_once
+from policy.core.trees import dtype_and_shape
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
-from policy.optim.checks import is_transform
+from policy.optim.checks import require_transform
 from policy.optim.moments import get_moment_dtypes
-from policy.optim.state import MixedPrecisionState, states_in
+from policy.optim.state import MixedPrecisionState
 from policy.optim.step import Stepper
 from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, mode_names
 
@@ -104,6 +105,10 @@ def mixed_precision(
       >>> params["w"]
       Array([0.898438, 0.898438], dtype=bfloat16)
     """
+    if clip_global_norm is not None and not 0 < clip_global_norm < np.inf:
+        raise ValueError(
+            f"clip_global_norm should be a positive finite number, but got {clip_global_norm!r}."
+        )
     inner, moment_dtypes = _inner_of(tx), get_moment_dtypes(moment_dtype)
     _check_key(key, master_weights, moment_dtypes is not None)
     scale, policy = get_loss_scale(loss_scale), get_policy(policy)
@@ -115,7 +120,7 @@ def mixed_precision(
         loss_scale=scale,
         master_weights=master_weights or "none",
         moment_dtypes=moment_dtypes,
-        clip_global_norm=_limit(clip_global_norm),
+        clip_global_norm=None if clip_global_norm is None else float(clip_global_norm),
         key=key,
         axis_name=() if axis_name is None else tuple(axes),
         skip_nonfinite=bool(skip_nonfinite),
@@ -128,13 +133,7 @@ def mixed_precision(
 
 
 def _inner_of(tx: Any) -> optax.GradientTransformationExtraArgs:
-    if not is_transform(tx):
-        name = getattr(tx, "__name__", None) if callable(tx) else None
-        hint = f"call it, {name}(...)" if name else "the policy comes second"
-        raise TypeError(
-            f"tx should be an optax transform, but got {type(tx).__name__}: {hint}, as in "
-            "mixed_precision(optax.adamw(1e-3), 'mixed_bfloat16')."
-        )
+    require_transform(tx, "mixed_precision(optax.adamw(1e-3), 'mixed_bfloat16')")
     if isinstance(tx, MixedPrecision):
         raise ValueError(
             "tx is a mixed_precision already: wrap it only once, as in mixed_precision(tx, policy)."
@@ -159,17 +158,6 @@ def _check_scale(scale: LossScale, is_given: bool, policy: Policy, skip_nonfinit
         )
 
 
-def _limit(clip_global_norm: Any) -> float | None:
-    if clip_global_norm is None:
-        return None
-    is_number = isinstance(clip_global_norm, (int, float, np.number))
-    if not is_number or isinstance(clip_global_norm, bool) or not 0 < clip_global_norm < np.inf:
-        raise ValueError(
-            f"clip_global_norm should be a positive finite number, but got {clip_global_norm!r}."
-        )
-    return float(clip_global_norm)
-
-
 def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: bool) -> None:
     if master_weights not in (*mode_names(), None):
         names = ", ".join(map(repr, mode_names()))
@@ -190,20 +178,13 @@ def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: b
             f"key is for stochastic rounding, but master_weights is {master_weights!r} and "
             "moment_dtype is None, so nothing is rounded that way: leave key out."
         )
-    typed = (
-        isinstance(key, jax.Array)
-        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        and key.ndim == 0
-    )
-    raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim == 1
-    if not (typed or raw):
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (key.ndim == 0 if is_typed else dtype == jnp.uint32 and key.ndim == 1):
         raise TypeError(
-            f"key should be one JAX PRNG key, such as jax.random.key(0), but got {_shown(key)}."
+            "key should be one JAX PRNG key, such as jax.random.key(0), but got "
+            f"{dtype_and_shape(key)}."
         )
-
-
-def _shown(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
 class MixedPrecision(optax.GradientTransformationExtraArgs):
@@ -300,30 +281,21 @@ def apply_gradients(
       >>> params["w"], finite
       (Array([0., 0.], dtype=float32), Array(True, dtype=bool))
     """
-    stepper = require_mixed_precision(tx, state).stepper
-    params, state = stepper.apply(params, state, grads, extra_args)
-    return params, state, state.finite
+    stepper = require_mixed_precision(tx).stepper
+    new, state = stepper.step(grads, state, params, extra_args, as_updates=False)
+    return cast("Params", new), state, state.finite
 
 
-def require_mixed_precision(tx: optax.GradientTransformation, state: Any) -> MixedPrecision:
+def require_mixed_precision(tx: optax.GradientTransformation) -> MixedPrecision:
     """Returns `tx` if `mixed_precision` made it.
-
-    Args:
-      tx: a transform.
-      state: the state that it is used with, or None; it tells of a `mixed_precision` inside.
 
     Raises:
       TypeError: by the transform's type, if it is another's.
     """
     if isinstance(tx, MixedPrecision):
         return tx
-    if isinstance(tx, optax.GradientTransformation) and states_in(state):
-        raise TypeError(
-            f"tx should be a mixed_precision transform, but got {type(tx).__name__} with a "
-            "mixed_precision inside. Put it outermost: mixed_precision(optax.chain(...), policy), "
-            "and likewise for MultiSteps, masked and others."
-        )
     raise TypeError(
-        f"tx should be a mixed_precision transform, but got {type(tx).__name__}. Wrap it first, "
-        "mixed_precision(tx, policy), and call apply_gradients(tx, params, opt_state, grads)."
+        f"tx should be a mixed_precision transform, but got {type(tx).__name__}. Put "
+        "mixed_precision outermost, mixed_precision(optax.chain(...), policy), and call "
+        "apply_gradients(tx, params, opt_state, grads)."
     )

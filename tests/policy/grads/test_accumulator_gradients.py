@@ -35,16 +35,8 @@ def in_a_checkpoint(w):
     return weighed(jax.checkpoint(lambda x, w: x @ w)(X, w))
 
 
-def in_vmap(w):
-    return weighed(jax.vmap(lambda row: row @ w)(jnp.asarray(X)))
-
-
 def in_both_branches(w):
     return weighed(lax.cond(X[0, 0] < 100, lambda w: X @ w, lambda w: -(X @ w), w))
-
-
-def in_an_einsum(w):
-    return weighed(jnp.einsum("bi,io->bo", X, w))
 
 
 def transposed(w):
@@ -64,15 +56,6 @@ def in_a_loop(w):
 
     rows = tuple(jnp.asarray(x).reshape(4, 16, 8) for x in (X, C))
     return lax.scan(step, jnp.float32(0), rows)[0]
-
-
-def in_a_counted_loop(w):
-    x, c = (jnp.asarray(x).reshape(4, 16, 8) for x in (X, C))
-
-    def step(i, carry):
-        return carry + jnp.sum((x[i] @ w).astype(jnp.float32) * c[i].astype(jnp.float32))
-
-    return lax.fori_loop(0, 4, step, jnp.float32(0))
 
 
 def in_a_grouped_matmul(w):
@@ -95,13 +78,10 @@ USES = (
     once,
     in_jit,
     in_a_checkpoint,
-    in_vmap,
     in_both_branches,
-    in_an_einsum,
     transposed,
     in_parts,
     in_a_loop,
-    in_a_counted_loop,
     in_a_grouped_matmul,
     in_a_convolution,
     scaled_by_float32,
@@ -271,20 +251,6 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
     for stored in (np.float32, HALF):  # a cast before the exchange, or none
         assert exchanged(lambda w: policy.sharding.vary(w, "data", HALF), stored) == ["bf16"]
     assert exchanged(lambda w: w, HALF) == ["f32"]  # by JAX, where the weight meets the batch
-
-
-def test_gradients_by_several_arguments_with_aux_and_leaves_that_are_no_gradients():
-    def loss(params, x, scale, *, key):
-        y = x @ params["w"].astype(HALF)
-        noise = jax.random.normal(key, (), jnp.float32)
-        return weighed(y) * scale, {"name": "aux", "noise": noise}
-
-    w, key = np.eye(8, dtype=np.float32), jax.random.key(3)
-    step = value_and_grad(loss, argnums=(0, 2), has_aux=True, grads="accumulator")
-    (value, aux), (by_params, by_scale) = step({"w": w}, X, 2.0, key=key)
-    close(by_params["w"], 2 * TRUTH)
-    np.testing.assert_allclose(by_scale * 2, value, rtol=1e-5)
-    assert aux == {"name": "aux", "noise": jax.random.normal(key, (), jnp.float32)}
 
 
 def test_a_matmul_in_8_bits_keeps_its_float32_product():

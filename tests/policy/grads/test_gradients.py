@@ -42,18 +42,19 @@ def test_every_kind_of_scale_gives_the_same_gradients(scale):
 
 
 def test_compute_gradients_are_rounded_to_the_compute_dtype_and_still_scaled():
-    scaled = grad(loss_of, policy="mixed_bfloat16", loss_scale=4.0, grads="compute")({"w": W}["w"])
-    assert isinstance(scaled, ScaledGradients)
-    assert scaled.tree.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(scaled.tree, (jax.grad(loss_of)(W) * 4).astype(jnp.bfloat16))
-
-
-def test_the_scope_gives_the_compute_dtype_where_no_policy_is_passed():
-    function = grad(loss_of, grads="compute")
-    assert function(W).tree.dtype == jnp.float32
-    with use_policy("mixed_float16"):
-        assert function(W).tree.dtype == jnp.float16
-        assert grad(loss_of, grads="compute", policy="mixed_bfloat16")(W).tree.dtype == jnp.bfloat16
+    function = grad(loss_of, loss_scale=4.0, grads="compute")
+    with use_policy("mixed_float16"):  # the scope gives the dtype where no policy is passed
+        cases = [
+            (function(W), jnp.float16),
+            (
+                grad(loss_of, policy="mixed_bfloat16", loss_scale=4.0, grads="compute")(W),
+                "bfloat16",
+            ),
+        ]
+    for scaled, dtype in (*cases, (function(W), jnp.float32)):
+        assert isinstance(scaled, ScaledGradients)
+        assert scaled.tree.dtype == dtype
+        np.testing.assert_array_equal(scaled.tree, (jax.grad(loss_of)(W) * 4).astype(dtype))
 
 
 def test_the_policy_is_in_force_inside_the_loss_only():
@@ -174,13 +175,6 @@ def scanned(w):
     )[0]
 
 
-def layers(w):  # scanned over, and used twice in each turn
-    stacked = jnp.broadcast_to(w, (USES, 4))
-    return jax.lax.scan(
-        lambda c, xw: (c + jnp.dot(*xw).astype(jnp.float32), None), jnp.float32(0), (XS, stacked)
-    )[0]
-
-
 def embedded(w):
     return (jnp.take(w, jnp.zeros(XS.size, int), axis=0) * XS.ravel()).astype(jnp.float32).sum()
 
@@ -193,7 +187,6 @@ TIED = {
     "unrolled": unrolled,
     "jit": jax.jit(unrolled),
     "scan": scanned,
-    "scan over": layers,
     "checkpoint": jax.checkpoint(scanned),
     "cond": lambda w: jax.lax.cond(True, scanned, bias, w),
     "nested": jax.jit(jax.checkpoint(jax.jit(scanned))),

@@ -58,34 +58,33 @@ def test_unscaling_divides_so_that_no_scale_is_rounded_or_flushed():
     assert unscale_tree(jnp.float32(2.0**127), 2.0**127) == 1.0
 
 
-def test_the_scale_grows_on_the_period_th_finite_step_and_falls_at_once():
-    start = DynamicLossScale(16.0, period=3, factor=2)
-    assert scales_after(start, [True] * 7) == [16, 16, 32, 32, 32, 64, 64]
-    assert scales_after(start, [True, True, False, True, True, True]) == [16, 16, 8, 8, 8, 16]
+YES, NO = True, False
 
 
-def test_the_scale_never_falls_below_its_minimum_nor_to_zero():
-    assert scales_after(DynamicLossScale(4.0, min_loss_scale=2.0), [False] * 3) == [2, 2, 2]
-    assert (
-        scales_after(DynamicLossScale(2.0**-120, min_loss_scale=0.0), [False] * 10)[-1] == 2.0**-126
-    )
-
-
-def test_growth_beyond_the_maximum_or_float32_is_left_out():
-    assert scales_after(DynamicLossScale(8.0, period=1, max_loss_scale=16.0), [True] * 3) == [
-        16,
-        16,
-        16,
-    ]
-    assert scales_after(DynamicLossScale(2.0**127, period=1), [True] * 2) == [2.0**127] * 2
-
-
-def test_hysteresis_spends_its_patience_and_a_growth_interval_fills_it_up():
-    start = DynamicLossScale(64.0, period=2, hysteresis=2)
-    assert len(jax.tree.leaves(start)) == 3
-    assert scales_after(start, [False, False, False]) == [64, 32, 16]
-    assert scales_after(start, [False, True, False]) == [64, 64, 32]
-    assert scales_after(start, [False, True, True, False, False]) == [64, 64, 128, 128, 64]
+@pytest.mark.parametrize(
+    ("fields", "flags", "expected"),
+    [
+        ({"loss_scale": 16, "period": 3}, [YES] * 7, [16, 16, 32, 32, 32, 64, 64]),
+        # a fall starts the period anew
+        ({"loss_scale": 16, "period": 3}, [YES, YES, NO, *[YES] * 3], [16, 16, 8, 8, 8, 16]),
+        ({"loss_scale": 4, "min_loss_scale": 2.0}, [NO] * 3, [2, 2, 2]),
+        ({"loss_scale": 2.0**-125, "min_loss_scale": 0.0}, [NO] * 2, [2.0**-126] * 2),
+        ({"loss_scale": 8, "period": 1, "max_loss_scale": 16.0}, [YES] * 3, [16, 16, 16]),
+        ({"loss_scale": 2.0**127, "period": 1}, [YES] * 2, [2.0**127] * 2),  # beyond float32
+        ({"loss_scale": 64, "period": 2, "hysteresis": 2}, [NO] * 3, [64, 32, 16]),
+        ({"loss_scale": 64, "period": 2, "hysteresis": 2}, [NO, YES, NO], [64, 64, 32]),
+        # a period of finite steps restores the patience
+        (
+            {"loss_scale": 64, "period": 2, "hysteresis": 2},
+            [NO, YES, YES, NO, NO],
+            [64, 64, 128, 128, 64],
+        ),
+    ],
+)
+def test_the_scale_grows_falls_and_stays_within_its_bounds(fields, flags, expected):
+    start = DynamicLossScale(**{**fields, "loss_scale": float(fields["loss_scale"])})
+    assert len(jax.tree.leaves(start)) == (3 if "hysteresis" in fields else 2)
+    assert scales_after(start, flags) == expected
 
 
 def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
@@ -103,18 +102,6 @@ def test_no_field_is_lost_in_jit_or_a_tree_round_trip():
     assert jax.jit(lambda s: s.adjust(NOT))(start).loss_scale == 128.0  # jmp: 64, then 1
 
 
-def test_leaves_keep_their_types_in_a_scan():
-    start = DynamicLossScale(2.0**10, period=2, hysteresis=3)
-    end, history = jax.lax.scan(
-        lambda s, finite: (s.adjust(finite), s.loss_scale),
-        start,
-        jnp.array([True, True, False, True]),
-    )
-    assert [leaf.dtype for leaf in jax.tree.leaves(end)] == [jnp.float32, jnp.int32, jnp.int32]
-    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(end))
-    np.testing.assert_array_equal(history, [1024, 1024, 2048, 2048])
-
-
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e39])
 def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
     made = StaticLossScale(scale)
@@ -130,11 +117,8 @@ def test_a_scale_that_is_not_positive_is_refused_where_it_is_used(scale):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"period": 0}, "period should be a whole number from 1 to 2147483647, but got 0"),
         ({"hysteresis": 1.5}, "hysteresis should be a whole number from 1 to 2147483647, but"),
-        ({"period": 2**31}, "period should be a whole number from 1 to 2147483647, but got 21"),
         ({"loss_scale": 16.0, "max_loss_scale": 8.0}, r"between .* and max_loss_scale=8\.0, but"),
-        ({"factor": 1}, "factor should be finite and above 1, but got 1"),
         ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "should lie between 0 and max_loss_scale"),
     ],
 )
@@ -143,24 +127,14 @@ def test_bad_settings_are_refused_by_name(fields, text):
         DynamicLossScale(**fields)
 
 
-def test_integers_are_warned_about_in_jmps_words():
-    with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32"):
-        made = DynamicLossScale(jnp.int32(4))
-    assert jnp.asarray(made.loss_scale).dtype == jax.tree.leaves(made)[0].dtype == jnp.float32
-    with pytest.warns(UserWarning, match="Expected floating type for min_loss_scale, got int32"):
-        made = DynamicLossScale(min_loss_scale=jnp.int32(1))
-    assert made.min_loss_scale == 1.0
-
-
 def test_get_loss_scale_reads_every_way_of_saying_it():
     assert get_loss_scale(None) == NoOpLossScale()
     assert isinstance(get_loss_scale("dynamic"), DynamicLossScale)
     assert get_loss_scale(8) == get_loss_scale(jnp.float32(8)) == StaticLossScale(8)
     kept = DynamicLossScale()
     assert get_loss_scale(kept) is kept
-    for given, error in (("d", ValueError), (object(), TypeError), (True, TypeError)):
-        with pytest.raises(error, match="loss_scale should be None, 'dynamic', a positive number"):
-            get_loss_scale(given)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="loss_scale should be None, 'dynamic', a positive number"):
+        get_loss_scale(True)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
@@ -217,53 +191,43 @@ def test_unscaling_by_the_reciprocal_is_exact_for_every_power_of_two():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("scale", [None, 0.5, 2.0**15])
-def test_one_element_that_is_not_finite_is_seen_in_any_leaf(dtype, scale):
+def test_one_element_whose_square_is_not_finite_is_seen_in_any_leaf(dtype, scale):
     tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, dtype), "c": jnp.bfloat16(1)}
     finite = jax.jit(lambda tree: all_squares_finite(tree, scale))
     assert finite(tree)
     assert all_squares_finite({}, scale)
-    for value in (np.nan, np.inf, -np.inf):
+    beyond = 1.9e19 * (scale or 1)
+    for value in (np.nan, np.inf, -np.inf, beyond, -beyond):
+        if np.isfinite(value) and dtype == jnp.float16:
+            continue
         assert not finite({**tree, "b": tree["b"].at[2].set(value)})
         assert not finite({**tree, "c": jnp.bfloat16(value)})
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.complex64])
-def test_a_gradient_is_seen_where_its_square_is_infinite_and_only_there(dtype):
-    seen = jax.jit(lambda tree, scale: ~all_squares_finite(tree, scale))
-    for value in (1.9e19, -1e20, 3e38):
-        assert seen([jnp.ones(3, dtype), jnp.ones((2, 5), dtype).at[1, 3].set(value)], None)
-        assert seen(jnp.full(2, value / 4, dtype), 0.25)
-        assert not seen(jnp.zeros(2, dtype).at[1].set(value), 2.0**70)
-    assert not seen(jnp.full(4096, 1.8e19, dtype), None)  # each square is finite, their sum is not
+@pytest.mark.parametrize(
+    ("tree", "scale", "is_finite"),
+    [
+        (jnp.full(4096, 1.8e19), None, True),  # each square is finite, their sum is not
+        (jnp.full(4096, 1.8e19, jnp.bfloat16), None, True),
+        (jnp.zeros(2).at[1].set(3e38), 2.0**70, True),
+        # the magnitudes of a scaled leaf are added up, a leaf by itself
+        ([jnp.float32(3e38), jnp.float32(-3e38)], 2.0**127, True),
+        (jnp.full(2, 3e38), 2.0**127, False),
+        (jnp.full(16, 2e18), 1.0, False),
+        (jnp.full(16, 2e18), None, True),
+        (jnp.complex64(1.4e19 + 1.4e19j), None, False),  # the squared magnitude
+        (jnp.full(4, 65504, jnp.float16), 1.0, True),
+        (jnp.full(4, 65504, jnp.float16), 2.0**-50, False),
+    ],
+)
+def test_squares_are_of_true_gradients(tree, scale, is_finite):
+    assert all_squares_finite(tree, scale) == is_finite
 
 
-def test_the_magnitudes_of_a_scaled_leaf_are_added_up():
-    assert all_squares_finite([jnp.float32(3e38), jnp.float32(-3e38)], 2.0**127)  # a leaf by itself
-    assert not all_squares_finite(jnp.full(2, 3e38), 2.0**127)
-    assert not all_squares_finite(jnp.full(16, 2e18), 1.0)
-    assert all_squares_finite(jnp.full(16, 2e18), None)
-
-
-def test_squares_are_of_true_gradients_in_the_dtype_that_they_are_stepped_in():
-    assert not all_squares_finite(jnp.complex64(1.4e19 + 1.4e19j), None)  # the squared magnitude
-    assert all_squares_finite(jnp.full(4, 65504, jnp.float16), 1.0)
-    assert not all_squares_finite(jnp.full(4, 65504, jnp.float16), 2.0**-50)
+def test_squares_of_float64_are_taken_in_float64():
     with jax.enable_x64(True):
-        assert all_squares_finite(jnp.full(2, 1e150), 8.0)
-        assert not all_squares_finite(jnp.full(2, 1e156), 8.0)
-        assert not all_squares_finite(jnp.full(2, np.inf), 8.0)
-
-
-def test_a_traced_scale_that_is_not_positive_and_finite_makes_nan_of_what_it_scales():
-    for use in (lambda x, s: replaced(s).scale(x), unscale_by_reciprocal):
-        step = jax.jit(use)
-        for scale in (0.0, -8.0, np.inf, np.nan):
-            assert np.isnan(step(jnp.ones(2), jnp.float32(scale))).all()
-        assert np.isfinite(step(jnp.ones(2), jnp.float32(8))).all()
-
-
-def replaced(scale):
-    return jax.tree.unflatten(jax.tree.structure(DynamicLossScale()), [scale, jnp.int32(0)])
+        for value, is_finite in ((1e150, True), (1e156, False), (np.inf, False)):
+            assert all_squares_finite(jnp.full(2, value), 8.0) == is_finite
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import apply_gradients, mixed_precision
 from policy.optim import convert
-from policy.optim.blockwise import FORMATS, decode, encode
+from policy.optim.blockwise import FORMATS
 from policy.optim.moments import StoredInner, moment_targets, widen_moments
 
 KEY = jax.random.key(1)
@@ -123,30 +123,6 @@ def test_moments_are_those_of_float32_to_the_steps_of_their_codes(name):
     np.testing.assert_array_equal(params["b"], truth["b"])
 
 
-@pytest.mark.parametrize("name", ["int8", "float8"])
-def test_a_second_moment_decays_beside_a_block_maximum_that_stays(name):
-    params = jnp.zeros((32, 128))
-    tx = wrapped(optax.adam(0.0, b2=0.999), {"nu": name})
-    state: Any = tx.init(params)
-    nu = jnp.full((32, 128), 0.3).at[:, 0].set(1.0)
-    adam = state.inner[0]
-    form = FORMATS[adam.nu.dtype]
-    codes, scales = encode(nu, form)
-    inner = (adam._replace(nu=codes), *state.inner[1:])
-    scaled = (state.moment_scales[0]._replace(nu=scales), *state.moment_scales[1:])
-    state = state._replace(inner=inner, moment_scales=scaled)
-    kept = jnp.zeros((32, 128)).at[:, 0].set(1.0)  # keeps the maximum at 1
-
-    def step(state, _):
-        return apply_gradients(tx, params, state, kept)[1], None
-
-    state = jax.lax.scan(step, state, None, length=700)[0]
-    seen = np.asarray(wide(tx, state, params)[0].nu, np.float64)
-    np.testing.assert_allclose(seen[:, 0], 1, rtol=1e-3)
-    start = float(decode(codes, scales, form)[0, 1])
-    np.testing.assert_allclose(seen[:, 1:].mean(), start * 0.999**700, rtol=0.03)
-
-
 @pytest.mark.parametrize("options", [{}, {"check_results": True}])
 def test_a_step_that_is_not_finite_keeps_codes_and_scales(options):
     _, params, before = trained("int8")
@@ -205,7 +181,7 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
     tx, params, state = trained("int8")
     half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
     texts = (
-        "moment_scales are missing, .* are nothing instead of",
+        "moment_scales are MaskedNode, .* are MaskedNode instead of",
         r"scales of 0/mu/w are float32\[32, 1\] instead of float32\[32, 2\]",
     )
     for scales, text in zip((optax.MaskedNode(), half), texts, strict=True):
@@ -213,5 +189,5 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
             apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
     small = {"b": jnp.ones(4)}
     made = wrapped(optax.adam(1e-2), INT8).init(small)
-    with pytest.raises(ValueError, match="moment_scales are a tree"):
+    with pytest.raises(ValueError, match="moment_scales are tuple"):
         apply_gradients(wrapped(optax.adam(1e-2)), small, made, small)

@@ -164,10 +164,7 @@ def private(name, seed) -> Any:
 def test_gradients_per_example_are_refused_by_what_takes_none(name):
     params, gradients = tree(VALUES, F32), tree(GRADIENTS, BF16)
     tx = mixed_precision(make(name, FACTORIES[name]), "float32")
-    text = (
-        r"does not take gradients per example: average them over their first axis, "
-        r".* b is float32\[3, 3\] instead of float32\[3\]"
-    )
+    text = r"b\[3, 3\].* does not take gradients per example: average them over their first axis, "
     with pytest.raises(ValueError, match=text):
         apply_gradients(tx, params, tx.init(params), gradients)
 

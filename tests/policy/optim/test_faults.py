@@ -1,4 +1,7 @@
-"""A NaN or an infinity anywhere changes the scale alone, in every mode, and training goes on."""
+"""A gradient whose square is not finite changes the scale alone, and training goes on.
+
+Other faults: results that overflow, counters at their end, scales that were overwritten.
+"""
 
 from typing import Any
 
@@ -8,7 +11,14 @@ import numpy as np
 import optax
 import pytest
 
-from policy import DynamicLossScale, apply_gradients, loss_scale_of, mixed_precision
+from policy import (
+    DynamicLossScale,
+    ScaledGradients,
+    apply_gradients,
+    loss_scale_of,
+    mixed_precision,
+    value_and_grad,
+)
 
 MODES = ["full", "remainder", "kahan", "stochastic", "none"]
 PARAMS = {
@@ -17,6 +27,7 @@ PARAMS = {
 }
 LEAVES = len(jax.tree.leaves(PARAMS))
 PERIOD = 3
+LAST = np.iinfo(np.int32).max
 
 
 def wrapped(mode, tx=None, **options):
@@ -50,36 +61,53 @@ def assert_same_bits(a, b):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("through_optax", [False, True])
+# mode, through optax, other options, the scale that gradients carry
+CASES: list[Any] = [
+    *((mode, through_optax, {}, None) for mode in MODES for through_optax in (False, True)),
+    ("remainder", False, {"clip_global_norm": 1.0}, None),
+    ("full", False, {"clip_global_norm": 1.0}, 8.0),
+    ("full", False, {}, 8.0),
+]
+
+
+@pytest.mark.parametrize(("mode", "through_optax", "options", "scale"), CASES)
 def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_only(
-    mode, through_optax
+    mode, through_optax, options, scale
 ):
-    tx = wrapped(mode)
+    tx = wrapped(mode, **options)
 
     @jax.jit
     def step(params, state, leaf, value):
-        if not through_optax:
-            return apply_gradients(tx, params, state, gradients(leaf, value))[:2]
-        updates, state = tx.update(gradients(leaf, value), state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            return optax.apply_updates(params, updates), state
+        given: Any = gradients(leaf, value)
+        if scale is not None:
+            scaled = jax.tree.map(lambda g: (g * scale).astype(jnp.bfloat16), given)
+            given = ScaledGradients(scaled, scale)
+        return stepped(tx, params, state, given, through_optax)
 
     params, state = PARAMS, tx.init(PARAMS)
     for position in range(2 * PERIOD):  # the last finite step of a period makes the scale grow
         for leaf in range(LEAVES):
-            for value in (np.nan, np.inf, -np.inf):
+            for value in (np.nan, np.inf, -np.inf, 1e20, -3e37):  # the squares of two are infinite
                 new, after = step(params, state, leaf, value)
                 assert_same_bits((new, unchanged(after)), (params, unchanged(state)))
                 assert loss_scale_of(after).loss_scale == loss_scale_of(state).loss_scale / 2
                 assert after.skipped == state.skipped + 1
                 assert not after.finite
-        moved, state = step(params, state, -1, 0.0)
+        moved, state = step(params, state, position % LEAVES, 1e18)  # its square is finite
         assert state.finite
         assert state.count == position + 1
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state.inner))
         assert not all(np.array_equal(p, m) for p, m in zip(bits(params), bits(moved), strict=True))
         params = moved
     assert loss_scale_of(state).loss_scale == 2.0**12
+
+
+def stepped(tx: Any, params: Any, state: Any, given: Any, through_optax: bool) -> Any:
+    if not through_optax:
+        return apply_gradients(tx, params, state, given)[:2]
+    updates, state = tx.update(given, state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates), state
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,3 +151,116 @@ def test_hyperparameters_are_read_and_changed_in_float32_through_the_wrapper():
         tx, params, optax.tree_utils.tree_set(state, learning_rate=1e-3), {"w": jnp.ones(3)}
     )[1]
     assert optax.tree_utils.tree_get(eager, "learning_rate") == np.float32(1e-3)
+
+
+def test_float64_params_take_gradients_whose_squares_float64_holds():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(3, jnp.float64)}
+        tx = mixed_precision(optax.adam(0.1), "float32")
+        state = tx.init(params)
+        assert apply_gradients(tx, params, state, {"w": jnp.full(3, 1e20)})[2]
+        assert not apply_gradients(tx, params, state, {"w": jnp.full(3, 1e160)})[2]
+
+
+def overflowing(count):
+    """A transform whose state becomes infinite on step `count`; half of it is from the start."""
+
+    def init(params):
+        return {
+            "count": jnp.int32(0),
+            "limit": jnp.float32(np.inf),
+            "mean": jax.tree.map(jnp.zeros_like, params),
+        }
+
+    def update(updates, state, params=None):
+        factor = jnp.where(state["count"] == count, jnp.float32(np.inf), jnp.float32(1))
+        mean = jax.tree.map(lambda m, g: m + g * factor, state["mean"], updates)
+        return updates, {"count": state["count"] + 1, "limit": state["limit"], "mean": mean}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("through_optax", [True, False])
+@pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "none"])
+def test_check_results_skips_a_step_that_makes_a_finite_leaf_infinite(mode, through_optax):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+
+    def run(check):
+        tx = mixed_precision(overflowing(1), "bfloat16", master_weights=mode, check_results=check)
+        assert tx.check_results is check
+
+        @jax.jit
+        def step(params, state):
+            return stepped(tx, params, state, gradients(), through_optax)
+
+        first = step(params, tx.init(params))
+        return first, step(*first)
+
+    (_, before), (_, after) = run(check=False)
+    assert before.finite and after.finite
+    assert np.isinf(after.inner["mean"]["a"]).all()
+    (moved, before), (new, after) = run(check=True)
+    assert before.finite and not after.finite
+    assert_same_bits((new, after.inner, after.masters), (moved, before.inner, before.masters))
+    assert (after.count, after.skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+@pytest.mark.parametrize("mode", ["remainder", "full", "none"])
+def test_counters_stay_at_the_largest_integer_and_training_goes_on(mode, skip_nonfinite):
+    tx = mixed_precision(
+        optax.sgd(0.5), "bfloat16", master_weights=mode, skip_nonfinite=skip_nonfinite
+    )
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)._replace(count=jnp.int32(LAST - 1), skipped=jnp.int32(LAST - 1))
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, {"w": g})[:2])
+    for expected in (0.5, 0.0, -0.5):
+        params, state = step(params, state, jnp.ones(3))
+        assert (params["w"] == expected).all()
+        assert state.count == LAST
+        if skip_nonfinite:
+            params, state = step(params, state, jnp.full(3, jnp.nan))
+            assert state.skipped == LAST
+
+
+@pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, np.nan])
+@pytest.mark.parametrize("grads", ["float32", "compute"])
+def test_a_traced_loss_scale_that_is_no_scale_skips_the_step_and_heals(scale, grads):
+    tx = mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale="dynamic")
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    loss_fn = lambda p: jnp.sum(jnp.square(p["w"]))  # noqa: E731
+
+    @jax.jit
+    def step(params, state):
+        scale = loss_scale_of(state)
+        _, found = value_and_grad(loss_fn, policy="mixed_float16", loss_scale=scale, grads=grads)(
+            params
+        )
+        return apply_gradients(tx, params, state, found)
+
+    broken: Any = jax.tree.unflatten(
+        jax.tree.structure(DynamicLossScale()), [jnp.float32(scale), jnp.int32(0)]
+    )
+    new, after, finite = step(params, state._replace(loss_scale=broken))
+    assert not finite
+    assert_same_bits(new, params)
+    healed: Any = loss_scale_of(after)
+    assert 1 <= healed.loss_scale < np.inf
+    with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
+        apply_gradients(tx, params, state._replace(loss_scale=broken), {"w": jnp.ones(3)})
+
+
+def test_check_results_moves_the_bytes_that_the_docs_say():
+    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    gradients = {"w": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)}
+
+    def moved(check):
+        tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", check_results=check)
+        step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g), donate_argnums=(0, 1))
+        compiled = step.lower(params, jax.eval_shape(tx.init, params), gradients).compile()
+        cost: Any = compiled.cost_analysis()
+        return cost["bytes accessed"] / (512 * 256)
+
+    assert abs(moved(False) - 38) < 1
+    assert moved(True) < 100

@@ -137,39 +137,6 @@ def test_remainder_equals_full_bit_for_bit(through_optax):
     assert not (misses[:-1] & misses[1:]).any()
 
 
-def test_through_optax_at_most_4_of_2e7_steps_miss_the_rounded_master_and_heal_on_the_next():
-    elements, steps, key = 20_000, 1000, jax.random.key(0)
-    params = jnp.asarray(np.random.default_rng(0).normal(size=elements) * 0.1, jnp.bfloat16)
-    adamw = optax.adamw(
-        1e-2, weight_decay=1e-2
-    )  # steps of a tenth of a weight: many cross 0, where it can happen
-    both = [
-        mixed_precision(adamw, "bfloat16", master_weights=mode) for mode in ("full", "remainder")
-    ]
-
-    def step(carry: Any, key: Any) -> Any:
-        stepped = []
-        for tx, (params, state) in zip(both, carry[0], strict=True):
-            updates, state = tx.update(jax.random.normal(key, (elements,)), state, params)
-            with jax.numpy_dtype_promotion("standard"):
-                stepped.append((optax.apply_updates(params, updates), state))
-        full, remainder = (master_params(*each) for each in stepped)
-        misses = jnp.stack([params != round_to(full, jnp.bfloat16) for params, _ in stepped])
-        return (stepped, misses), (
-            misses.sum(1),
-            (misses & carry[1]).sum(1),
-            jnp.abs(full - remainder).max(),
-        )
-
-    start = [(params, tx.init(params)) for tx in both], jnp.zeros((2, elements), bool)
-    _, (misses, twice, apart) = jax.lax.scan(step, start, jax.random.split(key, steps))
-    assert (misses.sum(0) <= 4).all()  # 2 on XLA:CPU
-    assert not twice.any()
-    assert (
-        apart.max() < 2.0**-24
-    )  # a remainder's master goes on from the param that was missed: by an ulp of float32
-
-
 @pytest.mark.parametrize(
     ("mode", "dtype", "bits"),
     [
@@ -250,7 +217,7 @@ def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
     state = tx.init(params)
     gradients = jax.tree.map(lambda p: jnp.ones(p.shape), params)
     text = (
-        r"changed since the optimizer state was made: a/w was float32 and is bfloat16\. "
+        r"changed since the optimizer state was made: a/w was float32\[2\] and is bfloat16\[2\]\. "
         r".* call resync\(params, state\)"
     )
     cast = {"a": {"w": jnp.ones(2, jnp.bfloat16)}, "b": params["b"]}
@@ -262,7 +229,7 @@ def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
     ):
         with pytest.raises(ValueError, match=text):
             call(cast)
-        with pytest.raises(ValueError, match="b was bfloat16 and is float16"):
+        with pytest.raises(ValueError, match=r"b was bfloat16\[3\] and is float16"):
             call(other_half)
     for changed in (cast, other_half):
         new, after, _ = apply_gradients(tx, changed, resync(changed, state), gradients)

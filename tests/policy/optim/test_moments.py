@@ -133,8 +133,6 @@ SQUARES = {"sum_of_squares": BF16}
         (optax.adam(1e-3, b2=0.5), {"nu": "float8"}, None, "Above 0.38, rounding"),
         (optax.adan(1e-3), {"v": "int8"}, KEY, "'v' is 8 bits, which store a sign .* negative"),
         (optax.adagrad(1e-3), {"sum_of_squares": "int8"}, KEY, SUM),
-        (ADAM, {"nu": "float8_e4m3fn"}, KEY, "'nu' should be 'int8' or 'float8' for 8 bits, but"),
-        (ADAM, {"mu": "uint8"}, KEY, "'mu' should be 'int8' or 'float8' for 8 bits, but"),
     ],
 )
 def test_moments_that_cannot_be_narrow_are_refused_by_name(tx, moment_dtype, key, text):

@@ -1,6 +1,5 @@
 """A storage mode is one record: a sixth works everywhere that the five do."""
 
-import dataclasses
 from typing import Any, get_args
 
 import jax
@@ -57,8 +56,6 @@ def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
     for name, mode in STORAGE_MODES.items():
         assert mode.name == name
         assert mode.stores == (mode.code > 0)
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            mode.code = 9  # pyright: ignore[reportAttributeAccessIssue]
     codes = [mode.code for mode in STORAGE_MODES.values() if mode.stores]
     assert sorted(codes) == [1, 2, 3]  # checkpoints hold them
 
@@ -90,7 +87,7 @@ def test_a_sixth_record_is_a_mode(sixth):
     np.testing.assert_allclose(master_params(params, state)["w"], WIDE["w"], **close)
     updates, _ = tx.update(GRADIENTS, state, params)
     np.testing.assert_array_equal(updates["w"], 0)
-    full = convert(state, params, to="full")
+    full = convert(state, params, to=wrapped("full"))
     np.testing.assert_allclose(full.masters["w"], WIDE["w"], **close)
     back = convert(full, params, to=tx)
     np.testing.assert_array_equal(back.masters["w"], state.masters["w"])

@@ -27,11 +27,6 @@ def loss_fn(params):
     return sum(jnp.square(p).mean() for p in jax.tree.leaves(params))
 
 
-# -------------------------------------------------------------------------------------------------
-# float32 params where the policy stores half precision
-# -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float32_params_under_a_policy_of_half_params_are_told_with_init_from_master(dtype):
     tx = mixed_precision(optax.sgd(0.1), dtype, loss_scale="dynamic")
@@ -62,11 +57,6 @@ def test_other_params_are_silent(policy, dtypes):
     tx.init({"a": jnp.ones(2, dtypes[0]), "b": jnp.ones(2, dtypes[1])})
 
 
-# -------------------------------------------------------------------------------------------------
-# float16 without a loss scale
-# -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16", "params=bfloat16,compute=float16"])
 def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     told = (
@@ -78,35 +68,27 @@ def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     assert tx.loss_scale == NoOpLossScale()
 
 
-# -------------------------------------------------------------------------------------------------
-# a loss that was scaled by hand
-# -------------------------------------------------------------------------------------------------
-
-
 def transform(loss_scale: Any) -> Any:
     return mixed_precision(optax.sgd(1e-3), "mixed_float16", loss_scale=loss_scale)
-
-
-def through_update(tx, params, state, gradients):
-    return optax.apply_updates(params, tx.update(gradients, state, params)[0])
-
-
-def through_apply(tx, params, state, gradients):
-    return apply_gradients(tx, params, state, gradients)[0]
 
 
 @pytest.mark.parametrize(
     "differentiate", [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("step", [through_update, through_apply])
+@pytest.mark.parametrize("through_optax", [False, True])
 @pytest.mark.parametrize("loss_scale", SCALES)
-def test_scaled_gradients_in_a_plain_tree_are_told(loss_scale, step, compiled, differentiate):
+def test_scaled_gradients_in_a_plain_tree_are_told(
+    loss_scale, through_optax, compiled, differentiate
+):
     tx = transform(loss_scale)
 
-    def train(params, state):
+    def train(params: Any, state: Any) -> Any:
         scale = loss_scale_of(state)
-        return step(tx, params, state, differentiate(lambda p: scale.scale(loss_fn(p)))(params))
+        gradients = differentiate(lambda p: scale.scale(loss_fn(p)))(params)
+        if through_optax:
+            return optax.apply_updates(params, tx.update(gradients, state, params)[0])
+        return apply_gradients(tx, params, state, gradients)[0]
 
     with pytest.warns(
         DtypePolicyWarning,

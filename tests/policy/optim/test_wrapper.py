@@ -1,5 +1,6 @@
 """`mixed_precision` through optax's own contract: order, types, skipped steps, refusals."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,32 +63,6 @@ def test_its_parts_can_be_read_and_survive_a_rebuilt_tuple():
         assert made.axis_name == ("i",)
         assert isinstance(made.inner, optax.GradientTransformationExtraArgs)
     assert hash(tx) == hash(tx._replace())
-
-
-@pytest.mark.parametrize("dtype", ANY)
-@pytest.mark.parametrize("scale", [None, 8.0, "dynamic"])
-def test_the_state_keeps_every_type_in_a_scan(dtype, scale):
-    params = params_in(dtype)
-    inner = optax.inject_hyperparams(optax.adamw)(
-        learning_rate=optax.linear_schedule(1e-2, 1e-3, 10)
-    )
-    tx = mixed_precision(inner, "mixed_bfloat16", loss_scale=scale, clip_global_norm=1.0)
-    state = tx.init(params)
-
-    def body(carry, value):
-        params, state = carry
-        params, state, finite = apply_gradients(
-            tx, params, state, gradients_like(params, dtype, 1.0)
-        )
-        return (params, state), finite
-
-    (end_params, end), finite = jax.lax.scan(body, (params, state), jnp.arange(3))
-    assert finite.all()
-    assert types(end) == types(state)
-    assert types(end_params) == types(params)
-    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(state))
-    assert end.count == 3
-    assert end.skipped == 0
 
 
 @pytest.mark.parametrize("gradient_dtype", ANY)
@@ -169,15 +144,6 @@ def test_the_norm_of_float16_gradients_is_taken_in_float32():
     np.testing.assert_allclose(updates["w"], -3.0, rtol=1e-6)  # in float16 the norm, 19200, is inf
 
 
-def test_adam_fed_float16_gradients_steps_a_thousandth_not_five_hundred():
-    params = {"w": jnp.zeros(3)}
-    for gradient in (5e-3, 300.0):
-        gradients = {"w": jnp.full(3, gradient, jnp.float16)}
-        tx = mixed_precision(optax.adam(1e-3), "mixed_float16", loss_scale=NoOpLossScale())
-        updates, _ = tx.update(gradients, tx.init(params), params)
-        np.testing.assert_allclose(updates["w"], -1e-3, rtol=1e-3)
-
-
 def test_a_scaled_gradient_that_overflows_only_when_unscaled_is_seen():
     params = {"w": jnp.ones(2)}
     tx = mixed_precision(optax.sgd(1.0), "float32")
@@ -205,100 +171,59 @@ def test_named_axes_agree_on_the_flag_and_share_the_norm():
     assert not new["w"].any()
 
 
-def no_state(params: Any) -> Any:
-    return optax.EmptyState()
-
-
 @pytest.mark.parametrize("dtype", ANY)
 @pytest.mark.parametrize("mode", ["full", "kahan", "none"])
 def test_without_skipping_every_step_is_applied_and_none_is_looked_at(dtype, mode):
-    params = params_in(dtype)
-    skips, applies = (
-        mixed_precision(
-            optax.adam(1e-2), "float32", loss_scale=8.0, master_weights=mode, skip_nonfinite=skip
-        )
-        for skip in (True, False)
-    )
-    assert not applies.skip_nonfinite
+    params, options = params_in(dtype), {"loss_scale": 8.0, "master_weights": mode}
+    skips = mixed_precision(optax.adam(1e-2), "float32", **options)
+    applies = mixed_precision(optax.adam(1e-2), "float32", **options, skip_nonfinite=False)
     good = ScaledGradients(gradients_like(params, dtype, 4.0), 8.0)
-    expected = apply_gradients(skips, params, skips.init(params), good)
-    got = apply_gradients(applies, params, applies.init(params), good)
-    assert types(expected) == types(got)
-    masters = [master_params(new, state) for new, state, _ in (expected, got)]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *masters
-    )  # XLA fuses them differently
-    updates, _ = applies.update(good, applies.init(params), params)
-    assert types(updates) == types(skips.update(good, skips.init(params), params)[0])
-    for update, param in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        half_ulp = 0.5 * float(
-            jnp.finfo(dtype).eps * jnp.abs(param).max()
-        )  # a stored param moves by whole ones
-        np.testing.assert_allclose(update, -0.01, rtol=0.01, atol=half_ulp)
+    results = [
+        (
+            apply_gradients(tx, params, tx.init(params), good),
+            tx.update(good, tx.init(params), params)[0],
+        )
+        for tx in (skips, applies)
+    ]
+    assert types(results[0]) == types(results[1])
+    masters = [master_params(new, state) for (new, state, _), _ in results]
+    for expected, got in (masters, [updates for _, updates in results]):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), expected, got)
     bad = gradients_like(params, value=np.nan)
     new, state, finite = apply_gradients(applies, params, applies.init(params), bad)
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(new))
-    assert finite
-    assert state.count == 1
-    assert state.skipped == 0
+    assert (finite, state.count, state.skipped) == (True, 1, 0)
     if mode == "none":
         step = lambda p, g: apply_gradients(applies, p, applies.init(p), g)  # noqa: E731
         assert "cond" not in str(jax.make_jaxpr(step)(params, bad))
 
 
-def test_extra_arguments_reach_the_inner_transform():
-    seen = []
-
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any
-    ) -> Any:
-        seen.append(value)
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(no_state, update)  # pyright: ignore[reportArgumentType]
-    params = params_in(jnp.float32)
-    tx = mixed_precision(inner, "float32")
-    apply_gradients(tx, params, tx.init(params), gradients_like(params), value=3)
-    tx.update(gradients_like(params), tx.init(params), params, value=4)
-    assert seen == [3, 4]
+def with_overwritten(w: Any, s: Any) -> Any:
+    return {"params": {"w": w}, "_overwrite_with_gradient": {"s": jnp.asarray(s, jnp.float32)}}
 
 
 def test_the_overwritten_collection_takes_its_new_value_unless_the_step_is_skipped():
-    params = {
-        "params": {"w": jnp.ones(3, jnp.bfloat16)},
-        "_overwrite_with_gradient": {"s": jnp.ones(2)},
-    }
+    params = with_overwritten(jnp.ones(3, jnp.bfloat16), [1, 1])
     tx = mixed_precision(optax.adamw(0.25), "bfloat16", loss_scale=8.0, clip_global_norm=1.0)
     state = tx.init(params)
-    assert (
-        len(jax.tree.leaves((state.inner, state.masters))) == 4
-    )  # a count, two moments and a master of w only
-    new_value = jnp.array([jnp.inf, 5.0])  # not checked: it is no gradient
-    gradients = ScaledGradients(
-        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
-    )
+    # a count, two moments and a master of w only
+    assert len(jax.tree.leaves((state.inner, state.masters))) == 4
+    value = [np.inf, 5]  # not checked: it is no gradient
+    gradients = ScaledGradients(with_overwritten(jnp.full(3, 8.0), value), 8.0)
     new, _, finite = apply_gradients(tx, params, state, gradients)
     assert finite
-    np.testing.assert_array_equal(new["_overwrite_with_gradient"]["s"], new_value)
-    assert (new["params"]["w"] < 1).all()
-    gradients.tree["params"]["w"] = jnp.full(3, jnp.nan)
-    new, _, finite = apply_gradients(tx, params, state, gradients)
-    assert not finite
-    assert_equal(new, params)
     train_state: Any = TrainState.create(apply_fn=None, params=params, tx=tx)
-    gradients = ScaledGradients(
-        {"params": {"w": jnp.full(3, 8.0)}, "_overwrite_with_gradient": {"s": new_value}}, 8.0
-    )
     with jax.numpy_dtype_promotion("standard"):
         train_state = train_state.apply_gradients(grads=gradients)
-    np.testing.assert_array_equal(train_state.params["_overwrite_with_gradient"]["s"], new_value)
-    assert (train_state.params["params"]["w"] < 1).all()
-    finite_value = {
-        "params": {"w": jnp.ones(3)},
-        "_overwrite_with_gradient": {"s": jnp.array([2.0, 5.0])},
-    }
-    updates, _ = tx.update(finite_value, state, params)
-    np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["s"], [1.0, 4.0])
+    for moved in (new, train_state.params):
+        np.testing.assert_array_equal(moved["_overwrite_with_gradient"]["s"], value)
+        assert (moved["params"]["w"] < 1).all()
+    bad = ScaledGradients(with_overwritten(jnp.full(3, jnp.nan), value), 8.0)
+    new, _, finite = apply_gradients(tx, params, state, bad)
+    assert not finite
+    assert_equal(new, params)
+    updates, _ = tx.update(with_overwritten(jnp.ones(3), [2, 5]), state, params)
+    np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["s"], [1, 4])
 
 
 def test_empty_trees_step():
@@ -326,18 +251,11 @@ def test_optax_finds_the_params_in_the_state():
 
 def test_the_state_is_found_wherever_it_lies():
     params = params_in(jnp.float32)
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    assert loss_scale_of(tx.init(params)) == NoOpLossScale()
-    assert loss_scale_of((tx.init(params), optax.EmptyState())) == NoOpLossScale()
-    with pytest.raises(
-        ValueError,
-        match="opt_state should hold one MixedPrecisionState, but got dict with 0: make it",
-    ):
-        loss_scale_of({"a": 1})
-    with pytest.raises(
-        ValueError, match="opt_state should hold one MixedPrecisionState, but got tuple with 2"
-    ):
-        finite_of((tx.init(params), tx.init(params)))
+    state = mixed_precision(optax.sgd(0.1), "float32").init(params)
+    for holder in (state, (state, optax.EmptyState())):
+        assert loss_scale_of(holder) == NoOpLossScale()
+    with pytest.raises(ValueError, match="hold one MixedPrecisionState, but got tuple with 2"):
+        finite_of((state, state))
 
 
 def test_complex_params_are_stepped():
@@ -349,30 +267,13 @@ def test_complex_params_are_stepped():
     np.testing.assert_array_equal(new["w"], np.full(3, 1 - 1j, np.complex64))
 
 
-PAIR = {"a": jnp.ones(2), "b": jnp.ones(3)}
-
-
-@pytest.mark.parametrize(
-    ("gradients", "text"),
-    [
-        ({"a": PAIR["a"], "c": {"d": PAIR["b"]}}, r"Missing: b\. Unexpected: c/d\."),
-        (PAIR | {"a": jnp.ones(3)}, r"but a is float32\[3\] for a param of float32\[2\]"),
-        (PAIR | {"a": jnp.ones(2, complex)}, r"complex params only.* but a is complex64\[2\]"),
-    ],
-)
-def test_gradients_of_other_trees_shapes_and_kinds_are_refused_by_path(gradients, text):
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    with pytest.raises(ValueError, match=text):
-        tx.update(gradients, tx.init(PAIR), PAIR)
-
-
 @pytest.mark.parametrize(
     ("update", "text"),
     [
-        (lambda u, s, p=None: (u, (s, s)), "its update should return state of the tree"),
-        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"state n is float32\[3\] instead of"),
-        (lambda u, s, p=None: ((u, u), s), "its update should return updates of the tree"),
-        (lambda u, s, p=None: (u[:1], s), r"updates \(root\) is float32\[1\] instead of"),
+        (lambda u, s, p=None: (u, (s, s)), r"state of .* Missing: n\[2\]. Unexpected: 0/n\[2\], "),
+        (lambda u, s, p=None: (u, {"n": jnp.ones(3)}), r"state of .* Unexpected: n\[3\]"),
+        (lambda u, s, p=None: ((u, u), s), r"updates of .* Unexpected: 0\[2\], 1"),
+        (lambda u, s, p=None: (u[:1], s), r"updates of .* Unexpected: \(root\)\[1\]"),
     ],
 )
 def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
@@ -382,9 +283,20 @@ def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
         apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
-def test_apply_gradients_takes_the_wrapper_only_and_names_the_order():
-    tx = mixed_precision(optax.sgd(0.1), "float32")
-    # optax's own are refused by init
-    outer: Any = optax.GradientTransformation(lambda params: (tx.init(params),), tx.update)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"with a mixed_precision inside\. Put it outermost"):
-        apply_gradients(outer, PAIR, outer.init(PAIR), PAIR)
+def test_an_injected_schedule_keeps_every_float32_value_on_half_precision_params():
+    params = params_in(jnp.bfloat16)
+    schedule = optax.linear_schedule(1e-3, 0.0, 1000)
+    tx = mixed_precision(optax.inject_hyperparams(optax.adam)(schedule), "bfloat16")
+
+    def body(carry, _):
+        params, state, _ = apply_gradients(tx, carry[0], carry[1], carry[0])
+        # optax's own way to tell the value from the schedule's state, which has the same name
+        get = functools.partial(
+            optax.tree.get, state, filtering=lambda _, value: isinstance(value, jax.Array)
+        )
+        return (params, state), (get("learning_rate"), get("b2"))
+
+    _, (rates, b2) = jax.lax.scan(body, (params, tx.init(params)), None, length=1000)
+    assert rates.dtype == b2.dtype == jnp.float32
+    assert len(np.unique(rates)) == 1000  # optax on bfloat16 params has 12
+    np.testing.assert_array_equal(b2, np.float32(0.999))  # there it is 1

@@ -240,9 +240,7 @@ def test_around_it_each_is_refused_with_the_right_order(name, entry):
 
 def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
     taken = FlaxsOptimizer(mixed_precision(optax.adam(0.1), "mixed_bfloat16"))
-    with pytest.raises(
-        TypeError, match=r"inside a ScaledGradients, .* Use mpmodules\.nnx\.Optimizer"
-    ):
+    with pytest.raises(ValueError, match=r"use mpmodules\.nnx\.Optimizer"):
         taken.step(ScaledGradients(GRADIENTS[0], 8.0))
 
 
@@ -251,8 +249,3 @@ def test_only_callers_that_are_transforms_count():
     state = tx.init(PARAMS)
     optax.tree_map_params(tx, lambda x: x, state)  # asks for a state to learn where the params are
     jax.eval_shape(jax.jit(tx.init), PARAMS)
-    twice = mixed_precision(optax.chain(tx), "mixed_bfloat16")
-    with pytest.raises(
-        ValueError, match="tx already contains a mixed_precision: wrap once, outermost"
-    ):
-        twice.init(PARAMS)
