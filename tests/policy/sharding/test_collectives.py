@@ -25,7 +25,7 @@ def parsed(attributes, result="bf16[4,8]{1,0}", operation="all-reduce", mesh: An
         f"  %x.1 = {result} {operation}(%y), {attributes}, "
         'metadata={op_name="jit(f)/dot" stack_frame_id=3}\n'
     )
-    return list(_partitioned(f"HloModule m\n{text}  %z = f32[] add(%a, %b)\n", mesh))
+    return list(_partitioned(f"HloModule m\nENTRY %main (a: f32[]) -> f32[] {{\n{text}}}\n", mesh))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_permutation_is_over_the_axes_along_which_it_moves():
         ("s8", "int8"),
         ("u32", "uint32"),
         ("pred", "bool"),
-        ("f8e4m3fn", "f8e4m3fn"),
+        ("f8e4m3fn", "float8_e4m3fn"),
     ],
 )
 def test_dtypes_go_by_their_jax_names(hlo, name):
