@@ -58,10 +58,8 @@ def test_rules_are_values():
     assert repr(PolicyRules({"a": "bf16"}, strict=False)) == (
         "PolicyRules([('a', 'params=bfloat16,compute=bfloat16,output=bfloat16')], strict=False)"
     )
-    with pytest.raises(
-        AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"
-    ):
-        rules.strict = False
+    with pytest.raises(AttributeError, match="strict"):
+        rules.strict = False  # type: ignore[misc]
 
 
 def test_texts_of_rules_divide_at_the_first_equals_sign():
