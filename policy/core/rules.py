@@ -219,6 +219,11 @@ class PolicyRules:
 RulesLike = PolicyRules | Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]]
 
 
+def as_rules(rules: RulesLike | None) -> PolicyRules | None:
+    """Returns rules as `PolicyRules`; None stays None."""
+    return rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+
+
 def _divided(text: str) -> tuple[str, str]:
     """Returns the pattern and the policy of ``PATH=TEXT``."""
     places = [place for place, character in enumerate(text) if character == "="]

@@ -24,6 +24,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from opt_einsum.parser import parse_einsum_input
 
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import Quantised, quantise, warn_if_emulated
@@ -184,14 +185,11 @@ def shared_operands() -> contextlib.AbstractContextManager[None]:
     return during(shared_operands={})
 
 
-def quantise_for(
-    x: jax.Array, side: int, numbers: DimensionNumbers, ndims: tuple[int, int], by: ScaledMatmul
-) -> Quantised:
+def quantise_for(x: jax.Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Quantised:
     """Returns an operand of a matmul in 8 bits, as a constant of differentiation.
 
     Inside `shared_operands`, matmuls of the same operand share it.
     """
-    contracted = _Axes.of(numbers, ndims).contracted[side]
     known: dict[Any, _Known] | None = thread.shared_operands
     key = (id(x), contracted, by.operands, by.scaling)
     # What a checkpoint inside the block computes is its own.
@@ -234,9 +232,9 @@ def scaled_dot_general(
     """
     warn_if_emulated(by)
     axes = _Axes.of(dimension_numbers, (lhs.ndim, rhs.ndim))
-    ndims = (lhs.ndim, rhs.ndim)
     codes = [
-        quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
+        quantise_for(x, contracted, by)
+        for x, contracted in zip((lhs, rhs), axes.contracted, strict=True)
     ]
     shardings = (explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs)))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
@@ -263,12 +261,12 @@ def scaled_einsum(
       by: the dtypes and scales.
       dtype: of the result.
     """
-    names = _names(subscripts, lhs.ndim, rhs.ndim)
-    if names is None:
+    if "->" not in subscripts:
         return None
-    left, right, out = names
+    inputs, out, _ = parse_einsum_input((subscripts, lhs, rhs))
+    left, right = inputs.split(",")
     shared = [name for name in left if name in right]
-    is_matmul = all(len(set(part)) == len(part) for part in names) and all(
+    is_matmul = all(len(set(part)) == len(part) for part in (left, right, out)) and all(
         name in out for name in (*left, *right) if name not in shared
     )
     if not is_matmul or not set(out) <= {*left, *right}:
@@ -278,36 +276,10 @@ def scaled_einsum(
         ([*map(left.index, summed)], [*map(right.index, summed)]),
         ([*map(left.index, kept)], [*map(right.index, kept)]),
     )
-    axes = _Axes.of(numbers, (lhs.ndim, rhs.ndim))
-    found = [
-        *(left[axis] for axis in (*axes.batch[0], *axes.free[0])),
-        *(right[axis] for axis in axes.free[1]),
-    ]
+    free = (name for name in (*left, *right) if name not in shared)
+    found = [*kept, *free]
     product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
     return jnp.transpose(product, [found.index(name) for name in out])
-
-
-def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str]] | None:
-    """Returns the names of the axes of both operands and of the result.
-
-    The axes of an ellipsis are named by their numbers from the end.
-    """
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    parts = inputs.split(",")
-    if not arrow or len(parts) != 2:
-        return None
-    longest = 0
-    found: list[list[str]] = []
-    for part, ndim in zip(parts, ndims, strict=True):
-        count = ndim - len(part.replace("...", ""))
-        if "..." in part:
-            longest = max(longest, count)
-        before, _, after = part.partition("...")
-        inside = [str(i) for i in range(count, 0, -1)] if "..." in part else []
-        found.append([*before, *inside, *after])
-    before, _, after = output.partition("...")
-    inside = [str(i) for i in range(longest, 0, -1)] if "..." in output else []
-    return found[0], found[1], [*before, *inside, *after]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -73,10 +73,6 @@ class Findings:
             place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places
         }
 
-    def places(self) -> Iterable[ModulePass]:
-        """Returns all places, in program order."""
-        return self.log.places
-
     def leaving(self, place: ModulePass) -> list[RowNumbers]:
         """Returns the values that leave a place, and gradients of parameters only if there are
         none.
@@ -218,7 +214,7 @@ def comparison_of(
 ) -> Comparison:
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
-    with naming(place.path for place in findings.places()):
+    with naming(place.path for place in findings.log.places):
         jump = findings.first_jump()
         rows = [*_modules(findings), *_returned(program, findings)]
         unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
@@ -251,7 +247,7 @@ def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
 
 
 def _modules(findings: Findings) -> Iterable[Row]:
-    for place in findings.places():
+    for place in findings.log.places:
         leaving = findings.leaving(place)
         if leaving:
             kind = "gradient" if place.direction == "backward" else "activation"

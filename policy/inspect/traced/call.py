@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.callables import require_function
 from policy.core.policy import Policy, get_policy
-from policy.core.rules import PolicyRules
+from policy.core.rules import PolicyRules, as_rules
 from policy.core.scope import RulesLike, require_usable
 from policy.inspect.traced.float32 import in_float32, wide_arguments
 from policy.inspect.traced.gradients import Around, PlainCall, as_it_is
@@ -184,14 +184,12 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
     Raises:
       TypeError, ValueError: they are malformed, or given without a policy.
     """
-    if rules is None:
-        return None
-    if policy is None:
+    if rules is not None and policy is None:
         raise ValueError(
             "rules= makes exceptions to a policy, but policy= is missing: pass it too, such as "
             "policy='mixed_bfloat16'."
         )
-    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    return as_rules(rules)
 
 
 def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = None) -> Program:
