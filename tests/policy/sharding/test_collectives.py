@@ -59,21 +59,6 @@ def test_a_permutation_is_over_the_axes_along_which_it_moves():
     assert (found.operation, found.axes) == ("collective-permute", ("data",))
 
 
-@pytest.mark.parametrize(
-    ("hlo", "name"),
-    [
-        ("f32", "float32"),
-        ("s8", "int8"),
-        ("u32", "uint32"),
-        ("pred", "bool"),
-        ("f8e4m3fn", "float8_e4m3fn"),
-    ],
-)
-def test_dtypes_go_by_their_jax_names(hlo, name):
-    (found,) = parsed("replica_groups={{0,1}}", f"{hlo}[]")
-    assert found.dtype == name
-
-
 def test_each_array_of_a_tuple_is_listed():
     found = parsed("replica_groups={{0,1}}", "(f32[2]{0}, bf16[3]{0})", "all-to-all", mesh=None)
     assert [(c.dtype, c.size, c.axes) for c in found] == [("float32", 2, ()), ("bfloat16", 3, ())]
