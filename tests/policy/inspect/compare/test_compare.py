@@ -321,23 +321,8 @@ def _linear(x: Any, flag: Any) -> Any:
     ).astype(BF16)
 
 
-PROGRAMS = {
-    f.__name__: f
-    for f in (
-        *(
-            _cond,
-            _cond_on_half,
-            _while,
-            _while_on_half,
-            _nested_scans,
-            _remat,
-            _custom,
-            _scattered,
-            _sorted,
-        ),
-        *(_dropped, _bits, _platform, _linear),
-    )
-}
+BRANCHES = (_cond, _cond_on_half, _while, _while_on_half, _nested_scans, _remat, _custom, _platform)
+PROGRAMS = {f.__name__: f for f in (*BRANCHES, _scattered, _sorted, _dropped, _bits, _linear)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
