@@ -107,6 +107,8 @@ class PlainCall:
             args, kwargs = self.arguments.filled(arrays)
             return fn(*args, **kwargs), ()
 
+        # JAX's errors name the function
+        plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         both = plain if floats is None else _with_gradients(plain, chosen, floats)
         jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*self.arguments.arrays)
         return jaxpr, shape, len(chosen)
