@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,21 +51,15 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     """
     if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
-    if value is None:  # jnp.dtype(None) is float64, never intended
-        raise ValueError(
-            f"Policy({field}=None): a floating dtype is needed, such as jnp.float32 or 'bf16'."
-        )
     try:
-        dtype = jnp.dtype(value)
+        dtype = None if value is None else jnp.dtype(value)  # of None it is float64
     except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        given = repr(value) if dtype is None else dtype.name
         raise ValueError(
-            f"Policy({field}={value!r}): not a dtype. Give a floating dtype such as jnp.bfloat16 "
-            "or 'bf16'."
-        ) from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"Policy({field}={dtype.name}): a policy takes only floating dtypes; integers, "
-            "booleans and complex numbers pass through every policy unchanged."
+            f"Policy({field}={given}): it should be a floating dtype, such as jnp.bfloat16 or "
+            "'bf16'. Integers, booleans and complex numbers pass through every policy unchanged."
         )
     if dtype.itemsize < 2:
         raise ValueError(
@@ -76,26 +68,6 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
             "8 bits."
         )
     return dtype
-
-
-P = ParamSpec("P")
-
-
-def _naming_get_policy(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes errors on missing and unknown arguments of Policy mention `get_policy`."""
-
-    @functools.wraps(init)
-    def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            init(*args, **kwargs)
-        except TypeError as error:
-            if "argument" in str(error):
-                example = next((arg for arg in args if isinstance(arg, str)), "mixed_bfloat16")
-                dtypes = "Policy takes three dtypes, as in Policy('f32', 'bf16', 'f32')"
-                error.args = (f"{error}. {dtypes}; get_policy({example!r}) takes a text.",)
-            raise
-
-    return __init__
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -150,7 +122,6 @@ class Policy:
     precision: str | None
     follows_caller: bool = dataclasses.field(init=False)
 
-    @_naming_get_policy
     def __init__(
         self,
         param_dtype: DTypeLike,
@@ -177,22 +148,23 @@ class Policy:
                 f"Policy(compute_dtype={compute}, matmul={matmul.text!r}): matmuls in 8 bits need "
                 "a compute_dtype of 16 or 32 bits."
             )
-        if reduction_dtype is None:
-            reduction = _default_reduction_dtype(compute)
-        else:
-            reduction = _floating_dtype("reduction_dtype", reduction_dtype)
-        if precision is not None:
-            precision = precision_named(precision, compute)
-        object.__setattr__(self, "param_dtype", _floating_dtype("param_dtype", param_dtype))
-        object.__setattr__(self, "compute_dtype", compute)
         follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
-        output = compute if follows_caller else _floating_dtype("output_dtype", output_dtype)
-        object.__setattr__(self, "output_dtype", output)
-        object.__setattr__(self, "follows_caller", follows_caller)
-        object.__setattr__(self, "reduction_dtype", reduction)
-        object.__setattr__(self, "cast_inputs", cast_inputs)
-        object.__setattr__(self, "matmul", matmul)
-        object.__setattr__(self, "precision", precision)
+        fields = {
+            "param_dtype": _floating_dtype("param_dtype", param_dtype),
+            "compute_dtype": compute,
+            "output_dtype": compute
+            if follows_caller
+            else _floating_dtype("output_dtype", output_dtype),
+            "follows_caller": follows_caller,
+            "reduction_dtype": _default_reduction_dtype(compute)
+            if reduction_dtype is None
+            else _floating_dtype("reduction_dtype", reduction_dtype),
+            "cast_inputs": cast_inputs,
+            "matmul": matmul,
+            "precision": precision_named(precision, compute),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> Policy:
         """Returns a copy with some fields changed.
@@ -378,12 +350,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
                     "'cast'."
                 )
             fields[field] = value == "cast"
-        elif field == "matmul":
-            fields[field] = scaled_matmul_of(value)
-        elif field == "precision":
+        elif field in ("matmul", "precision") or value == CALLER:
             fields[field] = value
-        elif field == "output_dtype" and value == CALLER:
-            fields[field] = CALLER
         else:
             fields[field] = parse_dtype(value)
     fields.setdefault("param_dtype", jnp.dtype(jnp.float32))

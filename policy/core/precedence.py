@@ -96,7 +96,6 @@ def with_explicit_dtypes(
             f"policy in force, '{base}'. "
             "Delete the argument to let the policy decide, or give the layer a dtype_policy."
         )
-    if defeated:
         source = dataclasses.replace(source, dtypes=", ".join(defeated))
     return Effective(policy, base, source, kept)
 

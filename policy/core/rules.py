@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class PolicyRules:
     """Ordered rules from path patterns and layer classes to policies.
 
@@ -67,31 +69,24 @@ class PolicyRules:
         text.
     """
 
-    __slots__ = ("_hash", "rules", "strict")
     rules: tuple[tuple[Pattern, Policy], ...]
     strict: bool
+    _hash: int = dataclasses.field(compare=False)
 
     def __init__(self, rules: RulesLike = (), *, strict: bool = True):
-        if isinstance(rules, PolicyRules):
-            pairs: list[Any] = list(rules.rules)
-        elif isinstance(rules, Mapping):
-            pairs = list(rules.items())
-        elif isinstance(rules, str) or not isinstance(rules, Iterable):
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
             raise TypeError(
                 "Policy rules should be a dict or a list of (pattern, policy) pairs, but got "
                 f"{rules!r}."
             )
-        else:
-            pairs = list(rules)
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
         checked = tuple(_checked_rule(pair) for pair in pairs)
-        seen: set[Pattern] = set()
-        for pattern, _ in checked:
-            if pattern in seen:
+        for i, (pattern, _) in enumerate(checked):
+            if any(pattern == earlier for earlier, _ in checked[:i]):
                 raise ValueError(
                     f"Rule {pattern_text(pattern)} is given twice, but only the first can match. "
                     "Delete one of them."
                 )
-            seen.add(pattern)
         object.__setattr__(self, "rules", checked)
         object.__setattr__(self, "strict", bool(strict))
         object.__setattr__(self, "_hash", hash((checked, bool(strict))))
@@ -114,9 +109,6 @@ class PolicyRules:
             )
         return cls([_divided(text) for text in texts], strict=strict)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"PolicyRules are immutable; make new ones instead of setting {name}.")
-
     def __bool__(self) -> bool:
         return bool(self.rules)
 
@@ -125,12 +117,6 @@ class PolicyRules:
 
     def __iter__(self) -> Iterator[tuple[Pattern, Policy]]:
         return iter(self.rules)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PolicyRules) and (self.rules, self.strict) == (
-            other.rules,
-            other.strict,
-        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -195,11 +181,9 @@ class PolicyRules:
         if not self.strict:
             return
         seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
-        classes = (
-            {cls for group in seen.values() for cls in group}
-            if isinstance(paths, Mapping)
-            else None
-        )
+        classes = None
+        if isinstance(paths, Mapping):
+            classes = {cls for group in seen.values() for cls in group}
         self._require_matches([(path, model) for path in seen], classes)
         self._warn_of_hidden({(path, model): found for path, found in seen.items()})
 
@@ -260,6 +244,11 @@ class PolicyRules:
 # type is Any, since mappings are invariant in their keys, and a dict of texts and classes is a
 # ``dict[object, str]`` to mypy.
 RulesLike = PolicyRules | Mapping[Any, Policy | str] | Iterable[tuple[Any, Policy | str]]
+
+
+def as_rules(rules: RulesLike | None) -> PolicyRules | None:
+    """Returns rules as `PolicyRules`; None stays None."""
+    return rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
 
 
 def _divided(text: str) -> tuple[str, str]:
@@ -325,18 +314,9 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
 
 
 def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
-    try:
-        pattern, policy = pair
-    except (TypeError, ValueError):
-        is_text = isinstance(pair, str) and "=" in pair
-        hint = (
-            "PolicyRules.from_texts takes a list of PATH=TEXT"
-            if is_text
-            else "Rules are written {'head': 'f32'}"
-        )
-        raise TypeError(
-            f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
-        ) from None
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}.")
+    pattern, policy = pair
     if isinstance(pattern, str):
         try:
             _compiled(pattern)
@@ -350,10 +330,8 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
                 f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
             ) from None
     elif not isinstance(pattern, type):
-        is_module = hasattr(pattern, "dtype_policy")
-        got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
         raise TypeError(
-            f"A rule's pattern should be a path pattern or a layer class, but got {got}."
+            f"A rule's pattern should be a path pattern or a layer class, but got {pattern!r}."
         )
     try:
         return pattern, get_policy(policy)

@@ -16,7 +16,7 @@ from policy.core.compat import set_global
 from policy.core.matmul_dtypes import backend, backend_of
 from policy.core.policy import Policy, get_policy
 from policy.core.precision import HIGHEST
-from policy.core.rules import PolicyRules, RulesLike
+from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.thread import during
 
 # --------------------------------------------------------------------------------------------------
@@ -172,13 +172,7 @@ def _checked(
     policy: Policy | str | None, rules: RulesLike | None
 ) -> tuple[Policy | None, PolicyRules | None]:
     policy = None if policy is None else get_policy(policy)
-    rules = (
-        None
-        if rules is None
-        else PolicyRules(rules)
-        if not isinstance(rules, PolicyRules)
-        else rules
-    )
+    rules = as_rules(rules)
     for used in (policy, *(rule_policy for _, rule_policy in rules or ())):
         if used is not None:
             require_usable(used)

@@ -185,14 +185,11 @@ def shared_operands() -> contextlib.AbstractContextManager[None]:
     return during(shared_operands={})
 
 
-def quantise_for(
-    x: jax.Array, side: int, numbers: DimensionNumbers, ndims: tuple[int, int], by: ScaledMatmul
-) -> Quantised:
+def quantise_for(x: jax.Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Quantised:
     """Returns an operand of a matmul in 8 bits, as a constant of differentiation.
 
     Inside `shared_operands`, matmuls of the same operand share it.
     """
-    contracted = _Axes.of(numbers, ndims).contracted[side]
     known: dict[Any, _Known] | None = thread.shared_operands
     key = (id(x), contracted, by.operands, by.scaling)
     # What a checkpoint inside the block computes is its own.
@@ -235,9 +232,9 @@ def scaled_dot_general(
     """
     warn_if_emulated(by)
     axes = _Axes.of(dimension_numbers, (lhs.ndim, rhs.ndim))
-    ndims = (lhs.ndim, rhs.ndim)
     codes = [
-        quantise_for(x, side, dimension_numbers, ndims, by) for side, x in ((0, lhs), (1, rhs))
+        quantise_for(x, contracted, by)
+        for x, contracted in zip((lhs, rhs), axes.contracted, strict=True)
     ]
     shardings = (explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs)))
     matmul = _Matmul(axes, by, int(weight == "rhs"), jnp.dtype(dtype), out_sharding, shardings)
@@ -279,11 +276,8 @@ def scaled_einsum(
         ([*map(left.index, summed)], [*map(right.index, summed)]),
         ([*map(left.index, kept)], [*map(right.index, kept)]),
     )
-    axes = _Axes.of(numbers, (lhs.ndim, rhs.ndim))
-    found = [
-        *(left[axis] for axis in (*axes.batch[0], *axes.free[0])),
-        *(right[axis] for axis in axes.free[1]),
-    ]
+    free = (name for name in (*left, *right) if name not in shared)
+    found = [*kept, *free]
     product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
     return jnp.transpose(product, [found.index(name) for name in out])
 

@@ -9,7 +9,7 @@ dtype.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,8 @@ def softmax_cross_entropy_with_integer_labels(
         where = None if where is None else _flat_classes(where, axis)
         logits, axis = _flat_classes(logits, axis), -1
     labels = _class_indices(jnp.expand_dims(labels, axis), logits.shape[axis])  # (..., 1)
-    return _sparse_cross_entropy(
-        logits, labels, where, axis, label_smoothing, z_loss, wide
-    ).squeeze(axis)
+    options = _Options(axis, label_smoothing, z_loss, wide)
+    return _sparse_cross_entropy(logits, labels, where, options).squeeze(axis)
 
 
 def _check_labels(labels: tuple[int, ...], logits: tuple[int, ...], axis: Any) -> None:
@@ -136,29 +135,29 @@ def _class_indices(labels: jax.Array, classes: int) -> jax.Array:
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+class _Options(NamedTuple):
+    """The options of a cross-entropy with integer labels: the axis of the classes, the weights, and
+    the dtype of the loss.
+    """
+
+    axis: int
+    smoothing: float
+    z_loss: float
+    wide: np.dtype
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _sparse_cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    where: Any,
-    axis: int,
-    smoothing: float,
-    z_loss: float,
-    wide: Any,
+    logits: jax.Array, labels: jax.Array, where: Any, options: _Options
 ) -> jax.Array:
-    return _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)[0]
+    return _sparse_forward(logits, labels, where, options)[0]
 
 
 def _sparse_forward(
-    logits: jax.Array,
-    labels: jax.Array,
-    where: Any,
-    axis: int,
-    smoothing: float,
-    z_loss: float,
-    wide: Any,
+    logits: jax.Array, labels: jax.Array, where: Any, options: _Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the loss, the largest logit and the lse relative to it, each (..., 1)."""
+    axis, smoothing, z_loss, wide = options
     largest = jnp.max(logits, axis, keepdims=True, where=where, initial=-jnp.inf)
     largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0)).astype(wide)
     # Every logit minus the largest: lse and the chosen logit of a large mean would differ by too
@@ -178,15 +177,11 @@ def _sparse_forward(
 
 @_sparse_cross_entropy.defjvp
 def _sparse_jvp(
-    axis: int,
-    smoothing: float,
-    z_loss: float,
-    wide: Any,
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
+    options: _Options, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
+    axis, smoothing, z_loss, wide = options
     logits, labels, where = primals
-    loss, largest, rest = _sparse_forward(logits, labels, where, axis, smoothing, z_loss, wide)
+    loss, largest, rest = _sparse_forward(logits, labels, where, options)
 
     def derivative(
         logits: jax.Array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,9 +32,7 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> jax.Ar
     Returns:
       The shape of `logits`, in reduction_dtype.
     """
-    return in_reduction_dtype(
-        optax.sigmoid_binary_cross_entropy, logits, labels, dtype=reduction_dtype_of(logits, labels)
-    )
+    return _returning_reduction_dtype(optax.sigmoid_binary_cross_entropy, logits, labels)
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> jax.Array:
@@ -54,7 +53,11 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None) -> j
       The shape of `predictions`.
     """
     given = (predictions,) if targets is None else (predictions, targets)
-    return in_reduction_dtype(optax.squared_error, *given, dtype=reduction_dtype_of(*given))
+    return _returning_reduction_dtype(optax.squared_error, *given)
+
+
+def _returning_reduction_dtype(function: Callable[..., Any], *arrays: ArrayLike) -> jax.Array:
+    return in_reduction_dtype(function, *arrays, dtype=reduction_dtype_of(*arrays))
 
 
 def kl_divergence(
@@ -85,9 +88,7 @@ def kl_divergence(
         logs = jnp.log(jnp.where(targets == 0, 1, targets))
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return in_reduction_dtype(
-        run, log_predictions, targets, dtype=reduction_dtype_of(log_predictions, targets)
-    )
+    return _returning_reduction_dtype(run, log_predictions, targets)
 
 
 def kl_divergence_with_log_targets(
@@ -118,9 +119,7 @@ def kl_divergence_with_log_targets(
         logs = jnp.where(log_targets == -jnp.inf, 0, log_targets)
         return jnp.sum(_divergence(targets, logs, log_predictions), axis, where=where)
 
-    return in_reduction_dtype(
-        run, log_predictions, log_targets, dtype=reduction_dtype_of(log_predictions, log_targets)
-    )
+    return _returning_reduction_dtype(run, log_predictions, log_targets)
 
 
 @jax.custom_jvp
@@ -232,9 +231,7 @@ def cosine_similarity(
             predictions, targets, epsilon=epsilon, axis=axis, where=where
         )
 
-    return in_reduction_dtype(
-        run, predictions, targets, dtype=reduction_dtype_of(predictions, targets)
-    )
+    return _returning_reduction_dtype(run, predictions, targets)
 
 
 def cosine_distance(

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+from numpy.lib.array_utils import normalize_axis_index
 
 from policy.functions.widening import Axis, in_reduction_dtype, reduction_dtype_of
 
@@ -74,11 +74,7 @@ def var(
     Returns:
       x's shape without `axis`.
     """
-
-    def run(x: jax.Array) -> jax.Array:
-        return jnp.var(x, axis, ddof=ddof, keepdims=keepdims, where=where)
-
-    return in_reduction_dtype(run, x, dtype=_real(x) if dtype is None else dtype)
+    return _spread(jnp.var, x, axis, dtype, ddof=ddof, keepdims=keepdims, where=where)
 
 
 def std(
@@ -99,17 +95,20 @@ def std(
     >>> reductions.std(jnp.array([-300.0, 300.0], jnp.float16))
     Array(300., dtype=float16)
     """
-
-    def run(x: jax.Array) -> jax.Array:
-        return jnp.std(x, axis, ddof=ddof, keepdims=keepdims, where=where)
-
-    return in_reduction_dtype(run, x, dtype=_real(x) if dtype is None else dtype)
+    return _spread(jnp.std, x, axis, dtype, ddof=ddof, keepdims=keepdims, where=where)
 
 
-def _real(x: ArrayLike) -> np.dtype | None:
-    """Returns the dtype of the real part of complex numbers; None for others."""
-    dtype = jnp.result_type(x)
-    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else None
+def _spread(
+    function: Callable[..., jax.Array],
+    x: ArrayLike,
+    axis: Axis,
+    dtype: DTypeLike | None,
+    **options: Any,
+) -> jax.Array:
+    own = jnp.result_type(x)
+    if dtype is None and jnp.issubdtype(own, jnp.complexfloating):
+        dtype = jnp.finfo(own).dtype  # of the real part
+    return in_reduction_dtype(lambda x: function(x, axis, **options), x, dtype=dtype)
 
 
 def standardize(
@@ -219,14 +218,8 @@ def _running(
 ) -> jax.Array:
     x = jnp.atleast_1d(jnp.asarray(x))
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
-    if not -x.ndim <= along < x.ndim:
-        raise ValueError(
-            f"axis should be between {-x.ndim} and {x.ndim - 1} for shape {x.shape}, but got "
-            f"{axis}."
-        )
-    return _exactly_or_in_reduction_dtype(
-        lambda x: operation(x, along % x.ndim, reverse=reverse), x, dtype
-    )
+    along = normalize_axis_index(along, x.ndim)
+    return _exactly_or_in_reduction_dtype(lambda x: operation(x, along, reverse=reverse), x, dtype)
 
 
 def _exactly_or_in_reduction_dtype(

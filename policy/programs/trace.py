@@ -192,35 +192,15 @@ def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
 
     Nothing runs; shapes are accepted in place of arrays.
     """
-    return traced_around(fn, args, kwargs, lambda pure, _: pure)
-
-
-def traced_around(
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    around: Callable[[Callable[..., Any], bool], Callable[..., Any]],
-) -> Traced:
-    """Traces the function that `around` returns for a call; see `trace`.
-
-    Args:
-      fn: the function to call.
-      args, kwargs: its arguments.
-      around: wraps the function of the call; the second argument tells whether it was lowered.
-
-    Raises:
-      TypeError: the function returns something else than arrays.
-    """
     name = getattr(fn, "__name__", type(fn).__name__)
     call = lowered(fn, args, kwargs)
     if call is not None:
         fn, args, kwargs = call.pure, call.args, call.kwargs
     arguments = Arguments.of(args, kwargs)
-    called = around(fn, call is not None)
 
     def flat(*arrays: Any) -> Any:
         args, kwargs = arguments.filled(arrays)
-        return called(*args, **kwargs)
+        return fn(*args, **kwargs)
 
     flat.__name__ = name
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*arguments.arrays)

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import pathlib
-import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,8 @@ import jax
 import numpy as np
 
 from policy.core.callables import require_function
-from policy.core.dtype_names import parse_dtype
+from policy.inspect.hlo.dump import without_cache
+from policy.inspect.hlo.text import Instruction, numpy_name, parse
 from policy.programs.module_names import make_jaxpr
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.primitives import HLO_COLLECTIVES
@@ -132,82 +132,53 @@ def _traced_at(site: Site) -> Iterator[Collective]:
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
     """Returns the partitioned HLO module ("" for one device) and its mesh, or None."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, without_cache():
         options = {
             "xla_dump_to": folder,
             "xla_dump_hlo_pass_re": "spmd-partitioning",
             "xla_dump_hlo_as_text": True,
-            # Part of the key of JAX's compilation cache, out of which a program writes nothing;
-            # does nothing else.
-            "xla_debug_buffer_assignment_show_max": random.SystemRandom().randrange(16, 2**31),
         }
         compiled = lowered.compile(compiler_options=options)
-        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-        mesh = next(
-            (
-                s.mesh
-                for s in shardings
-                if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1
-            ),
-            None,
-        )
         files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
-        if files:
-            return files[-1].read_text(), mesh
-    if mesh is not None or any(s.num_devices > 1 for s in shardings):
+        text = files[-1].read_text() if files else ""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    named = (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding))
+    mesh = next((mesh for mesh in named if mesh.size > 1), None)
+    if not text and any(s.num_devices > 1 for s in shardings):
         raise RuntimeError(
-            "The partitioned program can't be read: this backend wrote none, or took the program "
-            "from JAX's compilation cache (jax_enable_compilation_cache=False turns that off). "
-            "stage='traced' reads the collectives written in shard_map."
+            "The partitioned program can't be read: this backend wrote none. stage='traced' reads "
+            "the collectives written in shard_map."
         )
-    return "", None
-
-
-_ARRAY = re.compile(r"([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
-_INSTRUCTION = re.compile(
-    r"= (?P<result>.*?) "
-    r"(?P<operation>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)"
-    r"\((?P<rest>.*)"
-)
-_DTYPES = {"pred": "bool", "s": "int", "u": "uint", "c": "complex"}
-
-
-_NAME = re.compile(r'op_name="([^"]*)"')
+    return text, mesh
 
 
 def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
-    names = set(_NAME.findall(text))
-    with naming(map(_path_of, names)):
-        yield from _partitioned_at(text, mesh)
+    found = (
+        [
+            instruction
+            for computation in parse(text).computations.values()
+            for instruction in computation.instructions.values()
+        ]
+        if text
+        else []
+    )
+    with naming(_path_of(instruction) for instruction in found):
+        for instruction in found:
+            if instruction.opcode in HLO_COLLECTIVES.values():
+                for array in instruction.results:
+                    yield Collective(
+                        instruction.opcode,
+                        numpy_name(array.dtype),
+                        array.shape,
+                        _axes(instruction.rest, mesh),
+                        instruction.op_name,
+                        spelled(_path_of(instruction)),
+                    )
 
 
-def _path_of(name: str) -> Path:
+def _path_of(instruction: Instruction) -> Path:
     """Returns the module path in an operation's name, whose last part is the primitive's."""
-    return path_of(name.rpartition("/")[0])
-
-
-def _partitioned_at(text: str, mesh: Any) -> Iterator[Collective]:
-    for line in text.splitlines():
-        found = _INSTRUCTION.search(line)
-        if not found:
-            continue
-        name = _NAME.search(found["rest"])
-        for dtype, shape in _ARRAY.findall(found["result"]):
-            yield Collective(
-                found["operation"],
-                _dtype_name(dtype),
-                tuple(int(n) for n in shape.split(",") if n),
-                _axes(found["rest"], mesh),
-                name[1] if name else "",
-                spelled(_path_of(name[1])) if name else "",
-            )
-
-
-def _dtype_name(hlo: str) -> str:
-    letters, bits = re.match(r"([a-z]+)([0-9]*)", hlo).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    if letters in _DTYPES:
-        return _DTYPES[letters] + bits
-    return parse_dtype(hlo).name if hlo in ("bf16", "f16", "f32", "f64") else hlo
+    return path_of(instruction.op_name.rpartition("/")[0])
 
 
 def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:

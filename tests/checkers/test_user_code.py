@@ -88,28 +88,6 @@ def marks(text: str, place: int) -> set[Mark]:
     return found
 
 
-def test_an_error_that_is_missing_and_one_that_nobody_wants_are_differences():
-    text = "f(1)  # error: call-arg; reportCallIssue\nf(2)\nreveal_type(f)  # reveal: -; int\n"
-    mypys = [
-        Report("a.py", 1, "error", "call-arg", "no"),
-        Report("b.py", 2, "error", "call-arg", "no"),
-    ]
-    assert differences(text, 0, mypys, "a.py") == []
-    assert differences(text, 0, [], "a.py") == [f"1: {text.splitlines()[0]}\n  wants this error"]
-    (other,) = differences(
-        text, 0, [*mypys, Report("a.py", 2, "error", "attr-defined", "unknown f")], "a.py"
-    )
-    assert other == "2: f(2)\n  got error attr-defined: unknown f"
-    pyrights = [
-        Report("a.py", 1, "error", "reportCallIssue", "no"),
-        Report("a.py", 3, "reveal", "str", "str"),
-    ]
-    assert [line.partition("\n  ")[2] for line in differences(text, 1, pyrights, "a.py")] == [
-        "wants this reveal",
-        "got reveal str: str",
-    ]
-
-
 def constructors() -> list[str]:
     """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows,
     and another.

@@ -59,10 +59,6 @@ def worst(a: Any, b: Any) -> float:
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.abs(x - y).max()), a, b)))
 
 
-def test_there_are_eight_devices():
-    assert job.make_mesh().shape == {"batch": jax.device_count()} == {"batch": 8}
-
-
 def test_under_jit_eight_devices_equal_one_to_float32_rounding():
     with mp.use_policy("float32"):
         one, losses_of_one = trained(1, 4)
@@ -117,10 +113,3 @@ def test_evaluation_counts_each_test_image_once_however_many_devices_share_them(
     right = np.asarray(right).argmax(-1)
     labels[:] = np.where(np.arange(29) % 3 == 0, right, (right + 1) % 10)
     assert job.make_evaluation(MODEL, job.make_mesh(), data)(state) == pytest.approx(10 / 29)
-
-
-def test_a_batch_that_does_not_split_over_the_devices_is_one_line():
-    with pytest.raises(
-        SystemExit, match=r"--batch-size should be a multiple of the 8 devices .* but got 12"
-    ):
-        job.main(["--batch-size", "12"])

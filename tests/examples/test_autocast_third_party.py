@@ -80,27 +80,9 @@ def test_both_wings_are_the_same_model():
     np.testing.assert_allclose(*both, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "cls", [job.ViT, job.Block, job.Attention, job.Norm, job.NnxBlock, job.NnxAttention]
-)
-def test_the_model_is_written_against_flax_alone(cls):
-    assert {base.__module__.split(".")[0] for base in cls.__mro__} <= {
-        "autocast_third_party",
-        "flax",
-        "builtins",
-    }
-
-
 # --------------------------------------------------------------------------------------------------
 # The three ways
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_every_way_has_the_same_parameters(wing):
-    trees = [model_of(wing, way).params for way in job.WAYS]
-    for tree in trees[1:]:
-        jax.tree.map(np.testing.assert_array_equal, trees[0], tree)
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -164,8 +146,6 @@ def test_the_nnx_model_trains_under_autocast_and_explains_itself(tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--policy f33", "Unknown dtype 'f33'"),
-        ("--rule head", "Rule 'head' should be PATH=TEXT, such as head=f32."),
         ("--way port --rule haed=f32", "Rule 'haed' matched no module. Modules seen: "),
         ("--way autocast --rule haed=f32", "Rule 'haed' matched no module. "),
         ("--wing nnx --way port --rule haed=f32", "Rule 'haed' matched no "),

@@ -59,50 +59,6 @@ def test_a_rule_keeps_a_resnets_convolutions_out_of_8_bits(kept):
         assert found.keys() == {(DOT, INT8), (CONV, "bfloat16" if kept else INT8)}
 
 
-@EMULATED
-def test_sentence_embeddings_take_the_published_matrices_in_8_bits():
-    pytest.importorskip("safetensors")
-    pytest.importorskip("tokenizers")
-    import minilm_embeddings as job
-
-    config = job.Config(
-        vocab_size=16,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-    )
-    model = job.SentenceEncoder(config)
-    tokens, mask = np.ones((2, 5), np.int32), np.ones((2, 5), bool)
-    root, rules = job.plan(mp.get_policy("mixed_int8"), mp.PolicyRules(), plain=False)
-    with mp.use_policy(root, rules):
-        variables = jax.eval_shape(model.init, jax.random.key(0), tokens, mask)
-        found = multiplied(model.apply, variables, tokens, mask)
-    assert found == {(DOT, INT8): 12, (DOT, "float32"): 4}
-
-
-@EMULATED
-def test_smollm2s_matrices_are_in_8_bits_and_its_table_of_logits_is_not():
-    pytest.importorskip("gguf")
-    pytest.importorskip("tokenizers")
-    import smollm2_generate as job
-
-    from mpmodules import nnx
-
-    config = job.Config(2, 32, 4, 2, 8, 64, 262, 1e4, 1e-5, 64)
-    with mp.use_policy("mixed_int8"):
-        model = job.Decoder(config, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(model)
-    tokens = jnp.zeros((1, 4), jnp.int32)
-    found = multiplied(
-        lambda state: nnx.merge(graph, state)(tokens, jnp.arange(4)[None]),
-        state,
-    )
-    # Seven matrices of each of two layers; two attentions of grouped queries, and the logits.
-    assert found == {(DOT, INT8): 14, (DOT, "bfloat16"): 5}
-
-
 def test_a_policy_in_8_bits_trains_and_warns_once_that_the_cpu_emulates_it(monkeypatch, tmp_path):
     import language_model as job
 

@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import re
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import language_model as lm
@@ -18,80 +16,15 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
-from policy import current_policy, get_policy, loss_scale_of, use_policy
+from policy import current_policy, get_policy, use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
+from tests.examples.plain_flax import in_plain_flax
 
 SMALL = lm.Config(
     vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6
 )
 HALVES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 INSTALLED = importlib.util.find_spec("bible") is not None
-
-
-class FlaxDecoder(flax.linen.Module):
-    """lm1b's decoder as its authors thread dtypes through it, with our names: the logits' truth in
-    float32.
-    """
-
-    config: lm.Config
-
-    @flax.linen.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        config, dtype = self.config, jnp.float32
-        xavier = flax.linen.initializers.xavier_uniform()
-        normal = flax.linen.initializers.normal(stddev=1.0)
-        embed = flax.linen.Embed(
-            config.vocab_size, config.width, embedding_init=normal, name="embed"
-        )
-        table = np.zeros((1, config.length, config.width), np.float32)
-        for position in range(config.length):
-            for i in range(half := config.width // 2):
-                angle = position * math.exp(-i * math.log(10000.0) / (half - 1))
-                table[0, position, i], table[0, position, half + i] = (
-                    math.sin(angle),
-                    math.cos(angle),
-                )
-        starts = jnp.zeros((len(tokens), 1), tokens.dtype)
-        x = embed(jnp.concatenate([starts, tokens[:, :-1]], axis=1)) + table
-        x = x.astype(dtype)
-        mask = flax.linen.make_causal_mask(tokens, dtype=dtype)
-        for layer in range(config.layers):
-            x = FlaxBlock(config, name=f"layer_{layer}")(x, mask)
-        x = flax.linen.LayerNorm(dtype=dtype, name="norm")(x)
-        if config.tied:
-            return embed.attend(x) / jnp.sqrt(jnp.float32(config.width))
-        return flax.linen.Dense(config.vocab_size, dtype=dtype, kernel_init=xavier, name="head")(x)
-
-
-class FlaxMlp(flax.linen.Module):
-    config: lm.Config
-
-    @flax.linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        xavier = flax.linen.initializers.xavier_uniform()
-        h = flax.linen.Dense(
-            self.config.mlp_width, dtype=jnp.float32, kernel_init=xavier, name="up"
-        )(x)
-        return flax.linen.Dense(x.shape[-1], dtype=jnp.float32, kernel_init=xavier, name="down")(
-            flax.linen.relu(h)
-        )
-
-
-class FlaxBlock(flax.linen.Module):
-    config: lm.Config
-
-    @flax.linen.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        h = flax.linen.LayerNorm(dtype=jnp.float32, name="attention_norm")(x)
-        x = x + flax.linen.MultiHeadDotProductAttention(
-            num_heads=self.config.heads,
-            dtype=jnp.float32,
-            kernel_init=flax.linen.initializers.xavier_uniform(),
-            use_bias=False,
-            name="attention",
-        )(h, mask=mask)
-        h = flax.linen.LayerNorm(dtype=jnp.float32, name="mlp_norm")(x)
-        return x + FlaxMlp(self.config, name="mlp")(h)
 
 
 def config_of(tied: bool) -> lm.Config:
@@ -130,7 +63,11 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
     config = config_of(tied)
-    twin, params, tokens = FlaxDecoder(config), random_params(config), tokens_of(config)
+    twin, params, tokens = (
+        in_plain_flax("language_model").Decoder(config),
+        random_params(config),
+        tokens_of(config),
+    )
     shapes = jax.eval_shape(twin.init, jax.random.key(0), tokens)["params"]
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
     assert ("head" in params) != tied
@@ -144,7 +81,7 @@ def test_the_same_key_makes_the_parameters_of_plain_flax():
     config = dataclasses.replace(SMALL, layers=1)
     trees = [
         jax.jit(model(config).init)(jax.random.key(3), tokens_of(config))
-        for model in (lm.Decoder, FlaxDecoder)
+        for model in (lm.Decoder, in_plain_flax("language_model").Decoder)
     ]
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
@@ -213,27 +150,7 @@ def test_cached_decoding_gives_the_logits_of_the_whole_forward_pass(policy):
     )
 
 
-def test_dropout_is_for_training_only():
-    model = lm.Decoder(dataclasses.replace(SMALL, dropout=0.5))
-    variables, rngs = {"params": random_params(SMALL)}, {"dropout": jax.random.key(0)}
-    for train in (False, True):
-        apply = functools.partial(model.apply, train=train, rngs=rngs)
-        assert ("random_bits" in str(jax.make_jaxpr(apply)(variables, tokens_of(SMALL)))) == train
-
-
 # ---------------------------------------------------------------------------- the text and the loss
-
-
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float16])
-def test_cross_entropy_is_the_mean_in_nats_and_float32(dtype):
-    logits = jnp.asarray(np.random.default_rng(0).normal(0, 4, (3, 5, 7)), dtype)
-    targets = np.random.default_rng(1).integers(0, 7, (3, 5))
-    loss = lm.cross_entropy(logits, jnp.asarray(targets))
-    wide = np.asarray(logits).astype(np.float64)
-    picked = np.take_along_axis(wide, targets[..., None], -1)[..., 0]
-    truth = (np.log(np.exp(wide).sum(-1)) - picked).mean()
-    assert loss.dtype == jnp.float32
-    np.testing.assert_allclose(loss, truth, rtol=1e-6)
 
 
 def test_a_text_becomes_tokens_and_back():
@@ -258,13 +175,6 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
     np.testing.assert_array_equal(whole[4:], resumed)
     others = list(lm.batches(tokens, dataclasses.replace(SMALL, seed=1)))
     assert len({batch[:, 0].tobytes() for batch in whole + others}) == 2 * SMALL.steps
-
-
-def test_batches_are_stretches_of_the_whole_text():
-    tokens = np.arange(20, dtype=np.int32)
-    many = np.concatenate(list(lm.batches(tokens, dataclasses.replace(SMALL, steps=100))))
-    np.testing.assert_array_equal(np.diff(many), np.ones((300, SMALL.length - 1)))
-    assert set(many[:, 0]) == set(range(20 - SMALL.length + 1))
 
 
 def test_held_out_text_is_never_trained_on():
@@ -302,14 +212,6 @@ def test_the_king_james_text_is_whole():
 
 
 # ----------------------------------------------------------------------- training, sampling, report
-
-
-def test_float16_trains_with_a_dynamic_loss_scale_and_the_others_with_none():
-    states = {
-        name: lm.optimizer(get_policy(name), SMALL).init({"w": jnp.ones(2)}) for name in lm.COMPARED
-    }
-    scales = {name: loss_scale_of(state).loss_scale for name, state in states.items()}
-    assert scales == {"float32": 1, "mixed_bfloat16": 1, "mixed_float16": 2.0**20}
 
 
 def test_half_precision_halves_the_activations_that_backward_keeps():
@@ -447,12 +349,9 @@ def test_the_comparison_runs_each_policy_from_each_seed(little_text, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--rule head", "Rule 'head' should be PATH=TEXT, such as head=f32."),
         ("--rule haed=f32", "Rule 'haed' matched no module. Modules seen: Dropout_0, embed, head"),
-        ("--policy f33", "Unknown dtype 'f33'"),
         ("--prompt Xenon", "The text has no 'X'. It has: '"),
         ("--seeds 0", "--seeds should be at least 1, but got 0."),
-        ("--temperature nan", "--temperature should be at least 0, but got nan."),
         ("--width 18", "--width should be even and a multiple of --heads, but got 18, 4."),
         ("--batch-size 6", "A batch is 48 characters, more than the 46 that are held out."),
     ],

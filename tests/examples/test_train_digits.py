@@ -2,8 +2,6 @@
 are one line.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import train_digits as job
@@ -38,30 +36,6 @@ def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsy
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_half_precision_halves_the_activations_that_backward_keeps():
-    import jax
-    import jax.numpy as jnp
-
-    from mpmodules import linen as nn
-    from policy import use_policy
-
-    model, x = (
-        nn.Sequential([nn.Dense(24), nn.tanh, nn.Dense(24), nn.tanh, nn.Dense(3)]),
-        jnp.zeros((64, 8)),
-    )
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    apply: Any = model.apply
-    saved = {}
-    for policy in ("float32", "mixed_bfloat16"):
-        with use_policy(policy):
-            saved[policy] = job.saved_bytes(lambda p, batch: jnp.sum(apply(p, batch)), params, x)
-    kernels = 2 * (
-        24 * 24 + 24 * 3
-    )  # backward reads the half copies of the kernels; the float32 ones are parameters
-    assert saved["float32"] >= 4 * 2 * 64 * 24  # both tanh outputs
-    assert saved["mixed_bfloat16"] - kernels - 2 * 64 * 8 <= saved["float32"] / 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,9 +49,3 @@ def test_a_bad_argument_is_one_line(arguments, message):
         job.main(arguments)
     assert str(stopped.value).startswith(message)
     assert "\n" not in str(stopped.value)
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_rule_that_matches_nothing_lists_the_layers(few_images, wing, tmp_path):
-    with pytest.raises(ValueError, match=r"Rule 'haed' matched no module. Modules seen: .*head"):
-        job.main(["--wing", wing, "--rule", "haed=f32", "--plot", str(tmp_path / "p.png")])

@@ -74,13 +74,6 @@ def test_params_that_vary_inside_the_loss_have_their_gradients_summed_by_backwar
     assert (only.dtype, only.shape) == (dtype, (4, 2))
 
 
-def test_backward_through_vary_is_the_sum_over_the_devices():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(DEVICES, 3)), jnp.float32)
-    w = jnp.ones(3)
-    local = on_devices(jax.grad(lambda w, x: jnp.sum(vary(w, "i", "float32") * x)))
-    np.testing.assert_allclose(local(jnp.stack([w] * DEVICES), x)[0], x.sum(0), rtol=1e-6)
-
-
 def test_the_uses_of_a_half_precision_param_add_up_in_float32_on_their_way_to_the_sum():
     def loss_of(params, x):
         params = vary(params, "i", "float32")
@@ -130,13 +123,6 @@ def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum
         assert mean.tree[0].dtype == dtype
         np.testing.assert_array_equal(mean.tree[0].astype(jnp.float32), 1.5)
         np.testing.assert_array_equal(jax.vmap(lambda m: m.scale)(mean), 1024)
-
-
-def test_a_sum_mapped_over_scaled_gradients_raises():
-    with pytest.raises(TypeError):
-        on_devices(lambda g: jax.tree.map(lambda x: lax.psum(x, "i"), ScaledGradients(g, 2.0)))(
-            jnp.ones((2, 3))
-        )
 
 
 def test_overwritten_values_become_the_largest_of_the_devices():

@@ -28,21 +28,6 @@ def test_a_port_is_shorter(name):
     assert len(recipe.lines_that_go(text)) > 2 * len(recipe.lines_written(text)) - 1 > 0
 
 
-def test_a_dtype_that_was_forgotten_is_left_over():
-    text = (
-        "x = nn.Dense(4, dtype=self.dtype)(x)\ny = x.astype(x.dtype)  # stays\n"
-        "z = tokens.astype('int32')\n"
-    )
-    assert recipe.lines_left_over(text) == ["x = nn.Dense(4, dtype=self.dtype)(x)"]
-    assert recipe.lines_that_stay(text) == ["y = x.astype(x.dtype)"]
-
-
-def test_the_marks_do_what_they_say():
-    text = "from flax import nnx\na = 1\nb = 2  # goes\n    # + c = 3  # stays\n"
-    assert recipe.without_marks(text) == "from flax import nnx\na = 1\nb = 2\n"
-    assert recipe.ported(text) == "from mpmodules import nnx\na = 1\n    c = 3  # stays\n"
-
-
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_the_diffs_of_the_page_are_parts_of_the_port(name):
     text = recipe.before(name)

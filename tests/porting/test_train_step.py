@@ -75,11 +75,3 @@ def test_by_hand_the_batch_statistics_of_a_skipped_step_are_lost(stepped):
     start, _, _, skipped = stepped["hand"]
     jax.tree.map(np.testing.assert_array_equal, start.params, skipped.params)
     assert not policy.all_finite(skipped.batch_stats)
-
-
-def test_the_model_is_made_under_the_policy_that_it_is_given():
-    model = models.after("imagenet").create_model(POLICY)
-    assert model.dtype_policy == policy.get_policy(POLICY)
-    assert (
-        models.before("imagenet").create_model(True).dtype == jnp.float16
-    )  # what it takes on a CPU and a GPU

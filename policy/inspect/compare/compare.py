@@ -84,10 +84,10 @@ def compare(
 
     Raises:
       TypeError: `fn` is not a function; there are no arrays, or only their shapes; `params` doesn't
-        select arguments; with `backward`, there is no loss, or no floating argument.
+        select arguments; with `backward`, there is no loss.
       ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
         `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules
-        hold the parameters.
+        hold the parameters; with `backward`, there is no floating argument.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -176,10 +175,10 @@ class Paired(PlacedInterpreter):
             return  # both programs have the same array
         if reader.direction != origin.place.direction or reader.direction == "again":
             return  # saved for the backward pass, where it is read in its own module
-        left, entered = _crossed(origin.place.path, reader.path)
+        left, entered = _crossed(origin.place.path, reader)
         measurement = origin.measurement or self._measured(value, origin, dtype)
-        measurement.left.update((ModulePass(path, reader.direction), None) for path in left)
-        measurement.entered.update((ModulePass(path, reader.direction), None) for path in entered)
+        measurement.left.update(left)
+        measurement.entered.update(entered)
 
     def _measured(self, value: PlacedValue, origin: Origin, dtype: DTypeLike) -> Measurement:
         measurement = Measurement(
@@ -269,12 +268,10 @@ class Paired(PlacedInterpreter):
                 self._measured(value, origin, dtype)
             assert origin.measurement is not None
             origin.measurement.output = i
-            left, _ = _crossed(origin.place.path, ())
             if value.origin is not None:
-                places = [
-                    ModulePass(path, origin.place.direction) for path in left or [ModulePass().path]
-                ]
-                origin.measurement.returned.update(dict.fromkeys(places))
+                outside = ModulePass((), origin.place.direction)
+                left, _ = _crossed(origin.place.path, outside)
+                origin.measurement.returned.update(left or {outside: None})
 
     # Bodies ---------------------------------------------------------------------------------------
 
@@ -366,13 +363,12 @@ def float32_of(value: PlacedValue) -> Any:
     return wide[0] if wide else widen(value.arrays[0])
 
 
-def _crossed(origin: Path, reader: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the paths that a value leaves, innermost first, and enters, outermost first."""
-    common = sum(
-        1
-        for _ in itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(origin, reader, strict=False)
-        )
+def _crossed(origin: Path, reader: ModulePass) -> tuple[dict[ModulePass, None], ...]:
+    """Returns the places that a value leaves, innermost first, and enters, outermost first."""
+    path = reader.path
+    left = (origin[:n] for n in range(len(origin), 0, -1) if path[:n] != origin[:n])
+    entered = (path[:n] for n in range(1, len(path) + 1) if path[:n] != origin[:n])
+    return tuple(
+        dict.fromkeys(ModulePass(path, reader.direction) for path in paths)
+        for paths in (left, entered)
     )
-    left = [origin[:length] for length in range(len(origin), common, -1)]
-    return left, [reader[:length] for length in range(common + 1, len(reader) + 1)]

@@ -73,10 +73,6 @@ class Findings:
             place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places
         }
 
-    def places(self) -> Iterable[ModulePass]:
-        """Returns all places, in program order."""
-        return self.log.places
-
     def leaving(self, place: ModulePass) -> list[RowNumbers]:
         """Returns the values that leave a place, and gradients of parameters only if there are
         none.
@@ -136,29 +132,20 @@ class Findings:
 
     def first_jump(self) -> tuple[ModulePass, int | None] | None:
         """Returns the first place with a jump, the innermost if nested, and its scan's step."""
-        found: list[tuple[int, RowNumbers, ModulePass, int | None]] = []
+        found: list[tuple[RowNumbers, ModulePass, int | None]] = []
         for numbers in self.numbers:
-            if found and not _is_same_loop(found[0][1], numbers):
+            if found and not _is_same_loop(found[0][0], numbers):
                 break
-            places = [
-                *numbers.of.left,
-                *(p for p in numbers.of.returned if p.direction == "forward"),
-            ]
-            for place in sorted(places, key=lambda place: -len(place.path)):
+            forward = (place for place in numbers.of.returned if place.direction == "forward")
+            places = sorted((*numbers.of.left, *forward), key=lambda place: -len(place.path))
+            for place in places:
                 jumps = self.jumps(place, numbers)
                 if jumps.any():
-                    found.append(
-                        (
-                            _first(jumps, place),
-                            numbers,
-                            place,
-                            _first(jumps, place) if jumps.ndim else None,
-                        )
-                    )
+                    found.append((numbers, place, _first(jumps, place)))
                     break
         if not found:
             return None
-        _, _, place, step = min(found, key=lambda item: _turn(item[0], item[2]))
+        _, place, step = min(found, key=lambda item: _turn(item[2] or 0, item[1]))
         return place, step
 
 
@@ -188,13 +175,13 @@ def _lengths(place: ModulePass) -> range:
     return range(1 if place.path else 0, len(place.path) + 1)
 
 
-def _first(jumps: np.ndarray, place: ModulePass) -> int:
-    """Returns the first step of the outermost scan with a jump.
+def _first(jumps: np.ndarray, place: ModulePass) -> int | None:
+    """Returns the first step of the outermost scan with a jump; None outside of any.
 
     A backward pass runs through the steps in reverse.
     """
     if not jumps.ndim:
-        return 0
+        return None
     steps = np.flatnonzero(jumps.reshape(jumps.shape[0], -1).any(1))
     return int(steps[-1] if place.direction == "backward" else steps[0])
 
@@ -218,7 +205,7 @@ def comparison_of(
 ) -> Comparison:
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
-    with naming(place.path for place in findings.places()):
+    with naming(place.path for place in findings.log.places):
         jump = findings.first_jump()
         rows = [*_modules(findings), *_returned(program, findings)]
         unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
@@ -251,7 +238,7 @@ def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
 
 
 def _modules(findings: Findings) -> Iterable[Row]:
-    for place in findings.places():
+    for place in findings.log.places:
         leaving = findings.leaving(place)
         if leaving:
             kind = "gradient" if place.direction == "backward" else "activation"

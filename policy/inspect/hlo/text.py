@@ -8,17 +8,6 @@ import math
 import re
 from collections.abc import Iterator
 
-_SIZES = {
-    "pred": 1,
-    "token": 0,
-    "opaque": 0,
-    "c64": 8,
-    "c128": 16,
-    "s4": 0.5,
-    "u4": 0.5,
-    "s2": 0.25,
-    "u2": 0.25,
-}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
     r"\b(calls|body|condition|to_apply|branch_computations|(?:true|false)_computation|"
@@ -41,8 +30,8 @@ class HloArray:
     @property
     def bytes(self) -> float:
         digits = re.match(r"(?:bf|[sufc])(\d+)", self.dtype)
-        size = _SIZES[self.dtype] if self.dtype in _SIZES else int(digits[1]) / 8 if digits else 0
-        return size * math.prod(self.shape)
+        bits = int(digits[1]) if digits else 8 if self.dtype == "pred" else 0
+        return bits / 8 * math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

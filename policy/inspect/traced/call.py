@@ -14,19 +14,13 @@ import jax.numpy as jnp
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.callables import require_function
 from policy.core.policy import Policy, get_policy
-from policy.core.rules import PolicyRules
+from policy.core.rules import PolicyRules, as_rules
 from policy.core.scope import RulesLike, require_usable
 from policy.inspect.traced.float32 import in_float32, wide_arguments
-from policy.inspect.traced.gradients import (
-    Around,
-    PlainCall,
-    as_it_is,
-    with_gradients,
-)
+from policy.inspect.traced.gradients import Around, PlainCall, as_it_is
 from policy.inspect.traced.reference import reference_of
 from policy.inspect.traced.under_policy import Route, under_policy
 from policy.programs.codes import NO_CODES, Codes, codes_of
-from policy.programs.module_names import make_jaxpr
 from policy.programs.placed_interpreter import NO_REFERENCE, Reference
 from policy.programs.subprograms import opened
 from policy.programs.trace import Arguments
@@ -104,41 +98,22 @@ class Call(PlainCall):
             pure = _returning(call.fn, call.lowered.result)
         return cls(pure, call.arguments, call.params, call.lowered, loss_scale)
 
-    def traced(self, around: Around = as_it_is) -> Program:
-        """Returns the program of the call, as it is written.
-
-        Args:
-          around: wraps the function, given the arguments that are parameters.
-        """
-        fn = around(self.fn, self.params)
-        flat = self._flat(fn) if self.loss_scale is None else self._with_gradients(fn)
-        jaxpr, shape = make_jaxpr(flat, return_shape=True)(*self.arguments.arrays)
-        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape[0])]
-        taken = self.differentiated() if shape[1] else []
+    def program(self, around: Around = as_it_is) -> Program:
+        """Returns the program of the call, as it is written; see `PlainCall.traced`."""
+        scale = self.loss_scale
+        scaled = lambda out: [_loss(out).astype(jnp.float32) * scale]  # noqa: E731
+        jaxpr, shape, count = self.traced(None if scale is None else scaled, around)
+        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
         inputs = input_paths(self.arguments, self.lowered is not None)
-        gradients = [inputs[i] for i in taken]
+        gradients = [inputs[i] for i in self.differentiated()] if count else []
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
 
     def under(
         self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
     ) -> Program:
         """Returns the program of the call under a policy; see `under_policy`."""
-        program, route = under_policy(self.traced, policy, rules, route)
+        program, route = under_policy(self.program, policy, rules, route)
         return dataclasses.replace(program, route=route)
-
-    def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def flat(*arrays: Any) -> Any:
-            args, kwargs = self.arguments.filled(arrays)
-            return fn(*args, **kwargs), []
-
-        return flat
-
-    def _with_gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        taken, scale = self.differentiated(), self.loss_scale
-        if not taken:
-            raise TypeError("There is no floating array among the arguments to take gradients of.")
-        scaled = lambda out: [_loss(out).astype(jnp.float32) * scale]  # noqa: E731
-        return with_gradients(fn, self.arguments, taken, scaled)
 
 
 def _loss(out: Any) -> Any:
@@ -209,14 +184,12 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
     Raises:
       TypeError, ValueError: they are malformed, or given without a policy.
     """
-    if rules is None:
-        return None
-    if policy is None:
+    if rules is not None and policy is None:
         raise ValueError(
             "rules= makes exceptions to a policy, but policy= is missing: pass it too, such as "
             "policy='mixed_bfloat16'."
         )
-    return rules if isinstance(rules, PolicyRules) else PolicyRules(rules)
+    return as_rules(rules)
 
 
 def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = None) -> Program:
@@ -248,7 +221,7 @@ def _with_reference(call: Call, program: Program) -> Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wide_call = dataclasses.replace(call, arguments=arguments)
-            wide = wide_call.traced(lambda fn, _: in_float32(fn))
+            wide = wide_call.program(lambda fn, _: in_float32(fn))
     except Exception as error:
         refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reference = reference_of(program.jaxpr, None if wide is None else wide.jaxpr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,14 @@ import jax.numpy as jnp
 from policy.autocasting.parameters import ParamsArgument, parameters, require_params
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.module_names import make_jaxpr
-from policy.programs.trace import Arguments, Lowered, Traced, is_array, lowered, traced_around
+from policy.programs.trace import Arguments, Lowered, Traced, is_array, lowered
+
+Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
+
+
+def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., Any]:
+    """Returns a function without a wrapper."""
+    return fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +81,59 @@ class PlainCall:
         ]
         return [i for i in floating if marks[i]] or floating
 
+    def traced(
+        self, floats: Callable[[Any], list[Any]] | None = None, around: Around = as_it_is
+    ) -> tuple[Any, Any, int]:
+        """Returns the program of the call, the shape of its result, and the number of gradients.
+
+        Gradients come after the result.
+
+        Args:
+          floats: returns what to differentiate of a result; its cotangents are ones. None: there
+            are no gradients.
+          around: wraps the function, given the arguments that are parameters.
+
+        Raises:
+          ValueError: no argument is floating.
+        """
+        fn, chosen = around(self.fn, self.params), [] if floats is None else self.differentiated()
+        if floats is not None and not chosen:
+            raise ValueError(
+                "backward=True differentiates with respect to floating arguments, but the function "
+                "is called with none."
+            )
+
+        def plain(*arrays: Any) -> tuple[Any, Sequence[Any]]:
+            args, kwargs = self.arguments.filled(arrays)
+            return fn(*args, **kwargs), ()
+
+        # JAX's errors name the function
+        plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        both = plain if floats is None else _with_gradients(plain, chosen, floats)
+        jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*self.arguments.arrays)
+        return jaxpr, shape, len(chosen)
+
+
+def _with_gradients(
+    plain: Callable[..., Any], chosen: Sequence[int], floats: Callable[[Any], list[Any]]
+) -> Callable[..., tuple[Any, Sequence[Any]]]:
+    def both(*arrays: Any) -> tuple[Any, Sequence[Any]]:
+        def of_chosen(*values: Any) -> tuple[list[Any], Any]:
+            given = dict(zip(chosen, values, strict=True))
+            out, _ = plain(*(given.get(i, array) for i, array in enumerate(arrays)))
+            return floats(out), out
+
+        found, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
+        return out, backward([jnp.ones_like(leaf) for leaf in found])
+
+    return both
+
 
 def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     """Returns, for each array of a call, whether it is in a node that holds no parameter."""
     excludes = lambda node: any(each.is_no_parameter(node) for each in FRAMEWORKS)  # noqa: E731
     nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
     return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
-
-
-Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
-
-
-def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., Any]:
-    """Returns a function without a wrapper."""
-    return fn
 
 
 def traced_call(
@@ -109,71 +156,28 @@ def traced_call(
       TypeError: `params` doesn't select arguments.
       ValueError: `params` without `backward`; no argument, or no output, is floating.
     """
-    if backward:
-        return _with_gradients(fn, args, kwargs, params, around)
-    require_params(params)
-    if params is not None:
+    if params is not None and not backward:
         raise ValueError(
             f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
         )
-    return traced_around(
-        fn, args, kwargs, lambda pure, is_lowered: around(pure, 0 if is_lowered else None)
-    )
-
-
-def _with_gradients(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument, around: Around
-) -> Traced:
     call = PlainCall.of(fn, args, kwargs, params)
-    chosen = call.differentiated()
-    if not chosen:
-        raise ValueError(
-            "backward=True differentiates with respect to floating arguments, but the function is "
-            "called with none."
-        )
-    # it returns its new state beside its result
-    has_state = call.lowered is not None and call.lowered.finish is not Lowered.finish
-
-    def floats(out: Any) -> list[Any]:
-        primary = _primary(out[0] if has_state else out)
-        found = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
-        if not found:
-            raise ValueError(
-                "backward=True differentiates floating outputs, but the function returns none."
-            )
-        return found
-
-    both = with_gradients(around(call.fn, call.params), call.arguments, chosen, floats)
-    jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*call.arguments.arrays)
+    jaxpr, shape, _ = call.traced(functools.partial(_floats, call) if backward else None, around)
     return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
 
 
-def with_gradients(
-    fn: Callable[..., Any],
-    arguments: Arguments,
-    chosen: Sequence[int],
-    floats: Callable[[Any], list[Any]],
-) -> Callable[..., tuple[Any, Sequence[Any]]]:
-    """Returns a function of arrays that returns the result of `fn` and its gradients.
+def _floats(call: PlainCall, out: Any) -> list[Any]:
+    """Returns the differentiated leaves of a result.
 
-    Args:
-      fn: the function.
-      arguments: its arguments, which hold the arrays.
-      chosen: the positions of the arrays to differentiate by.
-      floats: returns what to differentiate of a result; its cotangents are ones.
+    Raises:
+      ValueError: there are none.
     """
-
-    def both(*arrays: Any) -> tuple[Any, Sequence[Any]]:
-        def of_chosen(*values: Any) -> tuple[list[Any], Any]:
-            given = dict(zip(chosen, values, strict=True))
-            args, kwargs = arguments.filled([given.get(i, a) for i, a in enumerate(arrays)])
-            out = fn(*args, **kwargs)
-            return floats(out), out
-
-        found, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
-        return out, backward([jnp.ones_like(leaf) for leaf in found])
-
-    return both
+    primary = _primary(out if call.lowered is None else call.lowered.result(out))
+    found = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
+    if not found:
+        raise ValueError(
+            "backward=True differentiates floating outputs, but the function returns none."
+        )
+    return found
 
 
 def _primary(out: Any) -> Any:

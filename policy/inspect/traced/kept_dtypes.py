@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,45 +20,28 @@ def parameters_of(
 
     Unless `keeps`, the outgoing parameters stand for the incoming ones.
     """
-    call = lowered(fn, args, kwargs)
-    traced = trace(fn, *args, **kwargs)
-    places = jax.tree.unflatten(
-        jax.tree.structure(traced.shape), range(len(jax.tree.leaves(traced.shape)))
-    )
-    shape = traced.shape
+    call, traced = lowered(fn, args, kwargs), trace(fn, *args, **kwargs)
+    dtypes = [_dtype(leaf) for leaf in jax.tree.leaves(traced.shape)]
+    places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(dtypes)))
     # modules, whose state is handed in and out
-    if call is not None and call.finish is not type(call).finish:
-        given, (shape, places) = call.args[0], (shape[1], places[1])
-        before = _dtypes(given)
-        after = _placed(shape, places)
-        return before, {name: after[name] for name in before if name in after}, traced.jaxpr
-    if isinstance(shape, tuple):
-        shape, places = shape[returned], places[returned]
-    after = _placed(shape, places)
-    return (
-        (_dtypes(args[params]) if keeps else {n: d for n, (_, d) in after.items()}),
-        after,
-        traced.jaxpr,
-    )
+    has_state = call is not None and call.finish is not type(call).finish
+    if has_state or isinstance(places, tuple):
+        places = places[1 if has_state else returned]
+    after = {name: (place, dtypes[place]) for name, place in _named(places)}
+    if not (has_state or keeps):
+        return {name: dtype for name, (_, dtype) in after.items()}, after, traced.jaxpr
+    given = args[params] if call is None or not has_state else call.args[0]
+    return {name: _dtype(leaf) for name, leaf in _named(given)}, after, traced.jaxpr
 
 
-def _dtypes(tree: Any) -> dict[str, str]:
-    """Returns the dtype of each leaf, by its path in the tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path) or "the parameter": str(jnp.result_type(leaf))
-        for path, leaf in leaves
-    }
+def _dtype(leaf: Any) -> str:
+    return str(jnp.result_type(leaf))
 
 
-def _placed(shape: Any, places: Any) -> dict[str, tuple[int, str]]:
-    return dict(
-        zip(
-            _dtypes(shape),
-            zip(jax.tree.leaves(places), _dtypes(shape).values(), strict=True),
-            strict=True,
-        )
-    )
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a tree with their paths."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path) or "the parameter", leaf
 
 
 def origin_of(jaxpr: Any, place: int) -> str:

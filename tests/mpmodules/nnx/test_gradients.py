@@ -1,12 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from mpmodules.nnx._gradients import grad, value_and_grad
-from policy import mixed_precision
 from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
@@ -98,51 +96,6 @@ def test_aux_argnums_and_filters_work_as_in_flax():
 def test_half_precision_params_give_float32_gradients():
     gradients = grad(loss_of)(Net(jnp.bfloat16), X)
     assert {leaf.dtype for leaf in leaves(gradients)} == {jnp.dtype(jnp.float32)}
-
-
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
-def test_nnx_optimizer_trains_skips_and_moves_its_scale(param_dtype):
-    model = Net(param_dtype)
-    tx = mixed_precision(
-        optax.adam(1e-2), "mixed_bfloat16", loss_scale=DynamicLossScale(2.0**10, period=2)
-    )
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        value, gradients = value_and_grad(loss_of, loss_scale=loss_scale_of(optimizer.opt_state))(
-            model, x
-        )
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # optax.apply_updates adds float32 updates to bfloat16 params
-            optimizer.update(model, gradients)
-        return value
-
-    losses = [step(model, optimizer, X) for _ in range(10)]
-    assert losses[-1] < losses[0]
-    assert finite_of(optimizer)
-    assert loss_scale_of(optimizer.opt_state).loss_scale == 2.0**15
-    assert model.inner.kernel[...].dtype == param_dtype
-    before = [np.asarray(leaf) for leaf in leaves(nnx.state(model, nnx.Param))]
-    step(model, optimizer, X * jnp.inf)
-    assert not finite_of(optimizer)
-    assert loss_scale_of(optimizer).loss_scale == 2.0**14
-    for a, b in zip(before, leaves(nnx.state(model, nnx.Param)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_apply_gradients_steps_a_state_of_params():
-    model = Net(jnp.bfloat16)
-    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16", loss_scale=8.0)
-    params = nnx.state(model, nnx.Param)
-    opt_state = tx.init(params)
-    scaled = grad(loss_of, loss_scale=loss_scale_of(opt_state), grads="compute")(model, X)
-    new, opt_state, finite = apply_gradients(tx, params, opt_state, scaled)
-    nnx.update(model, new)
-    assert finite
-    assert opt_state.count == 1
-    assert model.inner.kernel[...].dtype == jnp.bfloat16
 
 
 def test_the_framework_free_one_refuses_a_model_and_takes_its_state():

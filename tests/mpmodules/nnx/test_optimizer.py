@@ -12,9 +12,8 @@ import pytest
 
 from mpmodules import nnx
 from policy import (
-    DynamicLossScale,
-    apply_gradients,
     DtypePolicyWarning,
+    DynamicLossScale,
     loss_scale_of,
     master_params,
     mixed_precision,

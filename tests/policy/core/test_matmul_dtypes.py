@@ -61,10 +61,6 @@ def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
     assert preferred(platform, kind) == expected
 
 
-def test_8bit_is_none_on_this_backend():
-    assert get_policy("c=bf16,m=8bit").matmul is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy import Policy, get_policy, half_dtype
+from policy import Policy, get_policy
 
 DTYPE_LIKES = {
     "float32": [jnp.float32, np.float32, np.dtype("float32"), "float32", "f32", "full"],
@@ -65,11 +65,6 @@ def test_a_policy_of_jmp_is_refused_with_its_text():
         get_policy(given)
 
 
-def test_half_is_what_the_backend_prefers():
-    assert get_policy("half") == Policy(half_dtype(), half_dtype(), half_dtype())
-    assert half_dtype() in (jnp.float16, jnp.bfloat16)
-
-
 def _all_policies():
     names = ("float32", "bfloat16", "float16", "float64")
     for params, compute, output in itertools.product(names, repeat=3):
@@ -119,18 +114,12 @@ def test_replace_lets_a_default_reduction_dtype_follow_compute_dtype():
         chosen.replace(compute="f32")
 
 
-def test_a_policy_is_frozen():
-    with pytest.raises(AttributeError):
-        get_policy("bf16").compute_dtype = jnp.float32  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (jnp.int32, r"Policy\(compute_dtype=int32\): a policy takes only floating dtypes"),
-        (jnp.complex64, r"Policy\(compute_dtype=complex64\): a policy takes only floating dtypes"),
-        (None, r"Policy\(compute_dtype=None\): a floating dtype is needed"),
-        ("bfloat17", r"Policy\(compute_dtype='bfloat17'\): not a dtype. Give a floating dtype"),
+        (jnp.complex64, r"Policy\(compute_dtype=complex64\): it should be a floating dtype"),
+        (None, r"Policy\(compute_dtype=None\): it should be a floating dtype"),
+        ("bfloat17", r"Policy\(compute_dtype='bfloat17'\): it should be a floating dtype"),
         (
             jnp.float8_e4m3fn,
             r"Policy\(compute_dtype=float8_e4m3fn\): floats of 8 bits or fewer are for matmul "

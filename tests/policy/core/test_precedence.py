@@ -69,11 +69,6 @@ def test_a_dtype_that_a_layer_cannot_honour_is_refused(argument, dtype):
         _form(**{argument: dtype})
 
 
-def test_float64_is_refused_where_it_would_be_used():
-    with pytest.raises(ValueError, match="x64 disabled"):
-        _form(base=get_policy("float64"))
-
-
 def test_a_warning_comes_once_for_each_message():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -49,11 +49,6 @@ def test_an_unknown_or_unfit_precision_is_refused_with_those_that_fit(text, told
         get_policy(text)
 
 
-def test_a_precision_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="precision"):
-        Policy("f32", "f32", "f32", precision=3)  # type: ignore[arg-type]
-
-
 def test_an_algorithm_is_dropped_with_the_dtype_that_it_is_for():
     half = get_policy("c=bf16,x=BF16_BF16_F32")
     assert half.replace(output_dtype="f32").precision == "BF16_BF16_F32"

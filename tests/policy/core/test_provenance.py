@@ -1,7 +1,5 @@
 """What gave a policy is noted beside it, in this thread, and decides nothing."""
 
-import threading
-
 from policy import use_policy
 from policy.core.scope import Source, current_scope, enter
 
@@ -18,15 +16,6 @@ def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
                 assert str(current_scope().source) == "rule: 'a'"
         assert str(current_scope().source) == "scope"
     assert str(current_scope().source) == "global"
-
-
-def test_another_thread_sees_the_global_policy():
-    seen = []
-    with use_policy("bf16"):
-        thread = threading.Thread(target=lambda: seen.append(str(current_scope().source)))
-        thread.start()
-        thread.join()
-    assert seen == ["global"]
 
 
 def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rule_for_a_rule():

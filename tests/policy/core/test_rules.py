@@ -6,7 +6,6 @@ import re
 import pytest
 
 from policy import DtypePolicyWarning, PolicyRules, get_policy
-from policy.programs.paths import folded
 
 BF16, F32 = get_policy("bf16"), get_policy("f32")
 
@@ -58,10 +57,8 @@ def test_rules_are_values():
     assert repr(PolicyRules({"a": "bf16"}, strict=False)) == (
         "PolicyRules([('a', 'params=bfloat16,compute=bfloat16,output=bfloat16')], strict=False)"
     )
-    with pytest.raises(
-        AttributeError, match="PolicyRules are immutable; make new ones instead of setting strict"
-    ):
-        rules.strict = False
+    with pytest.raises(AttributeError, match="strict"):
+        rules.strict = False  # type: ignore[misc]
 
 
 def test_texts_of_rules_divide_at_the_first_equals_sign():
@@ -103,14 +100,6 @@ def test_an_error_about_many_modules_lists_numbered_ones_as_one():
         r"layers/0\.\.29/norm\.$",
     ):
         PolicyRules({"layers/30/norm": "f32"}).check(["", "embed", "layers", *layers])
-
-
-def test_paths_are_folded_where_numbers_alone_tell_them_apart():
-    blocks = [f"stage_{i}/block_{j}" for i in range(3) for j in range(4)]
-    stages = ["stem_0", "stem_1", "stage_0..2/block_0..3", "head"]
-    assert folded(["stem_0", *blocks, "stem_1", "head"]) == stages
-    apart = ["a/0", "a/1", "a/3", "b_00", "b_01", "b_02"]  # gaps, and leading zeros
-    assert folded(apart) == apart and folded([]) == []
 
 
 def test_class_rules_are_checked_where_classes_are_known():

@@ -16,7 +16,7 @@ from policy import (
     set_policy,
     use_policy,
 )
-from policy.core.scope import Scope, current_scope, enter, traced_for
+from policy.core.scope import Scope, current_scope, traced_for
 
 A, B = get_policy("bf16"), get_policy("f16")
 
@@ -131,13 +131,6 @@ def test_a_change_of_the_global_policy_retraces():
         set_policy(policy)
         function(jnp.ones(2))
     assert traces == [A, B]
-
-
-def test_a_scope_equal_to_the_one_in_force_is_not_entered_again():
-    with use_policy("bf16"):
-        outer = current_scope()
-        with enter(Scope(get_policy("bf16"))):
-            assert current_scope() is outer
 
 
 def test_a_scope_refuses_what_is_no_policy_before_it_is_entered():

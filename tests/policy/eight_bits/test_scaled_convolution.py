@@ -12,6 +12,7 @@ from jax import lax
 from policy import ScaledMatmul
 from policy.eight_bits import quantisation, scaled_convolution
 from policy.eight_bits.scaled_convolution import scaled_conv
+from tests.policy.errors import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 
@@ -28,10 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dilated": {"window_strides": (1, 1), "padding": ((0, 0), (1, 1)), "lhs_dilation": (1, 2)},
     "grouped": {"window_strides": (1, 1), "padding": "VALID", "feature_group_count": 4},
 }
-
-
-def error(found, truth):
-    return float(np.linalg.norm(np.asarray(found, np.float64) - truth) / np.linalg.norm(truth))
 
 
 def results(convolve, x, kernel, ct):
@@ -58,7 +55,7 @@ def test_errors_are_those_of_rounding_to_8_bits(by, bound, name):
     found = results(lambda x, k: scaled_conv(x, k, by, **options), x, kernel, ct)
     for ours, true in zip(found, truth, strict=True):
         assert ours.dtype == jnp.float32
-        assert 0.002 < error(ours, true) < bound
+        assert 0.002 < relative(ours, true) < bound
 
 
 def test_an_example_that_is_small_keeps_its_digits():
@@ -69,7 +66,7 @@ def test_an_example_that_is_small_keeps_its_digits():
     for scaling in ("row", "tensor"):
         by = ScaledMatmul("int8", "int8", scaling=scaling)
         y = np.asarray(scaled_conv(jnp.asarray(x * scales), jnp.asarray(kernel), by, **options))
-        worst[scaling] = max(map(error, y / scales, truth[0]))
+        worst[scaling] = max(map(relative, y / scales, truth[0]))
     assert worst["row"] < 0.015
     assert worst["tensor"] > 0.5
 
@@ -78,7 +75,7 @@ def test_a_weight_gradient_in_compute_dtype_is_exact_of_the_operands():
     options, x, kernel, ct, truth = case("strided")
     by = ScaledMatmul("int8", "int8", weight_gradient="compute")
     _, _, by_kernel = results(lambda x, k: scaled_conv(x, k, by, **options), x, kernel, ct)
-    assert error(by_kernel, truth[2]) < 1e-6
+    assert relative(by_kernel, truth[2]) < 1e-6
 
 
 @pytest.mark.parametrize("by", [INT8, FLOAT8], ids=["int8", "float8"])

@@ -151,11 +151,6 @@ def test_standardize_takes_given_statistics():
     )
 
 
-def test_integers_are_widened():
-    assert reductions.mean(jnp.arange(4)).dtype == jnp.float32
-    assert float(reductions.mean(jnp.arange(4))) == 1.5
-
-
 def test_integers_are_summed_exactly():
     large = jnp.array([2**24, 1, 1])
     ids = jnp.zeros(3, int)
@@ -177,9 +172,7 @@ def test_integers_are_summed_exactly():
 
 
 def test_running_sums_refuse_an_axis_that_there_is_not():
-    with pytest.raises(
-        ValueError, match=r"axis should be between -2 and 1 for shape \(2, 3\), but got 2"
-    ):
+    with pytest.raises(ValueError, match="axis 2 is out of bounds for array of dimension 2"):
         reductions.cumsum(jnp.ones((2, 3)), 2)
     assert reductions.cumsum(jnp.float32(2.0), -1).tolist() == [2.0]
 

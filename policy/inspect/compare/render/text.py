@@ -51,21 +51,18 @@ def _above(comparison: Rows) -> Iterable[str]:
     ]
     policy = f" under {comparison.policy}" if comparison.policy else ""
     yield f"{comparison.name or 'function'}{policy} (by {how}) against float32"
-    where = "nowhere"
-    if comparison.first_jump is not None:
-        step = "" if comparison.jump_step is None else f", step {comparison.jump_step} of its scan"
-        row = next(
-            (row for row in comparison.rows if row.path == comparison.first_jump and row.is_jump),
-            None,
-        )
-        made = "" if row is None or not row.source else f", in {row.primitive}, {row.source}"
-        where = f"at {comparison.first_jump or '(outside of any module)'}{step}{made}"
-    yield (
-        f"The error jumps first {where}."
-        if comparison.first_jump is not None
-        else "The error jumps nowhere."
-    )
+    yield f"The error jumps {_jump(comparison)}."
     yield from comparison.notes
+
+
+def _jump(comparison: Rows) -> str:
+    path = comparison.first_jump
+    if path is None:
+        return "nowhere"
+    step = "" if comparison.jump_step is None else f", step {comparison.jump_step} of its scan"
+    row = next((row for row in comparison.rows if row.path == path and row.is_jump), None)
+    made = "" if row is None or not row.source else f", in {row.primitive}, {row.source}"
+    return f"first at {path or '(outside of any module)'}{step}{made}"
 
 
 def _name(row: Row) -> str:

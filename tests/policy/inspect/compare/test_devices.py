@@ -11,6 +11,7 @@ from jax import lax
 from benchmarks.accel.emulated import emulated
 from mpmodules import linen, nnx
 from policy import compare
+from tests.policy.errors import relative
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
 MIXED = "mixed_bfloat16"
@@ -52,12 +53,9 @@ def test_a_float32_program_differs_on_devices_by_their_passes():
     w = jax.random.normal(jax.random.key(1), (16, 16))
     truth = np.asarray(X, np.float64) @ np.asarray(w, np.float64)
 
-    def relative(y):
-        return np.linalg.norm(np.asarray(y, np.float64) - truth) / np.linalg.norm(truth)
-
     for device in ("tpu", "gpu"):
         found = compare(jnp.dot, X, w, on=device).error
-        assert found == pytest.approx(relative(emulated(jnp.dot, device)(X, w)), rel=1e-2)
+        assert found == pytest.approx(relative(emulated(jnp.dot, device)(X, w), truth), rel=1e-2)
     assert compare(jnp.dot, X, w).error == 0
 
 

@@ -28,7 +28,6 @@ from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-RNG = np.random.default_rng(0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,19 +336,6 @@ def test_constants_beside_a_half_dtype_that_a_jitted_function_names_stay_rounded
     )
     truth = 2 * np.float64(F16(0.1)) * np.asarray(x, np.float64)
     np.testing.assert_allclose(comparison.error, relative(half(x), truth), rtol=2e-3)
-
-
-def test_a_scan_that_names_the_half_dtype_of_its_carry_is_compared_with_itself_widened() -> None:
-    def half(x: Any) -> Any:
-        step = lambda y, _: ((jnp.sin(y.astype(F32)) * 1.5).astype(F16), None)  # noqa: E731
-        return lax.scan(step, x.astype(F16), None, length=3)[0]
-
-    x = normal(64)
-    comparison, truth = compare(half, x), np.asarray(x, np.float64)
-    for _ in range(3):
-        truth = 1.5 * np.sin(truth)
-    assert "can't be traced in float32 (TypeError: scan body" in comparison.notes[0]
-    np.testing.assert_allclose(comparison.error, relative(exactly(half)(x), truth), rtol=2e-3)
 
 
 def test_a_function_in_float32_sees_no_half_dtype_and_later_traces_do() -> None:

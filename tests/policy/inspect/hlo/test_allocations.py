@@ -126,13 +126,6 @@ def test_a_copy_of_an_argument_names_it():
     ]
 
 
-def test_memory_of_the_chips_own_does_not_count():
-    dump = read_dump(FOLDER)
-    on_chip = "allocation 9: size 4096, color 1, preallocated-temp:\n"
-    other = Dump(dump.program, dump.allocations + on_chip, dump.live_ranges)
-    assert memory_of(other) == memory_of(dump)
-
-
 def test_a_folder_without_one_program_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"should hold the files of one compiled .* but has none"):
         read_dump(tmp_path)

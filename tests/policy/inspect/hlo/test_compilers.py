@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import policy
 from policy.inspect.estimate.roofline import compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
+from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.module_paths import by_spelled_path
 from tests.benchmarks.accelerators import target
 
@@ -23,10 +24,8 @@ NAMES = ("cpu", "h100", "v5e:1x1")
 @pytest.fixture(autouse=True)
 def without_a_cache_of_programs():
     """The GPU's compiler can't read what it wrote there without a GPU."""
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    with without_cache():
+        yield
 
 
 def costs(name, function, *arguments, **options) -> Costs:

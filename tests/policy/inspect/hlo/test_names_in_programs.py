@@ -97,7 +97,3 @@ def test_elements_of_tuples_are_read_in_either_form():
     assert text.count("#") == 3
     maker = Makers(parse(text)).maker_of(("b.4", ()))
     assert maker is not None and maker.instruction.op_name == "jit(f)/act/tanh"
-
-
-def test_a_value_of_no_instruction_has_no_maker():
-    assert Makers(parse(PROGRAM)).maker_of(("nowhere", ())) is None
