@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,10 @@ class Placement:
             f"Nothing is sharded: one of the {self.target.devices.size} devices of "
             f"{self.target.name} runs the whole step. Give shardings= to spread it."
         ]
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which the step is traced and lowered: that of its mesh."""
+        return jax.set_mesh(self.mesh) if self.is_spread else contextlib.nullcontext()
 
     def sharding(self, spec: PartitionSpec | None, array: Any, name: str) -> Any:
         """Returns the sharding of an array.

@@ -13,13 +13,13 @@ from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.applied import confirmed
 from policy.inspect.suggest.candidates import ListeningRules
-from policy.inspect.suggest.confirmed import confirmed, search_of
 from policy.inspect.suggest.eight_bit_search import EightBitSearch
 from policy.inspect.suggest.eight_bits import SMALLEST, split_policy
 from policy.inspect.suggest.on_target import FrontSearch
 from policy.inspect.suggest.scaled_dots import scaled_of
-from policy.inspect.suggest.suggestion import Suggestion
+from policy.inspect.suggest.suggestion import Suggestion, suggestion_of
 from policy.inspect.suggest.target_costs import TargetCompiler, require_timed
 from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import Call, checked_policy, program_of
@@ -119,11 +119,13 @@ def suggest(
             made = MadeCall(fn, args, kwargs, False)
             compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
             return FrontSearch(trial, compiler, points, budget).suggestion()
-        wide, found = confirmed(trial, search_of(trial, trial.costs), budget)
-        if scaled is None or policy is None or by is None:
+        search = trial.search(trial.costs)
+        wide, rules, measured, attempts = confirmed(trial, search, budget)
+        found = suggestion_of(trial, search, wide, rules, budget, measured, attempts)
+        if scaled is None or policy is None:
             return found
         eight = policy.replace(matmul=by)
-        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found, by)
+        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found)
 
 
 def _checked(error: Any, on: Any) -> float:

@@ -14,9 +14,9 @@ from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, ScaledMatmul, autocast, use_policy
 from policy.core.policy import get_policy
-from policy.inspect.suggest.eight_bit_search import rules_from_states
+from policy.inspect.suggest.eight_bit_search import out_of_8_bits
 from policy.inspect.suggest.eight_bits import SMALLEST
-from policy.inspect.suggest.patterns import patterns_of_states
+from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.suggest import suggest
 from tests.policy.errors import exactly, relative
 
@@ -175,13 +175,12 @@ def test_rules_of_three_states_match_their_paths_alone():
         ("Net", "block_1", "norm"): "float32",
         ("Net", "head"): "half",
     }
-    found = patterns_of_states(states, "8 bits")
+    found = patterns_of(states, "8 bits")
     assert found == [
         ("head", "half"),
         ("stem", "half"),
         ("block_1/norm", "float32"),
         ("block_1/up", "half"),
     ]
-    policy, full = get_policy("mixed_int8"), get_policy("float32")
-    whole = rules_from_states({("Net",): "half"}, policy, full)
-    assert whole == PolicyRules([("Net:", MIXED)])
+    half = out_of_8_bits([("Net",), ("Net", "head")], get_policy("mixed_int8"))
+    assert (str(half("Net:")), str(half("head"))) == (str(get_policy(MIXED)), KEPT)

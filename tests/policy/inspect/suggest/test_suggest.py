@@ -15,7 +15,7 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, autocast, use_policy
-from policy.inspect.suggest.rounding_emulator import Emulated
+from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.suggest import suggest
 from policy.programs.placed_interpreter import PlacedValue
 from tests.policy.errors import exactly, normal, relative
@@ -318,7 +318,7 @@ def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
     program = jax.make_jaxpr(decayed)(w, x)
 
     def emulated(is_wide: bool) -> Any:
-        flags = np.array([is_wide, is_wide, True])
+        flags = Flags(np.array([is_wide, is_wide]), np.array(True))
         values = [PlacedValue([array.astype(F32)]) for array in (w, x)]
         return Emulated(flags, {("Net",): 1}).run(program.jaxpr, [], values)[0].arrays[0]
 
