@@ -154,11 +154,13 @@ def _named(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"matmul": 8}, "a ScaledMatmul or its text, such as 'f8', but got 8"),
+        (
+            {"matmul": 8, "policy": MIXED},
+            "should be a ScaledMatmul, its text such as 'f8', or None",
+        ),
         ({"matmul": "f8"}, "matmul='f8' applies to layers .* policy= is missing: pass it too"),
         ({"matmul": "i8", "policy": "mixed_float8"}, "matmul='i8' disagrees with the policy"),
         ({"matmul": "i8", "policy": "float32"}, "computes in float32: give a policy"),
-        ({"matmul": "i8", "policy": MIXED, "smallest": 0}, "smallest should be a positive size"),
         ({"matmul": "i8", "policy": MIXED}, "m=i8 applies to matmuls of a parameter inside"),
     ],
 )

@@ -256,16 +256,8 @@ def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(jnp.square(apply(net, params, x).astype(F32)))
 
-    found = suggest(
-        loss,
-        variables,
-        x,
-        policy="mixed_bfloat16",
-        backward=True,
-        params=0,
-        on=Fake("v5e"),
-        points=3,
-    )
+    options: Any = {"policy": "mixed_bfloat16", "backward": True, "params": 0, "points": 3}
+    found = suggest(loss, variables, x, on=Fake("v5e"), **options)
     assert found.route == "scope" and found.of == "gradients"
     assert {e.path for e in found.evidence} == {"up", "head", "Net:"}
     ends = {len(point.paths): point for point in found.points}
