@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,60 +16,81 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import checked_policy
 
+Option = dict[str, Any]  # keyword arguments of `add_argument`
 
-def add_call(command: argparse.ArgumentParser, *, takes_policy: bool = True) -> None:
-    """Adds the options that say which call a command is about.
+
+def option(metavar: str, text: str, **more: Any) -> Option:
+    """Returns an option that takes a value."""
+    return {"metavar": metavar, "help": text, **more}
+
+
+def repeatable(metavar: str, text: str) -> Option:
+    """Returns an option that may be given several times."""
+    return option(metavar, text, action="append", default=[])
+
+
+def switch(text: str) -> Option:
+    """Returns an option without a value."""
+    return {"help": text, "action": "store_true"}
+
+
+_CALL = {
+    "--arg": repeatable(
+        "ARG",
+        "an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or "
+        "a list, tuple or dict of these; repeat it for each argument",
+    ),
+    "--backward": switch("include the gradients"),
+    "--params": repeatable(
+        "ARGUMENT", "an argument to differentiate with --backward, by position or name; repeatable"
+    ),
+}
+POLICY = {"--policy": option("TEXT", "the policy to run under, such as mixed_bfloat16")}
+RULES = {
+    "--rule": repeatable(
+        "PATH=TEXT",
+        "the policy of a module path, beside the call's own, such as head=f32; repeatable",
+    )
+}
+REPORTS = {
+    f"--{name}": option("FILE", f"write the report as {kind}; - for standard output")
+    for name, kind in (("html", "one HTML page"), ("json", "JSON"))
+}
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    text: str,
+    description: str | None,
+    options: dict[str, Option],
+    run: Callable[[argparse.Namespace], int],
+    epilog: str | None = None,
+) -> None:
+    """Adds a command about a call to a parser's commands.
 
     Args:
-      command: the command's parser.
-      takes_policy: whether the call is under one policy, --policy.
+      commands: of the parser.
+      name, text: the command, and a line about it.
+      description, epilog: its help, before and after the options.
+      options: by their flags, beside those of the call.
+      run: runs it, and returns the exit status.
     """
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument(
         "target",
         metavar="module:function",
         help="the name of a module or a .py file, and the name of a function in it",
     )
-    command.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, "
-        "or a list, tuple or dict of these; repeat it for each argument",
-    )
-    if takes_policy:
-        command.add_argument(
-            "--policy", metavar="TEXT", help="the policy to run under, such as mixed_bfloat16"
-        )
-    command.add_argument("--backward", action="store_true", help="include the gradients")
-    command.add_argument(
-        "--params",
-        action="append",
-        default=[],
-        metavar="ARGUMENT",
-        help="an argument to differentiate with --backward, by position or name; repeatable",
-    )
-
-
-def add_rules(command: argparse.ArgumentParser) -> None:
-    """Adds the option of policies by module path."""
-    command.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATH=TEXT",
-        help="the policy of a module path, beside the call's own, such as head=f32; repeatable",
-    )
-
-
-def add_reports(command: argparse.ArgumentParser) -> None:
-    """Adds the options of files that a report is written to."""
-    for name, what in (("html", "one HTML page"), ("json", "JSON")):
-        command.add_argument(
-            f"--{name}",
-            metavar="FILE",
-            help=f"write the report as {what}; - for standard output",
-        )
+    for flag, given in {**_CALL, **options}.items():
+        command.add_argument(flag, **given)
+    command.set_defaults(run=run)
 
 
 def params_of(options: argparse.Namespace) -> list[int | str] | None:

@@ -23,13 +23,16 @@ import sys
 from collections.abc import Sequence
 
 from policy.command_line.arguments import (
-    add_call,
-    add_reports,
-    add_rules,
+    POLICY,
+    REPORTS,
+    RULES,
+    add_command,
     params_of,
     parse_argument,
     policy_of,
+    repeatable,
     rules_of,
+    switch,
 )
 from policy.command_line.estimation import add_estimate
 from policy.command_line.output import require_outputs, write_report
@@ -72,31 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m policy", description="Dtype policies for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    command = commands.add_parser(
+    kinds = "\n".join(f"  {kind:25}{text}" for kind, text in FINDING_KINDS.items())
+    add_command(
+        commands,
         "audit",
-        help="the dtypes that a function runs in, found without running it",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="kinds of findings:\n"
-        + "\n".join(f"  {kind:25}{what}" for kind, what in FINDING_KINDS.items()),
+        "the dtypes that a function runs in, found without running it",
+        __doc__,
+        {**POLICY, **RULES, **REPORTS, **_FINDINGS},
+        _audit,
+        f"kinds of findings:\n{kinds}",
     )
-    add_call(command)
-    add_rules(command)
-    add_reports(command)
-    command.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="KIND",
-        help="leave out findings of a kind; repeatable",
-    )
-    command.add_argument(
-        "--fail-on-findings", action="store_true", help="exit with 1 if there are findings"
-    )
-    command.set_defaults(run=_audit)
-    add_call(add_suggest(commands))
+    add_suggest(commands)
     add_estimate(commands)
     return parser
+
+
+_FINDINGS = {
+    "--ignore": repeatable("KIND", "leave out findings of a kind; repeatable"),
+    "--fail-on-findings": switch("exit with 1 if there are findings"),
+}
 
 
 def _audit(options: argparse.Namespace) -> int:

@@ -22,12 +22,15 @@ from typing import Any
 import jax
 
 from policy.command_line.arguments import (
-    add_call,
-    add_reports,
-    add_rules,
+    REPORTS,
+    RULES,
+    add_command,
+    option,
     params_of,
     parse_argument,
+    repeatable,
     rules_of,
+    switch,
 )
 from policy.command_line.layout import mesh_sizes, positions_of, shardings_of
 from policy.command_line.output import require_outputs, write_estimate
@@ -43,66 +46,41 @@ from policy.command_line.target import (
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.targets import Target
 
+_OPTIONS = {
+    "--on": option(
+        "DEVICES",
+        "v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); or several, separated by "
+        "commas, with a table for each",
+        default="here",
+    ),
+    "--policies": option(
+        "TEXTS",
+        "a row for each, separated by commas: f32,mixed_bfloat16,p=f32,c=bf16 "
+        "(float32,mixed_bfloat16,bfloat16 if there is no --row)",
+    ),
+    "--row": repeatable(
+        "NAME=TEXT",
+        "a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
+    ),
+    **RULES,
+    "--mesh": option("AXES", "the mesh axes and their sizes, such as data=16,model=16"),
+    "--shard": repeatable(
+        "ARGUMENT=AXES",
+        "the position of an argument and the mesh axes that its arrays are sharded over: 0=data, "
+        "1=data,None or 2=data+fsdp,model; repeatable",
+    ),
+    "--donate": option("ARGUMENTS", "positions of donated arguments, such as 0,1"),
+    **REPORTS,
+    "--plot": option("FILE", "draw a .png or .svg with matplotlib"),
+    "--fail-on-oom": switch("exit with 1 if a row does not fit in memory"),
+    "--quiet": switch("show no progress"),
+}
+
 
 def add_estimate(commands: Any) -> None:
     """Adds the command to a parser's commands."""
-    command = commands.add_parser(
-        "estimate",
-        help="the memory, traffic and time of a step under policies, on devices you need not have",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_call(command, takes_policy=False)
-    command.add_argument(
-        "--on",
-        default="here",
-        metavar="DEVICES",
-        help="v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); or several, separated "
-        "by commas, with a table for each",
-    )
-    _add_rows(command)
-    _add_layout(command)
-    add_reports(command)
-    command.add_argument("--plot", metavar="FILE", help="draw a .png or .svg with matplotlib")
-    command.add_argument(
-        "--fail-on-oom", action="store_true", help="exit with 1 if a row does not fit in memory"
-    )
-    command.add_argument("--quiet", action="store_true", help="show no progress")
-    command.set_defaults(run=run_estimate)
-
-
-def _add_rows(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--policies",
-        metavar="TEXTS",
-        help="a row for each, separated by commas: f32,mixed_bfloat16,p=f32,c=bf16 "
-        "(float32,mixed_bfloat16,bfloat16 if there is no --row)",
-    )
-    command.add_argument(
-        "--row",
-        action="append",
-        default=[],
-        metavar="NAME=TEXT",
-        help="a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
-    )
-    add_rules(command)
-
-
-def _add_layout(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--mesh", metavar="AXES", help="the mesh axes and their sizes, such as data=16,model=16"
-    )
-    command.add_argument(
-        "--shard",
-        action="append",
-        default=[],
-        metavar="ARGUMENT=AXES",
-        help="the position of an argument and the mesh axes that its arrays are sharded over: "
-        "0=data, 1=data,None or 2=data+fsdp,model; repeatable",
-    )
-    command.add_argument(
-        "--donate", metavar="ARGUMENTS", help="positions of donated arguments, such as 0,1"
-    )
+    text = "the memory, traffic and time of a step under policies, on devices you need not have"
+    add_command(commands, "estimate", text, __doc__, _OPTIONS, run_estimate)
 
 
 def run_estimate(options: argparse.Namespace) -> int:

@@ -19,7 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.command_line.arguments import params_of, parse_argument, policy_of
+from policy.command_line.arguments import (
+    POLICY,
+    add_command,
+    option,
+    params_of,
+    parse_argument,
+    policy_of,
+)
 from policy.command_line.target import (
     CommandError,
     call_of,
@@ -27,48 +34,34 @@ from policy.command_line.target import (
     running_users_code,
     target_of,
 )
-from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.suggest import POINTS, suggest
-from policy.inspect.suggest.target_costs import require_timed
 
-
-def add_suggest(commands: Any) -> argparse.ArgumentParser:
-    """Adds the command to a parser's commands."""
-    command = commands.add_parser(
-        "suggest",
-        help="rules that keep a function within a given error of float32",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument(
-        "--error", type=float, help="the relative error allowed; optional with --on"
-    )
-    command.add_argument(
-        "--matmul", metavar="TEXT", help="8-bit matmuls to try for layers, such as f8 or i8"
-    )
-    command.add_argument(
-        "--smallest",
+_OPTIONS = {
+    **POLICY,
+    "--error": option("ERROR", "the relative error allowed; optional with --on", type=float),
+    "--matmul": option("TEXT", "8-bit matmuls to try for layers, such as f8 or i8"),
+    "--smallest": option(
+        "SIZE",
+        "the smallest contraction and output size for a layer in 8 bits (%(default)s)",
         type=int,
         default=SMALLEST,
-        metavar="SIZE",
-        help="the smallest contraction and output size for a layer in 8 bits (%(default)s)",
-    )
-    command.add_argument(
-        "--on", metavar="TARGET", help="get cost from a target's compiler, such as v5e:1x1 or h100"
-    )
-    command.add_argument(
-        "--points",
+    ),
+    "--on": option("TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100"),
+    "--points": option(
+        "COUNT",
+        "the largest number of points of the front; each compiles a program (%(default)s)",
         type=int,
         default=POINTS,
-        metavar="COUNT",
-        help="the largest number of points of the front; each compiles a program (%(default)s)",
-    )
-    command.add_argument(
-        "--plot", metavar="FILE", help="draw the front into a file, with --on (needs matplotlib)"
-    )
-    command.set_defaults(run=run_suggest)
-    return command
+    ),
+    "--plot": option("FILE", "draw the front into a file, with --on (needs matplotlib)"),
+}
+
+
+def add_suggest(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    text = "rules that keep a function within a given error of float32"
+    add_command(commands, "suggest", text, __doc__, _OPTIONS, run_suggest)
 
 
 def run_suggest(options: argparse.Namespace) -> int:
@@ -77,47 +70,21 @@ def run_suggest(options: argparse.Namespace) -> int:
     Raises:
       CommandError: the target can't be called, or no rules meet the budget.
     """
+    if options.plot and options.on is None:
+        raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
     given = [parse_argument(text) for text in options.arg]
     fn, args, kwargs = call_of(target_of(options.target), given, options.target)
-    policy = policy_of(options)
-    target = _target_of(options)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
+    policy, params = policy_of(options), params_of(options)
+    chosen = ("error", "backward", "matmul", "smallest", "on", "points")
+    asked = {name: getattr(options, name) for name in chosen}
     with running_users_code(f"{options.target} can't be run"):
-        found = suggest(
-            fn,
-            *args,
-            error=options.error,
-            policy=policy,
-            backward=options.backward,
-            params=params_of(options),
-            matmul=options.matmul,
-            smallest=options.smallest,
-            on=target,
-            points=options.points,
-            **kwargs,
-        )
+        found = suggest(fn, *args, policy=policy, params=params, **asked, **kwargs)
     print(found)
     if options.plot:
         with prefixed_errors(f"--plot {options.plot}"):
             found.plot(options.plot)
     return 0
-
-
-def _target_of(options: argparse.Namespace) -> Target | None:
-    """Returns the target of --on.
-
-    Raises:
-      CommandError: there is none of this name, its compiler is not installed, or --plot is given
-        without it.
-    """
-    if options.on is None:
-        if options.plot:
-            raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
-        return None
-    with prefixed_errors("--on"):
-        target = Target(options.on)
-        require_timed(target)
-    return target
 
 
 def _is_shape(leaf: Any) -> bool:

@@ -7,7 +7,6 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import inspect
 import reprlib
 import sys
 import traceback
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from policy.inspect.estimate.steps import are_results, example_call
+from policy.inspect.estimate.steps import are_results, example_call, required_arguments
 
 
 class CommandError(Exception):
@@ -119,21 +118,20 @@ def did_you_mean(near: Sequence[str]) -> str:
 def _of_name(name: str) -> ModuleType:
     """Imports a module by its name, installed or in this folder."""
     sys.path.insert(0, "")
-    missing = name
-    with running_users_code(f"{name!r} can't be imported"):
+
+    def load() -> ModuleType:
         try:
-            is_there = importlib.util.find_spec(name) is not None
+            return importlib.import_module(name)
         except ModuleNotFoundError as error:
             # an enclosing package may be missing; its own failing imports are the user's business
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
-            is_there, missing = False, error.name
-    if not is_there:
-        raise CommandError(
-            f"there is no module {missing!r}, neither installed nor in this folder. Is it a file? "
-            "Then give its path, as in models/net.py:loss_fn."
-        )
-    return _imported(name, lambda: importlib.import_module(name))
+            raise CommandError(
+                f"there is no module {error.name!r}, neither installed nor in this folder. Is it a "
+                "file? Then give its path, as in models/net.py:loss_fn."
+            ) from None
+
+    return _imported(name, load)
 
 
 def _of_file(path: Path) -> ModuleType:
@@ -189,7 +187,7 @@ def call_of(
     example.
     """
     require_arguments(fn, args, target)
-    if args or _required(fn) is None:
+    if args or required_arguments(fn) is None:
         return fn, args, {}
     with running_users_code(f"{target}() failed"):
         made: Any = fn()
@@ -209,20 +207,10 @@ def require_arguments(
     Raises:
       CommandError: the message has their names.
     """
-    required = [name for name in _required(fn) or () if name not in passed]
+    required = [name for name in required_arguments(fn) or () if name not in passed]
     if required and not args:
         raise CommandError(
             f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
             "bf16[8,128]; or name a "
             "function without arguments that returns it and a tuple of its arguments."
         )
-
-
-def _required(fn: Callable[..., Any]) -> list[str] | None:
-    """Returns the names of the required arguments; None if there is no signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from benchmarks import __main__ as everything
 from benchmarks import page
 from benchmarks.accel import __main__ as command
 from benchmarks.accel import baseline, claims, layers, models, report, targets
@@ -102,12 +101,6 @@ def test_rows_name_exchanges_and_rooflines():
     assert rows["seconds"].ours == pytest.approx(1500.0 / V5E.chip.clock + 2e-6)
 
 
-def test_bytes_are_counted_in_one_way_on_both_sides():
-    ours, hand = report.alike(figures(has_loops=True), figures())
-    assert (ours.bytes, hand.bytes) == (90.0, 90.0)
-    assert [f.bytes for f in report.alike(figures(), figures())] == [100.0, 100.0]
-
-
 def test_of_a_gpu_there_are_no_cycles():
     rows = {r.quantity for r in report.rows_of("x", Target("h100"), figures(), figures())}
     assert rows == {"bytes", "temporary", "kernels"}
@@ -144,20 +137,6 @@ def test_models_are_held_to_the_bounds_of_by_hand_and_of_autocast(monkeypatch):
     assert held == {"cycles": 1.0, "bytes": 1.02, "temporary": 1.05, "/autocast": 1.02}
 
 
-def test_where_temporary_memory_is_tables_of_pointers_one_more_is_allowed(monkeypatch):
-    monkeypatch.setattr(Target, "devices", [None])
-    monkeypatch.setattr(
-        models, "programs", lambda *args: dict.fromkeys(("ours", "hand", "autocast"))
-    )
-
-    def missed(more: float, target: str) -> bool:
-        each = iter([figures(temporary=2.0**18 + more), *[figures(temporary=2.0**18)] * 2])
-        monkeypatch.setattr(models, "figures", lambda *args: next(each))
-        return {r.quantity: r for r in models.rows(small=True, on=[target])}["temporary"].is_missed
-
-    assert not missed(2.0**15, "v6e") and missed(2.0**16, "v6e") and missed(2.0**15, "h100")
-
-
 # --------------------------------------------------------------------------------------------------
 # Baselines
 # --------------------------------------------------------------------------------------------------
@@ -184,16 +163,6 @@ def test_a_baseline_of_another_compiler_is_not_compared(tmp_path, monkeypatch):
     rows, absent = baseline.beside_recorded(of(5000.0), baseline.load(file))
     assert rows == []
     assert absent == ["1 baselines are not recorded: models on v5e:1x1 by jax 99, libtpu 99"]
-
-
-def test_recording_keeps_what_other_runs_recorded(tmp_path):
-    file = tmp_path / "baseline.json"
-    baseline.record(of(1000.0), file)
-    baseline.record(of(2000.0, "h100"), file)
-    assert [
-        baseline.beside_recorded(of(1.0, name), baseline.load(file))[1]
-        for name in ("v5e:1x1", "h100")
-    ] == [[], []]
 
 
 def test_the_recorded_baselines_can_be_read():
@@ -285,16 +254,6 @@ def test_rows_of_a_target_replace_those_of_the_same_target_alone(tmp_path):
         page.store("accel", where | {"jax": "0.13"}, [of("h100", 2.0)], tmp_path)
 
 
-def test_names_that_share_few_quantities_are_in_different_tables():
-    rows = [
-        Row(quantity, name, 1.0, 1.0).as_json()
-        for name, quantities in {"a": "flops bytes", "b": "bytes", "c": "seconds"}.items()
-        for quantity in quantities.split()
-    ]
-    text = page.markdown({"fake": {"environment": {"date": "d", "device": "cpu"}, "rows": rows}})
-    assert "| a | 1.000 | 1.000 |\n| b |  | 1.000 |\n\n| ours / reference | seconds |" in text
-
-
 def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
     def missing(**_):
         raise RuntimeError("no plugin")
@@ -303,53 +262,6 @@ def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(compilers.topologies, "get_topology_desc", missing)
     assert command.main(["--only", "models"]) == 2
     assert capsys.readouterr().err == f"No compiler for v5e:1x1: no plugin. {compilers.INSTALL}\n"
-
-
-def test_a_table_or_a_chip_that_there_is_not_is_refused(capsys):
-    assert command.main(["--only", "modles"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "There is no table 'modles' of accelerators. Tables: models, layers,"
-    )
-    assert command.main(["--only", "models", "--on", "v9"]) == 2
-    assert capsys.readouterr().err.startswith("There is no target 'v9'.")
-    assert command.main(["--only", "scale", "--on", "h100"]) == 2
-    assert capsys.readouterr().err == "No table has rows of h100. Chips: scale: v5e, v5p.\n"
-
-
-def test_a_table_is_of_the_chips_that_it_has():
-    found = command.chosen([], on=["v5p", "h100:8"])
-    assert found == {
-        "models": ["v5p", "h100:8"],
-        "layers": ["v5p", "h100:8"],
-        "scale": ["v5p"],
-        "bias": ["v5p", "h100:8"],
-        "eight_bits": ["v5p", "h100:8"],
-        "accumulators": ["v5p", "h100:8"],
-    }
-    assert command.chosen([], quick=True) == {"models": [], "layers": [], "optimizer": []}
-    assert list(command.chosen([])) == list(command.TABLES)
-
-
-def test_the_accelerators_tables_are_chosen_by_name(monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        everything,
-        "run",
-        lambda name, table, quick, check, more: (called.append(more), (2, None))[1],
-    )
-    assert everything.main(["accel", "--only", "models", "layers", "--on", "v5e", "--record"]) == 2
-    assert called == [["--only", "models", "layers", "--on", "v5e", "--record"]]
-    assert everything.ACCEL not in everything.chosen([], quick=False)
-    assert everything.ACCEL not in everything.chosen([], quick=True)
-
-
-def test_chips_are_of_the_accelerators_tables_alone(capsys):
-    with pytest.raises(SystemExit):
-        everything.main(["models", "--on", "v5e"])
-    assert (
-        "--on is of the tables accel, estimates and memory, and --record of accel: "
-        "python -m benchmarks accel --on v5e" in capsys.readouterr().err
-    )
 
 
 def test_sentences_have_the_rows_figures(tmp_path, capsys):

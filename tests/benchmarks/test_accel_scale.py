@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import benchmarks.accel.scale as scale
-from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of, rotary
+from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of
 from policy.inspect.hlo.costs import costs_of
 from tests.benchmarks.accelerators import target
 
@@ -59,27 +59,10 @@ def test_the_model_in_our_layers_computes_what_it_computes_in_flax_s(mesh):
     np.testing.assert_allclose(jax.jit(ours.apply)(params, tokens), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_turns_the_first_position_by_nothing_and_keeps_lengths():
-    x = jnp.asarray(RNG.normal(size=(2, 5, 3, 8)), jnp.float32)
-    turned = rotary(x)
-    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
-    np.testing.assert_allclose(
-        jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
-    )
-    assert rotary(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-
-
 def test_the_last_token_predicts_nothing():
     tokens = jnp.zeros((1, 3), jnp.int32)
     logits = jnp.zeros((1, 3, 7)).at[0, -1, 0].set(100.0)
     np.testing.assert_allclose(scale.cross_entropy(logits, tokens), np.log(7.0) * 2 / 3, rtol=1e-6)
-
-
-def test_names_that_are_none_of_the_table_s_are_refused():
-    with pytest.raises(
-        ValueError, match=r"No row is of v6e\. Targets: v5e:16x16, v5p:4x4x4\. Variants: float32;"
-    ):
-        next(scale.rows(on=["v6e"]))
 
 
 SCATTERED = """

@@ -8,12 +8,7 @@ import pytest
 
 from benchmarks import autocast as benchmark
 
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    """Flax's own layers with a half dtype mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
 
 
 TINY = [

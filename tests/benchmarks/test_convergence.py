@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import beside_float32
 from benchmarks.convergence import (
-    REFERENCE,
     STORAGES,
     Row,
     complaints,
@@ -16,7 +15,6 @@ from benchmarks.convergence import (
     quadratic,
     rows_of,
     stored,
-    table,
 )
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "convergence.md"
@@ -40,11 +38,6 @@ def test_the_page_is_made_of_the_stored_figures():
     assert PAGE.read_text(encoding="utf-8") == page(figures, beside_float32.stored())
     assert [row.storage.name for row in rows_of(figures)] == [storage.name for storage in STORAGES]
     assert complaints(rows_of(figures)) == figures["missed"] == []
-
-
-def test_the_small_run_is_not_stored(capsys):
-    assert main(["--small", "--write"]) == 2
-    assert "which no page is made of" in capsys.readouterr().out
 
 
 def run_of(policy, seed, **more):
@@ -104,8 +97,3 @@ def test_what_does_not_hold_is_named(name, change, text):
     assert complaints(GOOD) == []
     rows = [dataclasses.replace(row, **change) if row.storage.name == name else row for row in GOOD]
     assert any(text in complaint for complaint in complaints(rows))
-
-
-def test_the_table_is_against_float32():
-    rows = [Row(REFERENCE, 2e-4, 2e-4, 0.01, 0.99), Row(STORAGES[1], 5e-4, 5e-4, 0.02, 0.98)]
-    assert "| 5.00e-04 (2.50) |" in table(rows).splitlines()[-1]

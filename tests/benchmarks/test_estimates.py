@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from benchmarks import __main__ as everything
 from benchmarks.estimates import __main__ as command
 from benchmarks.estimates import page
 from benchmarks.estimates import tables as listed
@@ -24,9 +23,7 @@ from policy import use_policy
 from policy.command_line.layout import mesh_sizes
 from policy.command_line.rows import rows_to_estimate
 from policy.command_line.target import target_of
-from policy.inspect.estimate.candidates import rows_of
 from policy.inspect.estimate.rows import Exchange
-from policy.inspect.estimate.targets import Target
 from tests.policy.inspect.estimate import estimates
 from tests.policy.inspect.estimate.estimates import GIB, estimate_of
 
@@ -92,14 +89,6 @@ def test_specs_divide_on_every_target_and_the_batch_is_split_over_all_devices(ta
         assert math.prod(shape) == devices * math.prod(shard)
 
 
-def test_nothing_is_sharded_on_one_device():
-    (table,) = tables(["language_model"], ["v5e:1x1"])
-    module = table.model.loaded()
-    mesh: Any = abstract_mesh(table)
-    _, args = module.example(mesh=mesh, **module.QUICK)
-    assert all(getattr(x, "sharding", None) is None for x in jax.tree.leaves(args))
-
-
 def test_the_large_decoder_is_split_but_for_its_norms():
     (table,) = tables(["decoder_8b"], ["v5e:16x16"])
     mesh: Any = abstract_mesh(table)
@@ -144,17 +133,6 @@ def test_tables_are_every_model_on_every_target_or_those_that_are_asked_for():
         tables(["smolm"])
     with pytest.raises(ValueError, match=r"There is no target 'v5e'\. Those of tables: v5e:1x1"):
         tables(on=["v5e"])
-
-
-@pytest.mark.parametrize("table", tables(), ids=lambda table: table.file.stem)
-def test_targets_and_rows_are_those_that_estimate_takes(table: Table):
-    assert Target(table.target).kind in ("v5e", "h100")
-    assert (
-        math.prod((table.mesh or {"data": DEVICES[table.target]}).values())
-        == (DEVICES[table.target])
-    )
-    found = rows_of({choice.name: choice.row() for choice in table.model.choices})
-    assert [row.name for row in found] == [choice.name for choice in table.model.choices]
 
 
 cost = functools.partial(
@@ -202,27 +180,6 @@ def test_rows_are_stored_in_the_order_of_the_table_and_the_missing_ones_are_foun
     assert asked.name == "float32"
 
 
-def test_the_command_refuses_unknown_names_and_a_quick_page(capsys: pytest.CaptureFixture[str]):
-    assert command.main(["--only", "gpt"]) == 2
-    assert "There is no model 'gpt'." in capsys.readouterr().err
-    assert command.main(["--quick", "--write"]) == 2
-    assert "--quick compiles small models, which no page is made of." in capsys.readouterr().err
-
-
-def test_python_m_benchmarks_hands_its_options_on(monkeypatch: pytest.MonkeyPatch):
-    called: list[Any] = []
-
-    def run_table(name: str, title: str, module: str, arguments: list[str]) -> Any:
-        called.append((module, arguments))
-        return 0, []
-
-    monkeypatch.setattr(everything, "run_table", run_table)
-    given = ["estimates", "--only", "resnet", "--on", "h100:8", "--write"]
-    assert everything.main(given) == 0
-    options = ["--only", "resnet", "--on", "h100:8", "--write"]
-    assert called == [("benchmarks.estimates", options)]
-
-
 # --------------------------------------------------------------------------------------------------
 # The page
 # --------------------------------------------------------------------------------------------------
@@ -253,11 +210,6 @@ def test_a_row_that_runs_out_of_memory_shows_how_much_is_missing_and_its_largest
         "- 1.00 GiB, float32[2,3]: temporary `net/up`, `dot_general`, `net.py:3`",
         "- 1.00 GiB, float32[2,3]: temporary unknown",
     ]
-
-
-def test_arrays_of_a_row_that_fits_are_not_stored():
-    (row,) = record(estimate_of(cost("a", buffers=(buffer_of(),))), COUNTS)["rows"]
-    assert row["buffers"] == [] and not list(page.buffers([row]))
 
 
 def test_a_command_is_wrapped_and_stays_the_same_words():

@@ -2,16 +2,11 @@
 counts.
 """
 
-import jax
 import pytest
 
 from benchmarks import inspection_compare as benchmark
 
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
 
 
 def test_a_comparison_needs_no_more_than_its_bounds_say():

@@ -15,15 +15,10 @@ from benchmarks import memory, memory_job
 from benchmarks.memory_steps import STEPS, Step
 from policy.optim import finite_of
 
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
+
 STATUS = "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    """Flax's own layers under autocast mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def doubling(size: int) -> Step:
@@ -57,12 +52,6 @@ def test_the_peak_starts_at_what_is_resident_and_keeps_what_was_freed():
     assert 15 * 2**20 < memory_job.peak_resident() - before < 20 * 2**20
     memory_job.reset_peak()
     assert memory_job.peak_resident() - before < 8 * 2**20
-
-
-def test_a_system_whose_peak_cannot_be_reset_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_job, "PROC", tmp_path / "none")
-    with pytest.raises(RuntimeError, match=r"^The peak of resident memory can't be reset: .*Linux"):
-        memory_job.reset_peak()
 
 
 def measured_doubling(size: int) -> int:
@@ -113,36 +102,6 @@ def test_a_row_is_missed_where_the_estimate_is_off_by_more_than_a_tenth():
     missed = [size for size in (89.0, 91.0, 109.0, 111.0) if row(size).is_missed]
     assert missed == [89.0, 111.0] and not row(50.0, small=True).is_missed
     assert row(100.0).target == "H100" and row(100.0).note == "GiB: arguments 1.00"
-
-
-def test_ten_steps_are_measured_each_in_a_process_of_its_own(monkeypatch):
-    figures = {"estimated": 3.0, "measured": 4.0, "plan": {}, "device": "cpu"}
-    called = []
-
-    def job(*arguments):
-        called.append(arguments)
-        return figures
-
-    monkeypatch.setattr(memory, "in_own_process", job)
-    assert [row.ratio for row in memory.rows(False)] == [0.75] * 10
-    assert called == [(name, "cpu", False) for name in STEPS]
-    called.clear()
-    assert len(list(memory.rows(True, on=["cpu", "here"], only=["LSTM"]))) == 2
-    assert [on for _, on, _ in called] == ["cpu", "here"]
-
-
-def test_unknown_steps_and_targets_are_refused(capsys):
-    assert memory.main(["--only", "MPL"]) == 2
-    assert capsys.readouterr().err.startswith("No step is named 'MPL'. Steps: MLP, linen, float32")
-    assert memory.main(["--on", "v5e"]) == 2
-    message = "A step runs on 'cpu', or 'here' on JAX's default device, but got 'v5e'.\n"
-    assert capsys.readouterr().err == message
-
-
-def test_a_step_that_fails_says_what_its_process_said(monkeypatch):
-    monkeypatch.setattr(memory.sys, "executable", "false")
-    with pytest.raises(RuntimeError, match=r"^The step 'MLP' failed: $"):
-        memory.in_own_process("MLP", "cpu", True)
 
 
 def test_on_and_only_reach_the_table_of_memory(monkeypatch):

@@ -2,25 +2,15 @@
 says.
 """
 
-from typing import Any
-
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import layers, linen_models, models, nnx_models
+from benchmarks import layers, models
 from benchmarks.models import Program
 from benchmarks.table import Row
-from mpmodules import linen, nnx
 
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    """Flax's own layers with a half dtype mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
 
 
 SMALL = [case for case in models.cases(small=True) if case.model in ("Mlp", "ResNet")]
@@ -92,14 +82,3 @@ def test_the_wings_models_have_the_same_parameters():
             for name in ("ours", "hand")
         ]
         assert len(set(counts)) == 1, case.name
-
-
-def test_ours_are_our_classes_and_by_hand_are_flaxs():
-    pairs: list[Any] = [
-        (linen_models, linen),
-        (nnx_models, nnx),
-        (linen_models, flax.linen),
-        (nnx_models, flax.nnx),
-    ]
-    for written, wing in pairs:
-        assert written.of(wing).Mlp.__mro__[1] is wing.Module

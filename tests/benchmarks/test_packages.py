@@ -17,12 +17,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks import __main__ as everything
-from benchmarks.packages import environment, imports, shims
-from benchmarks.packages.__main__ import difference, main
+from benchmarks.packages import imports
+from benchmarks.packages.__main__ import difference
 from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Case
 from benchmarks.packages.measure import Figures, float32_share, measure, relative_error
-from benchmarks.packages.rows import CLOSING, IDENTICAL, OPENING, Row, into, table
+from benchmarks.packages.rows import IDENTICAL, Row, table
 from benchmarks.packages.stubs import stubbed
 
 BF16 = jnp.bfloat16
@@ -176,31 +175,6 @@ def test_rows_show_missed_bounds_and_what_fails():
     assert lines[4:] == ["", "- one: 2.0% in float32", r"- two: port: TypeError: a \| b"]
 
 
-def test_the_table_replaces_what_is_between_the_markers():
-    page = f"before\n{OPENING}\nold\n{CLOSING}\nafter"
-    assert into(page, "new") == f"before\n{OPENING}\n\nnew\n\n{CLOSING}\nafter"
-    with pytest.raises(
-        ValueError,
-        match="The page should have <!-- packages --> and, after it, <!-- end of packages",
-    ):
-        into("no markers", "new")
-
-
-def test_the_page_has_at_least_fifteen_models():
-    page = (environment.ROOT / "docs" / "porting.md").read_text()
-    rows = page.partition(OPENING)[2].partition(CLOSING)[0].strip().splitlines()[2:]
-    assert len(rows) >= 15 and into(page, "\n".join(rows))
-
-
-def test_the_whole_table_is_written_or_nothing(capsys):
-    with pytest.raises(SystemExit):
-        main(["--write", "--only", "e3x"])
-    assert "--write replaces the whole table: leave out --only" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        everything.main(["models", "--quick", "--write"])
-    assert "--write stores whole tables: leave --quick" in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------------------------------
 # Packages as they are imported
 # --------------------------------------------------------------------------------------------------
@@ -253,12 +227,3 @@ def test_what_is_not_installed_stands_in_only_while_it_is_asked_for():
         assert callable(simulator.make) and importlib.import_module("json").dumps(1) == "1"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_simulator")
-
-
-def test_renamed_arguments_go_by_their_old_names(monkeypatch):
-    for name in shims.RENAMED:
-        monkeypatch.setattr(jnp, name, getattr(jnp, name))
-    shims.install()
-    asked: Any = jnp
-    assert asked.clip(jnp.arange(3), a_min=1, a_max=None).tolist() == [1, 1, 2]
-    assert asked.reshape(jnp.arange(4), newshape=(2, 2)).shape == (2, 2)

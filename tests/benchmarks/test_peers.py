@@ -8,16 +8,11 @@ import pytest
 
 from benchmarks import models, peers
 
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
+
 MLP, DECODER = (
     next(c for c in models.cases(small=True) if c.model == name) for name in peers.TWINS
 )
-
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    """Peers mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def params_of(program):

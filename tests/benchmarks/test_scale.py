@@ -4,27 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-from benchmarks import scale, scale_devices, scale_lines, scale_models, scale_params
+from benchmarks import scale, scale_devices, scale_lines, scale_params
 from benchmarks.scale_models import PROGRAMS, Program
 from policy.programs.subprograms import programs_of
 
-
-@pytest.fixture(autouse=True)
-def as_the_benchmark_runs():
-    """Flax's own layers with a half dtype mix dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def test_equations_of_inner_programs_count():
-    x = jnp.ones(3)
-    assert scale_lines.equations(jax.make_jaxpr(lambda x: x + 1)(x).jaxpr) == 1
-    assert (
-        scale_lines.equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(x).jaxpr) == 3
-    )  # the jit, and two in it
+pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
 
 
 def test_one_more_costs_as_much_at_the_far_end_where_a_line_is_straight():
@@ -100,20 +86,6 @@ def test_a_row_beside_its_reference_and_one_for_each_line(monkeypatch):
     assert (ours.ours, ours.reference, ours.is_missed) == (2, 2, False)
 
 
-def test_calls_to_trace_are_counted_and_grow_straight(monkeypatch):
-    def programs(layers):
-        def loss(p):
-            for _ in range(layers):
-                p = jax.lax.add(p, p)
-            return p.sum()
-
-        return Program(loss, jax.ShapeDtypeStruct((2,), jnp.float32), ())
-
-    monkeypatch.setitem(scale.PROGRAMS, "sums", programs)
-    *_, row = scale.call_rows("sums", ("sums",), (2, 8, 14))
-    assert row.reference > 10 and row.ratio == pytest.approx(1, abs=0.05)
-
-
 def test_params_have_the_sizes_of_their_names():
     for name in scale_params.SIZES:
         count = scale_params.elements(scale_params.params(name, jnp.bfloat16, stacked=True))
@@ -132,16 +104,6 @@ def test_state_costs_at_70_billion_params_what_it_costs_at_the_start():
     bytes_of = dict(zip(names[::2], (row.ours for row in rows[::2]), strict=True))
     kinds = ("float32", "bfloat16, full masters", "bfloat16, remainder", "bfloat16, no masters")
     assert [round(bytes_of[kind], 6) for kind in kinds] == [12, 14, 12, 10]
-
-
-def test_bytes_of_keys_count():
-    state = {
-        "key": jax.eval_shape(lambda: jax.random.key(0)),
-        "mu": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
-    }
-    assert scale_params.stored(state) == 2 * 4 + 3 * 2
-    tree = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
-    assert scale_params.state_bytes(optax.sgd(0.1, momentum=0.9), tree) == 8
 
 
 def test_a_traced_step_exchanges_as_much_on_64_devices_as_on_two():
@@ -186,10 +148,3 @@ def test_a_compiled_step_holds_its_share_of_params_and_state():
     batch = 4 * scale_devices.BATCH * scale_devices.WIDTH
     assert one["held"] == pytest.approx(12 * elements + batch, abs=64)
     assert one["instructions"] > 50 and one["compiling"] > 0
-
-
-def test_a_kind_of_program_is_named_by_what_it_is_held_against():
-    named = [
-        name for reference, names in scale_models.GROUPS.items() for name in (reference, *names)
-    ]
-    assert sorted(named) == sorted(PROGRAMS)

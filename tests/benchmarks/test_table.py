@@ -5,7 +5,12 @@ import json
 import pytest
 
 from benchmarks import __main__ as everything
-from benchmarks import table
+from benchmarks import convergence, memory, table
+from benchmarks.accel import __main__ as accel
+from benchmarks.eight_bits import __main__ as eight_bits
+from benchmarks.estimates import __main__ as estimates
+from benchmarks.own_code import __main__ as own_code
+from benchmarks.packages import __main__ as packages
 from benchmarks.table import Row
 
 
@@ -56,13 +61,35 @@ def test_every_table_is_a_module_and_is_chosen_by_its_name():
     assert list(everything.chosen(["gpu"], quick=False)) == ["gpu"]
 
 
-def test_a_name_that_is_no_tables_is_refused(capsys):
-    assert everything.main(["modles"]) == 2
-    assert capsys.readouterr().err.startswith("There is no table 'modles'. Tables: accel, models,")
-    assert everything.main(["--quick", "--only", "accuracy"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "The table 'accuracy' has no quick run. Those with one: accel, models,"
-    )
+@pytest.mark.parametrize(
+    ("main", "line", "text"),
+    [
+        (everything.main, "modles", "There is no table 'modles'. Tables: accel, models,"),
+        (everything.main, "--quick --only accuracy", "The table 'accuracy' has no quick run."),
+        (everything.main, "models --quick --write", "--write stores whole tables: leave --quick"),
+        (everything.main, "models --on v5e", "--on is of the tables accel, estimates and memory"),
+        (accel.main, "--only modles", "There is no table 'modles' of accelerators. Tables:"),
+        (accel.main, "--only models --on v9", "There is no target 'v9'."),
+        (accel.main, "--only scale --on h100", "No table has rows of h100. Chips: scale: v5e"),
+        (convergence.main, "--small --write", "which no page is made of"),
+        (eight_bits.main, "--quick --write", "--write is for the figures of the whole run"),
+        (eight_bits.main, "--quick --full", "--quick and --full are two sizes: give one."),
+        (eight_bits.main, "--quick --only minilm", "minilm: the quick run has errors and"),
+        (estimates.main, "--only gpt", "There is no model 'gpt'."),
+        (estimates.main, "--quick --write", "small models, which no page is made of."),
+        (memory.main, "--only MPL", "No step is named 'MPL'. Steps: MLP, linen, float32"),
+        (memory.main, "--on v5e", "A step runs on 'cpu', or 'here' on JAX's default device"),
+        (own_code.main, "--write --only norm", "--only"),
+        (packages.main, "--write --only e3x", "--write replaces the whole table: leave out --only"),
+    ],
+)
+def test_a_line_that_can_not_be_run_is_refused_by_its_command(main, line, text, capsys):
+    try:
+        status = main(line.split())
+    except SystemExit as error:
+        status = error.code
+    printed = capsys.readouterr()
+    assert status and text in printed.err + printed.out
 
 
 def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch, tmp_path, capfd):

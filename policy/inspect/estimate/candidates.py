@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policy.core.policy import Policy
@@ -38,42 +38,30 @@ def rows_of(
     """Returns the rows that `policies` asks for.
 
     Raises:
-      TypeError: an item is neither a policy nor a pair of a policy and a mapping.
-      ValueError: there are no rows, or two of one name; a text is no policy.
+      TypeError: there are no rows, or an item is neither a policy nor a pair of a policy and a
+        mapping.
+      ValueError: two rows have one name; a text is no policy.
     """
     if isinstance(policies, (Policy, str)):
         policies = (policies,)
-    rows = tuple(_rows(policies))
-    if not rows:
-        raise ValueError(
-            "policies is empty: give at least one, as in policies=('float32', 'mixed_bfloat16')."
-        )
-    names = [row.name for row in rows]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"Two rows are named {twice!r}: drop one, or give policies as a mapping from names."
-        )
-    return rows
-
-
-def _rows(policies: Any) -> Iterator[Candidate]:
-    if isinstance(policies, Mapping):
-        for name, item in policies.items():
-            policy, options = _divided(item)
-            yield Candidate(str(name), policy, options)
-        return
-    if not isinstance(policies, (list, tuple)):
+    if not isinstance(policies, (list, tuple, Mapping)) or not policies:
         raise TypeError(
-            "policies should be a sequence of policies, or a mapping from names to them, but got "
-            f"{policies!r}."
+            "policies should be a sequence of policies, or a mapping from names to them, such as "
+            f"('float32', 'mixed_bfloat16'), but got {policies!r}."
         )
-    for item in policies:
+    items = policies.items() if isinstance(policies, Mapping) else ((None, p) for p in policies)
+    found: dict[str, Candidate] = {}
+    for name, item in items:
         policy, options = _divided(item)
-        text = AS_WRITTEN if policy is None else short_text(policy)
-        yield Candidate(
-            ", ".join([text, *(f"{k}={v}" for k, v in options.items())]), policy, options
-        )
+        if name is None:
+            text = AS_WRITTEN if policy is None else short_text(policy)
+            name = ", ".join([text, *(f"{key}={value}" for key, value in options.items())])
+        if name in found:
+            raise ValueError(
+                f"Two rows are named {name!r}: drop one, or give policies as a mapping from names."
+            )
+        found[name] = Candidate(name, policy, options)
+    return tuple(found.values())
 
 
 def _divided(item: Any) -> tuple[Policy | None, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,6 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
         ) from error
     seconds = time.process_time() - start
     use = memory_of(dump)
-    buffers = _buffers(use.buffers[:_LARGEST], names)
     # The allocations themselves: libtpu's `memory_analysis` counts gaps between temporaries twice.
     # It alone has the code, which is not known of a program that is too large.
     memory: Any = None if compiled is None else compiled.memory_analysis()
@@ -83,31 +82,18 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
         use.outputs,
         max(code, use.constants),
         compiled is None,
-        buffers,
+        tuple(_buffers(use.buffers[:_LARGEST], names)),
         seconds,
         scratch,
     )
 
 
-def _buffers(held: Sequence[HeldBuffer], names: Sequence[str]) -> tuple[Buffer, ...]:
+def _buffers(held: Sequence[HeldBuffer], names: Sequence[str]) -> Iterator[Buffer]:
     with naming(buffer.path for buffer in held):
-        return tuple(
-            Buffer(
-                buffer.bytes,
-                buffer.dtype,
-                buffer.shape,
-                buffer.kind,
-                _name(buffer, names) or spelled(buffer.path),
-                buffer.operation,
-                buffer.source,
-            )
-            for buffer in held
-        )
-
-
-def _name(buffer: HeldBuffer, names: Sequence[str]) -> str:
-    number = buffer.parameter
-    return names[number] if number is not None and number < len(names) else ""
+        for one in held:
+            is_argument = one.parameter is not None and one.parameter < len(names)
+            path = names[one.parameter or 0] if is_argument else spelled(one.path)
+            yield Buffer(one.bytes, one.dtype, one.shape, one.kind, path, one.operation, one.source)
 
 
 def compiler_of(target: Target) -> str:

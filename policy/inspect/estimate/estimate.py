@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import use_abstract_mesh
 
 from policy.autocasting.parameters import ParamsArgument
@@ -16,26 +14,14 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, traced_for
 from policy.inspect.estimate.candidates import Candidate, RowLike, rows_of
-from policy.inspect.estimate.compilation import compiled_step, compiler_of
-from policy.inspect.estimate.costing import cost_of
-from policy.inspect.estimate.lowering import lowered_step
-from policy.inspect.estimate.placement import (
-    Placement,
-    mesh_of,
-    on_targets_mesh,
-    placed_arrays,
-    placement_of,
-    specs_of,
-)
+from policy.inspect.estimate.compilation import compiler_of
+from policy.inspect.estimate.costing import compiled_row
+from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
 from policy.inspect.estimate.steps import made_call, name_of, traced_step
 from policy.inspect.estimate.targets import Target
 
-_SCRATCH = (
-    "Temporaries include the largest copy that the processor's library kernels may make of their "
-    "inputs, which XLA does not plan."
-)
 DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
 Progress = Callable[[str, int, int], None]
 
@@ -185,42 +171,19 @@ def _same(found: Sequence[Answer]) -> list[str]:
 
 
 def _estimated(
-    question: Question,
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    row: Candidate,
+    asked: Question, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], row: Candidate
 ) -> Answer:
-    mesh = mesh_of(question.target, question.mesh, (args, kwargs))
+    mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
     # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
     abstract = use_abstract_mesh(mesh.abstract_mesh)
-    with contextlib.nullcontext() if question.mesh is None else abstract:
-        call = made_call(fn, args, kwargs, row, question.rules, mesh)
-    placement = placement_of(
-        question.target, question.mesh, question.shardings, (call.args, call.kwargs)
-    )
-    placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
+    with contextlib.nullcontext() if asked.mesh is None else abstract:
+        call = made_call(fn, args, kwargs, row, asked.rules, mesh)
+    arguments = (call.args, call.kwargs)
+    placement = placement_of(asked.target, asked.mesh, asked.shardings, arguments)
+    placed_args, placed_kwargs = on_targets_mesh(placement, *arguments)
     call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
-    with jax.set_mesh(placement.mesh) if placement.is_spread else contextlib.nullcontext():
-        step = traced_step(
-            call, row, question.rules, question.donate, question.backward, question.params
-        )
-        arrays = step.traced.arguments.arrays
-        specs = specs_of(question.shardings, call.args, arrays, step.names, step.origins)
-        placed = placed_arrays(placement, arrays, specs, step.names)
-        lowered, notes = lowered_step(step, placed, question.target, name_of(call.fn))
-    program = compiled_step(lowered, question.target, step.names)
-    shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
-    program = dataclasses.replace(program, arguments=program.arguments - shared)
-    return Answer(
-        cost_of(row, step, program, placement),
-        placement,
-        None if call.is_made else row.policy,
-        [*placement.notes, *notes, *([_SCRATCH] if program.scratch else [])],
-    )
-
-
-def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:
-    sharding = array.sharding
-    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
-    return math.prod(shape) * array.dtype.itemsize
+    with placement.scope():
+        step = traced_step(call, row, asked.rules, asked.donate, asked.backward, asked.params)
+    found = compiled_row(row, call, step, placement, asked.shardings)
+    unheeded = None if call.is_made else row.policy
+    return Answer(found.cost, placement, unheeded, [*placement.notes, *found.notes])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,6 @@ from policy.inspect.estimate.targets import Target
 from policy.programs.trace import is_array
 
 _GPUS_OF_A_MACHINE = 8
-SpecOf = Callable[[str, Any], PartitionSpec | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Placement:
             f"{self.target.name} runs the whole step. Give shardings= to spread it."
         ]
 
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which the step is traced and lowered: that of its mesh."""
+        return jax.set_mesh(self.mesh) if self.is_spread else contextlib.nullcontext()
+
     def sharding(self, spec: PartitionSpec | None, array: Any, name: str) -> Any:
         """Returns the sharding of an array.
 
@@ -65,24 +70,13 @@ class Placement:
         if not self.is_spread:
             return SingleDeviceSharding(self.target.devices[0])
         spec = PartitionSpec() if spec is None else spec
-        sizes = dict(self.mesh.shape)
-        used = [
-            axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))
-        ]
-        unknown = next((a for a in used if isinstance(a, str) and a not in sizes), None)
-        if unknown is not None:
-            raise ValueError(
-                f"{name} is sharded over {unknown!r}, but the mesh of {self.target.name} has the "
-                f"axes {_axes(sizes)}. Give mesh= too, as in "
-                f"mesh={{{unknown!r}: {self.mesh.size}}}."
-            )
         try:
             found = NamedSharding(self.mesh, spec)
             found.check_compatible_aval(array.shape)
             found.shard_shape(array.shape)
         except Exception as error:  # of JAX, for an axis that is twice in it one of its own kind
             raise ValueError(
-                f"{name} can't be sharded by {spec} over {_axes(sizes)}: {error}"
+                f"{name} can't be sharded by {spec} over {_axes(dict(self.mesh.shape))}: {error}"
             ) from None
         return found
 
@@ -116,7 +110,11 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
       ValueError: the sizes do not multiply to the number of devices.
     """
     if given is not None:
-        _require_sizes(given)
+        if not isinstance(given, Mapping) or not given or not all(map(_is_size, given.values())):
+            raise TypeError(
+                "mesh should be a dict of axes and their sizes, such as {'data': 16}, but got "
+                f"{given!r}."
+            )
         return target.mesh(dict(given))
     found = next((s.mesh for s in map(_own, jax.tree.leaves(arguments)) if s is not None), None)
     if found is None or (found.size == 1 and target.devices.size > 1):
@@ -133,15 +131,8 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
     )
 
 
-def _require_sizes(given: Any) -> None:
-    is_one = isinstance(given, Mapping) and all(
-        isinstance(name, str) and type(size) is int and size > 0 for name, size in given.items()
-    )
-    if not is_one or not given:
-        raise TypeError(
-            "mesh should be a dict of axes and their sizes, such as {'data': 16}, but got "
-            f"{given!r}."
-        )
+def _is_size(size: Any) -> bool:
+    return type(size) is int and size > 0
 
 
 def _own(array: Any) -> NamedSharding | None:
@@ -192,27 +183,21 @@ def specs_of(
       ValueError: it has more or fewer entries, or an entry is a tree of another form.
     """
     entries = _entries(shardings, args)
-    trees = {i: _broadcast(entry, args[i], i) for i, entry in enumerate(entries)}
-    found: list[PartitionSpec | None] = []
-    for array, name, origin in zip(arrays, names, origins, strict=True):
-        entry = None if origin is None else trees.get(origin)
-        if isinstance(entry, list):
-            entry = entry.pop(0)
-        found.append(_spec(entry, array, name))
-    return found
+    trees = {i: _spread(entry, args[i], i) for i, entry in enumerate(entries)}
+    spread = [None if origin is None else next(trees[origin]) for origin in origins]
+    return [_spec(*each) for each in zip(spread, arrays, names, strict=True)]
 
 
 def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if shardings is None:
-        return (None,) * len(args)
+    shardings = {} if shardings is None else shardings
+    count = f"the function is called with {len(args)} positional arguments"
     if isinstance(shardings, Mapping):
-        beyond = [i for i in shardings if not (isinstance(i, int) and 0 <= i < len(args))]
+        beyond = set(shardings) - set(range(len(args)))
         if beyond:
             raise ValueError(
-                f"shardings has an entry for the argument {beyond[0]!r}, but the function is "
-                f"called with {len(args)} positional arguments, counted from 0."
+                f"shardings has an entry for the argument {beyond.pop()!r}, but {count}."
             )
-        return tuple(shardings.get(i) for i in range(len(args)))
+        return tuple(map(shardings.get, range(len(args))))
     if isinstance(shardings, PartitionSpec) or not isinstance(shardings, (tuple, list)):
         raise TypeError(
             "shardings should be a tuple with an entry for each positional argument, such as "
@@ -221,8 +206,8 @@ def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         )
     if len(shardings) != len(args):
         raise ValueError(
-            f"shardings has {len(shardings)} entries, but the function is called with {len(args)} "
-            "positional arguments: give one for each, None for those that every device holds."
+            f"shardings has {len(shardings)} entries, but {count}: give one for each, None for "
+            "those that every device holds."
         )
     return tuple(shardings)
 
@@ -231,21 +216,14 @@ def _is_entry(entry: Any) -> bool:
     return entry is None or isinstance(entry, (PartitionSpec, NamedSharding)) or callable(entry)
 
 
-def _broadcast(entry: Any, arg: Any, position: int) -> Any:
-    """Returns an entry as it is, or a tree of entries as a list with one for each array."""
+def _spread(entry: Any, arg: Any, position: int) -> Iterator[Any]:
+    """Yields the entry of each array of an argument, whose tree may have several."""
     if _is_entry(entry):
-        return entry
-    entries = jax.tree.leaves(entry, is_leaf=_is_entry)
-    wrong = next((one for one in entries if not _is_entry(one)), None)
-    if wrong is not None:
-        raise TypeError(
-            f"shardings[{position}] should be a PartitionSpec, a function, None, or a tree of "
-            f"these, but contains {wrong!r}."
-        )
-    spread: list[Any] = []
+        yield from itertools.repeat(entry)
+    entries: list[Any] = []
 
     def take(one: Any, part: Any) -> None:
-        spread.extend([one] * sum(map(is_array, jax.tree.leaves(part))))
+        entries.extend([one] * sum(map(is_array, jax.tree.leaves(part))))
 
     try:
         jax.tree.map(take, entry, arg, is_leaf=_is_entry)
@@ -254,24 +232,22 @@ def _broadcast(entry: Any, arg: Any, position: int) -> Any:
         raise ValueError(
             f"shardings[{position}] is not a prefix of the argument's tree: {reason}"
         ) from None
-    return spread
+    yield from entries
 
 
 def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:
-    if isinstance(entry, PartitionSpec):
-        return entry if entry else None
-    if isinstance(entry, NamedSharding):
-        return entry.spec
-    if entry is not None:
-        spec = entry(name, array)
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            raise TypeError(
-                f"The function in shardings should return a PartitionSpec or None, but returned "
-                f"{spec!r} for {name}."
-            )
-        return spec
     own = _own(array)
-    return None if own is None else own.spec
+    spec = entry(name, array) if callable(entry) else entry
+    if entry is None:
+        spec = None if own is None else own.spec
+    if isinstance(spec, NamedSharding):
+        spec = spec.spec
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            "An entry of shardings should be a PartitionSpec, None, a tree of these, or a function "
+            f"that returns one, but {name} is given {spec!r}."
+        )
+    return spec or None
 
 
 def placed_arrays(

@@ -95,31 +95,21 @@ def _run_example(
     fn: Callable[..., Any], row: Candidate, mesh: jax.sharding.Mesh
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Returns the function and arguments that an example returns; None if `fn` is no example."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # it has no signature
+    if required_arguments(fn) is None:
         return None
-    missing = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in _OPTIONAL and name != "mesh"
-    ]
-    if missing:
-        raise TypeError(
-            f"estimate was given no arguments for {name_of(fn)}, which takes {', '.join(missing)}."
-        )
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for option in row.options:
-        if option not in parameters and not takes_any:
-            raise TypeError(
-                f"The row {row.name!r} has the option {option!r}, but {name_of(fn)} takes "
-                f"{', '.join(parameters) or 'none'}."
-            )
-    made = fn(**row.options, **({"mesh": mesh} if "mesh" in parameters else {}))
+    takes_mesh = "mesh" in inspect.signature(fn).parameters
+    made = fn(**row.options, **({"mesh": mesh} if takes_mesh else {}))
     return None if are_results(made) and not row.options else example_call(made, name_of(fn))
 
 
-_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def required_arguments(fn: Callable[..., Any]) -> list[str] | None:
+    """Returns the names of a function's required arguments; None if it has no signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 def are_results(made: Any) -> bool:
@@ -158,11 +148,7 @@ def _is_builder(arg: Any) -> bool:
     """Returns whether an argument is a function that builds one: no module, no tree of arrays."""
     if not callable(arg) or isinstance(arg, type) or any(map(is_array, jax.tree.leaves(arg))):
         return False
-    try:
-        parameters = inspect.signature(arg).parameters.values()
-    except (TypeError, ValueError):  # it has no signature
-        return False
-    return all(p.default is not p.empty or p.kind in _OPTIONAL for p in parameters)
+    return required_arguments(arg) == []
 
 
 def traced_step(
@@ -239,14 +225,9 @@ def _positions(donate: int | Sequence[int] | None, count: int) -> tuple[int, ...
     if donate is None:
         return None
     given = (donate,) if isinstance(donate, int) else tuple(donate)
-    for position in given:
-        if (
-            not isinstance(position, int)
-            or isinstance(position, bool)
-            or not (-count <= position < count)
-        ):
-            raise ValueError(
-                f"donate should be positions of the {count} arguments, such as (0, 1), but got "
-                f"{donate!r}."
-            )
+    if any(type(position) is not int or not -count <= position < count for position in given):
+        raise ValueError(
+            f"donate should be positions of the {count} arguments, such as (0, 1), but got "
+            f"{donate!r}."
+        )
     return tuple(position % count for position in given)

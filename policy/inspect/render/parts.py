@@ -11,6 +11,7 @@ from policy.inspect.render.markup import Markup, escaped, tag
 
 OUTSIDE = "(outside of any module)"
 _KNOWN = ("float64", "float32", "bfloat16", "float16")
+MEMORY = ("arguments", "temporaries", "outputs", "code")
 
 # the content, and the number to sort by, or None to sort by text
 Cell = tuple[object, float | None]
@@ -81,8 +82,8 @@ def bar(what: str, shares: Mapping[str, float], form: Callable[[float], str]) ->
 
 
 def colour(dtype: str) -> str:
-    """Returns the CSS class that colours a dtype."""
-    if dtype in _KNOWN:
+    """Returns the CSS class that colours a dtype, or a part of a device's memory."""
+    if dtype in (*_KNOWN, *MEMORY):
         return dtype
     if re.fullmatch(r"float[1-8]\w*|int8", dtype):
         return "float8"  # the colour of 8 bits

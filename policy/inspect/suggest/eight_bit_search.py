@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable
 
-from policy.core.matmul_dtypes import ScaledMatmul
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.applied import applied, full_policies
+from policy.inspect.suggest.applied import Choices, PathState, applied, rules_of_states
 from policy.inspect.suggest.eight_bits import LayerEvidence, Why
-from policy.inspect.suggest.patterns import patterns_of_states
 from policy.inspect.suggest.scaled_dots import ScaledDots
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, divided, spelled
-
-LayerState = Literal["8 bits", "half", "float32"]
 
 
 class EightBitSearch:
@@ -58,35 +53,13 @@ class EightBitSearch:
         size = min(self.layers[i].contraction, self.layers[i].outputs)
         return "too small to gain" if size < self.smallest else ""
 
-    def suggestion(self, found: Suggestion, by: ScaledMatmul) -> Suggestion:
+    def suggestion(self, found: Suggestion) -> Suggestion:
         """Returns a suggestion for the policy with ``m=``, once its rules have met the budget.
 
         Where no layer may run in 8 bits it is the given one, with the reasons.
 
         Args:
           found: the suggestion for the policy without ``m=``.
-          by: the matmuls of the policy.
-        """
-        chosen, rules, error, confirmations = self._confirmed()
-        found = dataclasses.replace(
-            found,
-            matmul=by.text,
-            smallest=self.smallest,
-            layers=self._evidence(chosen),
-            runs=self.trial.runs,
-            compilations=found.compilations + confirmations,
-        )
-        if rules is None:
-            return found
-        emulated = self.trial.measure_in_8_bits(self.wide, chosen)
-        return dataclasses.replace(
-            found, rules=rules, policy=short_text(self.policy), error=error, emulated=emulated
-        )
-
-    def _confirmed(self) -> tuple[frozenset[int], PolicyRules | None, float, int]:
-        """Returns the layers in 8 bits, their rules and error, and the number of runs with rules.
-
-        The rules are None if none meets the budget.
         """
         costs, alone = ([each[i] for i in self.free] for each in (self.costs, self.alone))
         search = Search(self._measure, alone.__getitem__, costs, 2 * len(costs) - 1, alone)
@@ -96,33 +69,44 @@ class EightBitSearch:
         def error(kept: WideModules) -> float:
             if kept == search.every:
                 return 0.0
-            states = self._states(self._chosen(kept))
-            choices = [
-                rules_from_states(states, self.policy, full) for full in full_policies(self.trial)
-            ]
-            tried[kept] = applied(self.trial, self.wide, choices, self.policy)
+            tried[kept] = applied(
+                self.trial, self.wide, self._rules(self._chosen(kept)), self.policy
+            )
             return tried[kept][1]
 
         kept, _, _ = search.confirmed(self.budget, error)
-        if kept == search.every:
-            return frozenset(), None, 0.0, len(tried)
-        return self._chosen(kept), *tried[kept], len(tried)
+        if kept in tried:
+            rules, measured = tried[kept]
+            text, emulated = short_text(self.policy), self._measure(kept)
+            found = dataclasses.replace(
+                found, rules=rules, policy=text, error=measured, emulated=emulated
+            )
+        return dataclasses.replace(
+            found,
+            matmul="" if self.policy.matmul is None else self.policy.matmul.text,
+            smallest=self.smallest,
+            layers=self._evidence(self._chosen(kept)),
+            runs=self.trial.runs,
+            compilations=found.compilations + len(tried),
+        )
 
     def _chosen(self, kept: WideModules) -> frozenset[int]:
         return frozenset(layer for i, layer in enumerate(self.free) if i not in kept)
 
     def _measure(self, kept: WideModules) -> float:
-        return self.trial.measure_in_8_bits(self.wide, self._chosen(kept))
+        return self.trial.measure(self.wide, self._chosen(kept))
 
-    def _states(self, chosen: frozenset[int]) -> dict[Path, LayerState]:
-        """Returns how each path runs. Convolutions are kept in half precision."""
+    def _rules(self, chosen: frozenset[int]) -> Choices:
+        """Returns the rules to try for some layers in 8 bits. Convolutions are kept out."""
         wide = self.trial.paths_of(self.wide)
         kept = {path for i, path in enumerate(self.paths) if i not in chosen} | self.convolutions
 
-        def state(path: Path) -> LayerState:
+        def state(path: Path) -> PathState:
             return "float32" if path in wide else "half" if path in kept else "8 bits"
 
-        return {path: state(path) for path in self.trial.paths}
+        states: dict[Path, PathState] = {path: state(path) for path in self.trial.paths}
+        half = out_of_8_bits(states, self.policy)
+        return rules_of_states(self.trial, states, "8 bits", half, self.policy)
 
     def _evidence(self, chosen: frozenset[int]) -> tuple[LayerEvidence, ...]:
         """Returns the measurements of each layer, the largest cost first."""
@@ -134,22 +118,9 @@ class EightBitSearch:
         return tuple(sorted(found, key=lambda one: -one.cost))
 
 
-def rules_from_states(
-    states: Mapping[Path, LayerState], policy: Policy, full: Policy
-) -> PolicyRules:
-    """Returns the rules that give each path its state under a policy with ``m=``.
-
-    Args:
-      full: the policy of the paths in float32.
-    """
+def out_of_8_bits(paths: Iterable[Path], policy: Policy) -> Callable[[str], Policy]:
+    """Returns the policy of each pattern of paths that are kept out of 8 bits."""
     kept = policy.replace(matmul=None)
     inside = kept.replace(output_dtype=kept.compute_dtype)
-    of_model = {spelled(path) for path in states if (found := divided(path)) and not found[1]}
-
-    def obeyed(pattern: str, state: LayerState) -> Policy:
-        if state == "half":
-            return kept if pattern in of_model else inside
-        return full if state == "float32" else policy
-
-    named: list[tuple[str, LayerState]] = patterns_of_states(states, "8 bits")
-    return PolicyRules([(pattern, obeyed(pattern, state)) for pattern, state in named])
+    of_model = {spelled(path) for path in paths if (found := divided(path)) and not found[1]}
+    return lambda pattern: kept if pattern in of_model else inside

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from policy.core.matmul_dtypes import ScaledMatmul, scaled_matmul_of
+from policy.core.matmul_dtypes import ScaledMatmul
 from policy.core.policy import Policy
 
 SMALLEST = 2048
@@ -57,25 +57,19 @@ def split_policy(
     """Returns the policy without ``m=``, and the matmuls in 8 bits that are asked for.
 
     Raises:
-      TypeError: `matmul` is neither a ScaledMatmul nor a text.
-      ValueError: an unknown text; it disagrees with the policy's ``m=``; there is no policy; or its
-        compute_dtype is not half precision.
+      TypeError, ValueError: `matmul` is neither a ScaledMatmul nor a known text; it disagrees with
+        the policy's ``m=``; there is no policy; or its compute_dtype is not half precision.
     """
-    if not isinstance(matmul, (ScaledMatmul, str, type(None))):
-        raise TypeError(
-            f"matmul should be a ScaledMatmul or its text, such as 'f8', but got {matmul!r}."
-        )
-    given = scaled_matmul_of(matmul) if isinstance(matmul, str) else matmul
     if policy is None:
-        if given is not None:
+        if matmul is not None:
             raise ValueError(
-                f"matmul={given.text!r} applies to layers that obey a policy, but policy= is "
-                "missing: pass it too, such as policy='mixed_bfloat16'."
+                f"matmul={matmul!r} applies to layers that obey a policy, but policy= is missing: "
+                "pass it too, such as policy='mixed_bfloat16'."
             )
         return None, None
-    if policy.matmul is not None and given is not None and given != policy.matmul:
-        raise ValueError(f"matmul={given.text!r} disagrees with the policy '{policy.short}'.")
-    by = given or policy.matmul
+    by = policy.matmul if matmul is None else policy.replace(matmul=matmul).matmul
+    if policy.matmul not in (None, by):
+        raise ValueError(f"matmul={matmul!r} disagrees with the policy '{policy.short}'.")
     if by is not None and policy.compute_dtype.itemsize != 2:
         raise ValueError(
             f"suggest picks layers for m={by.text} among those in half precision, but the policy "

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from policy.core.rules import PolicyRules
 from policy.inspect.suggest.patterns import code_of
-from policy.inspect.suggest.search import Search, WideModules
-from policy.inspect.traced.call import short_text
+from policy.inspect.suggest.search import Search, WideModules, subsets
 
+FrontPlace = tuple[float, float]  # cost and error
 _MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 
 
@@ -55,25 +55,25 @@ class FrontPoint:
 
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
-        return f"rules = {code_of(_texts(self.rules))}"
+        return f"rules = {code_of(self.rules)}"
 
     @property
     def fits(self) -> bool:
         """True if the program fits into a device's memory, so that its time is known."""
         return self.seconds is not None and not self.missing
 
+    @property
+    def place(self) -> FrontPlace:
+        return (self.seconds or 0.0, self.error) if self.fits else (math.inf, math.inf)
+
     def is_beaten_by(self, other: FrontPoint) -> bool:
         """Returns whether another point is better in error or in cost, and worse in neither."""
-        if not other.fits:
-            return False
-        if self.seconds is None or not self.fits:
-            return True
-        mine, others = (self.error, self.seconds), (other.error, other.seconds or 0.0)
-        return others != mine and others[0] <= mine[0] and others[1] <= mine[1]
+        return is_beaten(self.place, [other.place])
 
 
-def _texts(rules: PolicyRules) -> list[tuple[str, str]]:
-    return [(str(pattern), short_text(policy)) for pattern, policy in rules]
+def is_beaten(place: FrontPlace, others: Iterable[FrontPlace]) -> bool:
+    """Returns whether another place is better in one of its numbers, and worse in neither."""
+    return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
 
 
 def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
@@ -81,12 +81,11 @@ def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
 
     Of points that are alike in error and cost, the first stays.
     """
-    every = [*points]
-    front: dict[tuple[float, float], FrontPoint] = {}
-    for point in every:
-        if point.fits and not any(map(point.is_beaten_by, every)):
-            front.setdefault((point.seconds or 0.0, point.error), point)
-    return tuple(front[key] for key in sorted(front))
+    first: dict[FrontPlace, FrontPoint] = {}
+    for point in points:
+        if point.fits:
+            first.setdefault(point.place, point)
+    return tuple(first[place] for place in sorted(first) if not is_beaten(place, first))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,10 +100,7 @@ def measured_sets(search: Search) -> dict[WideModules, float]:
     that a candidate removes per cost, and whatever the search has measured.
     """
     if len(search.every) <= _MOST_SUBSETS:
-        sets = [
-            frozenset(i for i in search.every if number >> i & 1)
-            for number in range(2 ** len(search.every))
-        ]
+        sets = list(subsets(search.every))
     else:
         order = search.order()
         sets = [frozenset(order[:count]) for count in range(len(order) + 1)]
@@ -131,19 +127,18 @@ def chosen_sets(
     """
     ends = [frozenset(), frozenset(range(len(costs)))]
     places = _places(errors, costs)
-    front = [wide for wide, place in places.items() if not _is_beaten(place, places.values())]
     chosen = list(dict.fromkeys([*ends, *asked]))[:count]
-    left = [wide for wide in front if wide not in chosen]
-    while left and len(chosen) < count:
-        farthest = max(left, key=lambda wide: _distance(places, wide, chosen))
-        if not _distance(places, farthest, chosen):
+    while len(chosen) < count:
+        left = {
+            wide: min(math.dist(place, places[other]) for other in chosen if other in places)
+            for wide, place in places.items()
+            if not is_beaten(place, places.values())
+        }
+        farthest = max(left, key=left.__getitem__)
+        if not left[farthest]:
             break
         chosen.append(farthest)
-        left.remove(farthest)
     return chosen
-
-
-FrontPlace = tuple[float, float]
 
 
 def _places(
@@ -162,16 +157,6 @@ def _places(
     return {
         wide: (sum(costs[i] for i in wide) / total, along(error)) for wide, error in errors.items()
     }
-
-
-def _is_beaten(place: FrontPlace, others: Iterable[FrontPlace]) -> bool:
-    return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
-
-
-def _distance(
-    places: Mapping[WideModules, FrontPlace], wide: WideModules, chosen: Iterable[WideModules]
-) -> float:
-    return min(math.dist(places[wide], places[other]) for other in chosen if other in places)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,4 +213,4 @@ def _remark(point: FrontPoint, front: Sequence[FrontPoint]) -> str:
 
 
 def _compact(rules: PolicyRules) -> str:
-    return " ".join(line.strip() for line in code_of(_texts(rules)).splitlines())
+    return " ".join(line.strip() for line in code_of(rules).splitlines())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from policy.core.rules import PolicyRules
-from policy.inspect.suggest.applied import applied, rules_for
-from policy.inspect.suggest.confirmed import confirmed, search_of, suggestion_of
+from policy.inspect.estimate.costing import CompiledRow
+from policy.inspect.suggest.applied import applied, confirmed, rules_for
 from policy.inspect.suggest.front import FrontPoint, chosen_sets, measured_sets
 from policy.inspect.suggest.search import Search, WideModules
-from policy.inspect.suggest.suggestion import Suggestion
-from policy.inspect.suggest.target_costs import TargetCompiler, TargetProgram, module_costs
+from policy.inspect.suggest.suggestion import Suggestion, suggestion_of
+from policy.inspect.suggest.target_costs import TargetCompiler, module_costs
 from policy.inspect.suggest.trial import Trial
 from policy.programs.paths import spelled
 
@@ -26,7 +26,7 @@ class FrontSearch:
       compiler: compiles for the target.
       count: the most points.
       budget: the error allowed; infinite for any.
-      programs: those compiled for the target, by the candidates in float32.
+      rows: the rules and costs of the programs for the target, by the candidates in float32.
       measured: errors with the rules applied, by the candidates in float32.
       confirmations: the number of programs in which rules were applied to measure their error.
     """
@@ -35,7 +35,9 @@ class FrontSearch:
     compiler: TargetCompiler
     count: int
     budget: float
-    programs: dict[WideModules, TargetProgram] = dataclasses.field(default_factory=dict)
+    rows: dict[WideModules, tuple[PolicyRules, CompiledRow]] = dataclasses.field(
+        default_factory=dict
+    )
     measured: dict[WideModules, float] = dataclasses.field(default_factory=dict)
     confirmations: int = 0
 
@@ -45,21 +47,22 @@ class FrontSearch:
         Raises:
           ValueError: no rules meet the budget, or none of those fits into the target's memory.
         """
-        search = self._search()
-        asked = [self._confirmed(search)] if math.isfinite(self.budget) else []
+        search, asked = self._search(), []
+        if math.isfinite(self.budget):
+            wide, _, error, self.confirmations = confirmed(self.trial, search, self.budget)
+            self.measured[wide] = error
+            asked = [wide]
         sets = chosen_sets(measured_sets(search), search.costs, self.count, asked)
-        for wide in sets:
-            self._compile(wide)
         chosen = self._chosen(search, sets)
         points = {wide: self._point(search, wide) for wide in sets}
         if chosen is None and asked:
-            raise ValueError(self._no_memory([points[wide] for wide in sets]))
+            raise ValueError(self._no_memory(points.values()))
         wide = frozenset() if chosen is None else chosen
         found = suggestion_of(
             self.trial,
             search,
             wide,
-            PolicyRules([]) if chosen is None else self.programs[wide].rules,
+            PolicyRules([]) if chosen is None else self._row(wide)[0],
             self.budget,
             self.measured.get(wide, math.nan),
             self.confirmations,
@@ -70,31 +73,22 @@ class FrontSearch:
             timing=self.compiler.target.timing,
             points=tuple(sorted(points.values(), key=_cost)),
             chosen=None if chosen is None else points[chosen],
-            programs=self.compiler.programs,
+            programs=len(self.rows),
         )
 
     def _search(self) -> Search:
         """Returns a search whose costs are those of the two ends: no module and all in float32."""
-        trial, none, every = self.trial, frozenset[int](), frozenset(range(len(self.trial.paths)))
-        for wide in (none, every):
-            self._compile(wide)
-        ends = self.programs[none], self.programs[every]
-        costs = module_costs(*ends, trial.candidates, trial.costs)
-        search = search_of(trial, costs)
+        trial, every = self.trial, frozenset(range(len(self.trial.paths)))
+        half, full = (self._row(wide)[1].by_path for wide in (frozenset[int](), every))
+        search = trial.search(module_costs(half, full, trial.candidates, trial.costs))
         search.survey()
         return search
 
-    def _compile(self, wide: WideModules) -> None:
-        if wide not in self.programs:
-            tried = rules_for(self.trial, wide)
-            self.programs[wide] = self.compiler.compiled(tried, self.trial.program.route)
-
-    def _confirmed(self, search: Search) -> WideModules:
-        """Returns the set that costs least by the modules' costs, of those that meet the budget."""
-        wide, found = confirmed(self.trial, search, self.budget)
-        self.measured[wide] = found.error
-        self.confirmations = found.compilations - 1
-        return wide
+    def _row(self, wide: WideModules) -> tuple[PolicyRules, CompiledRow]:
+        if wide not in self.rows:
+            choices = rules_for(self.trial, wide)
+            self.rows[wide] = self.compiler.compiled(choices, self.trial.program.route)
+        return self.rows[wide]
 
     def _chosen(self, search: Search, sets: Sequence[WideModules]) -> WideModules | None:
         """Returns the cheapest set that fits and meets the budget in a measured run."""
@@ -103,20 +97,17 @@ class FrontSearch:
             if not point.fits or point.error > self.budget:
                 continue
             if wide not in self.measured:
-                self.measured[wide] = self._measured(wide)
+                self.confirmations += 1
+                self.measured[wide] = applied(self.trial, wide, [point.rules])[1]
             if self.measured[wide] <= self.budget:
                 return wide
         return None
 
-    def _measured(self, wide: WideModules) -> float:
-        self.confirmations += 1
-        return applied(self.trial, wide, [self.programs[wide].rules])[1]
-
     def _point(self, search: Search, wide: WideModules) -> FrontPoint:
-        program = self.programs[wide]
-        cost = program.cost
+        rules, row = self._row(wide)
+        cost = row.cost
         return FrontPoint(
-            program.rules,
+            rules,
             tuple(spelled(self.trial.paths[i]) for i in sorted(wide)),
             self.measured.get(wide, search.known[wide]),
             None if cost.is_exhausted else cost.cycles,
@@ -127,7 +118,7 @@ class FrontSearch:
             cost.is_lower_bound,
         )
 
-    def _no_memory(self, points: Sequence[FrontPoint]) -> str:
+    def _no_memory(self, points: Iterable[FrontPoint]) -> str:
         met = [point.missing for point in points if point.error <= self.budget and not point.fits]
         return (
             f"No rules within an error of {self.budget:.3g} fit into the memory of "

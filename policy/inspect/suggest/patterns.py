@@ -6,29 +6,16 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 
 S = TypeVar("S", bound=Hashable)
-PathPattern = tuple[str, bool]  # a pattern, and whether the paths that it matches run in float32
 
 
-def patterns_of(wide: frozenset[Path], candidates: Iterable[Path]) -> list[PathPattern]:
-    """Returns the rules that leave exactly `wide` of the candidates in float32.
+def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
+    """Returns the rules that give each path its state, as pairs of a pattern and a state.
 
     A rule applies to everything below the path that it matches, until another rule matches there.
-
-    Args:
-      wide: the paths to run in float32.
-      candidates: all paths whose dtype matters, including `wide`.
-
-    Returns:
-      Pairs of a pattern and whether its paths run in float32.
-    """
-    return patterns_of_states({path: path in wide for path in candidates}, False)
-
-
-def patterns_of_states(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
-    """Returns the rules that give each path its state; see `patterns_of`.
 
     Args:
       states: of all paths that matter.
@@ -91,9 +78,9 @@ def _alternatives(names: list[str], state: S) -> Iterable[tuple[str, S]]:
     yield f"{before}(?:{'|'.join(part[i] for part in parts)}){after}", state
 
 
-def code_of(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Returns the rules as Python code."""
-    lines = [f"    ({_quoted(pattern)}, {_quoted(str(policy))})," for pattern, policy in pairs]
+def code_of(rules: Iterable[tuple[Any, Any]]) -> str:
+    """Returns rules, pairs of a pattern and a policy, as Python code."""
+    lines = [f"    ({_quoted(str(p))}, {_quoted(short_text(policy))})," for p, policy in rules]
     return "PolicyRules([\n" + "\n".join(lines) + "\n])" if lines else "PolicyRules([])"
 
 

@@ -7,7 +7,7 @@ as the dtype does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,6 +35,21 @@ from policy.programs.upcast import (
 )
 
 
+class Flags(NamedTuple):
+    """The parts of a program that run in another precision.
+
+    Attributes:
+      wide: which candidates run in float32. The first is for paths that no rule reaches.
+      promotes: whether operations promote; otherwise half precision stays half when mixed with
+        float32, as in modules that cast their inputs.
+      in_8_bits: which layers of `ScaledDots` run in 8 bits, after one that is False.
+    """
+
+    wide: Any
+    promotes: Any
+    in_8_bits: Any = False
+
+
 class Emulated(Upcast):
     """Runs a program in float32, with values rounded where its flags say so.
 
@@ -42,25 +57,23 @@ class Emulated(Upcast):
     whether it is in float32.
 
     Attributes:
-      flags: a vector of booleans: which candidates run in float32. The first is for paths that no
-        rule reaches. The last tells whether operations promote; otherwise half precision stays
-        half when mixed with float32, as in modules that cast their inputs.
+      flags: the parts in another precision.
       candidates: the index of each path in the flags.
-      scaled: the matmuls that run in 8 bits where `in_8_bits` says so; None for none.
-      in_8_bits: a vector of booleans: of each layer of `scaled`, after one that is False.
+      scaled: the matmuls that may run in 8 bits; None for none.
+      is_native: whether half precision runs in its own dtype instead of rounded float32.
     """
 
     def __init__(
         self,
-        flags: Any,
+        flags: Flags,
         candidates: Mapping[Path, int],
         reference: Reference = NO_REFERENCE,
         scaled: ScaledDots | None = None,
-        in_8_bits: Any = None,
+        is_native: bool = False,
     ):
         super().__init__(reference=reference)
         self.flags, self.candidates = flags, candidates
-        self.scaled, self.in_8_bits = scaled, in_8_bits
+        self.scaled, self.is_native = scaled, is_native
         self._layers = {path: i + 1 for i, path in enumerate(scaled.layers if scaled else ())}
 
     def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
@@ -79,15 +92,15 @@ class Emulated(Upcast):
         arrays = [widen(value.arrays[0]) for value in values]
         if any(len(value.arrays) > 1 for value in values):
             own = self.flag(self.place_of(equation))
-            stays = own if _decides(equation) else own | self.flags[-1]
+            stays = own if _decides(equation) else own | self.flags.promotes
             arrays = [rounded(a, d, stays) for a, d in zip(arrays, dtypes, strict=True)]
         outputs = bound_wide(equation, arrays)
         if self.scaled is not None and id(equation) in self.scaled.cotangents:
             layer = candidate_of(self.place_of(equation).path, self._layers)
             product = self.scaled.product(equation, arrays)
-            outputs = [jnp.where(self.in_8_bits[layer], product, outputs[0])]
+            outputs = [jnp.where(self.flags.in_8_bits[layer], product, outputs[0])]
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
-        if name in ACCUMULATES:
+        if self.is_native or name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
             outputs = [
                 jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)
@@ -118,12 +131,12 @@ class Emulated(Upcast):
         is_wide = self.flag(self.place_of(equation))
         if not _decides(equation):
             for flag in [value.arrays[1] for value in values if len(value.arrays) > 1]:
-                is_wide = is_wide | (flag & self.flags[-1])
+                is_wide = is_wide | (flag & self.flags.promotes)
         return is_wide
 
     def flag(self, place: ModulePass) -> Any:
         """Returns whether a place runs in float32."""
-        return self.flags[candidate_of(place.path, self.candidates)]
+        return self.flags.wide[candidate_of(place.path, self.candidates)]
 
     # Loops and branches return the dtypes of their variables --------------------------------------
 
@@ -164,48 +177,3 @@ def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:
         if path[:length] in candidates:
             return candidates[path[:length]]
     return 0
-
-
-class Ruled(Upcast):
-    """Runs a program with some paths in float32, and the others in their traced dtypes.
-
-    Each value is one array.
-    """
-
-    def __init__(
-        self,
-        wide: frozenset[Path],
-        candidates: Mapping[Path, int],
-        reference: Reference,
-    ):
-        super().__init__(reference=reference)
-        self.wide, self.candidates = wide, candidates
-        self._places = {index: path for path, index in candidates.items()}
-
-    def is_wide(self, place: ModulePass) -> bool:
-        """Returns whether a place runs in float32."""
-        return self._places.get(candidate_of(place.path, self.candidates)) in self.wide
-
-    def with_constants(
-        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
-    ) -> list[PlacedValue]:
-        if not self.is_wide(self.place_of(equation)):
-            return list(values)
-        return super().with_constants(equation, values, found)
-
-    def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
-        if self.is_wide(self.place_of(equation)):
-            return super().evaluated(equation, values)
-        operands = [
-            narrowed(value.arrays[0], dtype_of(atom))
-            for value, atom in zip(values, equation.invars, strict=True)
-        ]
-        return [PlacedValue([output]) for output in bind(equation, operands)]
-
-    def merge(
-        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
-    ) -> list[PlacedValue]:
-        return [PlacedValue([None], dtype_of(variable)) for variable in equation.outvars]
-
-    def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
-        return PlacedValue([narrowed(value.arrays[0], like.origin)])

@@ -131,7 +131,11 @@ def scaled_dots(
       by: the dtypes and scales.
       modules: the paths that rules can name; None for all.
     """
-    runs = {_key(site, modules) for site in walk(eight) if is_eight_bit_matmul(site.equation)}
+    runs = {
+        _key(site, reached_path(_path(site), modules))
+        for site in walk(eight)
+        if is_eight_bit_matmul(site.equation)
+    }
     graph = Graph(half)
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
     made_of = dependences(graph, params)
@@ -139,22 +143,22 @@ def scaled_dots(
     cotangents: dict[int, int | None] = {}
     for one in weight_matmuls(graph, params):
         node, site = one.node, one.node.site
+        own = _path(site)
+        path, whole = (reached_path(p, modules) for p in (own, lost.get(own, own)))
         is_plain = node.name == "dot_general" and len(node.inputs) == 2
-        if not is_plain or not _may_run(site, runs, modules, lost):
-            continue
-        if one.weight is None and by.weight_gradient == "compute":
+        is_kept = one.weight is None and by.weight_gradient == "compute"
+        if not is_plain or is_kept or runs.isdisjoint({_key(site, path), _key(site, whole)}):
             continue
         sides = [side for side in (0, 1) if made_of[id(node.inputs[side])] & COTANGENT]
         cotangents[id(site.equation)] = sides[0] if sides else None
-        path = _named(lost.get(_path(site), _path(site)), modules)
-        layer = layers.setdefault(path, ScaledLayer())
+        layer = layers.setdefault(whole, ScaledLayer())
         layer.flops += flops_of(site.equation) * site.count
         if not sides and one.weight is not None:
             _measure(layer, node, one.weight)
     dots = [site for site in walk(half) if site.name == "dot_general"]
     total = sum(flops_of(site.equation) * site.count for site in dots)
     convolutions = frozenset(
-        _named(_path(site), modules)
+        reached_path(_path(site), modules)
         for site in walk(eight)
         if site.name in CONVOLUTIONS and is_eight_bits(site.equation.invars[1].aval.dtype)
     )
@@ -194,22 +198,10 @@ def _path(site: Site) -> Path:
     return module_path(site.path, site.is_backward)
 
 
-def _named(path: Path, modules: set[str] | None) -> Path:
-    return reached_path(path, modules)
-
-
-def _may_run(
-    site: Site, runs: set[Any], modules: set[str] | None, lost: Mapping[Path, Path]
-) -> bool:
-    path, *rest = _key(site, modules)
-    whole = _named(lost.get(_path(site), _path(site)), modules)
-    return (path, *rest) in runs or (whole, *rest) in runs
-
-
-def _key(site: Site, modules: set[str] | None) -> tuple[Any, ...]:
-    """Returns what a matmul in 8 bits shares with the same one in half precision."""
+def _key(site: Site, path: Path) -> tuple[Any, ...]:
+    """Returns what a matmul in 8 bits shares with the same one in half precision, at its path."""
     contracted, _ = site.equation.params["dimension_numbers"]
     left = site.equation.invars[0].aval.shape
     depth = size([left[axis] for axis in contracted[0]])
     result = tuple(sorted(site.equation.outvars[0].aval.shape))
-    return _named(_path(site), modules), site.is_backward, depth, result
+    return path, site.is_backward, depth, result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 WideModules = frozenset[int]
 FEW = 8  # the largest number of candidates of which all sets are measured
@@ -14,6 +14,12 @@ NEAR = 1.25
 DEARER = 1.05  # a set may cost this factor more than the cheapest
 _MOST_CONFIRMATIONS = 6
 CANCELLATION = 2.0  # the error of several may be this many times smaller than that of one of them
+
+
+def subsets(candidates: Collection[int]) -> Iterator[WideModules]:
+    """Yields all sets of some candidates, the smallest first."""
+    for count in range(len(candidates) + 1):
+        yield from map(frozenset, itertools.combinations(sorted(candidates), count))
 
 
 @dataclasses.dataclass
@@ -75,57 +81,44 @@ class Search:
         For few candidates it is the cheapest set. For many, removing any one of its candidates
         misses the budget.
         """
-        wide = self._sufficient(budget)
-        if wide is None or not wide:
-            return wide
-        return (
-            self._cheapest(wide, budget) if len(self.costs) <= FEW else self._pruned(wide, budget)
-        )
-
-    def _sufficient(self, budget: float) -> WideModules | None:
-        """Returns a set that meets the budget, or None: a prefix of `order`, found by bisection."""
         if self.meets(frozenset(), budget):
             return frozenset()
         if not self.alone:
             self.survey()
+        return self._cheapest(budget) if len(self.costs) <= FEW else self._pruned(budget)
+
+    def _cheapest(self, budget: float) -> WideModules | None:
+        """Returns the cheapest set that meets the budget.
+
+        Sets are skipped if they lack a candidate whose error alone in half precision is too large
+        for the others to make up for.
+        """
+        self.runs = max(self.runs, 2 ** len(self.costs))
+        needed = {
+            i for i in self.every if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget
+        }
+        sets = [chosen.union(needed) for chosen in subsets(self.every - needed)]
+        sets.sort(key=lambda s: (self.cost(s), sorted(s)))
+        return next((s for s in sets if self.meets(s, budget)), None)
+
+    def _pruned(self, budget: float) -> WideModules | None:
+        """Returns a set that meets the budget, without its superfluous candidates, or None.
+
+        A prefix of `order`, found by bisection, loses candidates, the most expensive first. They
+        have a budget of runs of their own: at most one for each.
+        """
         order = self.order()
         low, high = 0, len(order)  # the first `low` are too few, the first `high` suffice
-        guess = max(self._predicted(order, budget), 1)
         while high - low > 1:
-            middle = guess if low < guess < high else (low + high) // 2
-            guess = 0
+            middle = (low + high) // 2
             if self.meets(frozenset(order[:middle]), budget):
                 high = middle
             else:
                 low = middle
         wide = frozenset(order[:high])
-        error = self.error(wide)
-        if (
-            error is not None and error > budget
-        ):  # None if no run was left: then its confirmation decides
+        error = self.error(wide)  # None if no run was left: then its confirmation decides
+        if error is not None and error > budget:
             return None
-        return wide
-
-    def _predicted(self, order: Sequence[int], budget: float) -> int:
-        left = sum(self.alone[i] ** 2 for i in order)
-        for count, i in enumerate(order):
-            if left <= budget**2:
-                return count
-            left = (
-                left - self.alone[i] ** 2
-                if math.isfinite(self.alone[i])
-                else self._rest(order[count + 1 :])
-            )
-        return len(order)
-
-    def _rest(self, order: Sequence[int]) -> float:
-        return sum(self.alone[i] ** 2 for i in order)
-
-    def _pruned(self, wide: WideModules, budget: float) -> WideModules:
-        """Returns a set without its superfluous candidates, removing the most expensive first.
-
-        It has its own budget of runs: at most one for each candidate.
-        """
         self.runs = max(self.runs, len(wide))
         for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
             if self.meets(wide - {i}, budget):
@@ -135,24 +128,6 @@ class Search:
     def cost(self, wide: Collection[int]) -> float:
         """Returns the cost of a set."""
         return sum(self.costs[i] for i in wide)
-
-    def _cheapest(self, wide: WideModules, budget: float) -> WideModules:
-        """Returns the cheapest set that meets the budget, measuring the sets that cost less.
-
-        Sets are skipped if they lack a candidate whose error alone in half precision is too large
-        for the others to make up for.
-        """
-        self.runs = max(self.runs, 2 ** len(self.costs))
-        needed = {i for i in wide if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget}
-        left = sorted(self.every - needed)
-        sets = (
-            needed.union(chosen)
-            for count in range(len(left))
-            for chosen in itertools.combinations(left, count)
-        )
-        cheaper = [frozenset(s) for s in sets if self.cost(s) < self.cost(wide)]
-        cheaper.sort(key=lambda s: (self.cost(s), sorted(s)))
-        return next((s for s in cheaper if self.meets(s, budget)), wide)
 
     def nearly(self, wide: WideModules | None, budget: float) -> list[WideModules]:
         """Returns at most two cheaper sets that were measured to miss the budget by little.

@@ -13,13 +13,13 @@ from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.applied import confirmed
 from policy.inspect.suggest.candidates import ListeningRules
-from policy.inspect.suggest.confirmed import confirmed, search_of
 from policy.inspect.suggest.eight_bit_search import EightBitSearch
 from policy.inspect.suggest.eight_bits import SMALLEST, split_policy
 from policy.inspect.suggest.on_target import FrontSearch
 from policy.inspect.suggest.scaled_dots import scaled_of
-from policy.inspect.suggest.suggestion import Suggestion
+from policy.inspect.suggest.suggestion import Suggestion, suggestion_of
 from policy.inspect.suggest.target_costs import TargetCompiler, require_timed
 from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import Call, checked_policy, program_of
@@ -103,11 +103,11 @@ def suggest(
         could name runs in half precision, or no layer that `matmul` is about; float32 itself is not
         finite; no rules meet the budget, or none of those fits into the target's memory.
     """
-    budget, smallest = _checked(error, on), _checked_size(smallest)
     on = Target(on) if isinstance(on, str) else on
     with contextlib.nullcontext() if on is None else traced_for(on.devices[0]):
         policy, by = split_policy(checked_policy(policy), matmul)
-    target = _target(on, policy, by, mesh, shardings, points)
+    _require(error, on, policy, by, (mesh, shardings), points)
+    budget = math.inf if error is None else float(error)
     call = Call.measured("suggest", fn, args, kwargs, params, 1.0 if backward else None)
     listening = ListeningRules()
     program = program_of(call, policy, listening)
@@ -115,67 +115,47 @@ def suggest(
     scaled = None if by is None or policy is None else scaled_of(call, policy, by, program, named)
     trial = Trial(call, policy, program, named, scaled)
     with naming(trial.paths):
-        if target is not None and policy is not None:
+        if on is not None and policy is not None:
             made = MadeCall(fn, args, kwargs, False)
-            compiler = TargetCompiler(target, made, policy, backward, params, mesh, shardings)
+            compiler = TargetCompiler(on, made, policy, backward, params, mesh, shardings)
             return FrontSearch(trial, compiler, points, budget).suggestion()
-        wide, found = confirmed(trial, search_of(trial, trial.costs), budget)
-        if scaled is None or policy is None or by is None:
+        search = trial.search(trial.costs)
+        wide, rules, measured, attempts = confirmed(trial, search, budget)
+        found = suggestion_of(trial, search, wide, rules, budget, measured, attempts)
+        if scaled is None or policy is None:
             return found
         eight = policy.replace(matmul=by)
-        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found, by)
+        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found)
 
 
-def _checked(error: Any, on: Any) -> float:
-    if error is None and on is None:
-        raise ValueError(
-            "suggest needs an error budget, such as error=0.02, or a target for the front of error "
-            "against cost, such as on='v5e:1x1'."
-        )
-    if error is None:
-        return math.inf
-    if not isinstance(error, (int, float)) or isinstance(error, bool) or not (0 < error < math.inf):
-        raise ValueError(
-            f"error should be a positive number, the relative error allowed, but got {error!r}."
-        )
-    return float(error)
-
-
-def _target(
+def _require(
+    error: Any,
     on: Target | None,
     policy: Policy | None,
     by: ScaledMatmul | None,
-    mesh: Any,
-    shardings: Any,
+    layout: tuple[Any, Any],
     points: Any,
-) -> Target | None:
-    """Returns the target, checked together with the arguments that are about it."""
-    if on is None:
-        if mesh is not None or shardings is not None or points != POINTS:
-            raise ValueError(
-                "mesh=, shardings= and points= apply to a target, but on= is missing: pass it "
-                "too, such as on='v5e:4x4'."
-            )
-        return None
-    if by is not None:
-        raise ValueError(
-            f"suggest can't search with m={by.text} and on= together. Call it without m= first, "
-            "and then with matmul= and without on=."
-        )
-    if policy is None:
-        raise ValueError(
-            "on= compiles the program under a policy and its rules, but policy= is missing: pass "
-            "it too, such as policy='mixed_bfloat16'."
-        )
-    if type(points) is not int or points < 3:
-        raise ValueError(
-            f"points should be a number of programs to compile, at least 3, but got {points!r}."
-        )
-    require_timed(on)
-    return on
-
-
-def _checked_size(smallest: Any) -> int:
-    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
-        raise ValueError(f"smallest should be a positive size, such as 2048, but got {smallest!r}.")
-    return smallest
+) -> None:
+    is_given = layout != (None, None) or points != POINTS
+    is_error = isinstance(error, (int, float)) and not isinstance(error, bool)
+    wrong = {
+        "suggest needs an error budget, such as error=0.02, or a target for the front of error "
+        "against cost, such as on='v5e:1x1'.": error is None and on is None,
+        f"error should be a positive number, the relative error allowed, but got {error!r}.": (
+            error is not None and not (is_error and 0 < error < math.inf)
+        ),
+        "mesh=, shardings= and points= apply to a target, but on= is missing: pass it too, such as "
+        "on='v5e:4x4'.": on is None and is_given,
+        f"suggest can't search with m={by and by.text} and on= together. Call it without m= first, "
+        "and then with matmul= and without on=.": on is not None and by is not None,
+        "on= compiles the program under a policy and its rules, but policy= is missing: pass it "
+        "too, such as policy='mixed_bfloat16'.": on is not None and policy is None,
+        f"points should be a number of programs to compile, at least 3, but got {points!r}.": (
+            type(points) is not int or points < 3
+        ),
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(message)
+    if on is not None:
+        require_timed(on)

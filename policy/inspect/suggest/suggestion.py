@@ -12,7 +12,10 @@ from policy.inspect.suggest.eight_bits import SMALLEST, LayerEvidence, lines_of
 from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
 from policy.inspect.suggest.front_plot import plotted
 from policy.inspect.suggest.patterns import code_of
+from policy.inspect.suggest.search import Search, WideModules
+from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import short_text
+from policy.programs.paths import spelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +119,7 @@ class Suggestion:
 
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
-        return (
-            "rules = "
-            f"{code_of((str(pattern), short_text(policy)) for pattern, policy in self.rules)}"
-        )
+        return f"rules = {code_of(self.rules)}"
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draws the front of error against cost, as a matplotlib Figure.
@@ -177,3 +177,34 @@ class Suggestion:
             f"# error of {self.of}: {self.error:.3g} with these rules, those of the cheapest "
             "point; error= chooses another"
         )
+
+
+def suggestion_of(
+    trial: Trial,
+    search: Search,
+    wide: WideModules,
+    rules: PolicyRules,
+    budget: float,
+    error: float,
+    confirmations: int,
+) -> Suggestion:
+    """Returns the suggestion of a set of candidates, whose rules have an error when applied."""
+    alone = search.alone or [math.nan] * len(trial.paths)
+    evidence = [
+        Evidence(spelled(path), alone[i], search.costs[i], i in wide)
+        for i, path in enumerate(trial.paths)
+    ]
+    evidence.sort(key=lambda e: (not e.keeps, 0.0 if math.isnan(e.alone) else -e.alone))
+    return Suggestion(
+        rules,
+        "" if trial.policy is None else short_text(trial.policy),
+        budget,
+        error,
+        search.known.get(wide, math.nan),
+        search.known.get(frozenset(), math.nan),
+        tuple(evidence),
+        "gradients" if trial.program.gradients else "outputs",
+        trial.program.route,
+        trial.runs,
+        1 + confirmations,
+    )

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
 from policy.core.precedence import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.candidates import Candidate
-from policy.inspect.estimate.compilation import compiled_step
-from policy.inspect.estimate.costing import cost_of
-from policy.inspect.estimate.lowering import lowered_step
-from policy.inspect.estimate.placement import Placement, placed_arrays, placement_of, specs_of
-from policy.inspect.estimate.roofline import kernel_time
-from policy.inspect.estimate.rows import PolicyCost
-from policy.inspect.estimate.steps import MadeCall, Step, name_of, traced_step
+from policy.inspect.estimate.costing import CompiledRow, compiled_row
+from policy.inspect.estimate.placement import Placement, placement_of
+from policy.inspect.estimate.steps import MadeCall, Step, traced_step
 from policy.inspect.estimate.targets import Target
-from policy.inspect.hlo.costs import costs_of
-from policy.inspect.suggest.applied import first_that_runs
+from policy.inspect.suggest.applied import Choices, first_that_runs
 from policy.inspect.suggest.rounding_emulator import candidate_of
 from policy.inspect.traced.call import short_text
 from policy.inspect.traced.under_policy import Route
@@ -33,22 +26,6 @@ from policy.programs.paths import Path
 
 # A module that costs less than this share of the program is taken to cost so much.
 _LEAST_SHARE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetProgram:
-    """A program compiled for a target.
-
-    Attributes:
-      rules: those that it was traced under.
-      cost: its costs.
-      by_path: the time of each module path, in cycles or in seconds; empty if the program doesn't
-        fit.
-    """
-
-    rules: PolicyRules
-    cost: PolicyCost
-    by_path: Mapping[Path, float]
 
 
 @dataclasses.dataclass
@@ -61,7 +38,6 @@ class TargetCompiler:
       policy: the policy beside the rules.
       backward, params: as for `suggest`.
       mesh, shardings: as for `policy.estimate`.
-      programs: the number of programs compiled so far.
     """
 
     target: Target
@@ -71,7 +47,6 @@ class TargetCompiler:
     params: ParamsArgument
     mesh: Mapping[str, int] | None
     shardings: Any
-    programs: int = 0
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -79,7 +54,7 @@ class TargetCompiler:
         arguments = (self.call.args, self.call.kwargs)
         return placement_of(self.target, self.mesh, self.shardings, arguments)
 
-    def compiled(self, choices: Sequence[PolicyRules], route: Route) -> TargetProgram:
+    def compiled(self, choices: Choices, route: Route) -> tuple[PolicyRules, CompiledRow]:
         """Compiles the call under the first of some rules under which it can be traced.
 
         Args:
@@ -89,35 +64,16 @@ class TargetCompiler:
         Raises:
           TypeError, ValueError: as `policy.estimate` does.
         """
-        with self._on_mesh():
-            rules, step = first_that_runs(choices, lambda rules: self._step(rules, route))
-            arrays = step.traced.arguments.arrays
-            specs = specs_of(self.shardings, self.call.args, arrays, step.names, step.origins)
-            placed = placed_arrays(self.placement, arrays, specs, step.names)
-            lowered, _ = lowered_step(step, placed, self.target, name_of(self.call.fn))
-        program = compiled_step(lowered, self.target, step.names)
-        self.programs += 1
-        cost = cost_of(self._row, step, program, self.placement)
-        if program.is_exhausted:
-            return TargetProgram(rules, cost, {})
-        by_path = costs_of(program.text, kernel_time(self.target.chip)).by_path
-        return TargetProgram(rules, cost, by_path)
+        row = Candidate(short_text(self.policy), self.policy, {})
 
-    @contextlib.contextmanager
-    def _on_mesh(self) -> Iterator[None]:
-        mesh = self.placement.mesh
-        scope = jax.set_mesh(mesh) if self.placement.is_spread else contextlib.nullcontext()
-        with scope, warnings.catch_warnings():
+        def step(rules: PolicyRules) -> Step:
+            named = rules if rules else None
+            return traced_step(self.call, row, named, None, self.backward, self.params, route)
+
+        with self.placement.scope(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DtypePolicyWarning)  # suggest's own trace told them
-            yield
-
-    @property
-    def _row(self) -> Candidate:
-        return Candidate(short_text(self.policy), self.policy, {})
-
-    def _step(self, rules: PolicyRules, route: Route) -> Step:
-        named = rules if rules else None
-        return traced_step(self.call, self._row, named, None, self.backward, self.params, route)
+            rules, traced = first_that_runs(choices, step)
+        return rules, compiled_row(row, self.call, traced, self.placement, self.shardings)
 
 
 def require_timed(target: Target) -> None:
@@ -137,8 +93,8 @@ def require_timed(target: Target) -> None:
 
 
 def module_costs(
-    half: TargetProgram,
-    full: TargetProgram,
+    half: Mapping[Path, float],
+    full: Mapping[Path, float],
     candidates: Mapping[Path, int],
     written: Sequence[float],
 ) -> list[float]:
@@ -149,30 +105,29 @@ def module_costs(
     float32 takes the least cost. Exchanges are left out.
 
     Args:
-      half: the program without rules.
-      full: the program with every module in float32.
+      half: the times by path of the program without rules.
+      full: those of the program with every module in float32.
       candidates: the number of each module's path, from 1.
       written: the costs of the modules by their written FLOPs and bytes; these share out the whole
         difference among modules that have no kernel to their name, and everything where one of the
         programs doesn't fit.
     """
-    before, after = (_by_module(p.by_path, candidates, len(written)) for p in (half, full))
-    total = sum(half.by_path.values())
-    shares = [cost / max(sum(written), 1e-12) for cost in written]
-    if not total or not full.by_path:
-        return [max(share, _LEAST_SHARE) for share in shares]
-    whole = max(sum(full.by_path.values()) / total - 1, 0.0)
-    found = [
-        (late - early) / total if early or late else whole * share
-        for early, late, share in zip(before, after, shares, strict=True)
-    ]
-    return [max(cost, _LEAST_SHARE) for cost in found]
+    total = sum(half.values())
+    costs = [cost / max(sum(written), 1e-12) for cost in written]
+    if total and full:
+        whole = max(sum(full.values()) / total - 1, 0.0)
+        before, after = (_by_module(times, candidates) for times in (half, full))
+        costs = [
+            (after[i] - before[i]) / total if before[i] or after[i] else whole * share
+            for i, share in enumerate(costs, 1)
+        ]
+    return [max(cost, _LEAST_SHARE) for cost in costs]
 
 
 def _by_module(
-    by_path: Mapping[Path, float], candidates: Mapping[Path, int], count: int
-) -> list[float]:
-    times = [0.0] * (count + 1)
+    by_path: Mapping[Path, float], candidates: Mapping[Path, int]
+) -> Mapping[int, float]:
+    times = defaultdict[int, float](float)
     for path, time in by_path.items():
         times[candidate_of(path, candidates)] += time
-    return times[1:]
+    return times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,9 @@ import numpy as np
 from policy.core.policy import Policy
 from policy.inspect.compare.compare import COMPILER_OPTIONS
 from policy.inspect.suggest.candidates import reached_path
-from policy.inspect.suggest.rounding_emulator import Emulated
+from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.scaled_dots import ScaledDots
-from policy.inspect.suggest.search import WideModules
+from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
 from policy.programs.costs import bytes_of, flops_of
 from policy.programs.paths import Path
@@ -58,55 +58,59 @@ class Trial:
         self.candidates |= {
             end: self.candidates[path] for end, path in lost.items() if path in self.candidates
         }
-        self._none = np.zeros(1 + len(scaled.layers if scaled else ()), bool)
-        self.compiled = compiled(program, self._run, self._flags(frozenset()), self._none)
-        self.reference = self._outputs(np.ones(len(self.paths) + 2, bool))
+        reference = self.flags(range(len(self.paths)))
+        reference.wide[0] = True
+        self._reference_flags = reference
+        self.compiled = compiled(program, self.emulated, reference)
+        self.reference = self._outputs(reference)
         _require_finite(self.reference)
 
-    def _run(self, flags: Any, in_8_bits: Any, *arrays: Any) -> list[Any]:
+    def flags(
+        self, wide: Iterable[int], in_8_bits: Iterable[int] = (), promotes: bool = True
+    ) -> Flags:
+        """Returns the flags of some candidates in float32 and some layers in 8 bits."""
+        layers = self.scaled.layers if self.scaled else ()
+        return Flags(
+            _chosen(wide, len(self.paths)), np.array(promotes), _chosen(in_8_bits, len(layers))
+        )
+
+    def emulated(self, flags: Any, *arrays: Any, is_native: bool = False) -> list[Any]:
+        """Returns the measured arrays of the program with its flags; see `Emulated`."""
         body, consts = opened(self.program.jaxpr)
-        emulated = Emulated(flags, self.candidates, self.program.reference, self.scaled, in_8_bits)
+        reference = self.program.reference
+        run = Emulated(flags, self.candidates, reference, self.scaled, is_native)
         given = [PlacedValue([widen(array)]) for array in arrays]
-        outputs = emulated.run(body, [PlacedValue([widen(const)]) for const in consts], given)
-        return compared_floats(self.program, outputs)
+        outputs = run.run(body, [PlacedValue([widen(const)]) for const in consts], given)
+        return compared_floats(self.program, [output.arrays[0] for output in outputs])
 
-    def _outputs(self, flags: np.ndarray, in_8_bits: np.ndarray | None = None) -> list[np.ndarray]:
+    def _outputs(self, flags: Flags) -> list[np.ndarray]:
         self.runs += 1
-        chosen = self._none if in_8_bits is None else in_8_bits
-        return jax.device_get(self.compiled(flags, chosen, *self.program.arguments.arrays))
-
-    def _flags(self, wide: WideModules, promotes: bool = True) -> np.ndarray:
-        flags = np.zeros(len(self.paths) + 2, bool)
-        flags[[i + 1 for i in wide]] = True
-        flags[-1] = promotes
-        return flags
+        return jax.device_get(self.compiled(flags, *self.program.arguments.arrays))
 
     def paths_of(self, wide: WideModules) -> frozenset[Path]:
         """Returns the paths of some candidates."""
         return frozenset(self.paths[i] for i in wide)
 
-    def measure(self, wide: WideModules) -> float:
-        """Returns the error with these candidates in float32."""
-        return self.error(self._outputs(self._flags(wide)))
+    def search(self, costs: Sequence[float]) -> Search:
+        """Returns a search of the candidates, with a budget of two runs for each."""
+        search = Search(self.measure, self.measure_alone, costs, 2 * len(costs) - 1)
+        if not self.outside:
+            search.known[search.every] = 0.0
+        return search
+
+    def measure(self, wide: WideModules, in_8_bits: Iterable[int] = ()) -> float:
+        """Returns the error with some candidates in float32, and some layers' matmuls in 8 bits."""
+        return self.error(self._outputs(self.flags(wide, in_8_bits)))
 
     def measure_alone(self, i: int) -> float:
         """Returns the error with one candidate in half precision, without promotion."""
-        return self.error(
-            self._outputs(self._flags(frozenset(range(len(self.paths))) - {i}, promotes=False))
-        )
-
-    def measure_in_8_bits(self, wide: WideModules, layers: Collection[int]) -> float:
-        """Returns the error with some candidates in float32, and some layers' matmuls in 8 bits."""
-        return self.error(self._outputs(self._flags(wide), self._chosen(layers)))
+        others = set(range(len(self.paths))) - {i}
+        return self.error(self._outputs(self.flags(others, promotes=False)))
 
     def measure_8_bits_alone(self, layer: int) -> float:
         """Returns the error with one layer's matmuls in 8 bits, and all else in float32."""
-        return self.error(self._outputs(np.ones(len(self.paths) + 2, bool), self._chosen((layer,))))
-
-    def _chosen(self, layers: Collection[int]) -> np.ndarray:
-        chosen = self._none.copy()
-        chosen[[i + 1 for i in layers]] = True
-        return chosen
+        in_8_bits = self.flags((), (layer,)).in_8_bits
+        return self.error(self._outputs(self._reference_flags._replace(in_8_bits=in_8_bits)))
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Returns the error of the worst output, or of all gradients together.
@@ -120,6 +124,13 @@ class Trial:
                 *(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True))
             )
         return max(_relative(value, reference) for value, reference in pairs)
+
+
+def _chosen(indices: Iterable[int], count: int) -> np.ndarray:
+    """Returns booleans of so many things, after one that is False."""
+    chosen = np.zeros(count + 1, bool)
+    chosen[[i + 1 for i in indices]] = True
+    return chosen
 
 
 def _exact(array: Any) -> np.ndarray:
@@ -148,11 +159,10 @@ def compiled(program: Program, run: Any, *before: Any) -> Any:
     )
 
 
-def compared_floats(program: Program, outputs: Sequence[PlacedValue]) -> list[Any]:
+def compared_floats(program: Program, outputs: Sequence[Any]) -> list[Any]:
     """Returns the measured arrays in float32: gradients, or else the inexact outputs."""
     kept = outputs[len(program.outputs) :] if program.gradients else outputs
-    arrays = [output.arrays[0] for output in kept]
-    return [widen(a) for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
+    return [widen(a) for a in kept if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
 
 
 def _require_finite(reference: Sequence[np.ndarray]) -> None:

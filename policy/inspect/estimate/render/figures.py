@@ -7,15 +7,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
+from policy.inspect.render.parts import MEMORY
 from policy.inspect.render.terminal import short
 from policy.inspect.render.units import amount, bytes_text, duration
 
 UNKNOWN = "—"
-PARTS = ("arguments", "temporaries", "outputs", "code")
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class Figures:
     """A column of figures.
 
     Attributes:
@@ -40,20 +40,20 @@ class Column:
         return f"{'≥ ' if self.is_bound and row.is_lower_bound else ''}{self.form(value)}"
 
 
-def columns_of(estimate: EstimateRows) -> list[Column]:
+def columns_of(estimate: EstimateRows) -> list[Figures]:
     """Returns the columns of figures that any row has."""
     memory = [
-        Column(part, functools.partial(memory_parts, part=part), bytes_text, False)
-        for part in PARTS
+        Figures(part, functools.partial(memory_parts, part=part), bytes_text, False)
+        for part in MEMORY
     ]
-    flops = Column("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
+    flops = Figures("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
     measured = [
-        Column("bytes", lambda row: row.bytes, bytes_text),
-        Column("cycles", lambda row: row.cycles, amount),
-        Column("seconds", lambda row: row.seconds, duration, is_bound=True),
-        Column("exchanges", exchanged_bytes, bytes_text),
-        Column("kernels", lambda row: row.kernels, lambda count: f"{count:,.0f}", False),
-        Column("compiled in", lambda row: row.compile_seconds, duration, False),
+        Figures("bytes", lambda row: row.bytes, bytes_text),
+        Figures("cycles", lambda row: row.cycles, amount),
+        Figures("seconds", lambda row: row.seconds, duration, is_bound=True),
+        Figures("exchanges", exchanged_bytes, bytes_text),
+        Figures("kernels", lambda row: row.kernels, lambda count: f"{count:,.0f}", False),
+        Figures("compiled in", lambda row: row.compile_seconds, duration, False),
     ]
     absent = () if has_exchanges(estimate) else ("exchanges",)
     known = [
@@ -61,7 +61,7 @@ def columns_of(estimate: EstimateRows) -> list[Column]:
         for column in measured
         if column.head not in absent and any(column.value(row) is not None for row in estimate.rows)
     ]
-    return [Column("memory", memory_parts, bytes_text), *memory, flops, *known]
+    return [Figures("memory", memory_parts, bytes_text), *memory, flops, *known]
 
 
 def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:

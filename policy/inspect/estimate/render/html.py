@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from policy.inspect.estimate.render.figures import (
-    PARTS,
     UNKNOWN,
-    Column,
+    Figures,
     array_text,
     columns_of,
     count_that_fit,
@@ -21,7 +20,7 @@ from policy.inspect.estimate.render.figures import (
 from policy.inspect.estimate.rows import EstimateRows, PolicyCost
 from policy.inspect.render.document import html_document, resource, search_box, section
 from policy.inspect.render.markup import Markup, join_markup, tag
-from policy.inspect.render.parts import OUTSIDE, Cell, Columns, bar, chip, table
+from policy.inspect.render.parts import MEMORY, OUTSIDE, Cell, Columns, bar, chip, pieces, table
 from policy.inspect.render.units import amount, bytes_text, duration
 
 _CLASSES = {True: "fits", False: "lacks"}
@@ -91,7 +90,7 @@ def _verdict(row: PolicyCost) -> Markup:
     return tag("span", verdict(row), class_=None if row.fits is None else _CLASSES[row.fits])
 
 
-def _figure(row: PolicyCost, column: Column, rows: Sequence[PolicyCost]) -> Cell:
+def _figure(row: PolicyCost, column: Figures, rows: Sequence[PolicyCost]) -> Cell:
     """Returns a figure and its ratio to the first row's."""
     value, beside = column.value(row), column.value(rows[0])
     compared = ratio(value, beside) if column.is_compared and value != beside else ""
@@ -114,24 +113,17 @@ def _memory(estimate: EstimateRows) -> Iterator[Markup]:
 
 
 def _memory_bar(row: PolicyCost, full: int) -> Markup:
-    parts = {part: getattr(row, part) for part in PARTS if getattr(row, part)}
-    pieces = [
-        tag("span", "", class_=f"piece {part}", style=f"width:{size / full:.4%}")
-        for part, size in parts.items()
-    ]
+    parts = {part: getattr(row, part) for part in MEMORY if getattr(row, part)}
     line = tag("span", "", class_="capacity", style=f"left:{row.capacity / full:.4%}")
     said = ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items())
-    legend = [
-        tag("li", tag("span", part, class_=f"chip {part}"), f" {bytes_text(size)}")
-        for part, size in parts.items()
-    ]
+    legend = [tag("li", chip(part), f" {bytes_text(size)}") for part, size in parts.items()]
     told = [": ", bytes_text(row.memory), *([", ", _verdict(row)] if row.fits is not None else [])]
     return tag(
         "figure",
         tag("figcaption", row.name, *told),
         tag(
             "div",
-            tag("div", *pieces, class_="bar"),
+            tag("div", *pieces(parts, full), class_="bar"),
             line if row.capacity else "",
             class_="memory",
             role="img",

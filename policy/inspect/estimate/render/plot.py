@@ -43,6 +43,8 @@ def estimate_figure(estimate: EstimateRows) -> Figure:
     _memory(panels[0], estimate)
     if has_seconds:
         _seconds(panels[1], estimate)
+    for axes in panels:
+        _finish(axes)
     panels[0].set_yticks(range(len(names)), names, fontsize=8)
     panels[0].invert_yaxis()
     title = f"{estimate.name or 'A function'} on {estimate.target}"
@@ -51,49 +53,53 @@ def estimate_figure(estimate: EstimateRows) -> Figure:
 
 
 def _memory(axes: Any, estimate: EstimateRows) -> None:
-    largest = max([estimate.capacity, *(row.memory for row in estimate.rows)])
-    unit, scale = _unit(largest, _MEMORY_UNITS)
     parts = {
-        name: [getattr(row, name) / scale for row in estimate.rows]
+        name: [getattr(row, name) for row in estimate.rows]
         for name in ("arguments", "temporaries", "outputs")
     }
-    _stacked(axes, parts)
+    largest = max([estimate.capacity, *(row.memory for row in estimate.rows)])
+    scale = _stacked(axes, parts, "memory of a device", largest, _MEMORY_UNITS)
     if estimate.capacity:
         axes.axvline(estimate.capacity / scale, color=_LINE, lw=1, ls="--", label="device")
-    axes.set_xlabel(f"memory of a device, {unit}")
-    _finish(axes)
 
 
 def _seconds(axes: Any, estimate: EstimateRows) -> None:
-    largest = max(row.seconds or 0.0 for row in estimate.rows)
-    unit, scale = _unit(largest, _SECOND_UNITS)
+    known = [row if row.seconds is not None else None for row in estimate.rows]
     parts = {
-        "compute": [(row.compute_seconds or 0.0) / scale for row in estimate.rows],
-        "exchanges": [
-            (row.exchange_seconds or 0.0) / scale if row.seconds is not None else 0.0
-            for row in estimate.rows
-        ],
+        "compute": [(row and row.compute_seconds) or 0.0 for row in known],
+        "exchanges": [(row and row.exchange_seconds) or 0.0 for row in known],
     }
-    _stacked(axes, parts)
+    largest = max(row.seconds or 0.0 for row in estimate.rows)
+    label = f"time by {estimate.timing}" if estimate.timing else "time"
+    scale = _stacked(axes, parts, label, largest, _SECOND_UNITS)
     for i, row in enumerate(estimate.rows):
-        if row.seconds is None:
-            axes.text(0, i, " unknown", va="center", fontsize=8)
-        elif row.is_lower_bound:
-            axes.text(row.seconds / scale, i, " or more", va="center", fontsize=8)
-    axes.set_xlabel(f"time by {estimate.timing}, {unit}" if estimate.timing else f"time, {unit}")
-    _finish(axes)
+        if row.seconds is None or row.is_lower_bound:
+            remark = " unknown" if row.seconds is None else " or more"
+            axes.text((row.seconds or 0.0) / scale, i, remark, va="center", fontsize=8)
 
 
-def _stacked(axes: Any, parts: Mapping[str, Sequence[float]]) -> None:
-    """Draws bars that follow each other; parts that no row has are left out."""
+def _stacked(
+    axes: Any,
+    parts: Mapping[str, Sequence[float]],
+    label: str,
+    largest: float,
+    units: Sequence[tuple[str, float]],
+) -> float:
+    """Draws bars that follow each other, and returns the size of their unit.
+
+    Parts that no row has are left out.
+    """
+    unit, scale = next((unit for unit in units if largest >= unit[1]), units[-1])
     left: list[float] = []
     for name, sizes in parts.items():
+        widths = [size / scale for size in sizes]
         left = left or [0.0] * len(sizes)
         if any(sizes):
-            axes.barh(
-                range(len(sizes)), sizes, left=left, height=0.6, color=_COLOURS[name], label=name
-            )
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
+            places = range(len(sizes))
+            axes.barh(places, widths, left=left, height=0.6, color=_COLOURS[name], label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_xlabel(f"{label}, {unit}")
+    return scale
 
 
 def _finish(axes: Any) -> None:
@@ -105,10 +111,6 @@ def _finish(axes: Any) -> None:
         axes.legend(
             fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False
         )
-
-
-def _unit(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    return next(((unit, scale) for unit, scale in units if largest >= scale), units[-1])
 
 
 def _elided(name: str, longest: int = _LONGEST) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import TextIO
 
 from policy.inspect.estimate.render.figures import (
     UNKNOWN,
-    Column,
+    Figures,
     array_text,
     columns_of,
     count_that_fit,
@@ -45,7 +44,7 @@ def estimate_text(estimate: EstimateRows, *, colour: bool = False) -> str:
     paint = Paint(colour)
     parts = [
         _head(estimate, paint),
-        *_packed([_visible(row.name) for row in estimate.rows], list(_columns(estimate)), paint),
+        *_packed([_visible(row.name) for row in estimate.rows], _columns(estimate, paint), paint),
         _exchanges(estimate, paint),
         *(_buffers(row, paint) for row in estimate.rows if row.fits is False and row.buffers),
         _remarks(estimate, paint),
@@ -78,77 +77,38 @@ def _head(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Column:
-    """A column of figures.
-
-    Attributes:
-      head: its heading.
-      cells: a text for each row.
-      ratios: of each row, drawn behind the cells; empty where there are none.
-      styles: of each row's cell.
-      is_text: whether it is aligned at the left.
-    """
-
-    head: str
-    cells: Sequence[str]
-    ratios: Sequence[str] = ()
-    styles: Sequence[str] = ()
-    is_text: bool = False
-
-    @property
-    def figures(self) -> int:
-        """The width of the cells."""
-        behind = self.behind if self.is_text else 0
-        return max(len(self.head) - behind, *map(len, self.cells))
-
-    @property
-    def behind(self) -> int:
-        """The width of the ratios, with the space before them."""
-        longest = max(map(len, self.ratios), default=0)
-        return longest + 1 if longest else 0
-
-    @property
-    def width(self) -> int:
-        return self.figures + self.behind
-
-    def header(self) -> str:
-        side = "<" if self.is_text else ">"
-        return f"{self.head:{side}{self.figures}}" + " " * self.behind
-
-    def line(self, i: int, paint: Paint) -> str:
-        side = "<" if self.is_text else ">"
-        cell = f"{self.cells[i]:{side}{self.figures}}"
-        style = self.styles[i] if self.styles else ""
-        shown = paint(style, cell) if style else cell
-        if not self.behind:
-            return shown
-        return shown + " " + paint("dim", f"{self.ratios[i]:<{self.behind - 1}}")
+Column = list[str]  # a heading and the cell of each row, all of one width
 
 
-def _columns(estimate: EstimateRows) -> Iterator[_Column]:
+def _columns(estimate: EstimateRows, paint: Paint) -> Iterator[Column]:
     rows = estimate.rows
     if any(row.fits is not None for row in rows):
+        head, *cells = _aligned("fits", [verdict(row) for row in rows], "<")
         styles = [_STYLES[row.fits] for row in rows]
-        yield _Column("fits", [verdict(row) for row in rows], styles=styles, is_text=True)
+        yield [head, *map(paint, styles, cells)]
     has_code = any(row.code * 100 >= row.memory > 0 for row in rows)
     left_out = ("kernels", "compiled in", *(() if has_code else ("code",)))
     for column in columns_of(estimate):
         if column.head == "matmul FLOPs":
-            flops = [_flops(row.matmul_flops) for row in rows]
-            yield _Column(column.head, flops, is_text=True)
+            yield _aligned(column.head, [_flops(row.matmul_flops) for row in rows], "<")
         elif column.head not in left_out:
-            yield _Column(column.head, [column.text(row) for row in rows], _ratios(column, rows))
+            figures = _aligned(column.head, [column.text(row) for row in rows], ">")
+            ratios = _aligned("", _ratios(column, rows), "<")
+            yield [f"{f} {r}" if r else f for f, r in zip(figures, ratios, strict=True)]
 
 
-def _ratios(column: Column, rows: Sequence[PolicyCost]) -> Sequence[str]:
+def _aligned(head: str, cells: Sequence[str], side: str) -> Column:
+    width = max(map(len, (head, *cells)))
+    return [f"{cell:{side}{width}}" for cell in (head, *cells)]
+
+
+def _ratios(column: Figures, rows: Sequence[PolicyCost]) -> Sequence[str]:
     """Returns the ratios of the rows beside the first; those of cycles are those of seconds."""
-    if not column.is_compared or column.head == "cycles":
-        return ()
     values = [column.value(row) for row in rows]
     ratios = ["", *(ratio(value, values[0]) for value in values[1:])]
     is_alike = set(ratios) <= {"", "x1.00"} and not column.is_bound
-    return () if is_alike else ratios
+    has_none = is_alike or not column.is_compared or column.head == "cycles"
+    return [""] * len(rows) if has_none else ratios
 
 
 def _flops(flops: Mapping[str, float]) -> str:
@@ -158,15 +118,15 @@ def _flops(flops: Mapping[str, float]) -> str:
 
 
 def _packed(
-    names: Sequence[str], columns: Sequence[_Column], paint: Paint
+    names: Sequence[str], columns: Iterable[Column], paint: Paint
 ) -> Iterator[Iterable[str]]:
     """Yields tables of the columns, as many side by side as there is room for."""
     if not names:
         return
     width = min(max(map(len, (*names, "policy"))), _LONGEST)
-    group: list[_Column] = []
+    group: list[Column] = []
     for column in columns:
-        if group and 2 + width + sum(2 + c.width for c in (*group, column)) > _WIDTH:
+        if group and 2 + width + sum(2 + len(c[0]) for c in (*group, column)) > _WIDTH:
             yield _table(names, width, group, paint)
             group = []
         group.append(column)
@@ -174,16 +134,15 @@ def _packed(
 
 
 def _table(
-    names: Sequence[str], width: int, columns: Sequence[_Column], paint: Paint
+    names: Sequence[str], width: int, columns: Sequence[Column], paint: Paint
 ) -> Iterator[str]:
-    header = "  ".join([f"{'policy':<{width}}", *(column.header() for column in columns)])
-    yield paint("bold", f"  {header}".rstrip())
-    for i, name in enumerate(names):
+    header, *lines = map("  ".join, zip(*columns, strict=True))
+    yield paint("bold", f"  {'policy':<{width}}  {header}".rstrip())
+    for name, line in zip(names, lines, strict=True):
         if len(name) > width:
             yield from textwrap.wrap(name, _WIDTH, initial_indent="  ", subsequent_indent="    ")
             name = ""
-        line = "  ".join([f"{name:<{width}}", *(column.line(i, paint) for column in columns)])
-        yield f"  {line}".rstrip()
+        yield f"  {name:<{width}}  {line}".rstrip()
 
 
 # --------------------------------------------------------------------------------------------------

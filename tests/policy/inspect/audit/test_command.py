@@ -84,54 +84,27 @@ def test_a_function_that_returns_what_to_audit(model, capsys, name):
     assert "dot_general backward" in capsys.readouterr().out
 
 
+def dots(capsys) -> list[dict]:
+    operations = json.loads(capsys.readouterr().out)["operations"]
+    return [operation for operation in operations if operation["kind"] == "dot"]
+
+
 def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
     counts = []
     for params in ((), ("--params", "x"), ("--params", "params", "--params", "1")):
         assert run(f"{model}:loss", *GIVEN, "--backward", *params, "--json", "-") == 0
-        operations = json.loads(capsys.readouterr().out)["operations"]
-        counts.append(
-            sum(op["count"] for op in operations if op["kind"] == "dot" and op["is_backward"])
-        )
+        counts.append(sum(op["count"] for op in dots(capsys) if op["is_backward"]))
     assert counts == [1, 1, 2]
-    assert run(f"{model}:loss", *GIVEN, "--params", "x") == 2
-    assert (
-        "--params selects the arguments to differentiate: give --backward too."
-        in capsys.readouterr().err
-    )
 
 
 def test_a_policy_and_rules_are_taken_as_by_audit(model, capsys):
-    assert (
-        run(f"{model}:net", "--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-") == 0
-    )
-    read = json.loads(capsys.readouterr().out)
-    dots = [operation["operands"] for operation in read["operations"] if operation["kind"] == "dot"]
-    assert read["policy"] == "mixed_bfloat16" and dots == [["bfloat16", "bfloat16"]]
-    ruled = ("--policy", "mixed_bfloat16", "--rule", "head=p=f32,c=f32,o=f32", "--json", "-")
-    assert run(f"{model}:net", "--arg", "f32[2,4]", *ruled) == 0
-    read = json.loads(capsys.readouterr().out)
-    assert [o["operands"] for o in read["operations"] if o["kind"] == "dot"] == [
-        ["float32", "float32"]
-    ]
+    given = ("--arg", "f32[2,4]", "--policy", "mixed_bfloat16", "--json", "-")
+    assert run(f"{model}:net", *given) == 0
+    assert [dot["operands"] for dot in dots(capsys)] == [["bfloat16", "bfloat16"]]
+    assert run(f"{model}:net", *given, "--rule", "head=p=f32,c=f32,o=f32") == 0
+    assert [dot["operands"] for dot in dots(capsys)] == [["float32", "float32"]]
     assert run(f"{model}:clean", "--arg", "f32[4,4]") == 0
     assert "no findings, and no policy was in force" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        (("--rule", "head=f32"), "--rule makes exceptions to a policy: give --policy too."),
-        (("--policy", "nonsense"), "--policy nonsense: "),
-        (
-            ("--policy", "bf16", "--rule", "head"),
-            "--rule: Rule 'head' should be PATH=TEXT, such as head=f32.",
-        ),
-        (("--policy", "bf16", "--rule", "haed=f32"), "error: Rule 'haed' matched no module."),
-    ),
-)
-def test_a_policy_or_rule_that_is_none_is_refused(model, capsys, options, message):
-    assert run(f"{model}:net", "--arg", "f32[2,4]", *options) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_function_without_arguments_and_an_nnx_module_of_a_module(model, capsys, monkeypatch):
@@ -148,38 +121,30 @@ def test_findings_fail_where_that_is_asked_for(model, capsys):
     assert "no findings" in capsys.readouterr().out
 
 
-def test_reports_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
+def test_a_report_goes_to_the_standard_output_or_to_a_file(model, capsys, tmp_path):
     assert run(f"{model}:example", "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     assert read["findings"][0]["kind"] == "low-precision-function"
     assert run(f"{model}:example", "--json", str(tmp_path / "out.json")) == 0
     assert json.loads((tmp_path / "out.json").read_text()) == read
-    capsys.readouterr()
-    assert run(f"{model}:example", "--html", "-") == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+
+
+NET = ["MODEL:net", "--arg", "f32[2,4]"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        (
-            ["no_such_module:f"],
-            r"error: there is no module 'no_such_module', neither installed nor in this folder.",
-        ),
+        (["no_such_module:f"], "there is no module 'no_such_module', neither installed nor in"),
         (["MODEL:number"], r"MODEL:number' is 3, of type int: it can't be called."),
         (["MODEL:broken"], r"error: MODEL:broken\(\) failed: RuntimeError, see above."),
-        (
-            ["MODEL:clean", "--arg", "bf16[2,3]"],
-            r"error: MODEL:clean can't be traced: TypeError, see above.",
-        ),
-        (
-            ["MODEL:example", "--ignore", "repeated-casts"],
-            r"is not a kind of finding. Did you mean 'repeated-cast'\?",
-        ),
-        (
-            ["MODEL:example", "--json", "/nowhere/x.json"],
-            r"error: /nowhere/x.json can't be written: there is no folder /nowhere\.",
-        ),
+        (["MODEL:clean", "--arg", "bf16[2,3]"], "clean can't be traced: TypeError, see above."),
+        (["MODEL:example", "--ignore", "repeated-casts"], r"Did you mean 'repeated-cast'\?"),
+        (["MODEL:loss", *GIVEN, "--params", "x"], "--params selects .*: give --backward too."),
+        ([*NET, "--rule", "head=f32"], "--rule makes exceptions to a policy: give --policy too."),
+        ([*NET, "--policy", "nonsense"], "--policy nonsense: "),
+        ([*NET, "--policy", "bf16", "--rule", "head"], "--rule: Rule 'head' should be PATH=TEXT"),
+        ([*NET, "--policy", "bf16", "--rule", "haed=f32"], "Rule 'haed' matched no module."),
     ),
 )
 def test_errors_name_the_value_and_the_way_out(model, capsys, arguments, message):
@@ -233,8 +198,6 @@ def test_from_the_shell(model):
 HOSTILE = {
     "exits.py": "import sys\nsys.exit(0)\n",
     "needs_more.py": "import not_installed_anywhere\n",
-    "package_that_exits/__init__.py": "raise SystemExit\n",
-    "package_that_exits/inner.py": "",
     "raises_when_asked.py": "def __getattr__(name):\n    raise RuntimeError(name)\n",
     "examples.py": """
         import sys
@@ -246,9 +209,7 @@ HOSTILE = {
 
         X = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
         good_example = lambda: (f, (X,))
-        one_example = lambda: (f,)
         swapped_example = lambda: ((X,), f)
-        long_example = lambda: (f, (X,), {}, 3)
 
         def exits():
             sys.exit(0)
@@ -283,7 +244,6 @@ def hostile(tmp_path, monkeypatch):
     (
         (["exits.py:f"], r"'exits' can't be imported: it calls sys.exit\(0\)\."),
         (["needs_more:f"], r"'needs_more' can't be imported: ModuleNotFoundError, see above\."),
-        (["package_that_exits.inner:f"], r"can't be imported: it calls sys.exit\(\)\."),
         (["raises_when_asked.py:f"], r"'raises_when_asked.py:f' can't be read: RuntimeError"),
         (["examples.py:X"], r"of type ShapeDtypeStruct: it can't be called\."),
         (["examples.py:exits"], r"examples.py:exits\(\) failed: it calls sys.exit\(0\)\."),
@@ -291,20 +251,10 @@ def hostile(tmp_path, monkeypatch):
             ["examples.py:exits_in_trace", "--arg", "f32[2]"],
             r"exits_in_trace can't be traced: it calls sys.exit\(3\)\.",
         ),
-        (["examples.py:one_example"], SHOULD_RETURN + r"a tuple of function\."),
         (["examples.py:swapped_example"], SHOULD_RETURN + r"a tuple of tuple, function\."),
-        (["examples.py:long_example"], SHOULD_RETURN + r"a tuple of function, tuple, dict, int\."),
         (["examples.py:f", "--arg", "[" * 10**5], r"--arg '\[+\.\.\.' can't be read"),
-        (["examples.py:f", "--arg", "f32[²]"], r"--arg 'f32\[²\]' can't be read: give a shape"),
-        (
-            ["examples.py:f", "--arg", "f64[4,4]"],
-            r"JAX uses float32 instead of float64 here. Set JAX_ENABLE_X64=1",
-        ),
+        (["examples.py:f", "--arg", "f64[4]"], "JAX uses float32 .* here. Set JAX_ENABLE_X64=1"),
         (["examples.py:good_example", "--html", ""], r"'' can't be written"),
-        (
-            ["examples.py:good_example", "--json", "-", "--html", "-"],
-            r"both take the standard output",
-        ),
     ),
 )
 def test_hostile_lines_end_in_one_line_that_says_why(hostile, capsys, arguments, message):

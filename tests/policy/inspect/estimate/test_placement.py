@@ -56,7 +56,7 @@ def specs(shardings, *args, origins=None):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("dta"), r"w is sharded over 'dta', but the mesh of v5e:8x1 has the axes data=4, fsdp=2"),
+        (P("dta"), "w can't be sharded by .* over data=4, fsdp=2: .* dta .* is not found in mesh"),
         (P(None, "data"), "w can't be sharded by .* over data=4, fsdp=2: .* size is 6"),
         (P(None, None, "data"), "w can't be sharded by .*rank at least 3, but .* rank 2"),
         (P("data", "data"), "w can't be sharded by .* duplicate"),
@@ -119,7 +119,7 @@ def test_a_function_gives_specs_by_path_and_shape():
 
     assert specs((spec_of,), [X, KEY]) == [P("data"), None]
     assert seen == [("leaf0", (8, 6)), ("leaf1", ())]
-    with pytest.raises(TypeError, match="should return a PartitionSpec or None, but returned 3"):
+    with pytest.raises(TypeError, match="a function that returns one, but leaf0 is given 3"):
         specs((lambda *_: 3,), X)
 
 
@@ -137,16 +137,8 @@ def test_an_arrays_own_sharding_holds_unless_another_is_given():
         (P("data"), TypeError, "shardings should be a tuple with an entry for each positional"),
         ({2: P("data")}, ValueError, "shardings has an entry for the argument 2, but the function"),
         ((None,), ValueError, "shardings has 1 entries, but the function is called with 2"),
-        (
-            ("data", None),
-            TypeError,
-            r"shardings\[0\] should be a PartitionSpec, .* contains 'data'",
-        ),
-        (
-            ({"b": P()}, None),
-            ValueError,
-            r"shardings\[0\] is not a prefix of the argument's tree: ",
-        ),
+        (("data", None), TypeError, "An entry of shardings should be .* leaf0 is given 'data'"),
+        (({"b": P()}, None), ValueError, r"shardings\[0\] is not a prefix of the argument's tree"),
     ],
 )
 def test_shardings_of_another_form_are_refused(shardings, error, message):
@@ -184,7 +176,7 @@ def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
     args, _ = on_targets_mesh(placement_of(target, None, None, [alone]), (alone,), {})
     assert args[0].sharding is None
     given = placement_of(target, {"data": 8}, None, [own])
-    with pytest.raises(ValueError, match=r"args\[0\]\['w'\] is sharded over 'x', but the mesh of"):
+    with pytest.raises(ValueError, match=r"args\[0\]\['w'\] can't be sharded by .* over data=8"):
         on_targets_mesh(given, ({"w": own},), {})
 
 

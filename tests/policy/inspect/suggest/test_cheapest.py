@@ -4,7 +4,6 @@ the budget.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from policy.core.policy import get_policy
+from policy.inspect.suggest import search
 from policy.inspect.suggest.applied import applied, rules_for
 from policy.inspect.suggest.search import Search
 from policy.inspect.suggest.suggest import suggest
@@ -53,17 +53,16 @@ def trial_of(model: Any, arguments: Any, policy: str) -> Trial:
     return Trial(call, of, program_of(call, of), None)
 
 
+def subsets(trial: Trial) -> list[frozenset[int]]:
+    return list(search.subsets(range(len(trial.paths))))
+
+
+def cheapest(trial: Trial, errors: dict[frozenset[int], float], budget: float) -> float:
+    return min(cost(trial, wide) for wide, error in errors.items() if error <= budget)
+
+
 def cost(trial: Trial, wide: Any) -> float:
     return sum(trial.costs[i] for i in wide)
-
-
-def subsets(trial: Trial) -> list[frozenset[int]]:
-    every = range(len(trial.paths))
-    return [
-        frozenset(chosen)
-        for count in range(len(trial.paths) + 1)
-        for chosen in itertools.combinations(every, count)
-    ]
 
 
 def budgets(errors: dict[Any, float]) -> list[float]:
@@ -82,13 +81,11 @@ def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
     assert len(trial.paths) == modules
     errors = {wide: trial.measure(wide) for wide in subsets(trial)}
     for budget in budgets(errors):
-        search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * modules - 1)
-        found = search.least(budget)
-        cheapest = min(
-            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
+        found = Search(trial.measure, trial.measure_alone, trial.costs, 2 * modules - 1).least(
+            budget
         )
         assert found is not None and errors[found] <= budget
-        assert cost(trial, found) <= DEARER * cost(trial, cheapest)
+        assert cost(trial, found) <= DEARER * cheapest(trial, errors, budget)
 
 
 def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget() -> None:
@@ -99,23 +96,19 @@ def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget()
     for budget in budgets(errors):
         found = suggest(model, *arguments, error=budget, policy=policy)
         wide = [i for i, path in enumerate(trial.paths) if "/".join(path) in found.paths]
-        cheapest = min(
-            (wide for wide in errors if errors[wide] <= budget), key=lambda wide: cost(trial, wide)
-        )
-        assert found.error <= budget and cost(trial, wide) <= DEARER * cost(trial, cheapest)
+        assert found.error <= budget
+        assert cost(trial, wide) <= DEARER * cheapest(trial, errors, budget)
 
 
 def test_of_many_candidates_none_is_kept_that_turned_out_superfluous() -> None:
     model, *arguments = network(5, 10)
     trial = trial_of(model, arguments, "mixed_bfloat16")
-    search = Search(trial.measure, trial.measure_alone, trial.costs, 2 * len(trial.paths) - 1)
     budget = 0.3 * trial.measure(frozenset())
-    found = search.least(budget)
+    found = trial.search(trial.costs).least(budget)
     assert found and trial.measure(found) <= budget
     assert all(trial.measure(found - {i}) > budget for i in found)
 
 
 def test_a_set_of_few_runs_left_is_pruned_with_runs_of_its_own() -> None:
     errors = lambda wide: 0.0 if 0 in wide else 1.0  # noqa: E731
-    search = Search(errors, lambda i: 1.0, [1.0] * 12, 13)
-    assert search.least(0.5) == frozenset([0])
+    assert Search(errors, lambda i: 1.0, [1.0] * 12, 13).least(0.5) == frozenset([0])

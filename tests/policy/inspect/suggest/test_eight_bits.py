@@ -14,9 +14,9 @@ from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, ScaledMatmul, autocast, use_policy
 from policy.core.policy import get_policy
-from policy.inspect.suggest.eight_bit_search import rules_from_states
+from policy.inspect.suggest.eight_bit_search import out_of_8_bits
 from policy.inspect.suggest.eight_bits import SMALLEST
-from policy.inspect.suggest.patterns import patterns_of_states
+from policy.inspect.suggest.patterns import patterns_of
 from policy.inspect.suggest.suggest import suggest
 from tests.policy.errors import exactly, relative
 
@@ -154,11 +154,13 @@ def _named(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"matmul": 8}, "a ScaledMatmul or its text, such as 'f8', but got 8"),
+        (
+            {"matmul": 8, "policy": MIXED},
+            "should be a ScaledMatmul, its text such as 'f8', or None",
+        ),
         ({"matmul": "f8"}, "matmul='f8' applies to layers .* policy= is missing: pass it too"),
         ({"matmul": "i8", "policy": "mixed_float8"}, "matmul='i8' disagrees with the policy"),
         ({"matmul": "i8", "policy": "float32"}, "computes in float32: give a policy"),
-        ({"matmul": "i8", "policy": MIXED, "smallest": 0}, "smallest should be a positive size"),
         ({"matmul": "i8", "policy": MIXED}, "m=i8 applies to matmuls of a parameter inside"),
     ],
 )
@@ -175,13 +177,12 @@ def test_rules_of_three_states_match_their_paths_alone():
         ("Net", "block_1", "norm"): "float32",
         ("Net", "head"): "half",
     }
-    found = patterns_of_states(states, "8 bits")
+    found = patterns_of(states, "8 bits")
     assert found == [
         ("head", "half"),
         ("stem", "half"),
         ("block_1/norm", "float32"),
         ("block_1/up", "half"),
     ]
-    policy, full = get_policy("mixed_int8"), get_policy("float32")
-    whole = rules_from_states({("Net",): "half"}, policy, full)
-    assert whole == PolicyRules([("Net:", MIXED)])
+    half = out_of_8_bits([("Net",), ("Net", "head")], get_policy("mixed_int8"))
+    assert (str(half("Net:")), str(half("head"))) == (str(get_policy(MIXED)), KEPT)

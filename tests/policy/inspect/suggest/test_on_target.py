@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec
 from mpmodules import linen
 from policy import PolicyRules, autocast
 from policy.core.policy import get_policy
+from policy.inspect.estimate import costing
 from policy.inspect.estimate.chips import CHIPS
 from policy.inspect.estimate.compilation import CompiledStep
 from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import Target
-from policy.inspect.suggest import target_costs
 from policy.inspect.suggest.suggest import suggest
-from policy.inspect.suggest.target_costs import TargetProgram, module_costs
+from policy.inspect.suggest.target_costs import module_costs
 from policy.inspect.traced.under_policy import traced_under
 from policy.programs.costs import bytes_of, flops_of
 from policy.programs.subprograms import opened
@@ -102,8 +102,8 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     found = Compiler()
-    monkeypatch.setattr(target_costs, "lowered_step", lambda step, *_: ((step, ""), []))
-    monkeypatch.setattr(target_costs, "compiled_step", found)
+    monkeypatch.setattr(costing, "lowered_step", lambda step, *_: ((step, ""), []))
+    monkeypatch.setattr(costing, "compiled_step", found)
     return found
 
 
@@ -111,14 +111,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The HLO of each program that a real compiler makes for a target."""
     found: list[str] = []
-    compiled_step = target_costs.compiled_step
+    compiled_step = costing.compiled_step
 
     def counted(*args: Any) -> Any:
         program = compiled_step(*args)
         found.append(program.text)
         return program
 
-    monkeypatch.setattr(target_costs, "compiled_step", counted)
+    monkeypatch.setattr(costing, "compiled_step", counted)
     return found
 
 
@@ -233,7 +233,7 @@ def test_paths_in_float32_are_compiled_as_their_errors_are_measured(
         precisions.update((str(e.invars[0].aval.dtype), e.params["precision"]) for e in equations)
         return (step, ""), []
 
-    monkeypatch.setattr(target_costs, "lowered_step", looked_at)
+    monkeypatch.setattr(costing, "lowered_step", looked_at)
     highest = (jax.lax.Precision.HIGHEST,) * 2
     on(error=None, points=3)
     assert precisions == {("bfloat16", None), ("float32", highest)}
@@ -256,16 +256,8 @@ def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(jnp.square(apply(net, params, x).astype(F32)))
 
-    found = suggest(
-        loss,
-        variables,
-        x,
-        policy="mixed_bfloat16",
-        backward=True,
-        params=0,
-        on=Fake("v5e"),
-        points=3,
-    )
+    options: Any = {"policy": "mixed_bfloat16", "backward": True, "params": 0, "points": 3}
+    found = suggest(loss, variables, x, on=Fake("v5e"), **options)
     assert found.route == "scope" and found.of == "gradients"
     assert {e.path for e in found.evidence} == {"up", "head", "Net:"}
     ends = {len(point.paths): point for point in found.points}
@@ -313,11 +305,6 @@ A, B, C = ("Net", "a"), ("Net", "b"), ("Net", "c")
 CANDIDATES = {A: 1, B: 2, C: 3}
 
 
-def program(by_path: Any) -> TargetProgram:
-    unknown: Any = None
-    return TargetProgram(PolicyRules([]), unknown, by_path)
-
-
 @pytest.mark.parametrize(
     ("half", "full", "costs"),
     [
@@ -335,7 +322,7 @@ def program(by_path: Any) -> TargetProgram:
     ],
 )
 def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, costs: Any) -> None:
-    found = module_costs(program(half), program(full), CANDIDATES, [1.0, 3.0, 0.0])
+    found = module_costs(half, full, CANDIDATES, [1.0, 3.0, 0.0])
     assert found == pytest.approx(costs)
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, autocast, use_policy
-from policy.inspect.suggest.rounding_emulator import Emulated
+from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.suggest import suggest
 from policy.programs.placed_interpreter import PlacedValue
 from tests.policy.errors import exactly, normal, relative
@@ -64,7 +64,6 @@ def test_exactly_the_planted_layers_of_a_plain_function_are_kept(
     assert compilations(caplog) == 2 == found.compilations
     assert found.runs <= 2 * len(found.evidence) and found.route == "autocast"
     assert sorted(found.paths) == ["layer_2/out", "layer_4/out"]
-    assert found.rules == PolicyRules([("layer_2/out", "float32"), ("layer_4/out", "float32")])
     assert found.without > 0.1 and found.error <= 0.03 and found.emulated <= 0.03
     ruled = exactly(autocast(model, "mixed_bfloat16", rules=found.rules))
     assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(
@@ -156,24 +155,12 @@ def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_
     model: Any, output: str
 ) -> None:
     x = normal(4, 8)
-    found = suggest(
-        model.apply,
-        jax.jit(model.init)(jax.random.key(0), x),
-        x,
-        error=0.03,
-        policy="mixed_bfloat16",
-    )
-    assert (
-        found.paths == ("layer_1",)
-        and found.error <= 0.03 < found.without
-        and found.compilations == 2
-    )
-    assert found.rules == PolicyRules(
-        [
-            ("layer_1", f"params=float32,compute=float32,output={output}"),
-            ("layer_1/dense", "mixed_bfloat16"),
-        ]
-    )
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    found = suggest(model.apply, variables, x, error=0.03, policy="mixed_bfloat16")
+    assert found.paths == ("layer_1",) and found.compilations == 2
+    assert found.error <= 0.03 < found.without
+    full = f"params=float32,compute=float32,output={output}"
+    assert found.rules == PolicyRules([("layer_1", full), ("layer_1/dense", "mixed_bfloat16")])
 
 
 class Offset(flax_nnx.Module):
@@ -279,27 +266,17 @@ def _half_outside(x: Any) -> Any:
     ("fn", "options", "text"),
     [
         (jnp.sin, {"error": "1%"}, "error should be a positive number.* but got '1%'"),
-        (
-            jnp.sin,
-            {"error": 1.0, "params": 1.5},
-            "params should be positions or names",
-        ),
-        (jnp.sin, {"error": 1.0, "backward": True}, "backward=True differentiates a loss"),
-        (jnp.sin, {"error": 1.0}, "No part of this call runs in half precision"),
-        (
-            lambda x: jnp.outer(x, x) @ x,
-            {"error": 1.0, "policy": "bf16"},
-            "Rules select module paths, and no operation in half precision",
-        ),
-        (lambda x: _in_half(-x), {"error": 1.0}, r"returns infinities or NaN in float32"),
+        (jnp.sin, {"params": 1.5}, "params should be positions or names"),
+        (jnp.sin, {"backward": True}, "backward=True differentiates a loss"),
+        (jnp.sin, {}, "No part of this call runs in half precision"),
+        (lambda x: jnp.outer(x, x) @ x, {"policy": "bf16"}, "and no operation in half precision"),
+        (lambda x: _in_half(-x), {}, r"returns infinities or NaN in float32"),
         (_half_outside, {"error": 1e-9}, "No rules meet an error of 1e-09: with"),
     ],
 )
-def test_what_no_rules_can_be_found_for_is_refused_by_name(
-    fn: Any, options: Any, text: str
-) -> None:
+def test_a_call_without_rules_to_find_is_refused_by_name(fn: Any, options: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        suggest(fn, F32(np.full(3, 0.3)), **options)
+        suggest(fn, F32(np.full(3, 0.3)), **({"error": 1.0} | options))
 
 
 def test_a_policy_that_a_built_nnx_model_does_not_obey_is_refused_with_the_way_out() -> None:
@@ -318,7 +295,7 @@ def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
     program = jax.make_jaxpr(decayed)(w, x)
 
     def emulated(is_wide: bool) -> Any:
-        flags = np.array([is_wide, is_wide, True])
+        flags = Flags(np.array([is_wide, is_wide]), np.array(True))
         values = [PlacedValue([array.astype(F32)]) for array in (w, x)]
         return Emulated(flags, {("Net",): 1}).run(program.jaxpr, [], values)[0].arrays[0]
 
