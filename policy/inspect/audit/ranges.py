@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.audit.values import bits, moved_from
+from policy.inspect.audit.values import bits, is_selection, moved_from
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import (
     ANNOTATES,
@@ -89,7 +89,7 @@ def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval
         return Interval(-1, 1)
     if name == "carry":
         return _ANY
-    if name in ("select_n", "branch"):
+    if is_selection(node):
         return _union(list(map(of, inputs[1:])))
     if name in PLACES:
         return _union(list(map(of, inputs)))

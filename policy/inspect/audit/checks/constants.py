@@ -14,7 +14,14 @@ from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.lost_constants import Lost
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.ranges import numbers_in
-from policy.inspect.audit.values import bits, is_cotangent, is_narrow, made_of, users
+from policy.inspect.audit.values import (
+    bits,
+    is_cotangent,
+    is_narrow,
+    is_selection,
+    made_of,
+    users,
+)
 from policy.programs.graph import Node, Value
 from policy.programs.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
 
@@ -167,7 +174,7 @@ def _propagate(node: Node, known: dict[int, Numbers]) -> None:
     found: Numbers = frozenset()
     if node.name in MOVES_DATA:
         found = found.union(*operands)
-    elif node.name in ("branch", "select_n"):
+    elif is_selection(node):
         found = found.union(*operands[1:])
     elif node.name == "convert_element_type":
         found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else operands[0]
