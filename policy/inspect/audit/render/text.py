@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -20,6 +21,7 @@ from policy.inspect.audit.operations import (
 from policy.inspect.audit.render.tree import ModuleNode, tree_of
 from policy.inspect.render.terminal import Paint, short, shows_colour
 from policy.inspect.render.units import amount
+from policy.programs.operations import HALVES
 
 _LISTED = (
     "dot",
@@ -180,43 +182,35 @@ def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
         yield from lines
 
 
-def _rows(module: ModuleNode) -> dict[tuple[Any, ...], tuple[int, int, int]]:
-    """Returns runs, FLOPs and bytes by kind and dtypes of the operations in a module itself."""
-    totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+def _rows(module: ModuleNode) -> list[Operation]:
+    """Returns the operations in a module itself; those of one kind and dtypes are one."""
+    rows: dict[Operation, Operation] = {}
     for op in module.operations:
-        if op.kind in _LISTED:
-            key = (
-                _LISTED.index(op.kind),
-                op.is_backward,
-                operation_name(op),
-                op.operands,
-                op.accumulation,
-                op.result,
-            )
-            count, flops, moved = totals.get(key, (0, 0, 0))
-            totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
-    return dict(sorted(totals.items()))
+        key = dataclasses.replace(op, path="", source="", count=0, flops=0, bytes=0)
+        row = rows.get(key, key)
+        count, flops, moved = row.count + op.count, row.flops + op.flops, row.bytes + op.bytes
+        rows[key] = dataclasses.replace(row, count=count, flops=flops, bytes=moved)
+    return sorted(
+        (row for row in rows.values() if row.kind in _LISTED),
+        key=lambda op: (_LISTED.index(op.kind), op.is_backward, operation_name(op), op.operands),
+    )
 
 
 def _contents(module: ModuleNode) -> Any:
     """Returns a key that is equal for modules with the same lines."""
-    rows = tuple(_rows(module).items())
-    return rows, tuple((name, _contents(child)) for name, child in module.children.items())
+    children = ((name, _contents(child)) for name, child in module.children.items())
+    return tuple(_rows(module)), tuple(children)
 
 
 def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator[str]:
-    for (_, backward, primitive, operands, accumulation, result), (
-        count,
-        flops,
-        moved,
-    ) in _rows(module).items():
-        name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
-        dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
-        style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
+    for op in _rows(module):
+        name = f"{'  ' * (depth + 1)}{operation_name(op)}{' backward' * op.is_backward}"
+        dtypes = " ".join(map(short, op.operands[:2])) + ("" if len(op.operands) < 3 else " ..")
         columns = (
-            f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}"
-            f"{amount(moved):>9}"
+            f"{dtypes:<16}{short(op.accumulation):<9}{short(op.result):<8}{op.count:>9}"
+            f"{amount(op.flops):>9}{amount(op.bytes):>9}"
         )
+        style = "warn" if op.accumulation in HALVES else "dim"
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
         flops = child.flops * len(names)
