@@ -94,15 +94,10 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """
     casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if (
-            not narrows(node)
-            or node.site.is_backward
-            or node.site.is_placed
-            or is_by_layers(node.site.equation)
-        ):
+        if not narrows(node) or node.site.is_backward or node.site.is_placed:
             continue
         array = _stored(node.inputs[0])
-        if array is not None:
+        if array is not None and not is_by_layers(node.site.equation):
             casts[id(array), node.out.dtype].append(node)
     for nodes in casts.values():
         again = next((n for n in nodes[1:] if _may_both_run(nodes[0].branch, n.branch)), None)
