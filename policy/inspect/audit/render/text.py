@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from policy.inspect.audit.operations import (
@@ -21,17 +21,9 @@ from policy.inspect.audit.operations import (
 from policy.inspect.audit.render.tree import ModuleNode, tree_of
 from policy.inspect.render.terminal import Paint, short, shows_colour
 from policy.inspect.render.units import amount
-from policy.programs.operations import HALVES
+from policy.programs.operations import HALVES, OPERATION_KINDS
 
-_LISTED = (
-    "dot",
-    "convolution",
-    "reduction",
-    "scatter-add",
-    "transcendental",
-    "collective",
-    "opaque",
-)
+_LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
 
@@ -69,18 +61,20 @@ def _summary(audit: AuditFigures, paint: Paint) -> Iterator[str]:
         ("FLOPs", "FLOP", audit.flops_by_dtype),
         ("bytes", "B", audit.bytes_by_dtype),
     ):
-        total = sum(shares.values())
-        each = ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in shares.items())
-        yield f"  {what:<6} {amount(total, unit):>10}" + (f"  {each}" if each else "")
-    if audit.eight_bit_matmul_share:
-        each = ", ".join(
-            f"{short(dtype)} {part / sum(audit.matmul_flops_by_dtype.values()):.1%}"
-            for dtype, part in audit.matmul_flops_by_dtype.items()
+        each = _shares(shares)
+        yield f"  {what:<6} {amount(sum(shares.values()), unit):>10}" + (
+            f"  {each}" if each else ""
         )
-        share = f"{audit.eight_bit_matmul_share:.1%}"
-        yield f"  matmuls in 8 bits: {share} of their FLOPs ({each})"
+    if audit.eight_bit_matmul_share:
+        share, each = audit.eight_bit_matmul_share, _shares(audit.matmul_flops_by_dtype)
+        yield f"  matmuls in 8 bits: {share:.1%} of their FLOPs ({each})"
     if any(map(is_matmul_operation, audit.operations)):
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
+
+
+def _shares(amounts: Mapping[str, int]) -> str:
+    total = sum(amounts.values())
+    return ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in amounts.items())
 
 
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
