@@ -16,6 +16,11 @@ from mpmodules import nnx, use_policy
 from policy import DtypePolicyWarning
 from tests.mistakes.common import KEY, X
 
+TEXT = "mixed_bfloat16"
+WAY_OUT = f"dtype_policy='{TEXT}'"
+DELETE = "dtype=float32 … Delete the argument … dtype_policy"
+HAS_SCALE = "Kept.keep_params … scael … It has: scale"
+
 
 class Net(nn.Module):
     @nn.compact
@@ -37,65 +42,50 @@ class Plain(flax.linen.Module):
         return flax.linen.Dense(4)(x)
 
 
-def linen_keeping(keep: Any) -> None:
-    class Timed(nn.Module):
-        keep_inputs = keep
-
-        @nn.compact
-        def __call__(self, x, time):
-            return nn.Dense(4)(x) + time
-
-    Timed(dtype_policy="bf16")
-
-
-def linen_keeping_params(keep: Any) -> None:
-    class Scaled(nn.Module):
-        keep_params = keep
-
-        @nn.compact
-        def __call__(self, x):
-            return x * self.param("scale", nn.initializers.ones, (1, 4))
-
-    Scaled(dtype_policy="bf16").init(KEY, X)
-
-
-def nnx_keeping_params(keep: Any) -> None:
-    class Scaled(nnx.Module):
-        keep_params = keep
-
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones((1, 4)))
-
-    Scaled(dtype_policy="bf16")
-
-
-def nnx_keeping(keep: Any) -> None:
-    class Timed(nnx.Module):
-        keep_inputs = keep
-
-        def __call__(self, x, time):
-            return x + time
-
-    Timed(dtype_policy="bf16")
-
-
 def rngs() -> Any:
     return nnx.Rngs(0)
 
 
-def scope_around_a_built_model() -> None:
-    model = XNet(rngs())
-    with use_policy("mixed_bfloat16"):
-        model(X)
+def dense(**options: Any) -> None:
+    nn.Dense(4, **options).init(KEY, X)
+
+
+def linear(**options: Any) -> None:
+    nnx.Linear(4, 4, rngs=rngs(), **options)
+
+
+def linen_kept(**attributes: Any) -> None:
+    class Kept(nn.Module):
+        vars().update(attributes)
+
+        @nn.compact
+        def __call__(self, x, time):
+            return x * self.param("scale", nn.initializers.ones, (1, 4)) + time
+
+    Kept(dtype_policy="bf16").init(KEY, X, X)
+
+
+def nnx_kept(**attributes: Any) -> None:
+    class Kept(nnx.Module):
+        vars().update(attributes)
+
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones((1, 4)))
+
+        def __call__(self, x, time):
+            return x * self.scale + time
+
+    Kept(dtype_policy="bf16")
+
+
+def under_a_policy(build: Any, **options: Any) -> None:
+    with use_policy(TEXT):
+        build(**options)
 
 
 def path_rules_while_building() -> None:
-    with use_policy("mixed_bfloat16", rules={"head": "f32"}):
+    with use_policy(TEXT, rules={"head": "f32"}):
         XNet(rngs())
-
-
-def child_from_outside() -> None:
-    nnx.Sequential(nnx.Linear(4, 4, rngs=rngs()), dtype_policy="bf16")
 
 
 def policy_set_on_a_built_model() -> None:
@@ -113,231 +103,115 @@ def policy_set_in_the_constructor() -> None:
     Late(rngs())
 
 
-def dtype_against_the_policy(build: Any) -> Any:
-    def make() -> None:
-        with use_policy("mixed_bfloat16"):
-            build()
+def in_wing(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) -> dict[Any, Any]:
+    """Returns the mistakes that both wings know.
 
-    return make
+    Args:
+      layer: makes a dense layer of options.
+      kept: makes a module with `keep_inputs` or `keep_params`.
+      port: `apply_policy`.
+      net: makes a model.
+      model: a class of models to port, an instance of it, and its name.
+      other: a model of the other wing, and a part of the message about it.
+    """
+    cls, instance, name = model
+    return {
+        TypeError: {
+            f"(dtype='{TEXT}') … {WAY_OUT}": lambda: layer(dtype=TEXT),
+            "dtype='bf16' … jnp.bfloat16": lambda: layer(dtype="bf16"),
+            f"'policy' … (..., {WAY_OUT})": lambda: layer(policy=TEXT),
+            f"Net(..., {WAY_OUT})": lambda: net(policy=TEXT),
+            "polcy … dtype_policy=": lambda: net(dtype_polcy="bf16"),
+            f"positional … Net(..., {WAY_OUT})": lambda: net(TEXT),
+            "Kept.keep_inputs … ('time',)": lambda: kept(keep_inputs="time"),
+            "Kept.keep_params": lambda: kept(keep_params="scale"),
+            f"class {name} … make an instance": lambda: port(cls, "bf16"),
+            "'bf16' … (model, policy)": lambda: port("bf16", instance()),
+            other[1]: lambda: port(other[0](), "bf16"),
+            f"None … {TEXT}": lambda: port(instance(), None),
+        },
+        ValueError: {
+            "'tiem' … time, x": lambda: kept(keep_inputs=("tiem",)),
+            "own_code … 'skip' … 'autocast', 'keep'": lambda: port(
+                instance(), "bf16", own_code="skip"
+            ),
+        },
+        DtypePolicyWarning: {
+            HAS_SCALE: lambda: kept(keep_params=("scael",)),
+            DELETE: lambda: under_a_policy(layer, dtype=jnp.float32),
+        },
+    }
 
 
-TEXT = "mixed_bfloat16"
-WAY_OUT = f"dtype_policy='{TEXT}'"
-AT_ARGUMENTS = ("dtype=float32", "Delete the argument", "dtype_policy")
+def merged(*tables: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    kinds = dict.fromkeys(kind for table in tables for kind in table)
+    return {kind: {k: v for t in tables for k, v in t.get(kind, {}).items()} for kind in kinds}
 
-LINEN = {
+
+LINEN_ALONE = {
     TypeError: {
-        "a policy as dtype": (lambda: nn.Dense(4, dtype=TEXT), f"Dense(dtype='{TEXT}')", WAY_OUT),
-        "a short dtype": (
-            lambda: nn.LayerNorm(dtype="bf16"),
-            "dtype='bf16'",
-            "jnp.bfloat16",
-            "policy=",
-        ),
-        "policy=": (lambda: nn.Dense(4, policy=TEXT), "'policy'", f"Dense(..., {WAY_OUT})"),
-        "dtype_policy misspelt": (
-            lambda: nn.GRUCell(4, dtype_polcy="bf16"),
-            "polcy",
-            "dtype_policy='bf16'",
-        ),
-        "dtype= of one's own": (lambda: Net(dtype=TEXT), "'dtype'", f"Net(..., {WAY_OUT})"),
-        "a policy by position": (lambda: Net(TEXT), "positional", f"Net(..., {WAY_OUT})"),
-        "a dtype as policy": (
-            lambda: nn.Dense(4, dtype_policy=jnp.bfloat16),
-            "Dense(dtype_policy=",
-            TEXT,
-        ),
-        "keep_inputs as an argument": (
-            lambda: Net(keep_inputs=("x",)),
-            "keep_inputs",
-            "class attribute",
-        ),
-        "keep_inputs as one text": (
-            lambda: linen_keeping("time"),
-            "Timed.keep_inputs",
-            "('time',)",
-        ),
-        "keep_params as one text": (lambda: linen_keeping_params("scale"), "Scaled.keep_params"),
-        "keep_params as an argument": (
-            lambda: Net(keep_params=("x",)),
-            "keep_params",
-            "class attribute",
-        ),
-        "a port of a class": (
-            lambda: nn.apply_policy(Plain, "bf16"),
-            "class Plain",
-            "make an instance",
-        ),
-        "a port swapped": (
-            lambda: nn.apply_policy("bf16", Plain()),
-            "'bf16'",
-            "apply_policy(model, policy)",
-        ),
-        "a port of apply": (
-            lambda: nn.apply_policy(Plain().apply, "bf16"),
-            "Module.apply",
-            "(model, ",
-        ),
-        "a port of the other wing": (
-            lambda: nn.apply_policy(XNet(rngs()), "bf16"),
-            "XNet",
-            "nnx.apply_p",
-        ),
-        "a port without a policy": (lambda: nn.apply_policy(Plain(), None), "None", TEXT),
+        f"dtype_policy= … {TEXT}": lambda: dense(dtype_policy=jnp.bfloat16),
+        "class attribute": lambda: Net(keep_inputs=("x",)),
+        "Module.apply … (": lambda: nn.apply_policy(Plain().apply, "bf16"),
     },
     ValueError: {
-        "keep_inputs misspelt": (lambda: linen_keeping(("tiem",)), "'tiem'", "take time, x"),
-        "8 bits under a policy": (
-            dtype_against_the_policy(lambda: nn.Dense(4, dtype=jnp.float8_e4m3fn).init(KEY, X)),
-            "Dense",
-            "dtype=float8_e4m3fn",
-            "m=f8",
+        "Dense … dtype=float8_e4m3fn … m=f8": lambda: under_a_policy(
+            dense, dtype=jnp.float8_e4m3fn
         ),
-        "float64 without x64": (
-            lambda: Net(dtype_policy="f64").init(KEY, X),
-            "float64",
-            "jax_enable_x64",
-        ),
-        "a port's rule that matches nothing": (
-            lambda: nn.apply_policy(Plain(), "bf16", {"haed": "f32"}).init(KEY, X),
-            "'haed'",
-            "seen: Dense_0",
-        ),
-        "a port's option misspelt": (
-            lambda: nn.apply_policy(Plain(), "bf16", own_code="skip"),
-            "own_code",
-            "'skip'",
-            "'autocast', 'keep'",
+        "float64 … jax_enable_x64": lambda: dense(dtype_policy="f64"),
+        "'haed' … seen: Dense_0": lambda: nn.apply_policy(Plain(), "bf16", {"haed": "f32"}).init(
+            KEY, X
         ),
     },
     DtypePolicyWarning: {
-        "keep_params misspelt": (
-            lambda: linen_keeping_params(("scael",)),
-            "Scaled.keep_params",
-            "scael",
-            "It has: scale",
-        ),
-        "dtype against the policy": (
-            dtype_against_the_policy(lambda: nn.Dense(4, dtype=jnp.float32).init(KEY, X)),
-            *AT_ARGUMENTS,
-        ),
-        "dtype beside dtype_policy": (
-            lambda: nn.Dense(4, dtype=jnp.float16, dtype_policy="bf16").init(KEY, X),
-            "dtype=float16",
-            "bfloat16",
-            "Delete the argument",
-        ),
+        "dtype=float16 … bfloat16 … Delete the argument": lambda: dense(
+            dtype=jnp.float16, dtype_policy="bf16"
+        )
     },
 }
-
-NNX = {
+NNX_ALONE = {
     TypeError: {
-        "a policy as dtype": (
-            lambda: nnx.Linear(4, 4, dtype=TEXT, rngs=rngs()),
-            "dtype='mixed",
-            WAY_OUT,
+        f"Embed(param_dtype='{TEXT}') … {WAY_OUT}": lambda: nnx.Embed(
+            4, 4, param_dtype=TEXT, rngs=rngs()
         ),
-        "a policy as param_dtype": (
-            lambda: nnx.Embed(4, 4, param_dtype=TEXT, rngs=rngs()),
-            f"Embed(param_dtype='{TEXT}')",
-            WAY_OUT,
-        ),
-        "a short dtype": (
-            lambda: nnx.LayerNorm(4, dtype="bf16", rngs=rngs()),
-            "'bf16'",
-            "jnp.bfloat16",
-        ),
-        "policy=": (
-            lambda: nnx.Linear(4, 4, policy=TEXT, rngs=rngs()),
-            "'policy'",
-            f"Linear(..., {WAY_OUT})",
-        ),
-        "dtype_policy misspelt": (
-            lambda: XNet(rngs(), dtype_polcy="bf16"),
-            "polcy",
-            "dtype_policy='bf16'",
-        ),
-        "policy= of one's own": (
-            lambda: XNet(rngs(), policy=TEXT),
-            "'policy'",
-            f"XNet(..., {WAY_OUT})",
-        ),
-        "a policy by position": (lambda: XNet(rngs(), TEXT), "positional", f"XNet(..., {WAY_OUT})"),
-        "keep_inputs as one text": (lambda: nnx_keeping("time"), "Timed.keep_inputs", "('time',)"),
-        "keep_params as one text": (
-            lambda: nnx_keeping_params("scale"),
-            "Scaled.keep_params",
-            "tuple",
-        ),
-        "a port of a class": (
-            lambda: nnx.apply_policy(XNet, "bf16"),
-            "class XNet",
-            "make an instance",
-        ),
-        "a port swapped": (
-            lambda: nnx.apply_policy("bf16", XNet(rngs())),
-            "'bf16'",
-            "(model, policy)",
-        ),
-        "a port of a state": (
-            lambda: nnx.apply_policy(flax.nnx.state(XNet(rngs())), "bf16"),
-            "State",
-            "(model, ",
-        ),
-        "a port of the other wing": (
-            lambda: nnx.apply_policy(Plain(), "bf16"),
-            "Plain",
-            "linen.apply_p",
-        ),
+        "State … (model, ": lambda: nnx.apply_policy(flax.nnx.state(XNet(rngs())), "bf16"),
     },
     ValueError: {
-        "keep_inputs misspelt": (lambda: nnx_keeping(("tiem",)), "'tiem'", "take time, x"),
-        "path rules while building": (
-            path_rules_while_building,
-            "XNet",
-            "Build the model first",
-            "apply_policy(",
+        "XNet … Build the model first … apply_policy(": path_rules_while_building,
+        "Sequential( … Linear … Build them inside": lambda: nnx.Sequential(
+            nnx.Linear(4, 4, rngs=rngs()), dtype_policy="bf16"
         ),
-        "a child from outside": (child_from_outside, "Sequential(", "Linear", "Build them inside"),
-        "a policy set on a model": (policy_set_on_a_built_model, "XNet", "'bf16'", "apply_policy("),
-        "a policy set in __init__": (
-            policy_set_in_the_constructor,
-            "Late",
-            "'bf16'",
-            "dtype_policy='bf16'",
-        ),
-        "a port's rule that matches nothing": (
-            lambda: nnx.apply_policy(XNet(rngs()), "bf16", {"haed": "f32"}),
-            "'haed'",
-            "seen: head",
-        ),
-        "a linen class in a rule": (
-            lambda: nnx.apply_policy(XNet(rngs()), "bf16", {nn.Dense: "f32"}),
-            "Dense",
-            "seen: head",
-        ),
-        "an average of half-precision params": (
-            lambda: nnx.EMA(flax.nnx.state(XNet(rngs(), dtype_policy="bf16"), nnx.Param), 0.99),
-            "head/kernel is bfloat16",
-            "master_params(",
+        "XNet … 'bf16' … apply_policy(": policy_set_on_a_built_model,
+        "Late … dtype_policy='bf16'": policy_set_in_the_constructor,
+        "'haed' … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {"haed": "f32"}),
+        "Dense … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {nn.Dense: "f32"}),
+        "head/kernel is bfloat16 … master_params(": lambda: nnx.EMA(
+            flax.nnx.state(XNet(rngs(), dtype_policy="bf16"), nnx.Param), 0.99
         ),
     },
     DtypePolicyWarning: {
-        "keep_params misspelt": (
-            lambda: nnx_keeping_params(("scael",)),
-            "Scaled.keep_params",
-            "scael",
-            "It has: scale",
-        ),
-        "dtype against the policy": (
-            dtype_against_the_policy(lambda: nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs())),
-            *AT_ARGUMENTS,
-        ),
-        "a scope around a call": (
-            scope_around_a_built_model,
-            "XNet",
-            "build the model in",
-            "apply_policy(",
-        ),
+        "XNet … build the model in … apply_policy(": lambda: under_a_policy(XNet(rngs()), x=X)
     },
 }
+
+
+def xnet(*args: Any, **options: Any) -> Any:
+    return XNet(rngs(), *args, **options)
+
+
+LINEN = merged(
+    in_wing(
+        *(dense, linen_kept, nn.apply_policy, Net),
+        model=(Plain, Plain, "Plain"),
+        other=(xnet, "XNet … nnx.apply_p"),
+    ),
+    LINEN_ALONE,
+)
+NNX = merged(
+    in_wing(
+        *(linear, nnx_kept, nnx.apply_policy, xnet),
+        model=(XNet, xnet, "XNet"),
+        other=(Plain, "Plain … linen.apply_p"),
+    ),
+    NNX_ALONE,
+)

@@ -2,7 +2,7 @@
 way out.
 
 A table's rows are grouped by the exception or the warning that a mistake gives. A row has the
-mistake in a few words, a function that makes it, and texts that the message holds.
+parts of the message, with … between them, and a function that makes the mistake, or several.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ TABLES = {
     "command": programs.COMMANDS,
 }
 ROWS = [
-    pytest.param(kind, make, names, id=f"{topic}: {what}")
+    pytest.param(kind, make, parts.split(" … "), id=f"{topic}: {parts}")
     for topic, table in TABLES.items()
     for kind, rows in table.items()
-    for what, (make, *names) in rows.items()
+    for parts, makes in rows.items()
+    for make in (makes if isinstance(makes, list) else [makes])
 ]
 
 
@@ -54,8 +55,8 @@ def told(kind: type[BaseException], make: Any) -> str:
     )
 
 
-@pytest.mark.parametrize(("kind", "make", "names"), ROWS)
-def test_a_mistake_is_told_with_what_it_takes_to_mend_it(kind, make, names):
+@pytest.mark.parametrize(("kind", "make", "parts"), ROWS)
+def test_a_mistake_is_told_with_what_it_takes_to_mend_it(kind, make, parts):
     message = told(kind, make)
-    missing = [name for name in names if name not in message]
-    assert names and all(names) and not missing, message or "nothing was said"
+    missing = [part for part in parts if part not in message]
+    assert all(parts) and not missing, message or "nothing was said"

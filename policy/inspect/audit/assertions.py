@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from policy.core.dtype_names import dtype_to_names, parse_dtype
+from policy.core.dtype_names import dtype_names, parse_dtype
 from policy.core.rules import PolicyRules, matches
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.values import is_matmul
@@ -23,7 +23,6 @@ from policy.programs.weight_matmuls import are_codes
 DTypes = DTypeLike | Collection[DTypeLike]
 # As in a policy's text: NumPy's f8 and i8 are float64 and int64.
 _EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
-_KNOWN = frozenset(name for names in dtype_to_names.values() for name in names)
 
 
 def accepted_dtypes(dtype: DTypes) -> frozenset[str]:
@@ -38,13 +37,11 @@ def accepted_dtypes(dtype: DTypes) -> frozenset[str]:
 
 
 def _names(dtype: Any) -> tuple[str, ...]:
-    if isinstance(dtype, str) and dtype in _EIGHT_BITS:
-        return _EIGHT_BITS[dtype]
-    if isinstance(dtype, str) and dtype == "backend":
-        return (dtype,)
+    if isinstance(dtype, str) and (dtype in _EIGHT_BITS or dtype == "backend"):
+        return _EIGHT_BITS.get(dtype, (dtype,))
+    is_known = isinstance(dtype, str) and dtype in dtype_names()
     try:
-        known = isinstance(dtype, str) and dtype in _KNOWN
-        return ((parse_dtype(dtype) if known else jnp.dtype(dtype)).name,)
+        return ((parse_dtype(dtype) if is_known else jnp.dtype(dtype)).name,)
     except TypeError:
         raise TypeError(
             "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "

@@ -24,59 +24,21 @@ REPEATED = "repeated-cast"
 RESIDUAL = "float32-residual"
 
 FINDING_KINDS = {
-    REDUCTION: (
-        "A sum, mean, cumulative or windowed sum, scatter-add or chain of additions in less than "
-        "float32."
-    ),
-    FUNCTION: (
-        "An exponential, logarithm, inverse root or square in half precision where its error or "
-        "range matters."
-    ),
-    CONSTANT: (
-        "A constant that overflows to infinity or vanishes to zero in the dtype that it is cast to."
-    ),
-    UNSCALED: (
-        "A float array is cast to float8 or int8 with neither a scale computed from it nor "
-        "clipping."
-    ),
-    ACCUMULATOR: (
-        "A matmul of 8-bit operands whose result is narrower than its accumulator, int32 or "
-        "float32."
-    ),
-    CARRY: (
-        "A loop, or one call after another, carries a sum in half precision: it stops growing "
-        "once terms are below its last digit."
-    ),
-    MIXED: (
-        "A matmul of a half-precision operand and a float32 one: no matrix unit runs it, so it is "
-        "as slow as float32."
-    ),
-    DEQUANTISED: (
-        "A matmul whose operands are both 8-bit codes that were just widened: it runs in half "
-        "precision or float32."
-    ),
-    PROMOTION: (
-        "A half-precision value is combined with float32 or complex numbers without an explicit "
-        "cast, and the result stays wide."
-    ),
-    LEAK: (
-        "A half-precision value is widened, for example by a normalisation, and then enters a "
-        "matmul in float32."
-    ),
+    REDUCTION: "A sum, scatter-add, or chain of additions runs in less than float32.",
+    FUNCTION: "An exponential, logarithm, root or square in half, whose error or range matters.",
+    CONSTANT: "A constant overflows or vanishes in the dtype that it is cast to.",
+    UNSCALED: "A cast to float8 or int8 with neither a scale computed from its operand nor limits.",
+    ACCUMULATOR: "A matmul of 8-bit operands returns less than its accumulator, int32 or float32.",
+    CARRY: "A running sum in half, over a loop or calls: small terms no longer change it.",
+    MIXED: "A matmul of a half-precision and a float32 operand, as slow as one of float32.",
+    DEQUANTISED: "A matmul of two arrays of 8-bit codes, both widened right before it.",
+    PROMOTION: "Half precision meets float32 or complex numbers without a cast, and stays wide.",
+    LEAK: "A half-precision value is widened, and then enters a matmul in float32.",
     MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
-    PRECISION: (
-        "A matmul runs in float32 where that was asked for in a half-precision model, at the "
-        "default precision: a TPU multiplies it in bfloat16, a GPU in TF32."
-    ),
-    ROUND_TRIP: (
-        "A value is cast to another dtype and back, or on to a third, with nothing in between: "
-        "digits are lost, or work is wasted."
-    ),
+    PRECISION: "A matmul that was asked for in float32 runs at a TPU's or GPU's lower precision.",
+    ROUND_TRIP: "A cast to another dtype and back, or on to a third, with nothing in between.",
     REPEATED: "The same array is cast to the same dtype more than once.",
-    RESIDUAL: (
-        "A float32 array is saved for the backward pass where the half-precision value that it "
-        "came from would be enough."
-    ),
+    RESIDUAL: "A float32 array is saved for the backward pass where half precision would do.",
 }
 
 

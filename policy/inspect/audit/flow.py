@@ -73,12 +73,9 @@ class Flow:
     def _find_widenings(self) -> dict[int, Node]:
         found: dict[int, Node] = {}
         for node in self.graph.nodes:
-            if widens(node) or (
-                is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))
-            ):
-                origin: Node | None = node
-            else:
-                origin = next((found[id(v)] for v in node.inputs if id(v) in found), None)
+            is_of_half = is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))
+            behind = (found[id(v)] for v in node.inputs if id(v) in found)
+            origin = node if widens(node) or is_of_half else next(behind, None)
             if origin is not None:
                 found.update((id(out), origin) for out in node.outputs if is_wide(out.dtype))
         return found

@@ -55,26 +55,24 @@ def _known(value: Value) -> np.ndarray | None:
         is_read = value.dtype.startswith(("int", "uint")) and not isinstance(value.array, Tracer)
         is_small = value.array is not None and is_read and np.size(value.array) <= _LARGEST
         return np.asarray(value.array) if is_small else None
-    if _counts_from_end(maker):
+    if maker.name == "select_n" and _is_counted_from_end(maker):
         return _known(maker.inputs[1])
     if maker.name == "concatenate":
         parts = [part for operand in maker.inputs if (part := _known(operand)) is not None]
         is_whole = len(parts) == len(maker.inputs)
         return np.concatenate(parts, maker.params["dimension"]) if is_whole else None
-    if maker.name not in CASTS | RESHAPES | BROADCASTS:
-        return None
-    found = _known(maker.inputs[0])
-    if found is None or found.size != math.prod(value.shape):
-        return None
-    return found.reshape(value.shape)
+    is_moved = maker.name in CASTS | RESHAPES | BROADCASTS
+    found = _known(maker.inputs[0]) if is_moved else None
+    is_same = found is not None and found.size == math.prod(value.shape)
+    return found.reshape(value.shape) if found is not None and is_same else None
 
 
-def _counts_from_end(node: Node) -> bool:
-    """Returns whether a node selects an index, or where that is negative its sum with a size."""
-    if node.name != "select_n" or node.inputs[-1].maker is None:
-        return False
+def _is_counted_from_end(node: Node) -> bool:
+    """Returns whether an index is selected, or where it is negative its sum with a size."""
     counted = node.inputs[-1].maker
-    return counted.name == "add" and any(one is node.inputs[1] for one in counted.inputs)
+    if counted is None or counted.name != "add":
+        return False
+    return any(one is node.inputs[1] for one in counted.inputs)
 
 
 def _counting(value: Value, known: dict[int, Axes]) -> Axes:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.audit.values import bits, moved_from
+from policy.inspect.audit.values import bits, is_selection, moved_from
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import (
     ANNOTATES,
@@ -20,7 +21,6 @@ from policy.programs.primitives import (
     ORDERS,
     PERIODIC,
     PLACES,
-    ROUNDINGS,
 )
 
 _LARGEST = 4096  # the size of the largest captured array that is read
@@ -89,7 +89,7 @@ def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval
         return Interval(-1, 1)
     if name == "carry":
         return _ANY
-    if name in ("select_n", "branch"):
+    if is_selection(node):
         return _union(list(map(of, inputs[1:])))
     if name in PLACES:
         return _union(list(map(of, inputs)))
@@ -97,24 +97,18 @@ def _made(node: Node, value: Value, of: Callable[[Value], Interval]) -> Interval
         return of(moved_from(node, value))
     if name in _KEPT:  # not the places of the largest, which are integers
         return of(moved_from(node, value)) if bits(value.dtype) or name in CASTS else _ANY
-    if name in ROUNDINGS:
-        low, high = of(inputs[0])
-        return Interval(_floor(low), -_floor(-high))
-    if name in _ARITHMETIC:
-        return _ARITHMETIC[name](*map(of, inputs))
-    return _ANY
-
-
-def _floor(number: float) -> float:
-    return math.floor(number) if math.isfinite(number) else number
+    return _computed(ARITHMETIC[name], list(map(of, inputs))) if name in ARITHMETIC else _ANY
 
 
 def _union(each: list[Interval]) -> Interval:
     return Interval(min(one.low for one in each), max(one.high for one in each))
 
 
-def _corners(function: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
-    found = [function(x, y) for x in a for y in b]
+def _computed(function: Callable[..., float], operands: list[Interval]) -> Interval:
+    """Returns the range of a function that is monotone in each operand, below and above zero."""
+    ends = [(*one, 0.0) if one.low < 0 < one.high else one for one in operands]
+    with np.errstate(all="ignore"):
+        found = [float(function(*each)) for each in itertools.product(*ends)]
     return _ANY if any(map(math.isnan, found)) else Interval(min(found), max(found))
 
 
@@ -122,32 +116,19 @@ def _product(x: float, y: float) -> float:
     return 0.0 if 0 in (x, y) else x * y  # zero times a limit that is infinite
 
 
-def _quotient(a: Interval, b: Interval) -> Interval:
-    if b.low <= 0 <= b.high:
-        return _ANY
-    return _corners(_product, a, Interval(1 / b.high, 1 / b.low))
-
-
-def _absolute(a: Interval) -> Interval:
-    low = 0.0 if a.low <= 0 <= a.high else min(abs(a.low), abs(a.high))
-    return Interval(low, max(abs(a.low), abs(a.high)))
-
-
-def _exponential(a: Interval) -> Interval:
-    return Interval(0, math.exp(a.high) if a.high < 100 else math.inf)
-
-
-_ARITHMETIC: dict[str, Callable[..., Interval]] = {
-    "neg": lambda a: Interval(-a.high, -a.low),
-    "abs": _absolute,
-    "exp": _exponential,
-    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
-    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
-    "mul": lambda a, b: _corners(_product, a, b),
-    "div": _quotient,
-    "max": lambda a, b: Interval(max(a.low, b.low), max(a.high, b.high)),
-    "min": lambda a, b: Interval(min(a.low, b.low), min(a.high, b.high)),
-    "clamp": lambda low, a, high: Interval(
-        min(max(a.low, low.low), high.high), max(min(a.high, high.high), low.low)
-    ),
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "exp": np.exp,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.round,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": _product,
+    "div": lambda x, y: _product(x, 1 / y) if y else math.nan,
+    "max": np.maximum,
+    "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
 }
+"""Functions of numbers, by primitive."""

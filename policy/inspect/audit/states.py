@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,22 +31,6 @@ class State(NamedTuple):
     name: str
 
 
-class _Leaf(NamedTuple):
-    """An array of a pytree.
-
-    Attributes:
-      place: its position among the program's arrays.
-      keys: its key path.
-      layout: the key paths, shapes and dtypes of all arrays in the tree that the path starts from.
-      name: its name in messages.
-    """
-
-    place: int
-    keys: Keys
-    layout: Any
-    name: str = ""
-
-
 def states_of(traced: Traced) -> tuple[State, ...]:
     """Returns the arguments and outputs of a call that share a key path, shape and dtype.
 
@@ -53,64 +39,46 @@ def states_of(traced: Traced) -> tuple[State, ...]:
     batch)`` may return ``params, state, loss``, a dictionary of them, or one of them alone. Arrays
     without keys are not state. Key paths of indices alone match only in trees of the same layout.
     """
-    outputs: dict[Keys, list[_Leaf]] = defaultdict(list)
-    for leaf in _outputs(traced):
-        outputs[leaf.keys].append(leaf)
+    tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
+    given = [path for path, is_array in jax.tree.leaves_with_path(tree) if is_array]
+    returned = [path for path, _ in jax.tree.leaves_with_path(traced.shape)]
+    before, after = traced.jaxpr.in_avals, traced.jaxpr.out_avals
+    outputs = [*_trees(returned, after, 0).values(), *_trees(returned, after, 1).values()]
+    names = _parameters(traced.called)
     found: dict[State, None] = {}
-    for leaf in _arguments(traced):
-        is_named = any(not isinstance(key, int) for key in leaf.keys)
-        for out in outputs[leaf.keys]:
-            is_alike = _of(traced.jaxpr.in_avals[leaf.place]) == _of(
-                traced.jaxpr.out_avals[out.place]
-            )
-            if is_alike and (is_named or leaf.layout == out.layout):
-                found[State(leaf.place, out.place, leaf.name)] = None
+    for (_, which), argument in _trees(given, before, 2).items():
+        name = names.get(which, "") if isinstance(which, int) else which
+        for keys, leaf in argument.items() if name not in _NO_STATE else ():
+            text = f"{name}{jax.tree_util.keystr(given[leaf.place][2:])}"
+            for each, output in itertools.product((keys, (name, *keys)), outputs):
+                out = output.get(each)
+                is_known = any(not isinstance(key, int) for key in each) or argument == output
+                if keys and out is not None and leaf == out and is_known:
+                    found[State(leaf.place, out.place, text)] = None
     return tuple(found)
 
 
-def _arguments(traced: Traced) -> Iterator[_Leaf]:
-    """Yields the arrays with keys among a call's arguments, once for each key path."""
-    tree = jax.tree.unflatten(traced.arguments.treedef, traced.arguments.is_array)
-    marked = jax.tree_util.tree_flatten_with_path(tree)[0]
-    paths = [path for path, is_array in marked if is_array]
-    layouts = _layouts(
-        ((_keys(path)[:2], _keys(path)[2:]) for path in paths), traced.jaxpr.in_avals
-    )
-    parameters = _parameters(traced.called)
-    for place, path in enumerate(paths):
-        (kind, which), keys = _keys(path)[:2], _keys(path)[2:]
-        name = parameters.get(which, "") if isinstance(which, int) else which
-        if not keys or name in _NO_STATE:
-            continue
-        for each in (keys, (name, *keys)) if name else (keys,):
-            yield _Leaf(
-                place, each, layouts[kind, which], f"{name}{jax.tree_util.keystr(path[2:])}"
-            )
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An array of a pytree; equal to those of its shape and dtype.
+
+    Attributes:
+      place: its position among the program's arrays.
+    """
+
+    place: int = dataclasses.field(compare=False)
+    shape: tuple[int, ...]
+    dtype: Any
 
 
-def _outputs(traced: Traced) -> Iterator[_Leaf]:
-    """Yields the arrays that a call returns, once for each of their nonempty key paths."""
-    paths = [_keys(path) for path, _ in jax.tree_util.tree_flatten_with_path(traced.shape)[0]]
-    whole = _layouts((((), keys) for keys in paths), traced.jaxpr.out_avals)
-    parts = _layouts(((keys[:1], keys[1:]) for keys in paths), traced.jaxpr.out_avals)
-    for place, keys in enumerate(paths):
-        if keys:
-            yield _Leaf(place, keys, whole[()])
-        if keys[1:]:
-            yield _Leaf(place, keys[1:], parts[keys[:1]])
-
-
-def _layouts(paths: Iterable[tuple[Keys, Keys]], avals: Sequence[Any]) -> dict[Keys, Any]:
-    """Returns the layout of each tree, from pairs of a tree's and an array's key path."""
-    layouts: dict[Keys, list[Any]] = defaultdict(list)
+def _trees(paths: Sequence[Any], avals: Sequence[Any], depth: int) -> dict[Keys, dict[Keys, _Leaf]]:
+    """Returns the trees at a depth by the key paths to them: arrays by the key paths below."""
+    trees: dict[Keys, dict[Keys, _Leaf]] = defaultdict(dict)
     # Not strict: gradients come after the outputs of the call.
-    for aval, (tree, keys) in zip(avals, paths, strict=False):
-        layouts[tree].append((keys, _of(aval)))
-    return layouts
-
-
-def _of(aval: Any) -> tuple[Any, Any]:
-    return aval.shape, aval.dtype
+    for place, (path, aval) in enumerate(zip(paths, avals, strict=False)):
+        keys = _keys(path)
+        trees[keys[:depth]][keys[depth:]] = _Leaf(place, aval.shape, aval.dtype)
+    return trees
 
 
 def _keys(path: Any) -> Keys:

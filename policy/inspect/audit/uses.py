@@ -38,13 +38,11 @@ def matters(node: Node) -> bool:
     if _is_softplus(node):
         return _is_judged(node)
     adds = node.name.startswith("log")
-    passes = lambda reader: not _is_beside(reader) and (is_joint(reader) or _passes(reader, adds))  # noqa: E731
-    for value in reached(node.outputs, passes):
-        if value.is_output or any(
-            _is_sensitive(reader, value) for reader in value.readers if not _is_beside(reader)
-        ):
-            return True
-    return False
+    passes = lambda reader: is_joint(reader) or _passes(reader, adds)  # noqa: E731
+    return any(
+        value.is_output or any(_is_sensitive(r, value) for r in value.readers if not _is_beside(r))
+        for value in reached(node.outputs, lambda node: not _is_beside(node) and passes(node))
+    )
 
 
 def _is_sensitive(reader: Node, value: Value) -> bool:
@@ -63,18 +61,13 @@ def _is_steep(node: Node) -> bool:
     return is_steep(node.name) and not is_cotangent(node) and not _is_kept_only(node)
 
 
-def _is_softplus(node: Node) -> bool:
+def _is_softplus(node: Node | None) -> bool:
     """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
-    if node.name != "log1p":
-        return False
-    exponential = made_of(node.inputs[0]).maker
-    if exponential is None or exponential.name != "exp":
-        return False
-    negated = made_of(exponential.inputs[0]).maker
-    if negated is None or negated.name != "neg":
-        return False
-    size = made_of(negated.inputs[0]).maker
-    return size is not None and size.name == "abs"
+    for name in ("log1p", "exp", "neg", "abs"):
+        if node is None or node.name != name:
+            return False
+        node = made_of(node.inputs[0]).maker
+    return True
 
 
 def _is_judged(node: Node) -> bool:
@@ -86,16 +79,14 @@ def _is_judged(node: Node) -> bool:
     """
 
     def passes(reader: Node) -> bool:
-        is_of_norm = reader.name in _NORMALISES or _sums(reader)
-        return not _is_beside(reader) and (
-            is_joint(reader) or is_of_norm or _passes(reader, adds=True)
-        )
+        is_of_norm = reader.name in _NORMALISES or _sums(reader) or is_joint(reader)
+        return not _is_beside(reader) and (is_of_norm or _passes(reader, adds=True))
 
-    for value in reached(node.outputs, passes):
-        if value.is_output or any(_is_steep(reader) for reader in value.readers):
-            return True
-    followers = [reader for value in reached(node.outputs, passes) for reader in value.readers]
-    return not any((is_matmul(r) or r.name in BOUNDED) and not is_cotangent(r) for r in followers)
+    values = list(reached(node.outputs, passes))
+    readers = [reader for value in values for reader in value.readers]
+    if any(value.is_output for value in values) or any(map(_is_steep, readers)):
+        return True
+    return not any((is_matmul(r) or r.name in BOUNDED) and not is_cotangent(r) for r in readers)
 
 
 def _is_beside(node: Node) -> bool:

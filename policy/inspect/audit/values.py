@@ -79,6 +79,11 @@ def is_view(node: Node) -> bool:
     return is_layout(node) or is_cast(node)
 
 
+def is_selection(node: Node) -> bool:
+    """Returns whether a node selects from all of its inputs but the first."""
+    return node.name in ("select_n", "branch")
+
+
 def operands(node: Node) -> list[Value]:
     """Returns the floating operands of a matmul."""
     return [value for value in node.inputs if bits(value.dtype)]
@@ -122,6 +127,20 @@ def behind(
       most: the number of values after which the walk ends.
     """
     return followed([value], lambda one: () if one.maker is None else operands(one.maker), most)
+
+
+def in_order(value: Value, goes_on: Passes) -> Iterator[Node]:
+    """Yields the nodes that a value is made by within one iteration of every loop, the first ones
+    first. Nodes that `goes_on` refuses, and those that only they depend on, are left out.
+    """
+    seen, waiting = set[Node](), [(value.maker, False)]
+    while waiting:
+        node, is_next = waiting.pop()
+        if node is not None and is_next:
+            yield node
+        elif node is not None and node not in seen and node.name != "carry" and goes_on(node):
+            seen.add(node)
+            waiting += [(node, True), *((one.maker, False) for one in node.inputs)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -162,59 +162,40 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
 SQUARE = lambda x: x @ x  # noqa: E731
 
 
+INT8 = half(2, 2, dtype=jnp.int8)
+REFUSED = {
+    AssertionError: {
+        r"that allow=\('Pooled:',\) excludes: nothing would be asserted": lambda pooled: (
+            assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",))
+        ),
+        "no matmul or convolution of floating numbers: nothing would be asserted": lambda _: (
+            assert_dots_in(SQUARE, (INT8,), "bf16")
+        ),
+    },
+    ValueError: {
+        r"allow: 'haed' matches no path\. Paths: head, pool": lambda pooled: assert_dots_in(
+            *pooled, dtype="bf16", allow=("haed",)
+        ),
+        "No accepted dtype was given": lambda _: assert_dots_in(SQUARE, (half(2, 2),), ()),
+        "The trees should have one structure, but have": lambda _: assert_close_in_ulps(
+            {"a": jnp.ones(1)}, [np.ones(1)], 1
+        ),
+        "was given no array: nothing would be asserted": lambda _: assert_close_in_ulps({}, {}, 1),
+    },
+    TypeError: {
+        r"allow should be a collection of path patterns, such as \('head',\)": lambda pooled: (
+            assert_dots_in(*pooled, dtype="bf16", allow="head")
+        ),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",)),
-            AssertionError,
-            r"apart from those that allow=\('Pooled:',\) excludes: nothing would be asserted",
-        ),
-        (
-            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("haed",)),
-            ValueError,
-            r"allow: 'haed' matches no path\. Paths: head, pool",
-        ),
-        (
-            lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow="head"),
-            TypeError,
-            r"allow should be a collection of path patterns, such as \('head',\)",
-        ),
-        (
-            lambda _: assert_dots_in(SQUARE, half(2, 2), "bf16"),  # type: ignore[arg-type]
-            TypeError,
-            "args should be a tuple of the function's arguments, but got a ShapeDtypeStruct",
-        ),
-        (
-            lambda _: assert_dots_in(SQUARE, (half(2, 2),), ()),
-            ValueError,
-            "No accepted dtype was given",
-        ),
-        (
-            lambda _: assert_dots_in(SQUARE, (half(2, 2, dtype=jnp.int8),), "bf16"),
-            AssertionError,
-            "no matmul or convolution of floating numbers: nothing would be asserted",
-        ),
-        (
-            lambda _: assert_close_in_ulps({"a": jnp.ones(1)}, {"a": np.ones(3)}, 1),
-            ValueError,
-            r"\['a'\] should be of shape \(3,\), but is of shape \(1,\)",
-        ),
-        (
-            lambda _: assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1),
-            ValueError,
-            "The trees should have one structure, but have",
-        ),
-        (
-            lambda _: assert_close_in_ulps({}, {}, 1),
-            ValueError,
-            "was given no array: nothing would be asserted",
-        ),
-    ],
+    ("error", "message"), [(error, message) for error, rows in REFUSED.items() for message in rows]
 )
-def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, call, error, message):
+def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, error, message):
     with pytest.raises(error, match=message):
-        call(pooled)
+        REFUSED[error][message](pooled)
 
 
 def test_our_layers_and_nnx_modules_pass():

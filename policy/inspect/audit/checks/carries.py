@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.inspect.audit.accumulations import Share, Shares
+from policy.inspect.audit.accumulations import Share, share_of
 from policy.inspect.audit.finding_kinds import CARRY, finding, shape_of
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import (
     behind,
     is_narrow,
+    is_selection,
     is_view,
     made_of,
     narrows,
@@ -22,7 +23,7 @@ from policy.programs.graph import Node, Value
 from policy.programs.operations import is_inexact_name, kind_of
 from policy.programs.primitives import ADDITIONS, MINMAX, SCALINGS
 
-_MIXES = ADDITIONS | SCALINGS | {"select_n", "branch"}  # operations of sums and averages
+_MIXES = ADDITIONS | SCALINGS  # operations of sums and averages
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
@@ -49,7 +50,6 @@ class _Loop:
     def __init__(self, carries: list[Node]):
         self.carries = carries
         self.gates = gates_of((node.out, node.inputs[1]) for node in carries)
-        self._swapped: dict[int, list[tuple[Node, Share]]] = {}
 
     def findings(self) -> Iterator[Finding]:
         for node in self.carries:
@@ -57,68 +57,52 @@ class _Loop:
                 yield finding(CARRY, node, message)
 
     def _message(self, node: Node) -> str:
-        carry, result = node.out, node.inputs[1]
+        carry, maker, readers = node.out, node.inputs[1].maker, list(users(node.out))
         what = (
             f"{shape_of(carry)} is carried from one iteration of the {node.site.name} to the next"
         )
-        if self._adds(node, node) or self._is_added_to_elsewhere(node):
+        if self._is_added_to(node):
             return (
                 f"{what}, and is added to or scaled in each: terms below its last digit are lost. "
                 "Carry it in float32."
             )
-        maker = result.maker
-        readers = list(users(carry))
-        is_wide_inside = bool(readers) and all(widens(r) for r in readers)
-        if maker is not None and narrows(maker) and is_wide_inside:
+        if maker is not None and narrows(maker) and readers and all(map(widens, readers)):
             return (
                 f"{what}, but is used in {maker.inputs[0].dtype} only: each iteration rounds it. "
                 "Carry it in float32."
             )
         return ""
 
-    def _adds(self, node: Node, to: Node) -> bool:
-        """Returns whether a carry's next value is another carry, added to or scaled."""
-        share = self._share(node, to)
-        return share is not None and (share.added or share.scaled)
+    def _is_added_to(self, node: Node) -> bool:
+        """Returns whether a carry is added to or scaled, by itself or where carries swap places."""
+        passed, is_changed = [node], False
+        while (source := self._source(passed[-1])) is not None:
+            other, share = source
+            is_changed = is_changed or share.scaled or bool(share.sums)
+            if other is node:
+                return is_changed
+            if other in passed:
+                return False
+            passed.append(other)
+        return False
 
-    def _share(self, node: Node, of: Node) -> Share | None:
-        """Returns the share of a carry in the next value of another one; None if it is compensated.
+    def _source(self, node: Node) -> tuple[Node, Share] | None:
+        """Returns the carry that another one's next value is a multiple or sum of, and its share.
 
         Gradients with respect to the carry count as independent of it: adding them is an optimizer
         step. In the backward pass only sums count, because cotangents are scaled there.
         """
         is_forward = not node.site.is_backward
-        shares = Shares(of.out, self.gates, scales=is_forward, gradients=is_forward)
-        share = shares.of(node.inputs[1])
-        return None if share is None or not share.factor or shares.is_compensated() else share
-
-    def _is_added_to_elsewhere(self, node: Node) -> bool:
-        """Returns whether a carry is added to in a cycle of carries that swap places."""
-        waiting: list[tuple[Node, tuple[Node, ...], bool]] = [(node, (), False)]
-        while waiting:
-            here, passed, is_added_to = waiting.pop()
-            for other, share in self._sources(here):
-                is_changed = is_added_to or share.added or share.scaled
-                if other is node and passed and is_changed:
-                    return True
-                if other is not node and not any(other is one for one in passed):
-                    waiting.append((other, (*passed, other), is_changed))
-        return False
-
-    def _sources(self, node: Node) -> list[tuple[Node, Share]]:
-        """Returns the other carries that a carry's next value is a sum of, and their shares."""
-        if id(node) not in self._swapped:
-            ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
-            others = (
-                []
-                if id(node.out) in ends
-                else [other for other in self.carries if id(other.out) in ends]
+        ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
+        is_own = id(node.out) in ends
+        others = [one for one in self.carries if id(one.out) in ends and not is_own]
+        for other in (node, *others):
+            share = share_of(
+                other.out, node.inputs[1], self.gates, scales=is_forward, gradients=is_forward
             )
-            shares = [(other, self._share(node, other)) for other in others]
-            self._swapped[id(node)] = [
-                (other, share) for other, share in shares if share is not None
-            ]
-        return self._swapped[id(node)]
+            if share is not None and share.factor:
+                return other, share
+        return None
 
 
 def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
@@ -146,7 +130,7 @@ def _ends(value: Value, carries: set[int]) -> set[int]:
     """Returns the ids of the carries that a value is made of by sums, scaling and selections."""
 
     def terms(node: Node) -> list[Value]:
-        mixes = node.name in _MIXES or kind_of(node.name) == "scatter-add"
+        mixes = node.name in _MIXES or is_selection(node) or kind_of(node.name) == "scatter-add"
         return node.inputs if mixes or is_view(node) else []
 
     return {id(one) for one in behind(value, terms)} & carries

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from policy.inspect.audit.finding_kinds import REPEATED, ROUND_TRIP, finding, shape_of
 from policy.inspect.audit.flow import Flow
@@ -30,17 +29,32 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
     All of them are in one module and one function: a value that one module narrows and the next one
     widens is stored in half precision in between, as intended.
     """
-    functions = _Functions(flow)
+    found = list(_round_trips(flow))
+    nodes = flow.graph.nodes if found else ()
+    # The files and names of functions that contain more than casts.
+    working = {author_of(node.site.equation) for node in nodes if not is_cast(node)}
+    for node, on, message in found:
+        home = node.site.path, _function_of(node, working)
+        places = {(cast.site.path, _function_of(cast, working)) for cast in on}
+        if places == {home} and not any(cast.site.is_placed for cast in on):
+            dtypes = (node.inputs[0].dtype, node.out.dtype, on[0].out.dtype)
+            yield finding(ROUND_TRIP, node, message, dtypes)
+
+
+def _round_trips(flow: Flow) -> Iterator[tuple[Node, list[Node], str]]:
+    """Yields casts that are read by casts only, these, and the message about them."""
     for node in flow.graph.nodes:
         if not is_cast(node) or is_cotangent(node) or node.site.is_placed or is_returned(node.out):
             continue
         on = list(users(node.out))
-        if not on or not all(map(is_cast, on)):
-            continue
-        message = _back(node, on) or _twice(node, on)
-        if message and all(functions.belong_together(node, cast) for cast in on):
-            dtypes = (node.inputs[0].dtype, node.out.dtype, on[0].out.dtype)
-            yield finding(ROUND_TRIP, node, message, dtypes)
+        if on and all(map(is_cast, on)) and (message := _back(node, on) or _twice(node, on)):
+            yield node, on, message
+
+
+def _function_of(cast: Node, working: Collection[tuple[str, str]]) -> tuple[str, str]:
+    """Returns the user's function that a cast is written in, skipping helpers that only cast."""
+    authors = list(authors_of(cast.site.equation))
+    return next((author for author in authors if author in working), next(iter(authors), ("", "")))
 
 
 def _back(node: Node, back: list[Node]) -> str:
@@ -72,31 +86,6 @@ def _twice(node: Node, on: list[Node]) -> str:
     )
 
 
-class _Functions:
-    """Finds the user's function that a cast is written in, skipping helpers that only cast."""
-
-    def __init__(self, flow: Flow):
-        self.flow = flow
-
-    @functools.cached_property
-    def working(self) -> frozenset[tuple[str, str]]:
-        """Files and names of the functions that contain more than casts."""
-        return frozenset(
-            author_of(node.site.equation) for node in self.flow.graph.nodes if not is_cast(node)
-        )
-
-    def belong_together(self, one: Node, other: Node) -> bool:
-        is_near = one.site.path == other.site.path and not other.site.is_placed
-        return is_near and self._of(one) == self._of(other)
-
-    def _of(self, node: Node) -> tuple[str, str]:
-        authors = list(authors_of(node.site.equation))
-        return next(
-            (author for author in authors if author in self.working),
-            authors[0] if authors else ("", ""),
-        )
-
-
 def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """Yields arguments and constants that user code narrows to the same dtype more than once.
 
@@ -105,15 +94,10 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """
     casts: dict[tuple[int, str], list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if (
-            not narrows(node)
-            or node.site.is_backward
-            or node.site.is_placed
-            or is_by_layers(node.site.equation)
-        ):
+        if not narrows(node) or node.site.is_backward or node.site.is_placed:
             continue
         array = _stored(node.inputs[0])
-        if array is not None:
+        if array is not None and not is_by_layers(node.site.equation):
             casts[id(array), node.out.dtype].append(node)
     for nodes in casts.values():
         again = next((n for n in nodes[1:] if _may_both_run(nodes[0].branch, n.branch)), None)

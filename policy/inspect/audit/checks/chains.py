@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from policy.inspect.audit.equality import are_equal
@@ -41,28 +43,20 @@ def sums_by_hand(flow: Flow) -> Iterator[Finding]:
     """
     sums = _Sums()
     for node in flow.graph.nodes:
-        if (
-            not node.outputs
-            or not is_narrow(node.out.dtype)
-            or is_cotangent(node)
-            or is_joint(node)
-        ):
+        if is_cotangent(node) or is_joint(node):
+            continue
+        if not node.outputs or not is_narrow(node.out.dtype):
             continue
         sums.enter(node)
-        if (
-            node.name in ADDITIONS
-            and sums.ends(node.out)
-            and (terms := _many(sums.known[id(node.out)]))
-        ):
-            limit = (
-                "overflows above 65504"
-                if node.out.dtype == "float16"
-                else f"rounds to {node.out.dtype}"
-            )
+        if node.name not in ADDITIONS or not sums.ends(node.out):
+            continue
+        if terms := _many(sums.known[id(node.out)]):
+            dtype = node.out.dtype
+            limit = "overflows above 65504" if dtype == "float16" else f"rounds to {dtype}"
             message = (
-                f"Additions sum {terms} in {node.out.dtype}, one after another: each {limit}. Cast "
-                "the terms to float32 before, or stack them and use jnp.sum, which does so; cast "
-                "the sum back after."
+                f"Additions sum {terms} in {dtype}, one after another: each {limit}. Cast the "
+                "terms to float32 before, or stack them and use jnp.sum, which does so; cast the "
+                "sum back after."
             )
             yield finding(REDUCTION, node, message)
 
@@ -86,20 +80,16 @@ class _Sums:
 
     def enter(self, node: Node) -> None:
         """Records the terms of a node's result, if the node adds or moves numbers."""
-        if node.name in ADDITIONS and not all(_is_spread(value) for value in node.inputs):
-            each = [self._of(value) for value in node.inputs]
-            counts = Counter[int]()
-            for terms in each:
-                counts.update(terms.of)
-            self.known[id(node.out)] = _Terms(counts, max(terms.hops for terms in each))
-        elif node.name in ADDITIONS or node.name in PLACES:
-            self.known[id(node.out)] = _largest([self._of(value) for value in node.inputs])
-        elif node.name in MOVES_DATA and node.inputs:
-            terms = self._of(node.inputs[0])
-            self.known |= {
-                id(out): terms._replace(hops=terms.hops + (node.name == "ppermute"))
-                for out in node.outputs
-            }
+        each = [self._of(value) for value in node.inputs]
+        hops = max((terms.hops for terms in each), default=0)
+        if node.name in ADDITIONS and not all(map(_is_padded, node.inputs)):
+            self.known[id(node.out)] = _Terms(sum((one.of for one in each), Counter()), hops)
+        elif node.name in ADDITIONS or node.name in PLACES:  # side by side: the largest numbers
+            of = functools.reduce(operator.or_, (one.of for one in each), Counter[int]())
+            self.known[id(node.out)] = _Terms(of, hops)
+        elif node.name in MOVES_DATA and each:
+            moved = each[0]._replace(hops=each[0].hops + (node.name == "ppermute"))
+            self.known.update((id(out), moved) for out in node.outputs)
 
     def ends(self, value: Value) -> bool:
         """Returns whether a sum is no partial sum of another one."""
@@ -137,20 +127,9 @@ def _whole(value: Value) -> Value:
     return part if is_part else value
 
 
-def _is_spread(value: Value) -> bool:
-    """Returns whether a value was padded with zeros.
-
-    An addition of two such values joins them and sums nothing.
-    """
+def _is_padded(value: Value) -> bool:
+    """Returns whether a value was padded with zeros: an addition of two such values joins them."""
     return value.maker is not None and value.maker.name == "pad"
-
-
-def _largest(each: Sequence[_Terms]) -> _Terms:
-    """Returns the largest numbers of terms in several values that are placed side by side."""
-    counts = Counter[int]()
-    for terms in each:
-        counts |= terms.of
-    return _Terms(counts, max((terms.hops for terms in each), default=0))
 
 
 def _readers(value: Value) -> Iterator[Node]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,23 +12,21 @@ from policy.inspect.audit.finding_kinds import CONSTANT, finding
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.lost_constants import Lost
 from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.ranges import numbers_in
-from policy.inspect.audit.values import bits, is_cotangent, is_narrow, made_of, users
+from policy.inspect.audit.ranges import ARITHMETIC, numbers_in
+from policy.inspect.audit.values import (
+    bits,
+    is_cotangent,
+    is_narrow,
+    is_selection,
+    made_of,
+    users,
+)
 from policy.programs.graph import Node, Value
 from policy.programs.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
 
 Numbers = frozenset[float]  # values of an array's elements, or their nonzero extremes
 
 _MOST_NUMBERS = 8
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "abs": np.abs,
-    "max": np.maximum,
-    "min": np.minimum,
-}
 _JUST_BEYOND = 1.07  # 8-bit casts may round a number within this factor to the largest one
 
 
@@ -167,13 +164,13 @@ def _propagate(node: Node, known: dict[int, Numbers]) -> None:
     found: Numbers = frozenset()
     if node.name in MOVES_DATA:
         found = found.union(*operands)
-    elif node.name in ("branch", "select_n"):
+    elif is_selection(node):
         found = found.union(*operands[1:])
     elif node.name == "convert_element_type":
         found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else operands[0]
-    elif node.name in _ARITHMETIC:  # of no numbers, if those of an operand are unknown
-        function = _ARITHMETIC[node.name]
+    elif node.name in ARITHMETIC:  # of no numbers, if those of an operand are unknown
         with np.errstate(all="ignore"):
-            found = frozenset(float(function(*each)) for each in itertools.product(*operands))
+            each = itertools.product(*operands)
+            found = frozenset(float(ARITHMETIC[node.name](*numbers)) for numbers in each)
     if len(found) <= _MOST_NUMBERS:
         known[id(node.out)] = found

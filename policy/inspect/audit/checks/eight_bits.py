@@ -24,6 +24,7 @@ from policy.programs.costs import size
 from policy.programs.graph import Value, is_joint
 from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
 
+_KEEPS_CODES = MOVES_DATA | CASTS | {"mul"}
 _FAR = 64  # values that are searched behind a matmul's operand
 
 
@@ -54,10 +55,12 @@ def _limits(dtype: str) -> tuple[float, float]:
 
 
 def _told(operand: Value, dtype: str, largest: float) -> str:
-    if dtype == "int8":
-        lost = "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
-    else:
-        lost = f"become {_beyond(dtype)}, and small ones become zero"
+    has_infinity = dtype != "int8" and bool(jnp.isinf(jnp.asarray(jnp.inf, dtype)))
+    lost = (
+        "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
+        if dtype == "int8"
+        else f"become {'infinite' if has_infinity else 'NaN'}, and small ones become zero"
+    )
     return (
         f"{shape_of(operand)} is cast to {dtype} without a scale that was computed from it, and "
         f"without clipping: numbers beyond {largest:g} {lost}. Divide by a scale computed from it "
@@ -66,16 +69,9 @@ def _told(operand: Value, dtype: str, largest: float) -> str:
     )
 
 
-def _beyond(dtype: str) -> str:
-    with_infinity = bool(jnp.isinf(jnp.asarray(jnp.inf, dtype)))
-    return "infinite" if with_infinity else "NaN"
-
-
 def _are_codes(value: Value) -> bool:
     """Returns whether integers are multiplied, as they are or widened, or returned."""
-    passes = lambda node: (  # noqa: E731
-        node.name in MOVES_DATA or node.name in CASTS or node.name == "mul" or is_joint(node)
-    )
+    passes = lambda node: node.name in _KEEPS_CODES or is_joint(node)  # noqa: E731
     return any(
         each.is_output or any(map(is_matmul, each.readers)) for each in reached([value], passes)
     )

@@ -30,15 +30,9 @@ _STEEPNESS = (
 def low_precision_functions(flow: Flow) -> Iterator[Finding]:
     """Yields functions of half-precision numbers that are not mere activations."""
     for node in flow.graph.nodes:
-        if (
-            not node.inputs
-            or not is_narrow(node.inputs[0].dtype)
-            or is_cotangent(node)
-            or is_joint(node)
-        ):
+        if is_cotangent(node) or is_joint(node) or not node.inputs:
             continue
-        reason = _reason(node)
-        if reason:
+        if is_narrow(node.inputs[0].dtype) and (reason := _reason(node)):
             yield finding(FUNCTION, node, f"{node.name} of {node.inputs[0].dtype}: {reason}")
 
 

@@ -114,14 +114,9 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         sources = [origin for value in wide if (origin := flow.widening(value)) is not None]
         if _is_no_work(node, any(map(_was_computed, sources))):
             continue
-        multiplies_half = flow.multiplies_in_half or len(wide) < 2
-        leaks = [origin for origin in sources if _has_leaked(node, origin)]
-        if (
-            multiplies_half
-            or any(map(_was_computed, sources))
-            or any(_is_normalised(value) for value in wide)
-        ):
-            yield from (_leak(node, origin) for origin in leaks)
+        is_of_half = flow.multiplies_in_half or len(wide) < 2 or any(map(_was_computed, sources))
+        if is_of_half or any(map(_is_normalised, wide)):
+            yield from (_leak(node, one) for one in sources if _has_leaked(node, one))
         if flow.multiplies_in_half and len(wide) == 2:
             share = _flops(node) / total if total else 0.0
             why = f" Its operand was widened at {at(sources[0])}." if sources else ""

@@ -24,107 +24,74 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
     """
     if not flow.multiplies_in_half:
         return
-    regions = _Regions(flow)
-    kept: dict[tuple[str, ...], list[Value]] = defaultdict(list)
+    meant = _meant_nodes(flow)
+    kept: dict[Path, list[tuple[Node, Value]]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if (
-            is_cotangent(node)
-            or node.site.is_backward
-            or is_matmul(node)
-            or node.name in MOVES_DATA
-        ):
+        # The result of a conditional is meant if that of any branch is.
+        makers = [value.maker for value in node.inputs] if node.name == "branch" else [node]
+        is_view = is_cotangent(node) or node.site.is_backward or node.name in MOVES_DATA
+        if is_view or is_matmul(node) or not meant.isdisjoint(makers):
             continue
         for value in node.outputs:
-            is_saved = (
-                is_wide(value.dtype) and value.shape and any(is_cotangent(r) for r in value.readers)
-            )
-            if is_saved and flow.widening(value) is not None and not regions.has_reason(node):
-                kept[node.site.path].append(value)
-    for values in kept.values():
-        makers = [value.maker for value in values if value.maker is not None]
-        saved = sum(
-            array_bytes(v.aval) * m.site.count * m.site.devices
-            for v, m in zip(values, makers, strict=True)
-        )
-        origin = flow.widening(values[0])
-        half = "half" if origin is None else origin.inputs[0].dtype
-        arrays = (
-            f"{len(values)} {values[0].dtype} {'arrays are' if len(values) > 1 else 'array is'}"
-        )
-        why = f"computed elementwise from {half}: saving {half} would take half of that"
-        message = f"{saved:,} bytes in {arrays} saved for the backward pass, {why}."
-        yield finding(RESIDUAL, makers[0], message, (half, values[0].dtype))
+            is_saved = is_wide(value.dtype) and any(map(is_cotangent, value.readers))
+            if is_saved and value.shape and flow.widening(value) is not None:
+                kept[node.site.path].append((node, value))
+    for saved in kept.values():
+        yield finding(RESIDUAL, saved[0][0], *_told(flow, saved))
 
 
-_Key = tuple[int, Path]
+def _told(flow: Flow, saved: list[tuple[Node, Value]]) -> tuple[str, tuple[str, ...]]:
+    """Returns the message about the residuals of a module, and their dtypes."""
+    sites = [(node.site, array_bytes(value.aval)) for node, value in saved]
+    size = sum(each * site.count * site.devices for site, each in sites)
+    _, first = saved[0]
+    origin = flow.widening(first)
+    half = "half" if origin is None else origin.inputs[0].dtype
+    arrays = f"{len(saved)} {first.dtype} {'arrays are' if len(saved) > 1 else 'array is'}"
+    why = f"computed elementwise from {half}: saving {half} would take half of that"
+    message = f"{size:,} bytes in {arrays} saved for the backward pass, {why}."
+    return message, (half, first.dtype)
 
 
-class _Regions:
-    """Connected regions of float32 arithmetic within one module, and the reasons for float32.
+def _meant_nodes(flow: Flow) -> set[Node | None]:
+    """Returns the nodes whose arithmetic, with that around it in a module, is meant to be float32.
 
-    The regions include dead code: a loss that nobody reads is not computed, but it is a reason for
-    the residuals of its gradient.
+    Dead code counts: a loss that nobody reads is not computed, but it is a reason for the residuals
+    of its gradient.
     """
+    near: dict[tuple[int, Path], list[Node]] = defaultdict(list)
+    for node in flow.graph.traced:
+        if not (is_cotangent(node) or is_joint(node) or is_matmul(node)):
+            for value in _wide_values(node):
+                near[id(value), node.site.path].append(node)
+    waiting = [node for nodes in near.values() for node in nodes if _is_reason(node, flow)]
+    found = set[Node | None]()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            for value in _wide_values(node):
+                waiting += near.pop((id(value), node.site.path), ())
+    return found
 
-    def __init__(self, flow: Flow):
-        self.flow = flow
-        self.parents: dict[_Key, _Key] = {}
-        self.reasons: set[_Key] = set()
-        nodes = [
-            n for n in flow.graph.traced if not (is_cotangent(n) or is_joint(n) or is_matmul(n))
-        ]
-        for node in nodes:
-            # The nodes that make or read one value form one region.
-            for value in (*node.inputs, *node.outputs):
-                if is_wide(value.dtype) and not value.is_literal:
-                    self._join((id(node), ()), (id(value), node.site.path))
-        for node in nodes:
-            if self._is_reason(node):
-                self.reasons.add(self._root((id(node), ())))
 
-    def has_reason(self, node: Node) -> bool:
-        """Returns whether the residual of a node has a reason to be float32.
+def _wide_values(node: Node) -> list[Value]:
+    values = (*node.inputs, *node.outputs)
+    return [value for value in values if is_wide(value.dtype) and not value.is_literal]
 
-        The result of a conditional has one if any of its branches does.
-        """
-        makers = (
-            [value.maker for value in node.inputs if value.maker is not None]
-            if node.name == "branch"
-            else [node]
-        )
-        return any(self._root((id(maker), ())) in self.reasons for maker in makers)
 
-    def _is_reason(self, node: Node) -> bool:
-        wide = [value for value in node.outputs if is_wide(value.dtype)]
-        if any(
-            is_matmul(reader) and not is_cotangent(reader)
-            for value in wide
-            for reader in value.readers
-        ):
-            return True  # the float32 matmul is a finding of its own
-        if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
-            return False
-        if node.name in ADDITIONS:
-            arrays = [value for value in node.inputs if not value.is_literal]
-            return len({id(self.flow.widening(value)) for value in arrays}) > 1
-        if node.name in POWERS:  # float16 lacks the range for powers
-            origin = self.flow.widening(node.inputs[0])
-            return origin is not None and origin.inputs[0].dtype == "float16"
-        is_root = node.name in SQUARE_ROOTS
-        return (
-            sums(node.site.equation)
-            or is_root
-            or is_steep(node.name)
-            or kind_of(node.name) == "opaque"
-        )
-
-    def _root(self, node: _Key) -> _Key:
-        root = node
-        while (parent := self.parents.get(root, root)) != root:
-            root = parent
-        while node != root:
-            self.parents[node], node = root, self.parents.get(node, node)
-        return root
-
-    def _join(self, one: _Key, other: _Key) -> None:
-        self.parents[self._root(one)] = self._root(other)
+def _is_reason(node: Node, flow: Flow) -> bool:
+    """Returns whether a node is a reason for the float32 arithmetic around it."""
+    readers = [r for v in node.outputs if is_wide(v.dtype) for r in v.readers]
+    if any(is_matmul(reader) and not is_cotangent(reader) for reader in readers):
+        return True  # the float32 matmul is a finding of its own
+    if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
+        return False
+    origin = flow.widening(node.inputs[0])
+    if node.name in ADDITIONS:
+        arrays = [value for value in node.inputs if not value.is_literal]
+        return len({id(flow.widening(value)) for value in arrays}) > 1
+    if node.name in POWERS:  # float16 lacks the range for powers
+        return origin is not None and origin.inputs[0].dtype == "float16"
+    is_function = node.name in SQUARE_ROOTS or is_steep(node.name)
+    return sums(node.site.equation) or is_function or kind_of(node.name) == "opaque"

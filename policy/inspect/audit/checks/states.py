@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from policy.inspect.audit.accumulations import Dependence, Share, Shares
+from policy.inspect.audit.accumulations import share_of
 from policy.inspect.audit.checks.carries import gates_of
 from policy.inspect.audit.finding_kinds import CARRY, finding, shape_of
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.states import State
-from policy.inspect.audit.values import behind, is_cotangent, is_matmul, is_narrow
+from policy.inspect.audit.values import behind, followed, is_cotangent, is_matmul, is_narrow
 from policy.programs.graph import Node, Value
 from policy.programs.primitives import DRAWS
 from policy.programs.walk import written_at
@@ -62,36 +62,24 @@ def _sum(before: Value, after: Value, gates: set[int]) -> Node | None:
     """Returns the addition that makes the next value of a half-precision state, or None."""
     if not is_narrow(before.dtype):
         return None
+    share = share_of(before, after, gates, statistics=True)
+    if share is None or share.factor <= 0 or (share.is_exact and share.factor < _MOST):
+        return None
     is_counter = not before.shape  # a counter of calls adds a literal
-    is_multiplied = Dependence((id(before),), is_cotangent)
-    added: list[Value] = []
-
-    def counts(terms: list[Value]) -> bool:
-        added.extend(terms)
-        return is_counter or any(_is_new(term, before) for term in terms)
-
-    shares = Shares(before, gates, statistics=True, counts=counts)
-    share = shares.of(after)
-    if share is None or not _is_kept(share) or shares.is_compensated():
+    if not share.terms or not (is_counter or any(_is_new(term, before) for term in share.terms)):
         return None
-    if any(
-        is_matmul(node) and any(map(is_multiplied, node.inputs))
-        for term in added
-        for node in _makers(term)
-    ):
+    made = (one.maker for one in followed(share.terms, _operands))
+    matmuls = (node for node in made if node is not None and is_matmul(node))
+    multiplied = [operand for node in matmuls for operand in _operands(node.out)]
+    if any(one is before for one in followed(multiplied, _operands)):
         return None
-    return next((node for node in shares.sums if not is_cotangent(node)), None)
+    return next((node for node in share.sums if not is_cotangent(node)), None)
 
 
-def _makers(value: Value) -> Iterator[Node]:
-    """Yields the nodes of the forward pass that a value depends on."""
-    for one in behind(value, lambda node: [] if is_cotangent(node) else node.inputs):
-        if one.maker is not None and not is_cotangent(one.maker):
-            yield one.maker
-
-
-def _is_kept(share: Share) -> bool:
-    return share.added and share.factor >= (_MOST if share.is_exact else 0) and share.factor > 0
+def _operands(value: Value) -> list[Value]:
+    """Returns the operands that the forward pass computes a value of."""
+    maker = value.maker
+    return [] if maker is None or is_cotangent(maker) else maker.inputs
 
 
 def _is_new(value: Value, state: Value) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from policy.inspect.audit.finding_kinds import REDUCTION, finding
 from policy.inspect.audit.flow import Flow
@@ -47,32 +48,26 @@ def _remedy(node: Node) -> str:
 
 def terms_of(node: Node) -> str:
     """Returns the terms of each element of a sum, in words; "" for a single term."""
-    count = 0
-    shape = node.inputs[0].shape
-    if node.name in REDUCTIONS:
-        if node.name == "reduce" and not _adds(node):
-            return ""
-        axes = node.params.get("axes", node.params.get("dimensions", ()))
-        count = math.prod(shape[axis] if isinstance(shape[axis], int) else 2 for axis in axes)
-    elif node.name in CUMULATIVE:
-        count = shape[node.params["axis"]]
-    elif node.name in WINDOWED:
-        count = (
-            math.prod(node.params["window_dimensions"])
-            if node.name != "reduce_window" or _adds(node)
-            else 0
-        )
-    elif node.name == "select_and_scatter_add":
-        windows, strides = node.params["window_dimensions"], node.params["window_strides"]
-        count = math.prod(
-            -(-window // stride) for window, stride in zip(windows, strides, strict=True)
-        )
-        return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
-    elif kind_of(node.name) == "scatter-add":
+    kind, shape, params = kind_of(node.name), node.inputs[0].shape, node.params
+    sizes: list[Any] = []
+    if kind == "scatter-add":
         return _collisions(node)
-    elif kind_of(node.name) == "collective":
+    if kind == "collective":
         return _shards(node)
-    return f"{count} terms each" if not isinstance(count, int) or count > 1 else ""
+    if node.name == "select_and_scatter_add":
+        each = zip(params["window_dimensions"], params["window_strides"], strict=True)
+        count = math.prod(-(-window // stride) for window, stride in each)
+        return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
+    if node.name in ("reduce", "reduce_window") and not _adds(node):
+        return ""
+    if node.name in REDUCTIONS:
+        sizes = [shape[axis] for axis in params.get("axes", params.get("dimensions", ()))]
+    elif node.name in CUMULATIVE:
+        sizes = [shape[params["axis"]]]
+    elif node.name in WINDOWED:
+        sizes = list(params["window_dimensions"])
+    count = math.prod(size if isinstance(size, int) else 2 for size in sizes)
+    return f"{count} terms each" if count > 1 else ""
 
 
 def _shards(node: Node) -> str:

@@ -137,18 +137,16 @@ def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
     what = join_markup((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
     places = [tag("li", _place(one, ids)) for one in alike]
+    shown, others = (
+        tag("ul", *some, class_="places") for some in (places[:_PLACES], places[_PLACES:])
+    )
+    more = tag("details", tag("summary", f"{len(places) - _PLACES} more"), others)
     return tag(
         "li",
         tag("div", what, " ", tag("span", finding.source, class_="source")),
         tag("div", finding.message),
-        tag("ul", *places[:_PLACES], class_="places"),
-        tag(
-            "details",
-            tag("summary", f"{len(places) - _PLACES} more"),
-            tag("ul", *places[_PLACES:], class_="places"),
-        )
-        if len(places) > _PLACES
-        else "",
+        shown,
+        more if len(places) > _PLACES else "",
         class_="finding",
     )
 
@@ -173,16 +171,8 @@ def _node(node: ModuleNode, total: int, *, depth: int) -> Markup:
     shown = tag("button", f"Show {rows}", type="button", data_search=node.path or OUTSIDE)
     own = tag("p", shown, class_="own") if node.operations else ""
     is_open = depth < 2 or (depth == 2 and node.findings > 0)
-    return tag(
-        "details",
-        summary,
-        own,
-        *children,
-        id=node.id,
-        open=is_open,
-        data_path=node.path,
-        class_="node",
-    )
+    options = {"id": node.id, "open": is_open, "data_path": node.path, "class_": "node"}
+    return tag("details", summary, own, *children, **options)
 
 
 def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from policy.inspect.audit.operations import (
@@ -20,16 +21,9 @@ from policy.inspect.audit.operations import (
 from policy.inspect.audit.render.tree import ModuleNode, tree_of
 from policy.inspect.render.terminal import Paint, short, shows_colour
 from policy.inspect.render.units import amount
+from policy.programs.operations import HALVES, OPERATION_KINDS
 
-_LISTED = (
-    "dot",
-    "convolution",
-    "reduction",
-    "scatter-add",
-    "transcendental",
-    "collective",
-    "opaque",
-)
+_LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
 
@@ -67,18 +61,20 @@ def _summary(audit: AuditFigures, paint: Paint) -> Iterator[str]:
         ("FLOPs", "FLOP", audit.flops_by_dtype),
         ("bytes", "B", audit.bytes_by_dtype),
     ):
-        total = sum(shares.values())
-        each = ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in shares.items())
-        yield f"  {what:<6} {amount(total, unit):>10}" + (f"  {each}" if each else "")
-    if audit.eight_bit_matmul_share:
-        each = ", ".join(
-            f"{short(dtype)} {part / sum(audit.matmul_flops_by_dtype.values()):.1%}"
-            for dtype, part in audit.matmul_flops_by_dtype.items()
+        each = _shares(shares)
+        yield f"  {what:<6} {amount(sum(shares.values()), unit):>10}" + (
+            f"  {each}" if each else ""
         )
-        share = f"{audit.eight_bit_matmul_share:.1%}"
-        yield f"  matmuls in 8 bits: {share} of their FLOPs ({each})"
+    if audit.eight_bit_matmul_share:
+        share, each = audit.eight_bit_matmul_share, _shares(audit.matmul_flops_by_dtype)
+        yield f"  matmuls in 8 bits: {share:.1%} of their FLOPs ({each})"
     if any(map(is_matmul_operation, audit.operations)):
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
+
+
+def _shares(amounts: Mapping[str, int]) -> str:
+    total = sum(amounts.values())
+    return ", ".join(f"{short(dtype)} {part / total:.1%}" for dtype, part in amounts.items())
 
 
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
@@ -180,43 +176,35 @@ def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
         yield from lines
 
 
-def _rows(module: ModuleNode) -> dict[tuple[Any, ...], tuple[int, int, int]]:
-    """Returns runs, FLOPs and bytes by kind and dtypes of the operations in a module itself."""
-    totals: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+def _rows(module: ModuleNode) -> list[Operation]:
+    """Returns the operations in a module itself; those of one kind and dtypes are one."""
+    rows: dict[Operation, Operation] = {}
     for op in module.operations:
-        if op.kind in _LISTED:
-            key = (
-                _LISTED.index(op.kind),
-                op.is_backward,
-                operation_name(op),
-                op.operands,
-                op.accumulation,
-                op.result,
-            )
-            count, flops, moved = totals.get(key, (0, 0, 0))
-            totals[key] = (count + op.count, flops + op.flops, moved + op.bytes)
-    return dict(sorted(totals.items()))
+        key = dataclasses.replace(op, path="", source="", count=0, flops=0, bytes=0)
+        row = rows.get(key, key)
+        count, flops, moved = row.count + op.count, row.flops + op.flops, row.bytes + op.bytes
+        rows[key] = dataclasses.replace(row, count=count, flops=flops, bytes=moved)
+    return sorted(
+        (row for row in rows.values() if row.kind in _LISTED),
+        key=lambda op: (_LISTED.index(op.kind), op.is_backward, operation_name(op), op.operands),
+    )
 
 
 def _contents(module: ModuleNode) -> Any:
     """Returns a key that is equal for modules with the same lines."""
-    rows = tuple(_rows(module).items())
-    return rows, tuple((name, _contents(child)) for name, child in module.children.items())
+    children = ((name, _contents(child)) for name, child in module.children.items())
+    return tuple(_rows(module)), tuple(children)
 
 
 def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator[str]:
-    for (_, backward, primitive, operands, accumulation, result), (
-        count,
-        flops,
-        moved,
-    ) in _rows(module).items():
-        name = f"{'  ' * (depth + 1)}{primitive}{' backward' * backward}"
-        dtypes = " ".join(map(short, operands[:2])) + ("" if len(operands) < 3 else " ..")
-        style = "warn" if accumulation in ("bfloat16", "float16") else "dim"
+    for op in _rows(module):
+        name = f"{'  ' * (depth + 1)}{operation_name(op)}{' backward' * op.is_backward}"
+        dtypes = " ".join(map(short, op.operands[:2])) + ("" if len(op.operands) < 3 else " ..")
         columns = (
-            f"{dtypes:<16}{short(accumulation):<9}{short(result):<8}{count:>9}{amount(flops):>9}"
-            f"{amount(moved):>9}"
+            f"{dtypes:<16}{short(op.accumulation):<9}{short(op.result):<8}{op.count:>9}"
+            f"{amount(op.flops):>9}{amount(op.bytes):>9}"
         )
+        style = "warn" if op.accumulation in HALVES else "dim"
         yield f"{name:<48}{paint(style, columns)}"
     for names, child in _alike(module):
         flops = child.flops * len(names)

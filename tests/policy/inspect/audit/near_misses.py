@@ -54,17 +54,8 @@ def _between_matmuls(activation: Any, x: Any) -> Program:
     return lambda: (lambda params, x: product(params, activation(product(params, x)), 1), (W, x))
 
 
-for _name in (
-    "softplus",
-    "log_sigmoid",
-    "mish",
-    "silu",
-    "gelu",
-    "selu",
-    "celu",
-    "hard_swish",
-    "soft_sign",
-):
+_ACTIVATIONS = "softplus log_sigmoid mish silu gelu selu celu hard_swish soft_sign"
+for _name in _ACTIVATIONS.split():
     for _x in (X, H):
         NEAR_MISSES[f"{_name} in {_x.dtype}"] = _between_matmuls(getattr(jax.nn, _name), _x)
 

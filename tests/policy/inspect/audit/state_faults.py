@@ -168,7 +168,7 @@ state_fault(
 )
 
 
-def _step_of(tx: Any) -> Any:
+def step_of(tx: Any) -> Any:
     def step(params: Any, state: Any, x: Any) -> Any:
         updates, state = tx.update(gradients(params, x), state, params)
         return optax.apply_updates(params, updates), state
@@ -185,7 +185,7 @@ for _name, _tx, _moments in (
 ):
     _state = jax.eval_shape(_tx.init, W)
     state_fault(f"{_name} of Optax's", {"params['w']": "add", **_moments}, W, _state, X)(
-        _step_of(_tx)
+        step_of(_tx)
     )
 
 

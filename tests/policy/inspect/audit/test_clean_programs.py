@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx as flax_nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mpmodules import linen as nn
-from mpmodules import nnx
-from policy import audit, autocast, use_policy
+from policy import audit, autocast
 from policy.sharding import vary
 from tests.policy.inspect.audit import near_misses_carried, near_misses_eight_bits
 from tests.policy.inspect.audit.near_misses import FORWARD_ONLY, NEAR_MISSES, Program, shape
@@ -154,28 +151,8 @@ def _shards(params, x):
 
 
 # --------------------------------------------------------------------------------------------------
-# Ours, and autocast's
+# By autocast
 # --------------------------------------------------------------------------------------------------
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-        h = nn.Dense(8)(nn.RMSNorm()(x))
-        return nn.avg_pool(x + nn.Dense(4)(nn.gelu(h)), (2,), (1,))
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs: Any):
-        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
-        self.norm = nnx.LayerNorm(4, rngs=rngs)
-        self.embed = nnx.Embed(5, 4, rngs=rngs)
-        self.head = nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, tokens: Any) -> Any:
-        x = self.embed(tokens)
-        return self.head(nnx.softmax(x + self.attention(self.norm(x))))
 
 
 class FlaxBlock(flax.linen.Module):
@@ -185,22 +162,6 @@ class FlaxBlock(flax.linen.Module):
         x = x + flax.linen.MultiHeadDotProductAttention(2)(h)
         x = x + flax.linen.Dense(4)(flax.linen.gelu(flax.linen.Dense(8)(x)))
         return flax.linen.softmax(flax.linen.BatchNorm(use_running_average=False)(x))
-
-
-def linen_block(policy: str) -> tuple[Any, tuple[Any, ...]]:
-    def fn(variables, x):
-        with use_policy(policy):
-            return LinenBlock().apply(variables, x)
-
-    with use_policy(policy):
-        variables = jax.eval_shape(LinenBlock().init, jax.random.key(0), shape(2, 3, 4))
-    return fn, (variables, shape(2, 3, 4))
-
-
-def nnx_block(policy: str) -> tuple[Any, tuple[Any, ...]]:
-    with use_policy(policy):
-        model = flax_nnx.eval_shape(lambda: NnxBlock(flax_nnx.Rngs(0)))
-    return model, (shape(2, 3, dtype=jnp.int32),)
 
 
 def cast_automatically(policy: str) -> tuple[Any, tuple[Any, ...]]:
@@ -215,8 +176,6 @@ def cast_automatically(policy: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 for _policy in ("mixed_bfloat16", "mixed_float16", "bfloat16"):
-    PROGRAMS[f"our linen under {_policy}"] = lambda policy=_policy: linen_block(policy)
-    PROGRAMS[f"our nnx under {_policy}"] = lambda policy=_policy: nnx_block(policy)
     PROGRAMS[f"Flax under autocast to {_policy}"] = lambda policy=_policy: cast_automatically(
         policy
     )

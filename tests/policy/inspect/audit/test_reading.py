@@ -16,25 +16,10 @@ from policy.inspect.audit.finding_kinds import CONSTANT
 from policy.inspect.audit.indices import may_repeat
 from policy.inspect.audit.lost_constants import noticing
 from policy.programs.graph import Graph
-from policy.programs.paths import path_of
 from policy.programs.walk import walk
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 INTEGERS = jax.ShapeDtypeStruct((5,), jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("stack", "path"),
-    (
-        ("Net/jvp()", "Net"),
-        ("Net/transpose(jvp(inner))", "Net/inner"),
-        ("transpose(jvp(Net))/jvp(Dense_0)", "Net/Dense_0"),
-        ("jvp(Net)/checkpoint/transpose(jvp(Net))/Dense_0", "Net/Dense_0"),
-        ("jvp(Net)/policy_autocast", "Net"),
-    ),
-)
-def test_a_module_that_takes_a_derivative_itself_keeps_its_path(stack, path):
-    assert "/".join(path_of(stack)) == path
 
 
 def test_sites_say_where_they_stand():

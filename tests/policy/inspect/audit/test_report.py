@@ -15,7 +15,7 @@ from jax import lax
 from policy import PolicyRules, audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
 from policy.inspect.audit.render.text import folded_pattern, text
-from policy.inspect.audit.report import Audit, Finding, Operation, named
+from policy.inspect.audit.report import Audit, Finding, Operation
 from tests.eight_devices import ROOT
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -189,41 +189,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("environment", "file", "coloured"),
-    (
-        ({}, Terminal, True),
-        ({"NO_COLOR": "1"}, Terminal, False),
-        ({"TERM": "dumb"}, Terminal, False),
-        ({}, io.StringIO, False),
-    ),
-)
-def test_colours_are_for_terminals_and_for_nobody_who_said_no(
-    report, monkeypatch, environment, file, coloured
-):
+@pytest.mark.parametrize("no", ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}))
+@pytest.mark.parametrize("file", (Terminal, io.StringIO))
+def test_colours_are_for_terminals_and_for_nobody_who_said_no(report, monkeypatch, no, file):
+    coloured = file is Terminal and not no
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
+    for name, value in no.items():
         monkeypatch.setenv(name, value)
     out = file()
     report.show(out)
     assert ("\x1b[" in out.getvalue()) == coloured
     assert not coloured or "\x1b[31m13 findings\x1b[0m" in out.getvalue()
-
-
-def test_findings_of_kinds_that_are_known_are_left_out(report):
-    other = named(report, "mine", without=["low-precision-function"])
-    assert other.name == "mine" and [finding.kind for finding in other.findings] == [
-        "float32-matmul"
-    ]
-
-
-def test_what_can_not_be_called_or_differentiated_is_refused():
-    with pytest.raises(
-        TypeError, match=r"audit takes a function or a module, but got 3 of type int."
-    ):
-        audit(3)
-    with pytest.raises(
-        ValueError, match=r"differentiates floating outputs, but the function returns none"
-    ):
-        audit(lambda x: jnp.argmax(x), shape(2), backward=True)
