@@ -16,11 +16,17 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import mpmodules
 from policy import audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS, MATMUL, PRECISION, RESIDUAL
-from tests.policy.inspect.audit import eight_bit_faults, flax_faults, range_faults, sum_faults
+from tests.policy.inspect.audit import (
+    discrete_faults,
+    eight_bit_faults,
+    flax_faults,
+    range_faults,
+    sum_faults,
+)
 from tests.policy.inspect.audit.faults import FAULTS, PLACES, Fault, scoped
 
 assert mpmodules  # names the modules of nnx
-assert eight_bit_faults and range_faults and sum_faults  # add to FAULTS
+assert discrete_faults and eight_bit_faults and range_faults and sum_faults  # add to FAULTS
 
 
 def promoting(fault: Fault | flax_faults.Fault) -> contextlib.AbstractContextManager[Any]:
