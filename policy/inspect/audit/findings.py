@@ -10,6 +10,7 @@ from policy.inspect.audit.checks.carries import narrowed_carries
 from policy.inspect.audit.checks.casts import repeated_casts, round_trips
 from policy.inspect.audit.checks.chains import sums_by_hand
 from policy.inspect.audit.checks.constants import constants_out_of_range
+from policy.inspect.audit.checks.discrete import coarse_draws, rounded_choices, rounded_integers
 from policy.inspect.audit.checks.eight_bits import (
     dequantised_matmuls,
     narrow_accumulators,
@@ -37,6 +38,9 @@ _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     sums_by_hand,
     low_precision_functions,
     constants_out_of_range,
+    rounded_integers,
+    rounded_choices,
+    coarse_draws,
     unscaled_casts,
     narrow_accumulators,
     narrowed_carries,

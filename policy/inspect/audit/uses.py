@@ -52,9 +52,19 @@ def _is_sensitive(reader: Node, value: Value) -> bool:
     """
     if _sums(reader) or (reader.name == "div" and reader.inputs[1] is value):
         return True
+    if reader.name in ADDITIONS and all(map(_is_exponential, reader.inputs)):
+        return True
     if _is_softplus(reader):
         return _is_judged(reader)
     return _is_steep(reader)
+
+
+def _is_exponential(value: Value) -> bool:
+    """Returns whether a value is an exponential, or a sum of some, as of a softmax by hand."""
+    maker = made_of(value).maker
+    if maker is not None and maker.name in ADDITIONS:
+        return all(map(_is_exponential, maker.inputs))
+    return maker is not None and maker.name.startswith("exp") and maker.name != "expm1"
 
 
 def _is_steep(node: Node) -> bool:

@@ -16,10 +16,11 @@ from policy.inspect.audit.values import (
     is_matmul,
     is_narrow,
     made_of,
+    users,
 )
 from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, kind_of
-from policy.programs.primitives import PERIODIC, RESCALES, ROOTS
+from policy.programs.primitives import ADDITIONS, PERIODIC, RESCALES, ROOTS
 
 _STEEPNESS = (
     "an argument near 10 is rounded by 0.03, which is 3% of its exponential",
@@ -62,15 +63,28 @@ def _reason(node: Node) -> str:
             f"it normalises in {dtype}, by a rounded deviation or norm. Normalise in float32, and "
             "cast the result back."
         )
+    if _is_norm_by_dot(node):
+        return (
+            "a dot sums squares in float16, and overflows above 65504. Give it "
+            "preferred_element_type=jnp.float32."
+        )
     if _divides_by_dot(node):
         return (
             "it divides by a variance or norm whose squares a dot sums in float16, which overflows "
             "above 65504. Sum the squares in float32."
         )
-    if _squares(node) and is_summed(node.out):
+    if _squares(node) and (is_summed(node.out) or _is_added_to_squares(node)):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
         return f"squares in {dtype} {limit}, and these are summed. Cast to float32 before squaring."
     return ""
+
+
+def _is_norm_by_dot(node: Node) -> bool:
+    """Returns whether a node is the inner product of float16 rows with themselves."""
+    if node.name != "dot_general" or node.out.dtype != "float16" or not _is_dot_of_squares(node):
+        return False
+    (contracted, _), (batch, _) = node.params["dimension_numbers"]
+    return len(contracted) + len(batch) == len(node.inputs[0].shape)
 
 
 def _divides_by_dot(node: Node) -> bool:
@@ -106,6 +120,21 @@ def _squares(node: Node) -> bool:
     if node.name == "mul":
         return are_equal(node.inputs[0], node.inputs[1])
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
+
+
+def _is_added_to_squares(node: Node) -> bool:
+    """Returns whether a square is added to another one, by hand."""
+    return any(
+        reader.name in ADDITIONS and all(map(_is_of_squares, reader.inputs))
+        for reader in users(node.out)
+    )
+
+
+def _is_of_squares(value: Value) -> bool:
+    maker = made_of(value).maker
+    if maker is not None and maker.name in ADDITIONS:
+        return all(map(_is_of_squares, maker.inputs))
+    return maker is not None and _squares(maker)
 
 
 def _is_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:

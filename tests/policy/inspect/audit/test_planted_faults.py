@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import mpmodules
 from policy import audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS, MATMUL, PRECISION, RESIDUAL
-from tests.policy.inspect.audit import eight_bit_faults, range_faults, sum_faults
+from tests.policy.inspect.audit import discrete_faults, eight_bit_faults, range_faults, sum_faults
 from tests.policy.inspect.audit.faults import FAULTS, PLACES, scoped
 from tests.policy.inspect.audit.in_flax import IN_FLAX
 
 assert mpmodules  # names the modules of nnx
-assert eight_bit_faults and range_faults  # add to FAULTS
+assert discrete_faults and eight_bit_faults and range_faults  # add to FAULTS
 
 BY_KIND = {(fault.kind, fault.primitive, fault.backward): fault for fault in FAULTS}.values()
 PLANTED = [
