@@ -60,12 +60,28 @@ def as_a_bias(w):
     return jnp.ones((ROWS, SIZE), w.dtype) + w[None]
 
 
+def as_a_factor(w):
+    return jax.vmap(lambda row: row * w)(jnp.ones((ROWS, SIZE), w.dtype))
+
+
+def as_a_divisor(w):
+    return jnp.ones((ROWS, SIZE), w.dtype) / w[None]
+
+
+def in_halves(w):
+    return jnp.ones((ROWS, SIZE), w.dtype) + jnp.concatenate([w[:2], w[2:]])[None]
+
+
 def as_a_number(w):
     return w[0] * jnp.ones(ROWS, w.dtype)
 
 
 def as_the_exponential_of_a_number(w):
     return jnp.exp(w[0] - 1) * jnp.ones(ROWS, w.dtype)
+
+
+def as_the_softplus_of_a_number(w):
+    return jax.nn.softplus(w[0] - 1) * jnp.ones(ROWS, w.dtype)
 
 
 def in_a_broadcast_activation(w):
@@ -132,8 +148,12 @@ BODIES = {
     in_matmuls: ONES + LARGE,
     as_rows_of_a_table: ROWS,
     as_a_bias: ROWS,
+    as_a_factor: ROWS,
+    as_a_divisor: -ROWS,
+    in_halves: ROWS,
     as_a_number: ROWS,
     as_the_exponential_of_a_number: ROWS,
+    as_the_softplus_of_a_number: ROWS / 2,
     in_a_broadcast_activation: ROWS,
     in_a_checkpoint: ONES + LARGE,
     in_a_jit: ONES + LARGE,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen, nnx
-from policy import audit, get_policy
+from policy import audit, get_policy, use_policy
 from policy.inspect.audit.report import Audit
 from tests.programs import Operation, named, operations
 
@@ -302,6 +302,19 @@ class Linen:
         kept = text.attributes.get("keep_params", ())
         return LinenModel(instance, plain, policy, args or (X,), kept)
 
+    def scoped(self, text: Text, policy: Any, rules: Any = None, *args: Any) -> Model:
+        """Returns the model in our modules, called in a scope."""
+        instance = text.linen_class(linen)()
+        model = LinenModel(instance, instance, policy, args or (X,))
+        inner = model.pure
+
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            with use_policy(policy, rules):
+                return inner(*args, **kwargs)
+
+        model.pure = pure
+        return model
+
     def port(self, text: Any, policy: Any, rules: Any = None, *args: Any, **options: Any) -> Model:
         """Returns `apply_policy` of the model in Flax's modules."""
         plain = self._plain(text)
@@ -321,6 +334,11 @@ class Nnx:
     def ours(self, text: Text, policy: Any, *args: Any) -> Model:
         rngs = nnx.Rngs(0, dropout=1)
         return NnxModel(text.nnx_class(nnx)(dtype_policy=policy, rngs=rngs))
+
+    def scoped(self, text: Text, policy: Any, rules: Any = None, *args: Any) -> Model:
+        """Returns the model in our modules, built in a scope."""
+        with use_policy(policy, rules):
+            return self.ours(text, None)
 
     def port(self, text: Any, policy: Any, rules: Any = None, *args: Any, **options: Any) -> Model:
         return NnxModel(nnx.apply_policy(self._plain(text), policy, rules, **options))
