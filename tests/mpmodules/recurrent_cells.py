@@ -16,10 +16,8 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.programs.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
-POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 KEY = jax.random.key(0)
 
 
@@ -113,45 +111,18 @@ def built(wing: Wing, name: str, policy: str | None = None, **options: Any) -> t
     return wing.pure(lambda: wing.cell(wing.ours, name, **options), carry, x, policy=policy), carry
 
 
-def loop(wing: Wing, lib: Any, name: str, policy: str | None = None, **options: Any) -> Pure:
-    """An RNN over a cell of `lib`."""
-    make = lambda: lib.RNN(wing.cell(lib, name, **options), return_carry=True)  # noqa: E731
+def loop(wing: Wing, name: str, policy: str) -> Pure:
+    """An RNN over a cell of ours."""
+    make = lambda: wing.ours.RNN(wing.cell(wing.ours, name), return_carry=True)  # noqa: E731
     return wing.pure(make, sequence(name), policy=policy)
 
 
 def dtypes(tree: Any) -> set[str]:
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+    return set(types(tree))
 
 
 def types(tree: Any) -> list[str]:
     return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
-
-
-def equations(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Every equation of a program, those of inner bodies included."""
-    return [site.equation for site in walk(jax.make_jaxpr(fn)(*args).jaxpr)]
-
-
-def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
-    """The dtypes of all operands and results of all matmuls and convolutions."""
-    found = [
-        e
-        for e in equations(fn, *args)
-        if e.primitive.name in ("dot_general", "conv_general_dilated")
-    ]
-    assert found
-    return {v.aval.dtype.name for e in found for v in (*e.invars, *e.outvars)}
-
-
-def lowered(fn: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(lambda *args: fn(*args)).lower(*args).as_text()
-
-
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
 
 def assert_close(ours: Any, theirs: Any, atol: float) -> None:

@@ -1,5 +1,5 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, in both wings, and
-no boundary casts a carry.
+"""Recurrent cells beside the table of layers: programs, carries through loops, cells of a user's
+own, and gradients over many steps. No boundary casts a carry.
 """
 
 from __future__ import annotations
@@ -12,107 +12,32 @@ import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
-from policy import DtypePolicyWarning, get_policy, use_policy
+from policy import use_policy
+from policy.programs.walk import walk
 from tests.mpmodules.recurrent_cells import (
     BATCH,
     CELLS,
     HIDDEN,
     LINEN,
     NNX,
-    POLICIES,
     TIME,
     WIDTH,
     WINGS,
     assert_close,
-    assert_same_bits,
     built,
     dtypes,
-    equations,
     loop,
-    lowered,
-    matmul_dtypes,
     sequence,
-    shape_of,
     types,
 )
+from tests.mpmodules.wings import MIXED, assert_same_bits
+from tests.programs import named, operations
 
 EACH_CELL = pytest.mark.parametrize(("wing", "name"), CELLS, ids=lambda x: str(x))
-EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
 EACH_WING = pytest.mark.parametrize("wing", WINGS, ids=str)
 
 
-# --------------------------------------------------------------------------------------------------
-# Without a policy
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_without_a_policy_a_float32_cell_is_flaxs_bit_for_bit(wing, name):
-    x = sequence(name)
-
-    def run(lib: Any) -> Any:
-        cell = wing.cell(lib, name)
-        carry = wing.carry(cell, shape_of(name))
-        step = wing.pure(lambda: cell, carry, x[:, 0])
-        rnn = loop(wing, lib, name)
-        gradients = jax.grad(lambda v, x: jnp.square(rnn.call(v, x)[1]).sum(), (0, 1))
-        by_params, by_x = jax.jit(gradients)(rnn.params, x)
-        taken = jax.jit(step.call)(step.params, carry, x[:, 0])
-        return wing.values(step.params), carry, taken, wing.values(by_params), by_x
-
-    assert_same_bits(run(wing.ours), run(wing.theirs))
-
-
-@EACH_CELL
-def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(wing, name):
-    theirs = wing.cell(wing.theirs, name)
-    carry, x = wing.carry(theirs, shape_of(name)), sequence(name)[:, 0]
-    ours, theirs = (
-        wing.pure(lambda lib=lib: wing.cell(lib, name), carry, x)
-        for lib in (wing.ours, wing.theirs)
-    )
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (carry, x))
-    of_half_carry = [half] if wing is LINEN or not name.startswith("SimpleCell") else []
-    with jax.numpy_dtype_promotion("standard"):
-        for args in (*of_half_carry, (carry, half[1])):
-            found, expected = (jax.eval_shape(m.call, m.params, *args) for m in (ours, theirs))
-            assert found == expected
-
-
-@pytest.mark.parametrize("half", ("bfloat16", "float16"))
-@EACH_CELL
-def test_without_a_policy_an_explicit_half_dtype_is_what_carry_and_output_are_in(wing, name, half):
-    cell, carry = built(wing, name, dtype=half)
-    assert dtypes(cell.params) == {"float32"}
-    taken = jax.eval_shape(cell.call, cell.params, carry, sequence(name)[:, 0])
-    assert dtypes(carry) == dtypes(taken) == {half}
-    rnn = loop(wing, wing.ours, name, dtype=half)
-    assert dtypes(jax.eval_shape(rnn.call, rnn.params, sequence(name))) == {half}
-
-
-# --------------------------------------------------------------------------------------------------
-# Under a policy
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_POLICY
-@EACH_CELL
-def test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward(wing, name, policy):
-    wanted, x = get_policy(policy), sequence(name)[:, 0]
-    cell, carry = built(wing, name, policy)
-    assert dtypes(cell.params) == {wanted.param_dtype.name}
-    assert dtypes(carry) == {wanted.compute_dtype.name}
-
-    def loss(params, carry, x):
-        new_carry, y = cell.call(params, carry, x)
-        return jnp.square(y.astype(jnp.float32)).sum(), (new_carry, y)
-
-    step = jax.value_and_grad(loss, has_aux=True)
-    (_, (new_carry, y)), gradients = jax.eval_shape(step, cell.params, carry, x)
-    assert dtypes((new_carry, y)) == {wanted.compute_dtype.name}
-    assert jax.tree.structure(new_carry) == jax.tree.structure(carry)
-    assert dtypes(gradients) == {wanted.param_dtype.name}
-    assert matmul_dtypes(step, cell.params, carry, x) == {wanted.compute_dtype.name}
+# --- programs and carries -------------------------------------------------------------------------
 
 
 @EACH_CELL
@@ -129,18 +54,19 @@ def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_flo
 def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, name):
     cell, carry = built(wing, name, "p=f32,c=bf16,o=bf16")
     x = sequence(name, jnp.bfloat16)[:, 0]
-    half = {"dtype": jnp.bfloat16}
     with jax.numpy_dtype_promotion("standard"):
-        by_hand = wing.pure(lambda: wing.cell(wing.theirs, name, **half), carry, x)
-    assert lowered(cell.call, cell.params, carry, x) == lowered(
-        by_hand.call, by_hand.params, carry, x
-    )
+        hand = wing.pure(lambda: wing.cell(wing.theirs, name, dtype=jnp.bfloat16), carry, x)
+    texts = [
+        jax.jit(lambda *args, call=pure.call: call(*args)).lower(pure.params, carry, x).as_text()
+        for pure in (cell, hand)
+    ]
+    assert texts[0] == texts[1]
 
 
 @EACH_CELL
 def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(wing, name):
     wide = built(wing, name)[1]
-    cell, half = built(wing, name, "mixed_bfloat16")
+    cell, half = built(wing, name, MIXED)
     steps = jnp.moveaxis(sequence(name), 1, 0)
 
     def scan(carry):
@@ -154,7 +80,7 @@ def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float
 
 @EACH_CELL
 def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(wing, name):
-    cell, carry = built(wing, name, dtype_policy="mixed_bfloat16")
+    cell, carry = built(wing, name, dtype_policy=MIXED)
     x = sequence(name)[:, 0]
     new_carry, y = jax.eval_shape(cell.call, cell.params, carry, x)
     assert (dtypes(carry), dtypes(new_carry)) == ({"bfloat16"}, {"bfloat16"})
@@ -165,13 +91,9 @@ def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_car
 
 @EACH_CELL
 def test_ten_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, name):
-    cell, carry = built(wing, name, "mixed_bfloat16")
-    rnn = loop(wing, wing.ours, name, "mixed_bfloat16")
-    if wing is LINEN:
-        cell_params = rnn.params["params"]["cell"]
-        params: Any = {"params": cell_params}
-    else:
-        params = rnn.params["cell"]
+    (cell, carry), rnn = built(wing, name, MIXED), loop(wing, name, MIXED)
+    inside = rnn.params["params"]["cell"] if wing is LINEN else rnn.params["cell"]
+    params = {"params": inside} if wing is LINEN else inside
     step: Any = jax.jit(cell.call)
     x, outputs = sequence(name, steps=10), []
     for t in range(10):
@@ -199,23 +121,7 @@ def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype(wing):
         assert dtypes(carry(orthogonal)) == {"bfloat16"}
 
 
-@EACH_WING
-def test_an_explicit_dtype_is_obeyed_with_a_warning(wing):
-    expected = (
-        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
-        r"force, 'params=float32,compute"
-    )
-    x = sequence()[:, 0]
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
-        cell = wing.cell(wing.ours, "GRUCell", dtype=jnp.float32)
-        carry = wing.carry(cell)
-        pure = wing.pure(lambda: cell, carry, x, policy="mixed_bfloat16")
-        assert dtypes((carry, jax.eval_shape(pure.call, pure.params, carry, x))) == {"float32"}
-
-
-# --------------------------------------------------------------------------------------------------
-# Cells of a user's own
-# --------------------------------------------------------------------------------------------------
+# --- cells of a user's own ------------------------------------------------------------------------
 
 
 def _leaky(h: Any, carry: Any) -> Any:
@@ -239,9 +145,8 @@ class Leaky:
 class LeakyLinen(Leaky, linen.RNNCellBase):
     @linen.compact
     def __call__(self, carry, inputs):
-        return _leaky(
-            linen.tanh(linen.Dense(HIDDEN)(inputs) + linen.Dense(HIDDEN)(carry[2])), carry
-        )
+        h = linen.tanh(linen.Dense(HIDDEN)(inputs) + linen.Dense(HIDDEN)(carry[2]))
+        return _leaky(h, carry)
 
     @linen.nowrap
     def initialize_carry(self, rng, input_shape):
@@ -265,32 +170,18 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     wing, cls
 ):
     x, carry = sequence(), _first((BATCH, WIDTH))
-    cell = wing.pure(cls, carry, x[:, 0], policy="mixed_bfloat16")
+    cell = wing.pure(cls, carry, x[:, 0], policy=MIXED)
     new_carry, y = jax.eval_shape(cell.call, cell.params, carry, x[:, 0])
     assert (types(new_carry), y.dtype) == (types(carry), jnp.float32)
-    assert matmul_dtypes(cell.call, cell.params, carry, x[:, 0]) == {"bfloat16"}
+    dots = named(operations(cell.call, cell.params, carry, x[:, 0]), "dot_general")
+    assert {(*op.inputs, *op.outputs) for op in dots} == {("bfloat16",) * 3}
     make = lambda: wing.ours.RNN(cls(), return_carry=True)  # noqa: E731
-    rnn = wing.pure(make, x, policy="mixed_bfloat16")
+    rnn = wing.pure(make, x, policy=MIXED)
     last, ys = rnn.call(rnn.params, x)
     assert (types(last), ys.dtype, int(last[0])) == (types(carry), jnp.float32, TIME)
 
 
-# --------------------------------------------------------------------------------------------------
-# Gradients
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_CELL
-def test_gradients_are_summed_over_the_steps_in_float32_and_residuals_are_half(wing, name):
-    x = sequence(name, steps=7)
-    rnn = loop(wing, wing.ours, name, "p=f32,c=bf16,o=bf16")
-    loss = lambda v: rnn.call(v, x)[1].astype(jnp.float32).sum()  # noqa: E731
-    scans = [e for e in equations(jax.grad(loss), rnn.params) if e.primitive.name == "scan"]
-    forward, backward = scans
-    assert {v.aval.dtype.name for v in forward.outvars if 7 in v.aval.shape} == {"bfloat16"}
-    kernels = {leaf.shape for leaf in jax.tree.leaves(rnn.params) if leaf.ndim > 1}
-    sums = [v for v in backward.outvars if v.aval.shape in kernels]
-    assert sums and {v.aval.dtype.name for v in sums} == {"float32"}
+# --- gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", ("f32", "bf16"))
@@ -328,9 +219,18 @@ def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
         gradient = jax.grad(lambda v: jnp.sum(jnp.square(jax.grad(value, 1)(v, x))))
         return wing.values(jax.jit(gradient)(rnn.params))
 
-    found, truth = penalty(wing.ours, "mixed_bfloat16"), penalty(wing.theirs, None)
+    found, truth = penalty(wing.ours, MIXED), penalty(wing.theirs, None)
 
     def compare(a: Any, b: Any) -> None:
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.08
 
     jax.tree.map(compare, found, truth)
+
+
+@EACH_CELL
+def test_what_backward_keeps_of_the_steps_is_half(wing, name):
+    x, rnn = sequence(name, steps=7), loop(wing, name, "p=f32,c=bf16,o=bf16")
+    loss = lambda v: rnn.call(v, x)[1].astype(jnp.float32).sum()  # noqa: E731
+    sites = walk(jax.make_jaxpr(jax.grad(loss))(rnn.params))
+    forward, _ = (site.equation for site in sites if site.name == "scan")
+    assert {v.aval.dtype.name for v in forward.outvars if 7 in v.aval.shape} == {"bfloat16"}

@@ -15,6 +15,7 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
@@ -71,10 +72,11 @@ def layer_norm(width: int, **options: Any) -> Part:
     )
 
 
-def batch_norm(width: int) -> Part:
+def batch_norm(width: int, **options: Any) -> Part:
+    options = {"use_running_average": False, "momentum": 0.5} | options
     return layer(
-        lambda nn: nn.BatchNorm(use_running_average=False, momentum=0.5),
-        lambda nnx, rngs: nnx.BatchNorm(width, momentum=0.5, rngs=rngs),
+        lambda nn: nn.BatchNorm(**options),
+        lambda nnx, rngs: nnx.BatchNorm(width, rngs=rngs, **options),
     )
 
 
@@ -169,6 +171,13 @@ def dtypes(tree: Any) -> dict[str, str]:
 def added_up(outputs: Any) -> jax.Array:
     sums = [leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(outputs)]
     return functools.reduce(operator.add, sums)
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
 
 @dataclasses.dataclass

@@ -184,11 +184,11 @@ def traced(wing: str, case: Case, policy: Any, **options: Any) -> Trace:
 
 def _trace(run: Program) -> Trace:
     init, (params, rest) = jax.make_jaxpr(run.init, return_shape=True)(jax.random.key(0))
-    floats = _floating(run.inputs)
+    floats = floating(run.inputs)
 
     def both_ways(params: Any, rest: Any, floats: Any) -> Any:
         def out_of(params: Any, floats: Any) -> Any:
-            out, state = run.apply(params, rest, _with(run.inputs, floats))
+            out, state = run.apply(params, rest, with_floats(run.inputs, floats))
             return out, state
 
         out, backward, state = jax.vjp(out_of, params, floats, has_aux=True)
@@ -212,12 +212,14 @@ def _trace(run: Program) -> Trace:
     )
 
 
-def _floating(inputs: Any) -> dict[int, Any]:
+def floating(inputs: Any) -> dict[int, Any]:
+    """Returns the floating leaves of inputs, by place."""
     leaves = jax.tree.leaves(inputs)
     return {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
-def _with(inputs: Any, floats: dict[int, Any]) -> Any:
+def with_floats(inputs: Any, floats: dict[int, Any]) -> Any:
+    """Returns inputs with other floating leaves."""
     leaves, treedef = jax.tree.flatten(inputs)
     return jax.tree.unflatten(treedef, [floats.get(i, x) for i, x in enumerate(leaves)])
 
