@@ -45,70 +45,43 @@ def both(linen: str, nnx: str) -> dict[str, str]:
     return {"linen": f"mpmodules/linen/{linen}", "nnx": f"mpmodules/nnx/{nnx}"}
 
 
-_SAME = {
-    "linen": (
-        "mpmodules/test_same_as_upstream.py::"
-        "test_a_linen_layer_has_flaxs_tree_values_outputs_gradients_and_state"
-    ),
-    "nnx": (
-        "mpmodules/test_same_as_upstream.py::"
-        "test_an_nnx_layer_has_flaxs_tree_values_outputs_gradients_and_state"
-    ),
-}
-_CELLS: dict[str, str] = dict.fromkeys(
-    WINGS,
-    "mpmodules/test_recurrent.py::test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward",
+def shared(test: str) -> dict[str, str]:
+    return dict.fromkeys(WINGS, f"mpmodules/{test}")
+
+
+_SAME = shared(
+    "test_same_as_upstream.py::test_a_layer_has_flaxs_tree_values_outputs_gradients_and_state"
 )
-_RNN = both(
-    "test_recurrent.py::test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype",
-    "test_recurrent.py::test_an_rnn_returns_output_dtype_and_a_carry_in_compute_dtype",
+_TABLE = shared("table/test_every_layer.py::test_every_contract_holds_under_every_policy")
+_CELLS = _RNN = _BOTH_WAYS = _TABLE
+_MATMUL = both(
+    "test_bias_gradients.py::test_a_bias_gradient_is_summed_in_float32",
+    "test_bias_gradients.py::test_a_bias_gradient_is_summed_in_float32",
 )
-_BOTH_WAYS = both(
-    "test_recurrent.py::test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype",
-    "test_recurrent.py::test_a_bidirectional_rnn_returns_output_dtype_and_carries_in_compute_dtype",
-)
-_MATMUL = {
-    "linen": "mpmodules/linen/test_bias_gradients.py::test_a_bias_gradient_is_summed_in_float32",
-    "nnx": "mpmodules/nnx/test_bias_gradients.py::test_a_bias_gradient_is_summed_in_float32",
-}
-_NORMS: dict[str, str] = dict.fromkeys(
-    WINGS,
-    "mpmodules/test_norm_facts.py::test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero",
-)
+_NORMS = shared("test_norms.py::test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero")
 _ATTENTION = both(
     "test_facts.py::test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands",
     "test_facts.py::test_every_softmax_of_the_attention_layer_is_float32_and_every_matmul_half",
 )
-_DECODE: dict[str, str] = dict.fromkeys(
-    WINGS, "mpmodules/test_decode.py::test_a_decode_loop_is_the_full_forward"
-)
+_DECODE = shared("test_decode.py::test_a_decode_loop_is_the_full_forward_and_scans")
 _EMBED = both(
     "test_facts.py::test_our_embedding_gradient_counts_every_occurrence",
     "test_facts.py::test_our_embedding_gradient_counts_every_occurrence",
 )
-_WEIGHTS = both(
-    "test_weight_norms.py::test_parameters_and_gradients_keep_param_dtype",
-    "test_weight_norms.py::test_parameters_and_gradients_keep_param_dtype",
+_WEIGHTS = shared(
+    "test_weight_norms.py::test_gradients_of_normalised_half_weights_are_finite_and_half"
 )
-_INSTANCE = both(
-    "test_weight_norms.py::test_instance_norm_keeps_an_offset_input_accurate",
-    "test_weight_norms.py::test_instance_norm_keeps_an_offset_input_accurate",
-)
-_PRELU = both(
-    "test_activations.py::test_prelu_keeps_its_slope_in_param_dtype",
-    "test_activations.py::test_prelu_keeps_its_slope_in_param_dtype",
-)
+_PRELU = shared("test_activations.py::test_prelu_keeps_its_slope_in_param_dtype")
 _LORA = {"nnx": "mpmodules/nnx/test_lora.py::test_dtypes_are_the_policys"}
 _ROTARY = {"nnx": "mpmodules/nnx/test_rotary.py::test_half_is_rounded_once"}
-_POOL: dict[str, str] = dict.fromkeys(
-    WINGS, "mpmodules/linen/test_pooling.py::test_half_is_float32_rounded_once"
+_POOL = shared("linen/test_pooling.py::test_half_is_float32_rounded_once")
+_MAX_POOL = shared(
+    "linen/test_pooling.py::"
+    "test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_overlap"
 )
-_MAX_POOL: dict[str, str] = dict.fromkeys(
-    WINGS,
-    "mpmodules/linen/test_pooling.py::test_the_gradient_of_overlapping_maxima_is_summed_in_float32",
-)
-_ACTIVATION: dict[str, str] = dict.fromkeys(
-    WINGS, "mpmodules/linen/test_activations.py::test_half_is_within_one_ulp"
+_ACTIVATION = shared(
+    "test_activations.py::"
+    "test_float32_without_a_policy_is_upstreams_bit_for_bit_and_half_within_one_ulp"
 )
 
 
@@ -160,7 +133,7 @@ LAYERS = (
         "InstanceNorm",
         _NORM,
         "loses digits if the mean is large; nnx rounds the input before the statistics",
-        _INSTANCE,
+        _NORMS,
     ),
     Row(
         "WeightNorm",

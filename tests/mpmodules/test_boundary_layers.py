@@ -7,70 +7,33 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
+from tests.mpmodules.table import options as table_options
+from tests.mpmodules.table.cases import CASES
+from tests.mpmodules.table.running import program
 from tests.programs import named, operations
 
-MASK = np.arange(3 * 4 * 3, dtype=np.float32).reshape(3, 4, 3) % 2
-ROWS, SEQUENCE = (2, 4), (2, 5, 4)
-MASKED: dict[str, Any] = {"strides": 2, "padding": "CIRCULAR", "mask": MASK}
-
-
-def of_nnx(name: str, *args: Any, **given: Any) -> Any:
-    return lambda **k: getattr(nnx, name)(*args, **given, **k, rngs=flax.nnx.Rngs(0))
-
-
-def ported(layer: Any) -> Any:
-    return lambda dtype_policy: linen.apply_policy(layer, dtype_policy)
-
-
-# A layer and the shape of its input.
-LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "linen/Dense": (lambda **k: linen.Dense(3, **k), ROWS),
-    "linen/DenseGeneral": (lambda **k: linen.DenseGeneral((3, 2), **k), ROWS),
-    "linen/Einsum": (lambda **k: linen.Einsum((4, 3), "a b, b c -> c a", **k), ROWS),
-    "linen/Einsum ported": (ported(flax.linen.Einsum((4, 3), "ab,bc->ac")), ROWS),
-    "linen/Conv": (lambda **k: linen.Conv(3, (3,), **k), SEQUENCE),
-    "linen/ConvTranspose": (lambda **k: linen.ConvTranspose(3, (3,), 2, **k), SEQUENCE),
-    "linen/ConvTranspose masked": (
-        lambda **k: linen.ConvTranspose(3, (3,), **MASKED, **k),
-        SEQUENCE[1:],
-    ),
-    "linen/ConvTranspose ported": (ported(flax.linen.ConvTranspose(3, (3,))), SEQUENCE),
-    "linen/Embed": (lambda **k: linen.Embed(5, 4, **k), ROWS),
-    "nnx/Linear": (of_nnx("Linear", 4, 3), ROWS),
-    "nnx/Linear alone": (of_nnx("Linear", 4, 3, use_bias=False), ROWS),
-    "nnx/LinearGeneral": (of_nnx("LinearGeneral", 4, (3, 2)), ROWS),
-    "nnx/Einsum": (of_nnx("Einsum", "ab,bc->ac", (4, 3), (3,)), ROWS),
-    "nnx/Conv": (of_nnx("Conv", 4, 4, (3,)), SEQUENCE),
-    "nnx/Conv in groups": (
-        of_nnx("Conv", 4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2),
-        SEQUENCE,
-    ),
-    "nnx/ConvTranspose": (of_nnx("ConvTranspose", 4, 3, (3,)), SEQUENCE),
-    "nnx/ConvTranspose masked": (of_nnx("ConvTranspose", 4, 3, (3,), **MASKED), SEQUENCE),
-    "nnx/Embed": (of_nnx("Embed", 5, 4), ROWS),
+MATMULS = ("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose")
+OPTIONS = ("", "without bias", "in groups", "circular", "transpose_kernel=True", "mask=array")
+LAYERS = {
+    f"{wing} {case}": (wing, case)
+    for wing, case in (*CASES, *table_options.OPTIONS)
+    if (case.layer in MATMULS and case.setting in OPTIONS) or str(case) == "Embed attend"
 }
 EACH_LAYER = pytest.mark.parametrize("name", LAYERS)
-EACH_DENSE = pytest.mark.parametrize("name", ["linen/Dense", "nnx/Linear"])
+EACH_DENSE = pytest.mark.parametrize("name", ["linen Dense", "nnx Linear"])
 
 
-def function_of(name: str, **options: Any) -> tuple[Any, Any, Any]:
+def function_of(name: str, modules: Any = None, **options: Any) -> tuple[Any, Any, Any]:
     """Returns a layer as a function of its params and its input, its params, and an input."""
-    make, shape = LAYERS[name]
-    x, layer = jax.random.normal(jax.random.key(3), shape), make(**options)
-    method = "attend" if name.endswith("Embed") else "__call__"
-    if name.startswith("linen"):
-        params = layer.init(jax.random.key(0), x, method=method)
-        return lambda params, x: layer.apply(params, x, method=method), params, x
-    graph, params = flax.nnx.split(layer)
-    merged = lambda params: flax.nnx.merge(graph, params, copy=True)  # noqa: E731
-    return lambda params, x: getattr(merged(params), method)(x), params, x
+    run = program(*LAYERS[name], modules, **options)
+    params, rest = run.init(jax.random.key(0))
+    return lambda params, x: run.apply(params, rest, (x,))[0], params, run.inputs[0]
 
 
 def dots(function: Any, *args: Any) -> list[tuple[str, ...]]:
@@ -118,8 +81,19 @@ def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float3
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize(
+    "layer", [flax.linen.Einsum((4, 3), "ab,bc->ac"), flax.linen.ConvTranspose(3, (3,))]
+)
+def test_a_port_of_a_layer_returns_its_accumulator_too(layer):
+    ported, x = linen.apply_policy(layer, "mixed_bfloat16"), jnp.ones((2, 4))
+    params = ported.init(jax.random.key(0), x)
+    wide, narrow = ("bfloat16", "bfloat16", "float32"), ("bfloat16",) * 3
+    gradient = jax.grad(lambda params, x: ported.apply(params, x).sum(), (0, 1))
+    assert dots(gradient, params, x) == sorted([narrow, narrow, wide])
+
+
 def test_a_forward_mode_derivative_of_an_accumulator_works():
-    run, params, x = function_of("linen/Dense", dtype_policy="mixed_bfloat16")
+    run, params, x = function_of("linen Dense", dtype_policy="mixed_bfloat16")
     out, tangent = jax.jvp(lambda x: run(params, x), (x,), (x,))
     assert (out.dtype, tangent.dtype) == (jnp.float32, jnp.float32)
     # The layer is linear, but for its bias of zeros; the tangent is rounded to bfloat16.
@@ -130,7 +104,7 @@ def test_a_forward_mode_derivative_of_an_accumulator_works():
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"])
 def test_a_preferred_element_type_accumulates_and_the_policy_says_what_is_returned(name, policy):
     options = {"dtype_policy": policy, "preferred_element_type": jnp.float32}
-    run, params, x = function_of(f"nnx/{name}", **options)
+    run, params, x = function_of(f"nnx {name}", **options)
     returned = jnp.float32 if policy == "mixed_bfloat16" else jnp.bfloat16
     assert jax.eval_shape(run, params, x).dtype == returned
     assert dots(run, params, x) == [("bfloat16", "bfloat16", "float32")]
@@ -164,7 +138,7 @@ def test_an_embedding_as_a_boundary_looks_up_unrounded():
     layer = nnx.Embed(3, 4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(tokens), layer.embedding[...][tokens])
     inner = nnx.Embed(3, 4, dtype_policy="c=bf16", rngs=nnx.Rngs(0))
-    assert inner(tokens).dtype == inner.attend(jnp.ones(ROWS)).dtype == jnp.bfloat16
+    assert inner(tokens).dtype == inner.attend(jnp.ones((2, 4))).dtype == jnp.bfloat16
     theirs = linen.Embed(3, 4, dtype_policy="mixed_bfloat16")
     found, variables = theirs.init_with_output(jax.random.key(0), tokens)
     np.testing.assert_array_equal(found, variables["params"]["embedding"][tokens])

@@ -81,9 +81,9 @@ def _rows(cls: str, base: dict[str, Any], options: Options, inputs: Any, **call:
     method = call.pop("method", "__call__")
 
     def made(arguments: dict[str, Any]) -> Callable[..., Any]:
-        def make(modules: Any, rngs: Any = None) -> Any:
-            keys = {} if rngs is None or cls == "PReLU" else {"rngs": rngs}
-            return getattr(modules, cls)(**arguments, **keys)
+        def make(modules: Any, rngs: Any = None, **dtypes: Any) -> Any:
+            keys = {} if rngs is None else {"rngs": rngs}
+            return getattr(modules, cls)(**arguments, **keys, **dtypes)
 
         return make
 
@@ -154,7 +154,7 @@ NNX: list[Case] = [
     *_rows("Linear", LINEAR, [{"preferred_element_type": jnp.float32}], (ROWS,)),
     *_rows("LinearGeneral", {"in_features": 4, "out_features": (3, 2)}, DENSE, (IMAGE,)),
     *_rows("LinearGeneral", GENERAL, [{"in_features": (5, 4), "axis": (1, -1)}], (IMAGE,)),
-    *_rows("Einsum", NNX_EINSUM, [{}], (SEQUENCE,)),
+    *_rows("Einsum", NNX_EINSUM, [{"bias_shape": None}], (SEQUENCE,)),
     *_rows("Conv", NNX_KERNEL, CONV, (IMAGE,)),
     *_rows("ConvTranspose", NNX_KERNEL, TRANSPOSED, (IMAGE,)),
     *_rows("Embed", EMBED, [{"dtype": jnp.float32}], (TOKENS,)),
