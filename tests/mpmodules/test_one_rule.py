@@ -310,19 +310,14 @@ def test_a_saved_name_is_saved_in_half(wing):
     assert names and {op.outputs for op in names} == {("bfloat16",)}
 
 
-def _jvp(f: Any) -> Any:
-    return lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1]
-
-
-def _linearized(f: Any) -> Any:
-    return lambda w: jax.linearize(f, w)[1](jnp.ones_like(w))
-
-
-def _mapped(f: Any) -> Any:
-    return lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w]))
-
-
-DERIVATIVES = (jax.hessian, jax.jacfwd, jax.jacrev, _jvp, _linearized, _mapped)
+DERIVATIVES: dict[str, Any] = {
+    "hessian": jax.hessian,
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1],
+    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](jnp.ones_like(w)),
+    "vmap": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
+}
 
 
 @BOTH
@@ -330,7 +325,8 @@ DERIVATIVES = (jax.hessian, jax.jacfwd, jax.jacrev, _jvp, _linearized, _mapped)
 def test_second_derivatives_forward_mode_and_maps(wing, derive):
     def derived(model: Model) -> Any:
         flat, unravel = jax.flatten_util.ravel_pytree(model.params)
-        return derive(lambda flat: jnp.square(model.pure(unravel(flat), X)).sum())(flat)
+        loss = lambda flat: jnp.square(model.pure(unravel(flat), X)).sum()  # noqa: E731
+        return DERIVATIVES[derive](loss)(flat)
 
     close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
 
