@@ -80,9 +80,10 @@ def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
 
 def test_without_a_policy_layers_compile_flax_s_programs_and_alike_ones_share_theirs():
     wing, norm = WINGS["linen"], layer_norm(4)
-    ours, theirs = (
-        programs(lambda m=m: train(wing, norm, m), None) for m in (wing.module, wing.flax)
-    )
+    with jax.numpy_dtype_promotion("standard"):
+        ours, theirs = (
+            programs(lambda m=m: train(wing, norm, m), None) for m in (wing.module, wing.flax)
+        )
     assert ours == theirs
 
     def lines(count: int) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import errors
 from jax import export
 
 from mpmodules import linen, nnx
@@ -156,6 +157,20 @@ def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing
     assert {leaf.dtype for leaf in found} == {kept}
     for a, b in zip(found, wide_ones, strict=True):
         np.testing.assert_array_equal(a, b.astype(kept))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda scale: {"bias": scale}, errors.ScopeParamNotFoundError),
+        (lambda scale: {"scale": scale[:3]}, errors.ScopeParamShapeError),
+    ],
+)
+def test_flax_refuses_a_variable_that_is_missing_or_of_another_shape(change, error):
+    x = half(2, 8)
+    variables, call = built(linen, "LayerNorm", x, use_bias=False, **MIXED)
+    with pytest.raises(error):
+        call({"params": change(variables["params"]["scale"])}, x)
 
 
 def test_a_users_variable_is_asked():
