@@ -1,6 +1,4 @@
-"""A changed import line: the same tree and values, and the program that a careful author threads by
-hand.
-"""
+"""A changed import line: the program that a careful author threads by hand, and the same tree."""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,10 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
-from policy import get_policy, use_policy
+from policy import get_policy
 from tests.mpmodules.wings import (
     BOTH,
-    KEY,
     MIXED,
     Model,
     Text,
@@ -107,23 +104,6 @@ def repaired(**dtypes: Any) -> Text:
     )
 
 
-EACH = pytest.mark.parametrize("text", [plain, repaired])
-
-
-def initial(wing: Any, text: Text, modules: Any) -> Any:
-    """Returns the parameters as `modules` initialise them in the scope."""
-
-    def init() -> Any:
-        if wing.name == "linen":
-            keys = {"params": KEY, "dropout": KEY}
-            return text.linen_class(modules)().init(keys, IMAGES)["params"]
-        model = text.nnx_class(modules)(rngs=flax_nnx.Rngs(0, dropout=1))
-        return flax_nnx.to_pure_dict(flax_nnx.state(model, flax_nnx.Param))
-
-    with jax.numpy_dtype_promotion("standard"):  # upstream's mix dtypes where params are half
-        return jax.jit(init)()
-
-
 def by_hand(wing: Any, text: Callable[..., Text], policy: Any) -> Model:
     """Returns Flax's model with dtypes threaded by hand, and casts around it."""
     policy = get_policy(policy)
@@ -150,26 +130,6 @@ def gradient(model: Model) -> Any:
         return jnp.square(model.pure(params, x).astype(jnp.float32)).sum()
 
     return jax.value_and_grad(loss)
-
-
-@BOTH
-@EACH
-@pytest.mark.parametrize("policy", [None, "mixed_float16", "p=f16,c=bf16,o=f32"])
-def test_the_initial_values_are_flaxs_with_param_dtype_threaded_by_hand(wing, text, policy):
-    param_dtype = jnp.dtype("float32") if policy is None else get_policy(policy).param_dtype
-    theirs = initial(wing, text(param_dtype=param_dtype), wing.flax)
-    with use_policy(policy):
-        assert_same_bits(initial(wing, text(), wing.module), theirs)
-
-
-@BOTH
-@EACH
-def test_without_a_policy_the_program_is_flaxs(wing, text):
-    programs = []
-    for model in (wing.ours(text(), None, IMAGES), wing.theirs(text(), IMAGES)):
-        step = jax.value_and_grad(lambda p, x, m=model: jnp.square(m.pure(p, x)).sum(), (0, 1))
-        programs.append(jax.jit(step).lower(model.params, IMAGES).as_text())
-    assert programs[0] == programs[1]
 
 
 @BOTH

@@ -4,7 +4,6 @@ own, and gradients over many steps. No boundary casts a carry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from mpmodules import linen, nnx
 from policy import use_policy
 from policy.programs.walk import walk
 from tests.mpmodules.table.cases import CASES, SEQUENCE, Case
-from tests.mpmodules.table.running import THEIRS, dtypes_of, program, scope_of
+from tests.mpmodules.table.running import THEIRS, Built, built, dtypes_of
 from tests.mpmodules.wings import BOTH, KEY, MIXED, Text, assert_same_bits, layer
 from tests.programs import named, operations
 
@@ -25,22 +24,6 @@ CELLS = [(wing, case) for wing, case in CASES if case.is_cell]
 EACH_CELL = pytest.mark.parametrize(
     ("wing", "case"), CELLS, ids=[f"{wing}-{case}" for wing, case in CELLS]
 )
-Built = tuple[Callable[..., Any], Any, Any]
-
-
-def built(
-    wing: str, case: Case, policy: str | None = None, modules: Any = None, **options: Any
-) -> Built:
-    """Returns a call in a scope, of parameters and inputs; the parameters; and the inputs."""
-    with scope_of(policy):
-        run = program(wing, case, modules, **options)
-        params, rest = jax.jit(run.init)(KEY)
-
-    def call(params: Any, *inputs: Any) -> Any:
-        with scope_of(policy):
-            return run.apply(params, rest, inputs)[0]
-
-    return call, params, run.inputs
 
 
 def loop(wing: str, case: Case, policy: str) -> Built:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_linen
@@ -14,81 +13,58 @@ from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
 from policy import use_policy
+from tests.mpmodules.table.cases import CASES
+from tests.mpmodules.table.running import THEIRS, built, dtypes_of, program
 
-KEY, X = jax.random.key(0), jax.random.normal(jax.random.key(1), (3, 5))
-both_wings = pytest.mark.parametrize("wing", [linen, nnx], ids=["linen", "nnx"])
-both_wrappers = pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
-
-
-def wrapped(layers: Any, wrapper: str, **given: Any) -> Any:
-    """Returns a matmul whose kernel is normalised."""
-    if layers in (linen, flax_linen):
-        return getattr(layers, wrapper)(layers.Dense(6, **given), **given)
-    rngs = flax_nnx.Rngs(0)
-    return getattr(layers, wrapper)(layers.Linear(5, 6, rngs=rngs, **given), rngs=rngs, **given)
-
-
-def call_of(model: Any, wrapper: str) -> tuple[Any, Callable[..., Any]]:
-    """Returns the variables, and a call: variables and inputs to outputs and variables after it."""
-    options: dict[str, Any] = {"update_stats": True} if wrapper == "SpectralNorm" else {}
-    if isinstance(model, flax_linen.Module):
-        mutable = ["params", "batch_stats"]
-        variables = model.init(KEY, X, **options)
-        return variables, lambda v, x: model.apply(v, x, mutable=mutable, **options)
-    graph, state = flax_nnx.split(model)
-
-    def call(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        copy = flax_nnx.merge(graph, state, copy=True)
-        return copy(x), flax_nnx.state(copy)
-
-    return state, call
-
-
-def built(layers: Any, wrapper: str, **given: Any) -> tuple[Any, Callable[..., Any]]:
-    return call_of(wrapped(layers, wrapper, **given), wrapper)
-
-
-def dtypes(tree: Any) -> set[str]:
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
-
-
-@both_wings
-@both_wrappers
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [(None, 0), ("mixed_bfloat16", 2**-5), ("mixed_float16", 2**-8)]
+KEY, X = jax.random.key(0), jax.random.normal(jax.random.key(1), (3, 4))
+NAMES = ("WeightNorm", "SpectralNorm in training")
+WRAPPERS = [(wing, case) for wing, case in CASES if str(case) in NAMES]
+EACH = pytest.mark.parametrize(
+    ("wing", "case"), WRAPPERS, ids=[f"{wing}-{case}" for wing, case in WRAPPERS]
 )
-def test_float32_is_upstreams_bit_for_bit_and_half_is_close(wing, wrapper, policy, tolerance):
-    variables, apply = built(flax_linen if wing is linen else flax_nnx, wrapper)
-    expected, after = apply(variables, X)
-    again, _ = apply(after, X)
-    with use_policy(policy):
-        variables, apply = built(wing, wrapper)
-        y, after = apply(variables, X)
-        y_again, _ = apply(after, X)
-    for a, b in ((y, expected), (y_again, again)):
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
 
 
+@EACH
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_bfloat16", 2**-5), ("mixed_float16", 2**-8)]
+)
+def test_half_is_close_to_flaxs_float32(wing, case, policy, tolerance):
+    outs = [built(wing, case, policy), built(wing, case, None, THEIRS[wing])]
+    y, expected = (call(params, *inputs) for call, params, inputs in outs)
+    np.testing.assert_allclose(y, expected, atol=tolerance, rtol=tolerance)
+
+
+@EACH
 @pytest.mark.parametrize("policy", ["bfloat16", "p=bf16,c=f32"])
-@both_wings
-@both_wrappers
-def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, wrapper, policy):
-    with use_policy(policy):
-        variables, apply = built(wing, wrapper)
-        square = lambda v: jnp.sum(apply(v, X)[0].astype(jnp.float32) ** 2)  # noqa: E731
-        gradient = jax.grad(square, allow_int=True)(variables)
-    assert [a.dtype for a in jax.tree.leaves(gradient)] == [
-        a.dtype for a in jax.tree.leaves(variables)
-    ]
+def test_gradients_of_normalised_half_weights_are_finite_and_half(wing, case, policy):
+    call, params, inputs = built(wing, case, policy)
+    gradient = jax.grad(lambda p: jnp.sum(call(p, *inputs).astype(jnp.float32) ** 2))(params)
+    assert dtypes_of(gradient) == dtypes_of(params) == {"bfloat16"}
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(gradient))
 
 
-@both_wings
-def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing):
-    variables, apply = built(wing, "WeightNorm", dtype=jnp.bfloat16)
-    y, after = apply(variables, X)
+@EACH
+def test_a_dtype_of_the_layers_own_leaves_stored_weights_in_float32(wing, case):
+    run = program(wing, case, dtype=jnp.bfloat16)
+    params, rest = run.init(KEY)
+    y, after = run.apply(params, rest, run.inputs)
     assert y.dtype == jnp.bfloat16
-    assert dtypes((variables, after)) == {"float32"}
+    assert dtypes_of((params, rest, after)) == {"float32"}
+
+
+@EACH
+def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wing, case):
+    if wing == "linen":
+        ported: Any = linen.apply_policy(case.make(flax_linen), "mixed_bfloat16")
+        variables = ported.init(KEY, X, **case.call)
+        y, after = ported.apply(variables, X, mutable=["params", "batch_stats"], **case.call)
+    else:
+        theirs = case.make(flax_nnx, flax_nnx.Rngs(0))
+        ported = nnx.apply_policy(theirs, "mixed_bfloat16")
+        assert isinstance(ported, type(theirs))
+        variables, y, after = flax_nnx.state(ported), ported(X), flax_nnx.state(ported)
+    assert y.dtype == jnp.float32
+    assert dtypes_of((variables, after)) == {"float32"}
 
 
 def test_the_norm_of_a_large_kernel_does_not_overflow_in_float16():
@@ -105,25 +81,13 @@ def test_weights_that_are_not_matched_pass_through():
     layer = linen.WeightNorm(linen.Dense(2), variable_filter={"nothing"}, use_scale=False)
     with use_policy("p=bf16,c=bf16"):
         variables: Any = layer.init(KEY, X)
-        assert dtypes(variables) == {"bfloat16"}
+        assert dtypes_of(variables) == {"bfloat16"}
         params = variables["params"]["layer_instance"]
         alone = linen.Dense(2).apply({"params": params}, X)
         np.testing.assert_array_equal(layer.apply(variables, X), alone)
 
 
-@both_wings
-@both_wrappers
-def test_a_policy_applied_to_flaxs_own_model_reaches_the_wrappers(wing, wrapper):
-    theirs = wrapped(flax_linen if wing is linen else flax_nnx, wrapper)
-    ported = wing.apply_policy(theirs, "mixed_bfloat16")
-    assert isinstance(ported, type(theirs))
-    variables, apply = call_of(ported, wrapper)
-    y, after = apply(variables, X)
-    assert y.dtype == jnp.float32
-    assert dtypes((variables, after)) == {"float32"}
-
-
-@both_wrappers
+@pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
 def test_the_layer_inside_gets_unrounded_weights_and_half_ones_stay_stored(wrapper):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
     with use_policy("p=f16,c=f32,o=f32"):
@@ -148,7 +112,7 @@ def test_linens_layer_inside_is_handed_unrounded_weights_under_a_policy():
 
         @flax_linen.compact
         def __call__(self, x):
-            seen.append(self.param("kernel", linen.initializers.normal(), (5, 2)).dtype)
+            seen.append(self.param("kernel", linen.initializers.normal(), (4, 2)).dtype)
             return x
 
     model = linen.WeightNorm(Probe())

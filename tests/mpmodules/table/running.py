@@ -148,6 +148,24 @@ def nnx_program(
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
 
+Built = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+
+
+def built(
+    wing: str, case: Case, policy: str | None = None, modules: Any = None, **options: Any
+) -> Built:
+    """Returns a call in a scope, of parameters and inputs; the parameters; and the inputs."""
+    with scope_of(policy):
+        run = program(wing, case, modules, **options)
+        params, rest = jax.jit(run.init)(jax.random.key(0))
+
+    def call(params: Any, *inputs: Any) -> Any:
+        with scope_of(policy):
+            return run.apply(params, rest, inputs)[0]
+
+    return call, params, run.inputs
+
+
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """What a case is under a policy, without running it.
