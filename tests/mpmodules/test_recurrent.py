@@ -232,7 +232,7 @@ def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
 @pytest.mark.parametrize("name", ("LSTMCell", "OptimizedLSTMCell", "GRUCell"))
 def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
     text = rnn_over(name, bias_init=jax.nn.initializers.normal(0.5))
-    x = jnp.asarray(SEQUENCE)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, TIME, WIDTH)), jnp.float32)
 
     def penalty(model: Any) -> Any:
         value = lambda v, x: jnp.tanh(model.pure(v, x)).sum()  # noqa: E731
