@@ -4,8 +4,6 @@ import pathlib
 import re
 import types
 
-import flax.linen
-import flax.nnx
 import pytest
 
 from mpmodules import linen, nnx
@@ -19,59 +17,48 @@ def catalogue():
     return docs_script("make_layers")
 
 
-@pytest.mark.parametrize("wing", ("linen", "nnx"))
-def test_every_layer_of_flaxs_is_listed_or_exempt(catalogue, wing):
-    catalogue.require_complete(wing)
+WINGS = {"linen": linen, "nnx": nnx}
 
 
-@pytest.mark.parametrize("wing", ("linen", "nnx"))
+@pytest.mark.parametrize("wing", WINGS)
 def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(catalogue, wing):
+    catalogue.require_complete(wing)
     theirs = catalogue.upstream(wing)
     newer = types.ModuleType("newer")
     newer.__dict__.update({name: getattr(theirs, name) for name in dir(theirs)})
     newer.__dict__["HyperDense"] = type("HyperDense", (theirs.Module,), {})
     newer.__dict__["of_no_interest"] = lambda x: x
     assert catalogue.gaps(wing, newer) == ["HyperDense"]
-    with pytest.raises(
-        LookupError,
-        match=rf"flax.{wing} exports HyperDense, which docs/make_layers.py neither lists",
-    ):
+    told = rf"flax.{wing} exports HyperDense, which docs/make_layers.py neither lists"
+    with pytest.raises(LookupError, match=told):
         catalogue.require_complete(wing, newer)
 
 
-@pytest.mark.parametrize("wing", ("linen", "nnx"))
-def test_what_is_listed_is_ours(catalogue, wing):
-    ours, theirs = {"linen": linen, "nnx": nnx}[wing], catalogue.upstream(wing)
-    for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS):
-        if wing in row.tests and hasattr(theirs, row.name):
+@pytest.mark.parametrize("wing", WINGS)
+def test_what_is_listed_is_ours_and_every_function_of_ours_in_place_of_flaxs_is_listed(
+    catalogue, wing
+):
+    ours, theirs = WINGS[wing], catalogue.upstream(wing)
+    rows = [row for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests]
+    for row in rows:
+        if hasattr(theirs, row.name):
             module = getattr(ours, row.name).__module__
             assert module.startswith(("mpmodules.", "policy.")), f"{wing}.{row.name} is {module}'s"
+    public = (name for name in dir(theirs) if not name.startswith("_"))
+    replaced = {name for name in public if getattr(ours, name) is not getattr(theirs, name)}
+    steps = {"grad", "value_and_grad"}  # of training, not of a model
+    assert replaced <= {row.name for row in rows} | set(catalogue.EXEMPT[wing]) | steps
 
 
 def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one(catalogue):
     newer = {"RoPE", "dot_product_attention_with_rope", "EMA", "RngStream"}
     for wing in catalogue.WINGS:
-        theirs = {"linen": flax.linen, "nnx": flax.nnx}[wing]
+        theirs = catalogue.upstream(wing)
         names = [row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests]
         for name in (*names, *catalogue.EXEMPT[wing]):
             assert name in newer or hasattr(theirs, name), f"{wing}.{name}"
         assert not set(names) & set(catalogue.EXEMPT[wing])
         assert len(names) == len(set(names))
-
-
-def test_every_function_of_ours_in_place_of_flaxs_is_listed(catalogue):
-    steps = {"grad", "value_and_grad"}  # of training, not of a model
-    for wing, ours in (("linen", linen), ("nnx", nnx)):
-        theirs = catalogue.upstream(wing)
-        listed = {
-            row.name for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests
-        }
-        replaced = {
-            n
-            for n in dir(theirs)
-            if not n.startswith("_") and getattr(ours, n) is not getattr(theirs, n)
-        }
-        assert replaced <= listed | set(catalogue.EXEMPT[wing]) | steps
 
 
 def test_every_test_that_is_named_exists(catalogue):

@@ -25,60 +25,37 @@ gallery = docs_script("make_gallery")
 
 
 class Page(NamedTuple):
-    name: str
     make: Callable[[], str]
     command: str
-    machine: str
+    machine: str = "Measured on 20"
 
 
-MEASURED = "Measured on 20"
-PAGES = [
-    Page(
-        "accuracy.md",
-        lambda: accuracy.page(accuracy.stored()),
-        "python -m benchmarks.accuracy --write",
-        MEASURED,
+PAGES = {
+    "accuracy.md": Page(
+        lambda: accuracy.page(accuracy.stored()), "python -m benchmarks.accuracy --write"
     ),
-    Page(
-        "benchmarks.md",
-        lambda: benchmarks_page.markdown(benchmarks_page.stored()),
-        "python -m benchmarks --write",
-        MEASURED,
+    "benchmarks.md": Page(
+        lambda: benchmarks_page.markdown(benchmarks_page.stored()), "python -m benchmarks --write"
     ),
-    Page(
-        "convergence.md",
+    "convergence.md": Page(
         lambda: convergence.page(convergence.stored(), beside_float32.stored()),
         "python -m benchmarks.convergence --write",
-        MEASURED,
     ),
-    Page(
-        "estimates.md",
+    "estimates.md": Page(
         estimates_page.page,
         "python -m benchmarks estimates --write",
         "Compiled on an x86 Linux machine",
     ),
-    Page(
-        "performance.md",
+    "performance.md": Page(
         performance.page,
         "python -m benchmarks.performance",
         "run on an x86 machine with two cores",
     ),
-    Page(
-        "gallery.md",
+    "gallery.md": Page(
         lambda: gallery.page(json.loads(gallery.STORED.read_text("utf-8"))),
         "python docs/make_gallery.py",
-        MEASURED,
     ),
-]
-
-
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
-def page(request: pytest.FixtureRequest) -> Page:
-    return request.param
-
-
-def text_of(page: Page) -> str:
-    return (DOCS / page.name).read_text(encoding="utf-8")
+}
 
 
 def paragraphs(text: str) -> Iterator[list[str]]:
@@ -90,26 +67,18 @@ def paragraphs(text: str) -> Iterator[list[str]]:
             yield lines
 
 
-def test_a_page_is_made_of_the_stored_results(page: Page):
-    assert text_of(page) == page.make(), f"run the command of docs/{page.name} with --stored"
-
-
-def test_a_page_names_its_command_and_its_machine(page: Page):
-    text = text_of(page)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_made_of_the_stored_results_and_its_prose_is_wrapped(name: str):
+    page, text = PAGES[name], (DOCS / name).read_text(encoding="utf-8")
+    assert text == page.make(), f"run the command of docs/{name} with --stored"
     assert page.command in text and page.machine in " ".join(text.split())
-
-
-def test_prose_is_wrapped_as_it_is_read(page: Page):
-    found = list(paragraphs(text_of(page)))
+    found = list(paragraphs(text))
     assert len(found) > 5
     for lines in found:
         assert [line for line in lines if len(line) > WIDTH] == []
         assert [line for line in lines[:-1] if len(line) < SHORT] == []
-
-
-def test_a_page_has_one_title(page: Page):
-    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+    code = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^# ", code.sub("", text), re.MULTILINE)) == 1
 
 
 def test_wrapping_keeps_code_tables_and_list_items():

@@ -80,15 +80,10 @@ def test_there_are_ten_tasks_each_with_a_section():
 
 
 @pytest.mark.parametrize("each", CASES)
-def test_a_task_takes_the_lines_that_the_table_says(each: Task):
+def test_a_task_is_solved_from_its_page_in_the_lines_that_the_table_says(each: Task):
     lines = [line for line in each.block.code.splitlines() if line.strip()]
     assert len(lines) == each.lines
-
-
-@pytest.mark.parametrize("each", CASES)
-def test_a_task_is_solved_from_its_page(each: Task):
-    page = (DOCS / each.page).read_text(encoding="utf-8")
-    known = names_of_ours(each.block.code)
+    page, known = (DOCS / each.page).read_text(encoding="utf-8"), names_of_ours(each.block.code)
     assert known
     assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", page)] == []
 

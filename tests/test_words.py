@@ -37,15 +37,10 @@ def test_whatever_counts_as_what_and_an_opener_is_a_whole_word():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_seldom_say_what(package):
+def test_docstrings_seldom_say_what_and_open_with_a_verb_or_a_noun(package):
     found = list(docstrings(package))
     words = sum(len(text.split()) for _, text in found)
     told = {place: count for place, text in found if (count := len(WHAT.findall(text)))}
     assert sum(told.values()) <= max(MOST_PER_THOUSAND * words / 1000, 1), told
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_open_with_a_verb_or_a_noun(package):
-    found = list(docstrings(package))
     opened = [place for place, text in found if OPENERS.match(text)]
     assert len(opened) <= MOST_OPENERS * len(found), opened

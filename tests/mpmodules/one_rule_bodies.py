@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +19,12 @@ from jax.experimental import checkify, io_callback
 import mpmodules
 import policy
 
-MIXED = "mixed_bfloat16"
-X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 SEEN: list[Any] = []  # dtypes of the arrays that callbacks are given
 
 
 def note(x: Any) -> np.ndarray:
     SEEN.append(x.dtype.name)
     return np.asarray(x)
-
-
-def _noted(x: Any) -> None:
-    note(x)
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @jax.custom_vjp
@@ -58,12 +49,12 @@ def debug_print(x: jax.Array) -> jax.Array:
 
 
 def debug_callback(x: jax.Array) -> jax.Array:
-    jax.debug.callback(_noted, x)
+    jax.debug.callback(lambda x: SEEN.append(x.dtype.name), x)
     return x
 
 
 def io(x: jax.Array) -> jax.Array:
-    return io_callback(note, _shape(x), x)
+    return io_callback(note, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
 def checked(x: jax.Array) -> jax.Array:
@@ -73,32 +64,23 @@ def checked(x: jax.Array) -> jax.Array:
 
 def checkpointed(x: jax.Array) -> jax.Array:
     names = jax.checkpoint_policies.save_only_these_names("kept")
-
-    def body(x: jax.Array) -> jax.Array:
-        return checkpoint_name(x @ jnp.eye(4), "kept") @ jnp.eye(4) * 2
-
+    body = lambda x: checkpoint_name(x @ jnp.eye(4), "kept") @ jnp.eye(4) * 2  # noqa: E731
     return jax.checkpoint(body, policy=names)(x)
 
 
-def scanned(x: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda c, _: (c @ jnp.eye(4) * 0.5, None), x, None, length=2)[0]
-
-
-def conditional(x: jax.Array) -> jax.Array:
-    return jax.lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x @ jnp.eye(4), x)
-
-
 DIFFERENTIABLE: dict[str, Callable[[jax.Array], jax.Array]] = {
-    each.__name__: each
-    for each in (checkpointed, scanned, conditional, debug_print, debug_callback)
-} | {"custom_vjp": clipped, "custom_jvp": straight_through}
-
-
-class Notes:
-    """An object that a call writes to."""
-
-    def __init__(self) -> None:
-        self.hidden: Any = None
+    "checkpointed": checkpointed,
+    "scanned": lambda x: jax.lax.scan(lambda c, _: (c @ jnp.eye(4) * 0.5, None), x, None, length=2)[
+        0
+    ],
+    "conditional": lambda x: jax.lax.cond(
+        x.sum() > 0, lambda x: x * 2, lambda x: x @ jnp.eye(4), x
+    ),
+    "debug_print": debug_print,
+    "debug_callback": debug_callback,
+    "custom_vjp": clipped,
+    "custom_jvp": straight_through,
+}
 
 
 def _nest(container: Any, x: jax.Array) -> None:
@@ -114,7 +96,11 @@ CONTAINERS: dict[str, Any] = {
         _nest,
         lambda table: table["inner"]["found"][len(table) - 1],
     ),
-    "object": (Notes, lambda notes, x: setattr(notes, "hidden", x), lambda notes: notes.hidden),
+    "object": (
+        types.SimpleNamespace,
+        lambda notes, x: setattr(notes, "hidden", x),
+        lambda notes: notes.hidden,
+    ),
 }
 """By name: makes a container, writes an array into it, and reads that."""
 

@@ -1,5 +1,5 @@
-"""autocast goes by what a program computes: five models make the same programs whatever their
-modules are called.
+"""autocast goes by what a program computes: models make the same programs whatever their modules
+are called.
 """
 
 from __future__ import annotations
@@ -11,168 +11,149 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx as flax_nnx
-from jax import lax
 
-import mpmodules.nnx  # noqa: F401  # names nnx modules
 from policy.autocasting.transform import autocast
 from policy.programs.walk import walk
+from tests.mpmodules.wings import BOTH, ONES, WINGS, Pair, Text, dense, layer, layer_norm, weight
 
-Names = tuple[str, ...]
 # In one order, so that renaming doesn't move parameters about.
-NAMES: dict[str, Names] = {
-    "neutral": ("a", "b", "c", "d", "e", "f", "g", "h"),
-    "of normalisations": ("bn", "bn_1", "diagnorm", "ln", "ln_f", "norm", "norm1", "norm_x"),
-}
-KEY = jax.random.key(0)
+NEUTRAL = ("a", "b", "c", "d")
+OF_NORMS = ("bn", "diagnorm", "ln_f", "norm1")
 X, IMAGE = jnp.ones((2, 4, 8)), jnp.ones((2, 6, 6, 8))
-MODELS: dict[str, Callable[[Names], tuple[Any, Any, Any]]] = {}
+CONV = layer(lambda nn: nn.Conv(8, (3, 3)), lambda nnx, rngs: nnx.Conv(8, 8, (3, 3), rngs=rngs))
+GROUP_NORM = layer(lambda nn: nn.GroupNorm(2), lambda nnx, rngs: nnx.GroupNorm(8, 2, rngs=rngs))
+RMS_NORM = layer(lambda nn: nn.RMSNorm(), lambda nnx, rngs: nnx.RMSNorm(8, rngs=rngs))
+ATTENTION = layer(
+    lambda nn: nn.MultiHeadDotProductAttention(2),
+    lambda nnx, rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
+)
 
 
-def linen(x: Any = X, **call: Any) -> Callable[[Any], Any]:
-    """Registers a model of flax.linen: ``call(names, x)``, in a compact method."""
-
-    def register(forward: Any) -> Any:
-        class Model(nn.Module):
-            names: Names
-
-            @nn.compact
-            def __call__(self, x: Any) -> Any:
-                return forward(self.names, x)
-
-        def made(names: Names) -> tuple[Any, Any, Any]:
-            model = Model(names)
-            fn = lambda variables, x: model.apply(variables, x, **call)  # noqa: E731
-            return fn, jax.eval_shape(model.init, KEY, x), x
-
-        MODELS[forward.__name__] = made
-        return forward
-
-    return register
-
-
-def of_nnx(x: Any = X) -> Callable[[Any], Any]:
-    """Registers a model of flax.nnx: its layers by place, and a function of them."""
-
-    def register(build: Any) -> Any:
-        def made(names: Names) -> tuple[Any, Any, Any]:
-            layers, forward = build(flax_nnx.Rngs(0))
-
-            class Model(flax_nnx.Module):
-                def __init__(self) -> None:
-                    for name, layer in zip(names, layers, strict=False):
-                        setattr(self, name, layer)
-
-                def __call__(self, x: Any) -> Any:
-                    return forward(
-                        [getattr(self, name) for name, _ in zip(names, layers, strict=False)], x
-                    )
-
-            return (lambda model, x: model(x)), Model(), x
-
-        MODELS[build.__name__] = made
-        return build
-
-    return register
-
-
-@linen(IMAGE, mutable="batch_stats")
-def conv_and_batch_norm(names: Names, x: Any) -> Any:
-    x = nn.relu(
-        nn.BatchNorm(use_running_average=False, name=names[1])(nn.Conv(8, (3, 3), name=names[0])(x))
+def evaluates(running: bool) -> Any:
+    return layer(
+        lambda nn: nn.BatchNorm(use_running_average=running),
+        lambda nnx, rngs: nnx.BatchNorm(8, use_running_average=running, rngs=rngs),
     )
-    return nn.Dense(4, name=names[2])(x.mean((1, 2)))
 
 
-@linen()
-def layer_norm_and_mlp(names: Names, x: Any) -> Any:
-    h = nn.Dense(16, name=names[1])(nn.LayerNorm(name=names[0])(x))
-    return x + nn.Dense(8, name=names[2])(nn.gelu(h)) * nn.Dense(8, name=names[3])(x)
-
-
-class ByHand(nn.Module):
+def by_hand(normalises: bool) -> Text:
     """A module that scales and shifts, and normalises before that if it is to."""
 
-    normalises: bool
+    def call(self: Any, x: jax.Array) -> jax.Array:
+        if normalises:
+            roots = jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+            x = (x - x.mean(-1, keepdims=True)) * roots
+        return x * self.scale + self.shift
 
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        scale, bias = (
-            self.param(name, nn.initializers.ones, (1, 1, 8)) for name in ("scale", "shift")
-        )
-        if self.normalises:
-            x = (x - x.mean(-1, keepdims=True)) * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-        return x * scale + bias
+    parts: dict[str, Any] = {name: weight(1, 1, 8, init=ONES) for name in ("scale", "shift")}
+    return Text(call, "ByHand", **parts)
 
 
-@linen()
-def by_hand(names: Names, x: Any) -> Any:
-    x = nn.Dense(8, name=names[0])(x)
-    return nn.tanh(ByHand(False, name=names[2])(nn.tanh(ByHand(True, name=names[1])(x))))
+def gated(first: Any, norm: Any, x: jax.Array, gate: Any, last: Any) -> jax.Array:
+    x = jax.nn.relu(norm(first(x)))
+    return x * jax.nn.sigmoid(gate(x.mean((1, 2))))[:, None, None, :] + last(x)
 
 
-@linen()
-def scanned_blocks(names: Names, x: Any) -> Any:
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any, _: Any) -> Any:
-            return x + nn.tanh(nn.Dense(8, name=names[1])(nn.LayerNorm(name=names[0])(x))), None
+# An input, the parts, and what they compute.
+Forward = Callable[..., jax.Array]
+MODELS: dict[str, tuple[jax.Array, tuple[Any, ...], Forward]] = {
+    "batch norm": (
+        IMAGE,
+        (CONV, evaluates(False), dense(8, 8), dense(8, 8)),
+        lambda x, a, b, c, d: gated(a, b, x, c, d),
+    ),
+    "batch norm in evaluation": (
+        IMAGE,
+        (CONV, evaluates(True), dense(8, 8), dense(8, 8)),
+        lambda x, a, b, c, d: gated(a, b, x, c, d),
+    ),
+    "group norm and a gate": (
+        IMAGE,
+        (CONV, GROUP_NORM, dense(8, 8), dense(8, 8)),
+        lambda x, a, b, c, d: gated(a, b, x, c, d),
+    ),
+    "layer norm and an MLP": (
+        X,
+        (layer_norm(8), dense(8, 16), dense(16, 8), dense(8, 8)),
+        lambda x, a, b, c, d: x + c(jax.nn.gelu(b(a(x)))) * d(x),
+    ),
+    "attention": (
+        X,
+        (RMS_NORM, ATTENTION, RMS_NORM, dense(8, 8)),
+        lambda x, a, b, c, d: (lambda y: y + d(jax.nn.silu(c(y))))(x + b(a(x))),
+    ),
+    "by hand": (
+        X,
+        (dense(8, 8), by_hand(True), by_hand(False), dense(8, 8)),
+        lambda x, a, b, c, d: d(jnp.tanh(c(jnp.tanh(b(a(x)))))),
+    ),
+}
 
-    blocks = nn.scan(
-        nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )
-    return blocks(name=names[2])(x, None)[0]
+
+def text(model: str, names: tuple[str, ...]) -> Text:
+    _, parts, forward = MODELS[model]
+    named: dict[str, Any] = dict(zip(names, parts, strict=True))
+    return Text(lambda self, x: forward(x, *(getattr(self, name) for name in names)), **named)
 
 
-@of_nnx()
-def nnx_layer_norms(rngs: Any) -> Any:
-    layers = [
-        flax_nnx.LayerNorm(8, rngs=rngs),
-        flax_nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
-        flax_nnx.RMSNorm(8, rngs=rngs),
-        flax_nnx.Linear(8, 8, rngs=rngs),
-    ]
-
-    def forward(layers: Any, x: Any) -> Any:
-        x = x + layers[1](layers[0](x))
-        return x + jax.nn.gelu(layers[3](layers[2](x)))
-
-    return layers, forward
-
-
-def program(model: str, kind: str, names: Names) -> list[Any]:
+def program(model: Any, kind: str, x: jax.Array) -> list[Any]:
     """The equations of a model's program in order: primitives, dtypes and shapes, no names."""
-    fn, params, x = MODELS[model](names)
-    is_nnx = isinstance(params, flax_nnx.Module)
 
     def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(jax.tree.leaves(fn(params, x))[0])
+        return jnp.sum(model.pure(params, x))
 
     programs: dict[str, Any] = {
-        "forward": autocast(fn, "mixed_bfloat16"),
-        "grad(autocast)": (flax_nnx.grad if is_nnx else jax.grad)(autocast(loss, "mixed_bfloat16")),
-        "autocast(grad)": autocast((flax_nnx.grad if is_nnx else jax.grad)(loss), "mixed_bfloat16"),
+        "forward": autocast(model.pure, "mixed_bfloat16", params=0),
+        "grad(autocast)": jax.grad(autocast(loss, "mixed_bfloat16", params=0)),
+        "autocast(grad)": autocast(jax.grad(loss), "mixed_bfloat16", params=0),
     }
-    if is_nnx:
-        graph, state = flax_nnx.split(params)
-        jaxpr = jax.make_jaxpr(
-            lambda state: programs[kind](flax_nnx.merge(graph, state, copy=True), x)
-        )(state)
-    else:
-        jaxpr = jax.make_jaxpr(programs[kind])(params, x)
     return [
         (
             site.name,
             site.inside,
             *(str(v.aval) for v in (*site.equation.invars, *site.equation.outvars)),
         )
-        for site in walk(jaxpr)
+        for site in walk(jax.make_jaxpr(programs[kind])(model.params, x))
     ]
 
 
-@pytest.mark.parametrize("kind", ["forward", "grad(autocast)", "autocast(grad)"])
+KINDS = pytest.mark.parametrize("kind", ["forward", "grad(autocast)", "autocast(grad)"])
+
+
+def assert_equal(first: list[Any], second: list[Any]) -> None:
+    assert first == second
+    assert [row for row in first if row[0] in ("dot_general", "conv_general_dilated")]
+
+
+@BOTH
+@KINDS
 @pytest.mark.parametrize("model", MODELS)
-def test_renaming_every_module_changes_nothing(model, kind):
-    neutral, named = (program(model, kind, names) for names in NAMES.values())
-    assert neutral == named
-    assert [row for row in neutral if row[0] in ("dot_general", "conv_general_dilated")]
+def test_renaming_every_module_changes_nothing(wing, model, kind):
+    x = MODELS[model][0]
+    assert_equal(
+        *(program(wing.theirs(text(model, names), x), kind, x) for names in (NEUTRAL, OF_NORMS))
+    )
+
+
+class Scanned(nn.Module):
+    """Blocks that are scanned over, whose modules have names that are given."""
+
+    names: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        norm, linear, scanned, _ = self.names
+
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x: Any, _: Any) -> Any:
+                return x + nn.tanh(nn.Dense(8, name=linear)(nn.LayerNorm(name=norm)(x))), None
+
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(nn.remat(Block), length=3, **split)(name=scanned)(x, None)[0]
+
+
+@KINDS
+def test_renaming_scanned_modules_changes_nothing(kind):
+    linen, pairs = WINGS["linen"], [Pair(lambda n=n: Scanned(n), int) for n in (NEUTRAL, OF_NORMS)]
+    assert_equal(*(program(linen.theirs(pair, X), kind, X) for pair in pairs))

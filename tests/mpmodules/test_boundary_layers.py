@@ -1,4 +1,4 @@
-"""Layers that are a boundary to float32: matmuls return their accumulator, norms round nothing."""
+"""Layers that are a boundary to float32: matmuls return their accumulator."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
@@ -7,76 +7,33 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
+from tests.mpmodules.table import options as table_options
+from tests.mpmodules.table.cases import CASES
+from tests.mpmodules.table.running import program
 from tests.programs import named, operations
 
-MASK = np.arange(3 * 4 * 3, dtype=np.float32).reshape(3, 4, 3) % 2
-ROWS, SEQUENCE = (2, 4), (2, 5, 4)
-HALVES = ("bfloat16", "float16")
-
-
-def transposed(wing: Any, *sizes: int, **options: Any) -> Any:
-    return wing.ConvTranspose(*sizes, (3,), strides=2, padding="CIRCULAR", mask=MASK, **options)
-
-
-# Layer, the shape of its input, and the method that is called.
-LINEN: dict[str, tuple[Any, tuple[int, ...], str]] = {
-    "Dense": (lambda **k: linen.Dense(3, **k), ROWS, "__call__"),
-    "DenseGeneral": (lambda **k: linen.DenseGeneral((3, 2), **k), ROWS, "__call__"),
-    "Einsum": (lambda **k: linen.Einsum((4, 3), "a b, b c -> c a", **k), ROWS, "__call__"),
-    "Conv": (lambda **k: linen.Conv(3, (3,), **k), SEQUENCE, "__call__"),
-    "ConvTranspose": (lambda **k: linen.ConvTranspose(3, (3,), 2, **k), SEQUENCE, "__call__"),
-    "ConvTranspose masked": (lambda **k: transposed(linen, 3, **k), SEQUENCE[1:], "__call__"),
-    "Embed attend": (lambda **k: linen.Embed(5, 4, **k), ROWS, "attend"),
-    "Einsum ported": (
-        lambda dtype_policy: linen.apply_policy(
-            flax.linen.Einsum((4, 3), "ab,bc->ac"), dtype_policy
-        ),
-        ROWS,
-        "__call__",
-    ),
-    "ConvTranspose ported": (
-        lambda dtype_policy: linen.apply_policy(flax.linen.ConvTranspose(3, (3,)), dtype_policy),
-        SEQUENCE,
-        "__call__",
-    ),
+MATMULS = ("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose")
+OPTIONS = ("", "without bias", "in groups", "circular", "transpose_kernel=True", "mask=array")
+LAYERS = {
+    f"{wing} {case}": (wing, case)
+    for wing, case in (*CASES, *table_options.OPTIONS)
+    if (case.layer in MATMULS and case.setting in OPTIONS) or str(case) == "Embed attend"
 }
-NNX: dict[str, tuple[Any, tuple[int, ...], str]] = {
-    "Linear": (lambda **k: nnx.Linear(4, 3, **k), ROWS, "__call__"),
-    "Linear alone": (lambda **k: nnx.Linear(4, 3, use_bias=False, **k), ROWS, "__call__"),
-    "LinearGeneral": (lambda **k: nnx.LinearGeneral(4, (3, 2), **k), ROWS, "__call__"),
-    "Einsum": (lambda **k: nnx.Einsum("ab,bc->ac", (4, 3), (3,), **k), ROWS, "__call__"),
-    "Conv": (lambda **k: nnx.Conv(4, 4, (3,), **k), SEQUENCE, "__call__"),
-    "Conv in groups": (
-        lambda **k: nnx.Conv(4, 4, (3,), strides=2, padding="CIRCULAR", feature_group_count=2, **k),
-        SEQUENCE,
-        "__call__",
-    ),
-    "ConvTranspose": (lambda **k: nnx.ConvTranspose(4, 3, (3,), **k), SEQUENCE, "__call__"),
-    "ConvTranspose masked": (lambda **k: transposed(nnx, 4, 3, **k), SEQUENCE, "__call__"),
-    "Embed attend": (lambda **k: nnx.Embed(5, 4, **k), ROWS, "attend"),
-}
-LAYERS = [("linen", name) for name in LINEN] + [("nnx", name) for name in NNX]
-EACH_LAYER = pytest.mark.parametrize(("wing", "name"), LAYERS)
+EACH_LAYER = pytest.mark.parametrize("name", LAYERS)
+EACH_DENSE = pytest.mark.parametrize("name", ["linen Dense", "nnx Linear"])
 
 
-def function_of(wing: str, name: str, **options: Any) -> tuple[Any, Any, Any]:
+def function_of(name: str, modules: Any = None, **options: Any) -> tuple[Any, Any, Any]:
     """Returns a layer as a function of its params and its input, its params, and an input."""
-    make, shape, method = (LINEN if wing == "linen" else NNX)[name]
-    x, key = jax.random.normal(jax.random.key(3), shape), jax.random.key(0)
-    layer = make(**options) if wing == "linen" else make(**options, rngs=flax.nnx.Rngs(0))
-    if wing == "linen":
-        params = layer.init(key, x, method=method)
-        return lambda params, x: layer.apply(params, x, method=method), params, x
-    graph, params = flax.nnx.split(layer)
-    merged = lambda params: flax.nnx.merge(graph, params, copy=True)  # noqa: E731
-    return lambda params, x: getattr(merged(params), method)(x), params, x
+    run = program(*LAYERS[name], modules, **options)
+    params, rest = run.init(jax.random.key(0))
+    return lambda params, x: run.apply(params, rest, (x,))[0], params, run.inputs[0]
 
 
 def dots(function: Any, *args: Any) -> list[tuple[str, ...]]:
@@ -85,10 +42,14 @@ def dots(function: Any, *args: Any) -> list[tuple[str, ...]]:
     return sorted((*op.inputs, *op.outputs) for op in found)
 
 
-@pytest.mark.parametrize("half", HALVES)
+def rounded(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), tree)
+
+
+@pytest.mark.parametrize("half", ("bfloat16", "float16"))
 @EACH_LAYER
-def test_a_matmul_layer_returns_its_accumulator_and_goes_back_in_compute_dtype(wing, name, half):
-    run, params, x = function_of(wing, name, dtype_policy=f"p=f32,c={half},o=f32")
+def test_a_matmul_layer_returns_its_accumulator_and_goes_back_in_compute_dtype(name, half):
+    run, params, x = function_of(name, dtype_policy=f"p=f32,c={half},o=f32")
     assert jax.eval_shape(run, params, x).dtype == jnp.float32
     wide, narrow = (half, half, "float32"), (half, half, half)
     assert dots(run, params, x) == [wide]
@@ -96,16 +57,16 @@ def test_a_matmul_layer_returns_its_accumulator_and_goes_back_in_compute_dtype(w
     assert dots(gradient, params, x) == sorted([narrow, narrow, wide])
     found = jax.tree.leaves(jax.eval_shape(gradient, params, x))
     assert {leaf.dtype.name for leaf in found} == {"float32"}
+    # an input that needs no gradient costs no matmul
+    alone = jax.grad(lambda params: jnp.square(run(params, x)).sum())
+    assert len(dots(alone, params)) == 2
 
 
 @EACH_LAYER
-def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float32(wing, name):
-    def rounded(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), tree)
-
+def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float32(name):
     results = []
     for policy in ("mixed_bfloat16", "f32"):
-        run, params, x = function_of(wing, name, dtype_policy=policy)
+        run, params, x = function_of(name, dtype_policy=policy)
         params, x = rounded(params), rounded(x)
         weights = jax.random.normal(jax.random.key(4), jax.eval_shape(run, params, x).shape)
 
@@ -120,14 +81,19 @@ def test_an_accumulator_is_no_rounded_copy_and_its_gradients_are_those_of_float3
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
 
 
-def test_inputs_that_need_no_gradient_cost_no_matmul():
-    for wing, name in (("linen", "Einsum"), ("linen", "Einsum ported"), ("nnx", "Einsum")):
-        run, params, x = function_of(wing, name, dtype_policy="mixed_bfloat16")
-        assert len(dots(jax.grad(lambda params, run=run, x=x: run(params, x).sum()), params)) == 2
+@pytest.mark.parametrize(
+    "layer", [flax.linen.Einsum((4, 3), "ab,bc->ac"), flax.linen.ConvTranspose(3, (3,))]
+)
+def test_a_port_of_a_layer_returns_its_accumulator_too(layer):
+    ported, x = linen.apply_policy(layer, "mixed_bfloat16"), jnp.ones((2, 4))
+    params = ported.init(jax.random.key(0), x)
+    wide, narrow = ("bfloat16", "bfloat16", "float32"), ("bfloat16",) * 3
+    gradient = jax.grad(lambda params, x: ported.apply(params, x).sum(), (0, 1))
+    assert dots(gradient, params, x) == sorted([narrow, narrow, wide])
 
 
 def test_a_forward_mode_derivative_of_an_accumulator_works():
-    run, params, x = function_of("linen", "Dense", dtype_policy="mixed_bfloat16")
+    run, params, x = function_of("linen Dense", dtype_policy="mixed_bfloat16")
     out, tangent = jax.jvp(lambda x: run(params, x), (x,), (x,))
     assert (out.dtype, tangent.dtype) == (jnp.float32, jnp.float32)
     # The layer is linear, but for its bias of zeros; the tangent is rounded to bfloat16.
@@ -138,7 +104,7 @@ def test_a_forward_mode_derivative_of_an_accumulator_works():
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"])
 def test_a_preferred_element_type_accumulates_and_the_policy_says_what_is_returned(name, policy):
     options = {"dtype_policy": policy, "preferred_element_type": jnp.float32}
-    run, params, x = function_of("nnx", name, **options)
+    run, params, x = function_of(f"nnx {name}", **options)
     returned = jnp.float32 if policy == "mixed_bfloat16" else jnp.bfloat16
     assert jax.eval_shape(run, params, x).dtype == returned
     assert dots(run, params, x) == [("bfloat16", "bfloat16", "float32")]
@@ -146,26 +112,25 @@ def test_a_preferred_element_type_accumulates_and_the_policy_says_what_is_return
     assert jax.eval_shape(gradient, x).dtype == jnp.float32
 
 
-@pytest.mark.parametrize(("wing", "name"), [("linen", "Dense"), ("nnx", "Linear")])
-def test_a_dot_general_of_the_users_own_is_obeyed_and_its_result_widened(wing, name):
+@EACH_DENSE
+def test_a_dot_general_of_the_users_own_is_obeyed_and_its_result_widened(name):
     calls = []
 
     def dot_general(*args, **kwargs):
         calls.append(kwargs.get("preferred_element_type"))
         return jax.lax.dot_general(*args, **kwargs)
 
-    options = {"dot_general": dot_general, "dtype_policy": "mixed_bfloat16"}
-    run, params, x = function_of(wing, name, **options)
+    run, params, x = function_of(name, dot_general=dot_general, dtype_policy="mixed_bfloat16")
     calls.clear()
     assert jax.eval_shape(run, params, x).dtype == jnp.float32
     assert calls == [None]
 
 
-def test_a_layer_that_returns_compute_dtype_is_flaxs_own_matmul():
-    for wing, name in (("linen", "Dense"), ("nnx", "Linear")):
-        for options in ({"dtype_policy": "c=bf16"}, {"dtype": jnp.bfloat16}):
-            run, params, x = function_of(wing, name, **options)
-            assert dots(run, params, x) == [("bfloat16",) * 3]
+@EACH_DENSE
+def test_a_layer_that_returns_compute_dtype_is_flaxs_own_matmul(name):
+    for options in ({"dtype_policy": "c=bf16"}, {"dtype": jnp.bfloat16}):
+        run, params, x = function_of(name, **options)
+        assert dots(run, params, x) == [("bfloat16",) * 3]
 
 
 def test_an_embedding_as_a_boundary_looks_up_unrounded():
@@ -173,31 +138,7 @@ def test_an_embedding_as_a_boundary_looks_up_unrounded():
     layer = nnx.Embed(3, 4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(tokens), layer.embedding[...][tokens])
     inner = nnx.Embed(3, 4, dtype_policy="c=bf16", rngs=nnx.Rngs(0))
-    assert inner(tokens).dtype == inner.attend(jnp.ones(ROWS)).dtype == jnp.bfloat16
+    assert inner(tokens).dtype == inner.attend(jnp.ones((2, 4))).dtype == jnp.bfloat16
     theirs = linen.Embed(3, 4, dtype_policy="mixed_bfloat16")
     found, variables = theirs.init_with_output(jax.random.key(0), tokens)
     np.testing.assert_array_equal(found, variables["params"]["embedding"][tokens])
-
-
-NORMS = {"LayerNorm": {}, "RMSNorm": {}, "GroupNorm": {"num_groups": 1}, "BatchNorm": {}}
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_norm_takes_its_statistics_before_any_rounding(wing, name, half):
-    options = NORMS[name] | {"dtype_policy": f"p=f32,c={half},o=f32"}
-    offset = 0 if name == "RMSNorm" else 1000
-    x = offset + jax.random.normal(jax.random.key(1), (256, 32))
-    if wing == "nnx":
-        out = getattr(nnx, name)(32, **options, rngs=nnx.Rngs(0))(x)
-    else:
-        more = {"use_running_average": False} if name == "BatchNorm" else {}
-        out, _ = getattr(linen, name)(**options, **more).init_with_output(jax.random.key(0), x)
-    exact = np.asarray(x, np.float64)
-    axis, epsilon = (0, 1e-5) if name == "BatchNorm" else (-1, 1e-6)
-    mean = 0 if name == "RMSNorm" else exact.mean(axis, keepdims=True)
-    variance = np.square(exact - mean).mean(axis, keepdims=True)
-    assert out.dtype == jnp.float32
-    # A rounding of the input to bfloat16 would be off by 4.
-    np.testing.assert_allclose(out, (exact - mean) / np.sqrt(variance + epsilon), atol=3e-4)

@@ -5,21 +5,18 @@ repeated ones none.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules import linen, nnx
+from mpmodules import linen
 from policy import use_policy
+from tests.mpmodules.wings import MIXED, WINGS, Text, batch_norm, dense, layer, layer_norm
 
-POLICY = "mixed_bfloat16"
 ROWS = np.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), np.float32)
 
 _compiled = 0
@@ -49,98 +46,80 @@ def sum_of_squares(y: Any) -> jax.Array:
     return jnp.square(y.astype(jnp.float32)).sum()
 
 
-def linen_lines(mod: Any, make: Callable[[Any], Any], dtype: Any) -> None:
-    layer, x = make(mod), jnp.asarray(ROWS, dtype)
-    variables = dict(layer.init(jax.random.key(0), x))
-    params = variables.pop("params")
-
-    def loss(params: Any, x: Any) -> jax.Array:
-        return sum_of_squares(
-            layer.apply({"params": params, **variables}, x, mutable=["batch_stats"])[0]
-        )
-
-    jax.grad(loss, argnums=(0, 1))(params, x)
-
-
-def nnx_lines(mod: Any, make: Callable[[Any], Any], dtype: Any) -> None:
-    layer, x = make(mod), jnp.asarray(ROWS, dtype)
-    flax.nnx.grad(lambda layer, x: sum_of_squares(layer(x)), argnums=(0, 1))(layer, x)
+def train(wing: Any, part: Any, modules: Any, dtype: Any = jnp.float32) -> None:
+    """Makes a layer and takes the gradient of a call."""
+    x = jnp.asarray(ROWS, dtype)
+    if wing.name == "nnx":
+        made = part.nnx(modules, wing.flax.Rngs(0))
+        wing.flax.grad(lambda layer, x: sum_of_squares(layer(x)), argnums=(0, 1))(made, x)
+        return
+    made = part.linen(None, modules, "")
+    params = made.init(jax.random.key(0), x)
+    jax.grad(lambda params, x: sum_of_squares(made.apply(params, x)), argnums=(0, 1))(params, x)
 
 
-def rngs() -> Any:
-    return flax.nnx.Rngs(0)
-
-
-class Blocks(flax.linen.Module):
-    """Own code around layers that are alike."""
-
-    count: int
-
-    @flax.linen.compact
-    def __call__(self, x: Any) -> jax.Array:
-        for _ in range(self.count):
-            y = flax.linen.Dense(4)(x)
-            x = x + jax.nn.softmax(y * x / 3.0) * jnp.where(y > 0.0, jnp.sqrt(jnp.abs(y)), -y)
-        return x
-
-
-CASES: dict[str, tuple[str, Callable[[Any], Any], Any]] = {
-    "Dense": ("linen", lambda nn: nn.Dense(3), jnp.float32),
-    "LayerNorm": ("linen", lambda nn: nn.LayerNorm(), jnp.bfloat16),
-    "RNN": ("linen", lambda nn: nn.RNN(nn.SimpleCell(3)), jnp.float32),
-    "BatchNorm": ("nnx", lambda nnx: nnx.BatchNorm(4, rngs=rngs()), jnp.float32),
+RNN = layer(lambda nn: nn.RNN(nn.SimpleCell(3)), lambda nnx, rngs: None)
+CASES: dict[str, tuple[str, Any, Any]] = {
+    "Dense": ("linen", dense(4, 3), jnp.float32),
+    "LayerNorm": ("linen", layer_norm(4), jnp.bfloat16),
+    "RNN": ("linen", RNN, jnp.float32),
+    "BatchNorm": ("nnx", batch_norm(4), jnp.float32),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_eager_calls_compile_about_as_many_programs_as_flax_s(case):
-    wing, make, dtype = CASES[case]
-    ours, theirs, lines = (
-        (linen, flax.linen, linen_lines) if wing == "linen" else (nnx, flax.nnx, nnx_lines)
-    )
+    name, part, dtype = CASES[case]
+    wing = WINGS[name]
     with jax.numpy_dtype_promotion("standard"):  # Flax's promote
-        first, again = programs(lambda: lines(theirs, make, dtype), None)
-    found, found_again = programs(lambda: lines(ours, make, dtype), POLICY)
+        first, again = programs(lambda: train(wing, part, wing.flax, dtype), None)
+    found, found_again = programs(lambda: train(wing, part, wing.module, dtype), MIXED)
     assert found <= 1.5 * first
     assert found_again <= again  # Flax's loops compile their bodies anew at each call
 
 
-def test_without_a_policy_layers_compile_flax_s_programs():
-    lines = functools.partial(linen_lines, make=lambda nn: nn.LayerNorm(), dtype=jnp.float32)
+def test_without_a_policy_layers_compile_flax_s_programs_and_alike_ones_share_theirs():
+    wing, norm = WINGS["linen"], layer_norm(4)
     with jax.numpy_dtype_promotion("standard"):
-        assert programs(lambda: lines(linen), None) == programs(lambda: lines(flax.linen), None)
+        ours, theirs = (
+            programs(lambda m=m: train(wing, norm, m), None) for m in (wing.module, wing.flax)
+        )
+    assert ours == theirs
 
-
-def test_layers_that_are_alike_share_their_programs():
     def lines(count: int) -> None:
-        x = jnp.asarray(ROWS, jnp.bfloat16)
+        for _ in range(count):
+            train(wing, norm, linen, jnp.bfloat16)
+
+    one, _ = programs(lambda: lines(1), MIXED)
+    assert programs(lambda: lines(4), MIXED) == (one, 0)
+
+
+def blocks(count: int) -> Any:
+    """Own code around layers that are alike, ported."""
+
+    def call(self: Any, x: jax.Array) -> jax.Array:
         for i in range(count):
-            layer = linen.LayerNorm(name=f"norm_{i}")
-            variables = layer.init(jax.random.key(0), x)
-            jax.grad(lambda v, x, layer=layer: sum_of_squares(layer.apply(v, x)))(variables, x)
+            y = getattr(self, f"dense_{i}")(x)
+            x = x + jax.nn.softmax(y * x / 3.0) * jnp.where(y > 0.0, jnp.sqrt(jnp.abs(y)), -y)
+        return x
 
-    one, _ = programs(lambda: lines(1), POLICY)
-    assert programs(lambda: lines(4), POLICY) == (one, 0)
-
-
-def blocks(count: int) -> tuple[Any, Any]:
-    model = linen.apply_policy(Blocks(count), POLICY)
-    return model, model.init(jax.random.key(0), ROWS)
+    parts: dict[str, Any] = {f"dense_{i}": dense(4, 4) for i in range(count)}
+    return WINGS["linen"].port(Text(call, **parts), MIXED, None, ROWS)
 
 
 def test_own_code_shares_the_programs_of_its_operations():
     compiled = {}
     for count in (1, 4):
-        model, variables = blocks(count)
-        compiled[count], again = programs(lambda: model.apply(variables, ROWS), None)  # noqa: B023
+        model = blocks(count)
+        compiled[count], again = programs(lambda: model(ROWS), None)  # noqa: B023
         assert again == 0
     assert compiled[4] <= 1.5 * compiled[1]
 
 
 def test_own_code_returns_the_numbers_of_its_operations_one_by_one():
-    model, variables = blocks(2)
-    one_by_one, _ = jax.vjp(lambda variables: model.apply(variables, ROWS), variables)
+    model = blocks(2)
+    one_by_one, _ = jax.vjp(lambda params: model.pure(params, ROWS), model.params)
     for _ in range(2):
-        np.testing.assert_array_equal(model.apply(variables, ROWS), one_by_one)
+        np.testing.assert_array_equal(model(ROWS), one_by_one)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-        model.apply(variables, ROWS * np.nan)
+        model(ROWS * np.nan)

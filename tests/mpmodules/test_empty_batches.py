@@ -6,20 +6,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as flax_linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 
-from mpmodules import linen, nnx
+from tests.mpmodules.norm_layers import WINGS, built, leaves_named
 
 FEATURES = 3
-MEAN, VARIANCE = np.asarray([0.5, -1.0, 2.0], np.float32), np.asarray([2.0, 0.25, 1.0], np.float32)
+VALUES = {
+    "scale": np.full(FEATURES, 1.5, np.float32),
+    "bias": np.full(FEATURES, 0.1, np.float32),
+    "mean": np.asarray([0.5, -1.0, 2.0], np.float32),
+    "var": np.asarray([2.0, 0.25, 1.0], np.float32),
+}
+MEAN, VARIANCE = VALUES["mean"], VALUES["var"]
 POLICIES = ["float32", "mixed_bfloat16", "bfloat16", "mixed_float16", "p=f16,c=f16,o=f32"]
 X = np.asarray(np.random.default_rng(0).normal(2, 3, (4, 5, FEATURES)), np.float32)
-NONE_KEPT = {"all": np.zeros((4, 5, FEATURES), bool), "rows": np.zeros((4, 1, 1), bool)}
+EACH_WING = pytest.mark.parametrize("wing", WINGS)
+MASKS: dict[str, Any] = {
+    "all": np.zeros((4, 5, FEATURES), bool),
+    "rows": np.zeros((4, 1, 1), bool),
+    "one feature": np.ones(X.shape, bool) & (np.arange(3) != 1),
+}
 
 
 def step(
@@ -29,35 +38,25 @@ def step(
     squares, in float32.
     """
     given: dict[str, Any] = {} if policy is None else {"dtype_policy": policy}
-    scale, bias = jnp.full(FEATURES, 1.5), jnp.full(FEATURES, 0.1)
+    modules = WINGS[wing][flax]
+    like = jnp.zeros((1, FEATURES))
+    variables, call = built(modules, "BatchNorm", like, jit=False, **options, **given)
 
-    def linen_call(scale: Any, bias: Any, x: Any) -> tuple[Any, Any]:
-        layer = (flax_linen if flax else linen).BatchNorm(
-            use_running_average=False, **options, **given
-        )
-        variables = {
-            "params": {"scale": scale, "bias": bias},
-            "batch_stats": {"mean": MEAN, "var": VARIANCE},
-        }
-        y, updated = layer.apply(variables, x, mask=mask, mutable=["batch_stats"])
-        return y, updated["batch_stats"]
+    def value(path: Any, leaf: Any) -> Any:
+        (name,) = [name for name in VALUES if f"'{name}'" in jax.tree_util.keystr(path)]
+        return jnp.asarray(VALUES[name], leaf.dtype)
 
-    def nnx_call(scale: Any, bias: Any, x: Any) -> tuple[Any, Any]:
-        layer = (flax_nnx if flax else nnx).BatchNorm(
-            FEATURES, rngs=flax_nnx.Rngs(0), **options, **given
-        )
-        for name, value in {"scale": scale, "bias": bias, "mean": MEAN, "var": VARIANCE}.items():
-            getattr(layer, name).set_value(jnp.asarray(value))
-        y = layer(x, use_running_average=False, mask=mask)
-        return y, {"mean": layer.mean[...], "var": layer.var[...]}
+    variables = jax.tree_util.tree_map_with_path(value, variables)
 
-    def loss(*arguments: Any) -> tuple[Any, Any]:
-        y, running = (linen_call if wing == "linen" else nnx_call)(*arguments)
+    def loss(variables: Any, x: Any) -> tuple[Any, Any]:
+        y, after = call(variables, x, mask=mask)
         squares = jnp.square(y.astype(jnp.float32))
-        return squares.sum(where=None if mask is None else mask), (y, running)
+        return squares.sum(where=None if mask is None else mask), (y, after)
 
-    gradients, (y, running) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(scale, bias, x)
-    found = {"y": y, "scale": gradients[0], "bias": gradients[1], "x": gradients[2], **running}
+    gradients, (y, after) = jax.grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
+    found = {"y": y, "x": gradients[1]}
+    found |= {name: leaves_named(gradients[0], name)[0] for name in ("scale", "bias")}
+    found |= {name: leaves_named(after, name)[0] for name in ("mean", "var")}
     return {name: jnp.asarray(value, jnp.float32) for name, value in found.items()}
 
 
@@ -67,66 +66,57 @@ def assert_kept(found: dict[str, Any]) -> None:
     assert all(np.isfinite(value).all() for value in found.values())
 
 
+@EACH_WING
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_an_empty_batch_leaves_running_statistics_as_they_were(wing, policy, dtype):
     assert_kept(step(wing, jnp.zeros((0, FEATURES), dtype), policy))
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_fast_variance": True}, {"use_fast_variance": False}, {"momentum": 0.0}]
-)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+OPTIONS: list[dict[str, Any]] = [
+    {"use_fast_variance": True},
+    {"use_fast_variance": False},
+    {"momentum": 0.0},
+    {"dtype": jnp.float32},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* has an explicit dtype:policy.DtypePolicyWarning")
+@EACH_WING
+@pytest.mark.parametrize("options", OPTIONS)
 def test_an_empty_batch_changes_nothing_whatever_the_options(wing, options):
     assert_kept(step(wing, jnp.zeros((4, 0, FEATURES), jnp.bfloat16), "mixed_bfloat16", **options))
 
 
-def test_an_empty_batch_changes_nothing_where_the_layer_has_a_dtype_of_its_own():
-    with pytest.warns(UserWarning, match="dtype"):
-        assert_kept(
-            step(
-                "linen", jnp.zeros((0, FEATURES), jnp.bfloat16), "mixed_bfloat16", dtype=jnp.float32
-            )
-        )
-
-
-@pytest.mark.parametrize("mask", NONE_KEPT)
+@EACH_WING
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_mask_that_keeps_nothing_normalises_by_the_running_statistics(wing, policy, mask):
+def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalise(wing, policy, mask):
     dtype = "bfloat16" if "bfloat16" in policy else "float32"
-    found = step(wing, jnp.asarray(X, dtype), policy, mask=NONE_KEPT[mask])
+    x = jnp.asarray(X, dtype)
+    found = step(wing, x, policy, mask=MASKS[mask])
+    if mask == "one feature":
+        assert (found["mean"][1], found["var"][1]) == (MEAN[1], VARIANCE[1])
+        wide = np.asarray(x, np.float32)[..., 0].mean()
+        np.testing.assert_allclose(found["mean"][0], 0.99 * MEAN[0] + 0.01 * wide, rtol=1e-5)
+        assert all(np.isfinite(value).all() for value in found.values())
+        return
     assert_kept(found)
-    expected = (np.asarray(jnp.asarray(X, dtype), np.float32) - MEAN) / np.sqrt(
-        VARIANCE + 1e-5
-    ) * 1.5 + 0.1
+    expected = (np.asarray(x, np.float32) - MEAN) / np.sqrt(VARIANCE + 1e-5) * 1.5 + 0.1
     np.testing.assert_allclose(found["y"], expected, rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_a_feature_of_which_a_mask_keeps_nothing_keeps_its_statistics(wing):
-    mask = np.ones(X.shape, bool)
-    mask[..., 1] = False
-    found = step(wing, jnp.asarray(X), "float32", mask=mask)
-    assert all(np.isfinite(value).all() for value in found.values())
-    assert (found["mean"][1], found["var"][1]) == (MEAN[1], VARIANCE[1])
-    np.testing.assert_allclose(
-        found["mean"][0], 0.99 * MEAN[0] + 0.01 * X[..., 0].mean(), rtol=1e-5
-    )
-
-
+@EACH_WING
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
 def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
-    mask = X[..., :1] > 1
-    found = step(wing, jnp.asarray(X), "float32", mask=mask, use_fast_variance=fast)
-    expected = step(wing, jnp.asarray(X), None, mask=mask, use_fast_variance=fast, flax=True)
+    options: dict[str, Any] = {"mask": X[..., :1] > 1, "use_fast_variance": fast}
+    found = step(wing, jnp.asarray(X), "float32", **options)
+    expected = step(wing, jnp.asarray(X), None, flax=True, **options)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@EACH_WING
 def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
     mask = np.ones(X.shape, bool)
     mask[1], mask[2] = False, False
@@ -146,7 +136,7 @@ def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
 
 
 @pytest.mark.parametrize("fast", [None, True, False])
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@EACH_WING
 def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, fast):
     mask = np.arange(X[..., :1].size).reshape(4, 5, 1) % 4 > np.arange(4).reshape(4, 1, 1) - 1
     options: dict[str, Any] = {} if fast is None else {"use_fast_variance": fast}
@@ -164,8 +154,8 @@ def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, f
         np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_without_a_policy_an_empty_batch_is_flax_s(wing):
+@EACH_WING
+def test_without_a_policy_an_empty_batch_is_flaxs(wing):
     found = step(wing, jnp.zeros((0, FEATURES)), None)
     expected = step(wing, jnp.zeros((0, FEATURES)), None, flax=True)
     for name, value in expected.items():

@@ -1,7 +1,5 @@
 """A layer that computes in float32 and hands on what the code around it computes in."""
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import pickle
@@ -13,13 +11,12 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import Policy, get_policy, use_policy
-from tests.programs import named, operations
+from tests.mpmodules.wings import BOTH, MIXED, Text, dense
 
 X = jnp.ones((2, 4))
-BOTH = [("f32", "float32"), ("f32_inside", "bfloat16"), ("float32_inside", "bfloat16")]
 
 
-def test_the_policy_is_a_value_with_a_text_form() -> None:
+def test_the_policy_is_a_value_with_a_text_form():
     policy = get_policy("f32_inside")
     assert policy == Policy("f32", "f32", "caller") != get_policy("f32")
     assert str(policy) == "params=float32,compute=float32,output=caller"
@@ -33,49 +30,24 @@ def test_the_policy_is_a_value_with_a_text_form() -> None:
         get_policy("p=caller")
 
 
-class LinenNet(linen.Module):
-    note: Any
+@BOTH
+@pytest.mark.parametrize("text", ["f32", "f32_inside", "float32_inside"])
+def test_a_layer_multiplies_in_float32_and_hands_on_half(wing, text):
+    seen: list[str] = []
 
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = linen.Dense(4, name="inner")(x)
-        self.note(y.dtype)
-        return linen.Dense(3, name="head")(x + y.astype(x.dtype))
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, note: Any, rngs: nnx.Rngs) -> None:
-        self.note, self.inner, self.head = (
-            note,
-            nnx.Linear(4, 4, rngs=rngs),
-            nnx.Linear(4, 3, rngs=rngs),
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def call(self: Any, x: jax.Array) -> jax.Array:
         y = self.inner(x)
-        self.note(y.dtype)
+        seen.append(y.dtype.name)
         return self.head(x + y.astype(x.dtype))
 
-
-def _net(wing: str, note: Any, rules: Any) -> Any:
-    """A function of an input."""
-    if wing == "nnx":
-        return nnx.apply_policy(NnxNet(note, nnx.Rngs(0)), "mixed_bfloat16", rules)
-    model = linen.apply_policy(LinenNet(note), "mixed_bfloat16", rules)
-    return model.bind(model.init(jax.random.key(0), X))
+    net = Text(call, inner=dense(4, 4), head=dense(4, 3))
+    model = wing.port(net, MIXED, {"inner": text}, X)
+    seen.clear()
+    assert model.dots(X) == [("float32",) * 2, ("bfloat16",) * 2]
+    assert set(seen) == {"float32"} and model(X).dtype == jnp.float32  # as own code is
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-@pytest.mark.parametrize(("text", "dtype"), BOTH)
-def test_a_layer_multiplies_in_float32_and_hands_on_half(wing: str, text: str, dtype: str) -> None:
-    seen: list[Any] = []
-    net = _net(wing, seen.append, {"inner": text})
-    ops = named(operations(lambda x: net(x), X), "dot_general")
-    assert [op.inputs for op in ops] == [("float32",) * 2, ("bfloat16",) * 2]
-    assert set(seen) == {jnp.dtype(jnp.float32)} and net(X).dtype == jnp.float32  # as own code is
-
-
-def test_a_root_returns_its_accumulator() -> None:
+def test_a_root_returns_its_accumulator():
     half = X.astype(jnp.bfloat16)
     layer = linen.Dense(3, dtype_policy="f32_inside")
     assert layer.init_with_output(jax.random.key(0), half)[0].dtype == jnp.float32
@@ -85,14 +57,8 @@ def test_a_root_returns_its_accumulator() -> None:
 class Step(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jnp.add(*_promoted(x, linen.Dense(4, name="inner")(x))), None
-
-
-def _promoted(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dtype = max(
-        x.dtype, y.dtype, key=lambda dtype: dtype.itemsize
-    )  # as arithmetic does without strict promotion
-    return x.astype(dtype), y.astype(dtype)
+        y = linen.Dense(4, name="inner")(x)
+        return x.astype(jnp.float32) + y.astype(jnp.float32), None
 
 
 class Scanned(linen.Module):
@@ -102,22 +68,12 @@ class Scanned(linen.Module):
         return step(name="steps")(x, None)[0]
 
 
-def test_a_scans_carry_keeps_its_dtype_in_linen() -> None:
-    with use_policy("mixed_bfloat16", {"steps/inner": "f32_inside"}):
-        assert (
-            jax.eval_shape(lambda: Scanned().init_with_output(jax.random.key(0), X)[0]).dtype
-            == jnp.float32
-        )
-    with use_policy("mixed_bfloat16", {"steps/inner": "f32"}):  # own code reads it in its dtype
-        jax.eval_shape(lambda: Scanned().init(jax.random.key(0), X))
-
-
 class NnxStep(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(4, 4, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.add(*_promoted(x, self.inner(x)))
+        return x.astype(jnp.float32) + self.inner(x).astype(jnp.float32)
 
 
 class NnxScanned(nnx.Module):
@@ -129,10 +85,36 @@ class NnxScanned(nnx.Module):
         return step(self.steps, x)
 
 
-def test_a_scans_carry_keeps_its_dtype_in_nnx() -> None:
-    model = nnx.apply_policy(
-        NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32_inside"}
-    )
-    assert model(X).dtype == jnp.float32
-    model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), "mixed_bfloat16", {"steps/inner": "f32"})
-    assert model(X).dtype == jnp.float32  # own code reads the layer's result in its own dtype
+@pytest.mark.parametrize("text", ["f32_inside", "f32"])  # own code reads either in its own dtype
+def test_a_scans_carry_keeps_its_dtype(text):
+    rules = {"steps/inner": text}
+    with use_policy(MIXED, rules):
+        out, _ = jax.eval_shape(lambda: Scanned().init_with_output(jax.random.key(0), X))
+    model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), MIXED, rules)
+    assert out.dtype == model(X).dtype == jnp.float32
+
+
+def test_a_scan_whose_body_changes_its_carrys_dtype_is_explained_where_code_is_kept():
+    class Block(NnxStep):
+        own_code = "keep"
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.inner(x)
+
+    class Model(nnx.Module):
+        own_code = "keep"
+
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.block = Block(rngs, dtype_policy=MIXED)  # pyright: ignore[reportCallIssue]
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            body = lambda block, x, _: (block(x), None)  # noqa: E731
+            scan = nnx.scan(body, in_axes=(None, nnx.Carry, 0))
+            return scan(self.block, x, jnp.arange(2))[0]
+
+    model = Model(nnx.Rngs(0), dtype_policy="bfloat16")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="carry") as caught:
+        model(X)
+    told = "cast their outputs: 'Block' (returns float32 by argument dtype_policy)"
+    (note,) = (note for note in caught.value.__notes__ if told in note)
+    assert "lift its class" not in note

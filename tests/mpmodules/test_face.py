@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import mpmodules
 from mpmodules import linen, nnx
 from tests.mpmodules.wings import BOTH
 
@@ -111,8 +110,3 @@ def test_classes_of_users_keep_their_docstrings(wing):
         """Says this."""
 
     assert Documented.__doc__ == "Says this."
-
-
-def test_the_policy_names_come_along():
-    names = ("Policy", "PolicyRules", "use_policy", "set_policy", "current_policy")
-    assert all(hasattr(mpmodules, name) for name in names)

@@ -26,10 +26,11 @@ def like(x, w):
     return jnp.asarray(x, w.dtype)
 
 
-def in_a_python_loop(w):
+def repeated(use, w):
+    """Adds up a use of a parameter ONES times, and once with LARGE."""
     total = jnp.zeros_like(w)
     for _ in range(ONES):
-        total = total + w
+        total = use(total, w)
     return total + like(LARGE, w) * w
 
 
@@ -52,48 +53,15 @@ def in_matmuls(w):
     return sum((eye @ w for _ in range(ONES)), jnp.zeros_like(w)) + (like(LARGE, w) * eye) @ w
 
 
-def as_rows_of_a_table(w):
-    return w[None][IDS]
-
-
-def as_a_bias(w):
-    return jnp.ones((ROWS, SIZE), w.dtype) + w[None]
-
-
-def as_a_number(w):
-    return w[0] * jnp.ones(ROWS, w.dtype)
-
-
-def as_the_exponential_of_a_number(w):
-    return jnp.exp(w[0] - 1) * jnp.ones(ROWS, w.dtype)
-
-
-def in_a_broadcast_activation(w):
-    return (jnp.eye(SIZE, dtype=w.dtype) @ w)[None] * jnp.ones((ROWS, 1), w.dtype)
-
-
-def in_a_checkpoint(w):
-    return jax.checkpoint(in_a_python_loop)(w)
-
-
-def in_a_jit(w):
-    add = jax.jit(lambda total, w: total + w)
-    total = jnp.zeros_like(w)
-    for _ in range(ONES):
-        total = add(total, w)
-    return total + like(LARGE, w) * w
-
-
 def in_a_cond(w):
-    total = jnp.zeros_like(w)
-    for _ in range(ONES):
-        total = lax.cond(w[0] > 0, lambda total, w: total + w, lambda total, w: total, total, w)
-    return total + like(LARGE, w) * w
+    def use(total, w):
+        return lax.cond(w[0] > 0, lambda total, w: total + w, lambda total, w: total, total, w)
+
+    return repeated(use, w)
 
 
 def reshaped_before(w):
-    moved = w.reshape(2, 2).T
-    return sum((moved for _ in range(ONES)), jnp.zeros_like(moved)) + like(LARGE, w) * moved
+    return repeated(lambda total, moved: total + moved, w.reshape(2, 2).T)
 
 
 @jax.custom_jvp
@@ -102,13 +70,6 @@ def plus(w, x):
 
 
 plus.defjvp(lambda primals, tangents: (plus(*primals), tangents[0] + tangents[1]))
-
-
-def in_a_custom_rule(w):
-    total = jnp.zeros_like(w)
-    for _ in range(ONES):
-        total = plus(w, total)
-    return total + like(LARGE, w) * w
 
 
 def cast_before_a_loop(w, half):
@@ -121,29 +82,42 @@ def cast_before_a_loop(w, half):
 
 
 def cast_before_additions(w, half):
-    cast = w.astype(half)
-    return sum((cast for _ in range(ONES)), jnp.zeros_like(cast)) + like(LARGE, cast) * cast
+    return repeated(lambda total, cast: total + cast, w.astype(half))
 
 
-BODIES = {
-    in_a_python_loop: ONES + LARGE,
-    in_a_scan: ONES + LARGE,
-    in_a_matmul_of_a_scan: ONES + LARGE,
-    in_matmuls: ONES + LARGE,
-    as_rows_of_a_table: ROWS,
-    as_a_bias: ROWS,
-    as_a_number: ROWS,
-    as_the_exponential_of_a_number: ROWS,
-    in_a_broadcast_activation: ROWS,
-    in_a_checkpoint: ONES + LARGE,
-    in_a_jit: ONES + LARGE,
-    in_a_cond: ONES + LARGE,
-    reshaped_before: ONES + LARGE,
-    in_a_custom_rule: ONES + LARGE,
-    cast_before_a_loop: ONES + LARGE,
-    cast_before_additions: ONES + LARGE,
+def rows(w, *shape):
+    return jnp.ones((ROWS, *shape), w.dtype)
+
+
+# By name: the body, and how often it uses its parameter.
+TIMES = ONES + LARGE
+BODIES: dict[str, tuple[Any, float]] = {
+    "in a python loop": (lambda w: repeated(jnp.add, w), TIMES),
+    "in a scan": (in_a_scan, TIMES),
+    "in a matmul of a scan": (in_a_matmul_of_a_scan, TIMES),
+    "in matmuls": (in_matmuls, TIMES),
+    "as rows of a table": (lambda w: w[None][IDS], ROWS),
+    "as a bias": (lambda w: rows(w, SIZE) + w[None], ROWS),
+    "as a factor": (lambda w: jax.vmap(lambda row: row * w)(rows(w, SIZE)), ROWS),
+    "as a divisor": (lambda w: rows(w, SIZE) / w[None], -ROWS),
+    "in halves": (lambda w: rows(w, SIZE) + jnp.concatenate([w[:2], w[2:]])[None], ROWS),
+    "as a number": (lambda w: w[0] * rows(w), ROWS),
+    "as the exponential of a number": (lambda w: jnp.exp(w[0] - 1) * rows(w), ROWS),
+    "as the softplus of a number": (lambda w: jax.nn.softplus(w[0] - 1) * rows(w), ROWS / 2),
+    "in a broadcast activation": (
+        lambda w: (jnp.eye(SIZE, dtype=w.dtype) @ w)[None] * rows(w, 1),
+        ROWS,
+    ),
+    "in a checkpoint": (lambda w: jax.checkpoint(lambda w: repeated(jnp.add, w))(w), TIMES),
+    "in a jit": (lambda w: repeated(jax.jit(lambda total, w: total + w), w), TIMES),
+    "in a cond": (in_a_cond, TIMES),
+    "reshaped before": (reshaped_before, TIMES),
+    "in a custom rule": (lambda w: repeated(lambda total, w: plus(w, total), w), TIMES),
+    "cast before a loop": (cast_before_a_loop, TIMES),
+    "cast before additions": (cast_before_additions, TIMES),
 }
-CAST_BEFORE = (cast_before_a_loop, cast_before_additions)
+NAMES = {name: uses for name, (_, uses) in BODIES.items()}
+CAST_BEFORE = ("cast before a loop", "cast before additions")
 in_dtypes = pytest.mark.parametrize(
     ("half", "stored"),
     [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
@@ -155,14 +129,10 @@ def total(y):
     return jnp.sum(y.astype(jnp.float32))
 
 
-NAMES = {body.__name__: uses for body, uses in BODIES.items()}
-
-
 def outputs(params, half):
     """Returns the sum over all bodies, each with a parameter of its own."""
-    bodies = {body.__name__: body for body in BODIES}
-    options = {body.__name__: {"half": half} for body in CAST_BEFORE}
-    return sum(total(bodies[name](w, **options.get(name, {}))) for name, w in params.items())
+    half_of: dict[str, Any] = {name: {"half": half} for name in CAST_BEFORE}
+    return sum(total(BODIES[name][0](w, **half_of.get(name, {}))) for name, w in params.items())
 
 
 def lost(gradients, uses):
@@ -264,8 +234,7 @@ def test_the_gradient_of_a_parameter_is_summed_over_its_uses_in_float32(place, h
         found = {kind: lost(gradients_of(loss, kind, params), NAMES) for kind in PLACES[place]}
     if stored == "float32" and place in (as_a_function, kept_in_linen):
         # The gradients of such a program are JAX's own, and so is the sum over a cast.
-        casts = {body.__name__ for body in CAST_BEFORE}
-        assert set(found.pop("float32")) == casts
+        assert set(found.pop("float32")) == set(CAST_BEFORE)
     assert not any(found.values()), found
 
 
@@ -275,7 +244,7 @@ def test_nnx_sums_the_gradients_of_a_model_in_float32(half, stored, kind):
     obeyed = policy.get_policy(f"params={stored},compute={half},output=float32")
     with policy.use_policy(obeyed):
         model = NnxModel(parameters(jnp.float32), half)
-    assert model.params["in_a_scan"].dtype == stored
+    assert model.params["in a scan"].dtype == stored
     options = {} if kind == "plain" else {"grads": kind, "policy": obeyed}
     gradients = nnx.grad(lambda model: model(), **options)(model)
     gradients = gradients.tree if kind == "compute" else gradients
@@ -313,15 +282,15 @@ def test_layers_that_are_called_again_sum_their_gradients_in_float32(half, store
 
 @in_dtypes
 def test_a_loss_that_uses_a_parameter_beside_its_model_sums_both_in_float32(half, stored):
-    params = {"in_a_python_loop": jnp.ones(SIZE, stored)}
+    params = {"in a python loop": jnp.ones(SIZE, stored)}
     model: Any = in_linen(half, None)
     with policy.use_policy(f"params={stored},compute={half},output=float32"):
         for kind in ("float32", "accumulator"):
             got = gradients_of(lambda params: model(params) + outputs(params, half), kind, params)
-            np.testing.assert_array_equal(got["in_a_python_loop"], [2 * (ONES + LARGE)] * SIZE)
+            np.testing.assert_array_equal(got["in a python loop"], [2 * (ONES + LARGE)] * SIZE)
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_jax_sums_in_the_dtype_of_the_parameter(half):
-    got = jax.grad(lambda w: total(in_a_python_loop(w)))(jnp.ones(SIZE, half))
+    got = jax.grad(lambda w: total(repeated(jnp.add, w)))(jnp.ones(SIZE, half))
     assert float(got[0]) == LARGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import threading
 import traceback
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from policy import DtypePolicyWarning, compute_dtype, get_policy
+from policy import DtypePolicyWarning, audit, compute_dtype, get_policy
 from tests.mpmodules.one_rule_bodies import (
     CONTAINERS,
     DIFFERENTIABLE,
@@ -27,6 +28,7 @@ from tests.mpmodules.wings import (
     BOTH,
     KEY,
     MIXED,
+    ONES,
     Model,
     Text,
     X,
@@ -114,6 +116,59 @@ def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
         out, held = wrap(run)(X)
         assert isinstance(held, jax.Array)  # no tracer
         np.testing.assert_array_equal(held.astype(jnp.float32), out)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(wing):
+    seen: list[Any] = []
+
+    def call(self, x):
+        seen.append(jnp.asarray(self.w).dtype.name)
+        return x @ self.w + jnp.asarray(self.b)[None]
+
+    linear = Text(call, "Linear", w=weight(4, 4), b=weight(4))
+    model = wing.ours(linear, MIXED)
+    forward = [op for op in named(model.operations(X, gradient=True), "add") if not op.is_backward]
+    assert {op.outputs for op in forward} == {("bfloat16",)}
+    assert audit(jax.grad(model.total(X)), model.params).findings == ()
+    plain = wing.ours(linear, None)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), plain.params)
+    plain.pure(half, X.astype(jnp.float16))
+    assert seen[-1] == "float16"
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_a_kept_parameter_and_one_asked_for_in_float32_hold_against_activations(wing, policy):
+    against = Text(
+        lambda self, x: self.layer(x) * self.plain * self.kept * self.asked,
+        attributes={"keep_params": ("kept",)},
+        layer=dense(4, 4),
+        plain=weight(1, 4, init=ONES),
+        kept=weight(1, 4, init=ONES),
+        asked=weight(1, 4, init=ONES, compute_dtype=jnp.float32),
+    )
+    model = wing.ours(against, policy)
+    products = named(model.operations(X), "mul")
+    assert [op.outputs[0] for op in products] == ["bfloat16", "float32", "float32"]
+    made = model.made()
+    assert made["kept"] == "float32"
+    assert made["plain"] == made["asked"] == get_policy(policy).param_dtype.name
+
+
+@BOTH
+def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(wing):
+    for names in ("scale", 3, (1,)):
+        with pytest.raises(
+            TypeError, match=r"Wrong.keep_params should be a tuple of names, but got"
+        ):
+            type("Wrong", (wing.module.Module,), {"keep_params": names, "__module__": __name__})
+    misspelt = Text(lambda self, x: x, "Misspelt", {"keep_params": ("scael",)}, scale=weight(1, 4))
+    with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
+        wing.ours(misspelt, MIXED).made()
 
 
 # --- what can't be traced -------------------------------------------------------------------------
@@ -238,17 +293,6 @@ def test_callbacks_run_once_for_each_call_and_get_float32(wing):
 
 
 @BOTH
-def test_debug_print_prints_once_for_each_call(wing, capfd):
-    model = wing.ours(text(DIFFERENTIABLE["debug_print"]), MIXED)
-    jax.effects_barrier()
-    capfd.readouterr()
-    for _ in range(2):
-        model(X)
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("of 12") == 2
-
-
-@BOTH
 def test_checks_are_functionalised(wing):
     checks = []
     model = wing.ours(text(lambda x: checked(x) if checks else x), MIXED)
@@ -266,20 +310,23 @@ def test_a_saved_name_is_saved_in_half(wing):
     assert names and {op.outputs for op in names} == {("bfloat16",)}
 
 
-def _jvp(f: Any) -> Any:
-    return lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1]
-
-
-def _linearized(f: Any) -> Any:
-    return lambda w: jax.linearize(f, w)[1](jnp.ones_like(w))
+DERIVATIVES: dict[str, Any] = {
+    "hessian": jax.hessian,
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1],
+    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](jnp.ones_like(w)),
+    "vmap": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
+}
 
 
 @BOTH
-@pytest.mark.parametrize("derive", [jax.hessian, jax.jacfwd, jax.jacrev, _jvp, _linearized])
-def test_second_derivatives_and_forward_mode(wing, derive):
+@pytest.mark.parametrize("derive", DERIVATIVES)
+def test_second_derivatives_forward_mode_and_maps(wing, derive):
     def derived(model: Model) -> Any:
         flat, unravel = jax.flatten_util.ravel_pytree(model.params)
-        return derive(lambda flat: jnp.square(model.pure(unravel(flat), X)).sum())(flat)
+        loss = lambda flat: jnp.square(model.pure(unravel(flat), X)).sum()  # noqa: E731
+        return DERIVATIVES[derive](loss)(flat)
 
     close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
 
@@ -337,23 +384,16 @@ def test_a_cache_in_half_stays_in_half(wing, how):
 
 @BOTH
 def test_two_threads_with_two_policies_do_not_mix(wing):
-    barrier, found, models = threading.Barrier(2), {}, {}
+    barrier, models = threading.Barrier(2), {}
 
     def body(x):
-        if len(models) == len(policies):
+        if len(models) == 2:
             barrier.wait(timeout=60)
         return x * (2 if str(compute_dtype()) == "bfloat16" else 3)
 
-    def work(policy, dtype):
-        ops = named(models[policy].operations(X), "dot_general", "mul")
-        found[policy] = {op.outputs for op in ops} == {(dtype,)}
-
-    policies = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
-    for policy in policies:
-        models[policy] = wing.ours(text(body), policy)
-    threads = [threading.Thread(target=work, args=pair) for pair in policies.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict.fromkeys(policies, True)
+    for dtype in ("bfloat16", "float16"):
+        models[dtype] = wing.ours(text(body), f"mixed_{dtype}")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = dict(zip(models, pool.map(lambda m: m.operations(X), models.values()), strict=True))
+    for dtype, ops in found.items():
+        assert {op.outputs for op in named(ops, "dot_general", "mul")} == {(dtype,)}

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
@@ -16,7 +15,7 @@ from policy import audit, autocast, compare
 from policy.testing import assert_same_program
 from tests.mpmodules import own_code_models as models
 from tests.mpmodules.own_code_models import error
-from tests.mpmodules.wings import BOTH, MIXED, ONES, Pair, Text, dense, layer_norm, weight
+from tests.mpmodules.wings import BOTH, MIXED, Pair, Text, dense, layer_norm, weight
 from tests.programs import assert_same_operations
 
 TOKENS = jnp.arange(16).reshape(2, 8)
@@ -104,11 +103,12 @@ def test_a_model_whose_layers_multiply_is_the_program_that_it_was(wing):
 
 
 @BOTH
-def test_rules_hold_for_own_code_and_for_layers(wing):
+def test_rules_hold_for_own_code_and_for_layers_and_another_method_runs_under_autocast_too(wing):
     model = wing.port(NET, MIXED, {"block/qkv": "float32", "head": "float32"}, TOKENS)
     found = model.audit(TOKENS, backward=True).operations
     dots = [op for op in found if op.primitive == "dot_general"]
     assert {op.path for op in dots if "float32" in op.operands} == {"block/qkv", "head"}
+    assert share(wing.port(NET, MIXED, None, TOKENS), X, method="hidden") == 0
 
 
 @BOTH
@@ -118,11 +118,6 @@ def test_state_and_random_streams_are_the_models_own(wing):
     assert error(half(TOKENS), wide(TOKENS)) < 0.05  # another dropout mask would give 0.5
     assert error(half.state, wide.state) < 0.01
     assert {leaf.dtype for leaf in jax.tree.leaves(half.state)} == {jnp.dtype("float32")}
-
-
-@BOTH
-def test_another_method_runs_under_autocast_too(wing):
-    assert share(wing.port(NET, MIXED, None, TOKENS), X, method="hidden") == 0
 
 
 @BOTH
@@ -136,7 +131,7 @@ def test_eager_derivatives_and_vmap(wing):
 
 
 @BOTH
-def test_half_parameters_and_inputs_are_taken_as_they_come(wing):
+def test_half_and_float64_parameters_and_inputs_are_taken_as_they_come(wing):
     model = wing.port(NET, "bfloat16", None, TOKENS)
     gradients = jax.eval_shape(jax.grad(model.total(TOKENS)), model.params)
     for tree in (model.params, gradients):
@@ -147,10 +142,6 @@ def test_half_parameters_and_inputs_are_taken_as_they_come(wing):
     block = wing.port(BLOCK, MIXED, None, X)
     (out, *_) = jax.tree.leaves(jax.eval_shape(block.pure, block.params, X.astype(jnp.bfloat16)))
     assert out.dtype == jnp.float32
-
-
-@BOTH
-def test_float64_inputs_and_parameters_are_taken_as_float32(wing):
     with jax.enable_x64(True):
         model = wing.port(PROJECTION, MIXED, None, X)
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model.params)
@@ -162,7 +153,15 @@ def test_float64_inputs_and_parameters_are_taken_as_float32(wing):
 # --- loops ----------------------------------------------------------------------------------------
 
 
-class Cell(flax_linen.RNNCellBase):
+class Carried:
+    """A cell whose carry is one array."""
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+class Cell(Carried, flax_linen.RNNCellBase):
     """A cell that multiplies by itself."""
 
     @flax_linen.compact
@@ -175,12 +174,8 @@ class Cell(flax_linen.RNNCellBase):
     def initialize_carry(self, rng, input_shape):
         return jnp.zeros((*input_shape[:-1], 16))
 
-    @property
-    def num_feature_axes(self):
-        return 1
 
-
-class NnxCell(flax_nnx.RNNCellBase):
+class NnxCell(Carried, flax_nnx.RNNCellBase):
     """A cell that multiplies by itself, and calls a module that does."""
 
     def __init__(self):
@@ -192,12 +187,7 @@ class NnxCell(flax_nnx.RNNCellBase):
         return carry, carry
 
     def initialize_carry(self, input_shape, rngs=None, carry_init=None):  # pyright: ignore
-        del rngs, carry_init
         return jnp.zeros((*input_shape[:-1], 16))
-
-    @property
-    def num_feature_axes(self):
-        return 1
 
 
 def rnn() -> Any:
@@ -241,49 +231,14 @@ def test_loops_over_a_cell(wing, name):
 
 
 @BOTH
-def test_a_scan_that_adds_up_parameters_keeps_its_carry(wing):
-    def call(self, x):
-        steps = jnp.asarray(self.steps)
-        total, _ = jax.lax.scan(lambda c, row: (c + 1e-3 * row, None), jnp.zeros(4), steps)
-        return total + 0 * (x @ self.w)[0, 0]
-
-    adds = Text(call, steps=weight(1024, 4, init=ONES), w=weight(16, 4))
-    half, wide = wing.port(adds, MIXED, None, X), wing.theirs(adds, X)
-    assert error(jax.jit(half.pure)(half.params, X), wide(X)) < 1e-6
-
-
-@BOTH
-def test_rows_are_added_up_in_float32(wing):
-    """Sums the messages of a node's neighbours, as graph networks do."""
-    graph = Text(
-        lambda self, x: jax.ops.segment_sum(self.dense(x), jnp.zeros(len(x), int), num_segments=2),
-        dense=dense(4, 8, use_bias=False, kernel_init=ONES),
-    )
-    x = jnp.ones((4096, 4))
-    ours, kept = (wing.port(graph, MIXED, None, x, own_code=own) for own in (None, "keep"))
-    np.testing.assert_allclose(jax.jit(ours.pure)(ours.params, x)[0], 4096 * 4)
-    assert jax.jit(kept.pure)(kept.params, x)[0, 0] < 2048
-
-
-# --- what a call decides for others ---------------------------------------------------------------
-
-
-@BOTH
 @pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
-def test_a_call_that_shows_nothing_fails_or_is_empty_decides_nothing(wing):
-    def call(self, x, mode="layers"):
-        y = self.layer(x)
-        return y @ self.w if mode == "all" else y
-
-    modes = wing.port(Text(call, layer=dense(16, 16), w=weight(16, 16)), MIXED, None, X)
-    modes(X)
-    assert share(modes, X, mode="all") == 0
-    for first in (X[..., :3], X[:0]):
-        own = Text(lambda self, x: self.layer(x) @ self.w, layer=dense(16, 16), w=weight(16, 16))
-        model = wing.port(own, MIXED, None, X)
-        if first.size:
-            with pytest.raises(Exception, match=r"shape|incompatible|contracting"):
-                model(first)
-        else:
+@pytest.mark.parametrize("first", [X[..., :3], X[:0]], ids=["fails", "empty"])
+def test_a_call_that_fails_or_is_empty_decides_nothing_for_others(wing, first):
+    own = Text(lambda self, x: self.layer(x) @ self.w, layer=dense(16, 16), w=weight(16, 16))
+    model = wing.port(own, MIXED, None, X)
+    if first.size:
+        with pytest.raises(Exception, match=r"shape|incompatible|contracting"):
             model(first)
-        assert share(model) == 0
+    else:
+        model(first)
+    assert share(model) == 0

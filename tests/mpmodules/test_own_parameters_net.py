@@ -1,124 +1,178 @@
 """A language model of hand-written layers runs in half, in both wings, with the gradients of a
-careful author.
+careful author: rotary attention, gated MLP, experts and RMSNorm.
 """
-
-# What Flax returns is typed as Flax's own class.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 
 import policy
-from mpmodules import nnx
-from policy import use_policy
-from tests.mpmodules.own_parameters_net import (
-    LENGTH,
-    WORDS,
-    LinenModel,
-    NnxModel,
-    by_hand,
-)
+from mpmodules import full_precision
+from tests.mpmodules.wings import BOTH, MIXED, ONES, WINGS, Text, weight
 from tests.programs import named, operations
 
+WIDTH, HIDDEN, HEADS, EXPERTS, WORDS, LENGTH = 16, 32, 2, 4, 32, 8
 IDS = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, WORDS)
+SHAPES = {
+    "attention": {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)},
+    "mlp": {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)},
+    "experts": {
+        "router": (WIDTH, EXPERTS),
+        "up": (EXPERTS, WIDTH, HIDDEN),
+        "down": (EXPERTS, HIDDEN, WIDTH),
+    },
+}
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Rotates the halves of (B, T, N, H) by the position; tables are float32, the result is as x
+    is.
+    """
+    frequencies = jnp.exp(-0.3 * jnp.arange(x.shape[-1] // 2, dtype=jnp.float32))
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None]
+    angles = positions * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def attention(x: jax.Array, qkv: Any, out: Any) -> jax.Array:
+    heads = (x @ qkv).reshape(*x.shape[:-1], HEADS, -1)
+    q, k, v = jnp.split(heads, 3, -1)
+    logits = jnp.einsum("btnh,bsnh->bnts", rotated(q), rotated(k))
+    mixed = jnp.einsum("bnts,bsnh->btnh", policy.reductions.softmax(logits), v)
+    return mixed.reshape(x.shape) @ out
+
+
+def mlp(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def experts(x: jax.Array, router: Any, up: Any, down: Any) -> jax.Array:
+    weights = policy.reductions.softmax(x @ router)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, jnp.asarray(up)))
+    return jnp.einsum("btef,efd,bte->btd", hidden, jnp.asarray(down), weights)
+
+
+def normalized(x: jax.Array, scale: Any) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+FUNCTIONS = {"attention": attention, "mlp": mlp, "experts": experts}
+
+
+def forward(self: Any, ids: jax.Array) -> jax.Array:
+    x = jnp.asarray(self.table)[ids] + jnp.asarray(self.position)[None]
+    for name in FUNCTIONS:
+        x = x + getattr(self, name)(getattr(self, f"norm_{name}")(x))
+    return x @ jnp.asarray(self.table).T
+
+
+def part(name: str) -> Text:
+    def call(self: Any, x: jax.Array) -> jax.Array:
+        return FUNCTIONS[name](x, **{each: getattr(self, each) for each in SHAPES[name]})
+
+    init = jax.nn.initializers.lecun_normal()
+    parts: Any = {each: weight(*shape, init=init) for each, shape in SHAPES[name].items()}
+    return Text(call, name.title(), **parts)
+
+
+NORM = Text(
+    lambda self, x: full_precision(normalized)(x, jnp.asarray(self.scale)),
+    "Norm",
+    scale=weight(WIDTH, init=ONES),
+)
+SMALL = jax.nn.initializers.normal(0.25)
+PARTS: dict[str, Any] = {
+    "table": weight(WORDS, WIDTH, init=SMALL),
+    "position": weight(LENGTH, WIDTH, init=SMALL),
+    **{name: part(name) for name in FUNCTIONS},
+    **{f"norm_{name}": NORM for name in FUNCTIONS},
+}
+TEXT = Text(forward, **PARTS)
+
+
+def by_hand(params: Any, ids: jax.Array, dtype: Any) -> jax.Array:
+    """The same model with its dtypes threaded by hand: parameters are cast at their uses, norms run
+    in float32.
+    """
+    cast = functools.partial(jax.tree.map, lambda array: array.astype(dtype))
+    x = cast(params["table"])[ids] + cast(params["position"])[None]
+    for name, function in FUNCTIONS.items():
+        scale = params[f"norm_{name}"]["scale"]
+        y = normalized(x.astype(jnp.float32), scale.astype(jnp.float32)).astype(dtype)
+        x = x + function(y, **cast(params[name]))
+    return (x @ cast(params["table"]).T).astype(jnp.float32)
 
 
 def loss_of(logits: jax.Array) -> jax.Array:
     return -jax.nn.log_softmax(logits.astype(jnp.float32))[..., 3].mean()
 
 
-def linen_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.Array:
-    with use_policy(dtype_policy):
-        return loss_of(LinenModel().apply({"params": params}, IDS))  # type: ignore[arg-type]
+PARAMS = WINGS["linen"].theirs(TEXT, IDS).params
 
 
-def nnx_loss(params: Any, dtype_policy: str | None = "mixed_bfloat16") -> jax.Array:
-    graph, state, rest = flax_nnx.split(
-        NnxModel(nnx.Rngs(0), dtype_policy=dtype_policy), flax_nnx.Param, ...
-    )
-    flax_nnx.replace_by_pure_dict(state, params)
-    return loss_of(flax_nnx.merge(graph, state, rest)(IDS))
+def losses(wing: Any, text: str | None = MIXED) -> tuple[Any, Any]:
+    """Returns the loss, and that of the model by hand: of parameters of the wing."""
+    model = wing.ours(TEXT, text, IDS)
+    structure = jax.tree.structure(model.params)
+
+    def ours(params: Any) -> jax.Array:
+        placed = jax.tree.unflatten(structure, jax.tree.leaves(params))
+        return loss_of(model.pure(placed, IDS))
+
+    return ours, lambda params, dtype: loss_of(by_hand(params, IDS, dtype))
 
 
-WINGS: dict[str, Callable[..., jax.Array]] = {"linen": linen_loss, "nnx": nnx_loss}
-
-
-@pytest.fixture(scope="module")
-def params() -> Any:
-    return LinenModel().init(jax.random.key(0), IDS)["params"]
-
-
-@functools.cache
-def _gradient(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    return jax.jit(jax.grad(function))
-
-
-def _distance(a: Any, b: Any) -> float:
+def distance(a: Any, b: Any) -> float:
     parts = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return float(np.sqrt(sum(np.sum(np.square(np.float64(x) - np.float64(y))) for x, y in parts)))
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_no_matmul_runs_in_float32_and_the_residual_stream_is_half(wing: str, params: Any) -> None:
-    ops = operations(jax.grad(WINGS[wing]), params)
+@BOTH
+def test_matmuls_and_the_residual_stream_are_half_and_gradients_those_of_a_careful_author(wing):
+    ours, hand = losses(wing)
+    ops = operations(jax.grad(ours), PARAMS)
     dots = named(ops, "dot_general")
     assert len(dots) > 20
     assert {(*op.inputs, *op.outputs) for op in dots} == {("bfloat16",) * 3}
     sums = [op for op in named(ops, "add") if not op.is_backward and op.outputs == ("float32",)]
     assert not [op for op in sums if "bfloat16" in op.inputs]
+    truth, author = (
+        jax.jit(jax.grad(functools.partial(hand, dtype=dtype)))(PARAMS)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    found = jax.jit(jax.grad(ours))(PARAMS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    assert distance(found, truth) <= 1.1 * distance(author, truth)
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_gradients_are_as_near_to_float32_as_those_threaded_by_hand(wing: str, params: Any) -> None:
-    truth = _gradient(lambda p: loss_of(by_hand(p, IDS, jnp.float32)))(params)
-    by_author = _gradient(lambda p: loss_of(by_hand(p, IDS, jnp.bfloat16)))(params)
-    ours = _gradient(WINGS[wing])(params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(ours)} == {jnp.dtype("float32")}
-    assert _distance(ours, truth) <= 1.1 * _distance(by_author, truth)
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_backward_keeps_no_more_than_by_hand(wing: str, params: Any) -> None:
-    def kept(function: Callable[..., jax.Array]) -> int:
-        _, pullback = jax.eval_shape(lambda p: jax.vjp(function, p), params)
+@BOTH
+def test_backward_keeps_no_more_than_by_hand(wing):
+    def kept(function: Any) -> int:
+        _, pullback = jax.eval_shape(lambda p: jax.vjp(function, p), PARAMS)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
+    ours, hand = losses(wing)
     # Softmax's probabilities and the tables of sines are float32.
-    assert kept(WINGS[wing]) <= 1.02 * kept(lambda p: loss_of(by_hand(p, IDS, jnp.bfloat16)))
+    assert kept(ours) <= 1.02 * kept(lambda p: hand(p, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_without_a_policy_the_numbers_are_those_of_plain_functions(wing: str, params: Any) -> None:
-    ours = WINGS[wing](params, None)
-    assert ours == loss_of(by_hand(params, IDS, jnp.float32))
+@BOTH
+def test_without_a_policy_the_numbers_are_those_of_plain_functions(wing):
+    ours, hand = losses(wing, None)
+    assert ours(PARAMS) == hand(PARAMS, jnp.float32)
 
 
-def test_both_wings_have_the_same_tree(params: Any) -> None:
-    state = flax_nnx.state(NnxModel(nnx.Rngs(0)), flax_nnx.Param)
-    assert jax.tree.structure(flax_nnx.to_pure_dict(state)) == jax.tree.structure(params)
-
-
-def test_accessors_tell_the_dtypes_in_force() -> None:
-    accessors = (
-        policy.param_dtype,
-        policy.compute_dtype,
-        policy.output_dtype,
-        policy.reduction_dtype,
-    )
-    assert [accessor() for accessor in accessors] == [None] * 4
-    with use_policy("p=f32,c=bf16,o=f16"):
-        assert [accessor() for accessor in accessors] == [
-            "float32",
-            "bfloat16",
-            "float16",
-            "float32",
-        ]
+@pytest.mark.parametrize("text", [None, "p=f32,c=bf16,o=f16"])
+def test_accessors_tell_the_dtypes_in_force(text):
+    fields = ("param_dtype", "compute_dtype", "output_dtype", "reduction_dtype")
+    with policy.use_policy(text):
+        told = [getattr(policy, field)() for field in fields]
+    assert told == ([None] * 4 if text is None else ["float32", "bfloat16", "float16", "float32"])

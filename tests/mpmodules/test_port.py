@@ -1,6 +1,4 @@
-"""A changed import line: the same tree and values, and the program that a careful author threads by
-hand.
-"""
+"""A changed import line: the program that a careful author threads by hand, and the same tree."""
 
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,15 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
-from policy import get_policy, use_policy
+from policy import get_policy
 from tests.mpmodules.wings import (
     BOTH,
-    KEY,
     MIXED,
-    LinenModel,
     Model,
-    NnxModel,
     Text,
+    assert_same_bits,
+    batch_norm,
     dense,
     dropout,
     layer,
@@ -87,10 +84,7 @@ def repaired(**dtypes: Any) -> Text:
         call,
         "Net",
         conv=conv(1, 4, **dtypes),
-        batch=layer(
-            lambda nn: nn.BatchNorm(use_running_average=False, **dtypes),
-            lambda nnx, rngs: nnx.BatchNorm(4, rngs=rngs, **dtypes),
-        ),
+        batch=batch_norm(4, **dtypes),
         group=layer(
             lambda nn: nn.GroupNorm(2, **dtypes),
             lambda nnx, rngs: nnx.GroupNorm(4, num_groups=2, rngs=rngs, **dtypes),
@@ -108,41 +102,6 @@ def repaired(**dtypes: Any) -> Text:
             lambda nnx, rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs, **dtypes),
         ),
     )
-
-
-TEXTS = {"plain": plain, "repaired": repaired}
-EACH = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-
-
-def initial(wing: Any, text: Text, modules: Any) -> Any:
-    """Returns the parameters as `modules` initialise them in the scope."""
-
-    def init() -> Any:
-        if wing.name == "linen":
-            keys = {"params": KEY, "dropout": KEY}
-            return text.linen_class(modules)().init(keys, IMAGES)["params"]
-        model = text.nnx_class(modules)(rngs=flax_nnx.Rngs(0, dropout=1))
-        return flax_nnx.to_pure_dict(flax_nnx.state(model, flax_nnx.Param))
-
-    with jax.numpy_dtype_promotion("standard"):  # upstream's mix dtypes where params are half
-        return jax.jit(init)()
-
-
-def scoped(wing: Any, text: Text, policy: str) -> Model:
-    """Returns the model of ours under a scope, without a policy of its own."""
-    with use_policy(policy):
-        if wing.name == "nnx":
-            return NnxModel(text.nnx_class(wing.module)(rngs=flax_nnx.Rngs(0, dropout=1)))
-        classes = text.linen_class(wing.module), text.linen_class(wing.flax)
-        model = LinenModel(*(cls() for cls in classes), policy, (IMAGES,))
-    inner = model.pure
-
-    def pure(*args: Any, **kwargs: Any) -> Any:
-        with use_policy(policy):
-            return inner(*args, **kwargs)
-
-    model.pure = pure
-    return model
 
 
 def by_hand(wing: Any, text: Callable[..., Text], policy: Any) -> Model:
@@ -173,66 +132,31 @@ def gradient(model: Model) -> Any:
     return jax.value_and_grad(loss)
 
 
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
-
-
-@BOTH
-@EACH
-@pytest.mark.parametrize("policy", [None, "mixed_float16", "p=f16,c=bf16,o=f32"])
-def test_the_initial_values_are_flaxs_with_param_dtype_threaded_by_hand(wing, text, policy):
-    param_dtype = jnp.dtype("float32") if policy is None else get_policy(policy).param_dtype
-    theirs = initial(wing, text(param_dtype=param_dtype), wing.flax)
-    with use_policy(policy):
-        assert_same_bits(initial(wing, text(), wing.module), theirs)
-
-
-@BOTH
-@EACH
-def test_without_a_policy_the_program_is_flaxs(wing, text):
-    programs = []
-    for model in (wing.ours(text(), None, IMAGES), wing.theirs(text(), IMAGES)):
-        step = jax.value_and_grad(lambda p, x, m=model: jnp.square(m.pure(p, x)).sum(), (0, 1))
-        programs.append(jax.jit(step).lower(model.params, IMAGES).as_text())
-    assert programs[0] == programs[1]
-
-
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["scope", "argument"])
 def test_with_a_policy_programs_are_those_threaded_by_hand(wing, policy, way):
-    make = scoped if way == "scope" else lambda wing, text, policy: wing.ours(text, policy, IMAGES)
-    ours, threaded = make(wing, plain(), policy), by_hand(wing, plain, policy)
-    for of in (lambda model: model.pure, gradient):
-        given, others = (ours.params, IMAGES), (threaded.params, IMAGES)
-        assert_same_operations(of(ours), of(threaded), *given, others=others, besides=NOT_COMPARED)
+    made = wing.scoped(plain(), policy, None, IMAGES) if way == "scope" else None
+    ours, hand = made or wing.ours(plain(), policy, IMAGES), by_hand(wing, plain, policy)
 
+    def features(model: Model) -> Any:
+        return lambda params, x: model.pure(params, x, method="features")
 
-@BOTH
-def test_another_public_method_is_the_program_threaded_by_hand(wing):
-    ours, threaded = scoped(wing, plain(), MIXED), by_hand(wing, plain, MIXED)
-    f, g = (
-        lambda params, x, m=model: m.pure(params, x, method="features")
-        for model in (ours, threaded)
-    )
-    others = (threaded.params, IMAGES)
-    assert_same_operations(f, g, ours.params, IMAGES, others=others, besides=NOT_COMPARED)
+    for of in (lambda model: model.pure, gradient, *([features] if policy == MIXED else [])):
+        given, others = (ours.params, IMAGES), (hand.params, IMAGES)
+        assert_same_operations(of(ours), of(hand), *given, others=others, besides=NOT_COMPARED)
 
 
 @BOTH
 def test_values_and_gradients_are_those_threaded_by_hand_bit_for_bit(wing):
-    ours, threaded = scoped(wing, plain(), MIXED), by_hand(wing, plain, MIXED)
+    ours, threaded = wing.scoped(plain(), MIXED, None, IMAGES), by_hand(wing, plain, MIXED)
     results = [jax.jit(gradient(model))(model.params, IMAGES) for model in (ours, threaded)]
-    leaves = [jax.tree.leaves(result) for result in results]
-    assert_same_bits(*leaves)
+    assert_same_bits(*map(jax.tree.leaves, results))
 
 
 @BOTH
 def test_a_checkpoint_of_flaxs_model_loads_in_ours_and_gives_nearly_the_same(wing):
-    theirs, ours = wing.theirs(repaired(), IMAGES), scoped(wing, repaired(), MIXED)
+    theirs, ours = wing.theirs(repaired(), IMAGES), wing.scoped(repaired(), MIXED, None, IMAGES)
     ours.params = jax.tree.unflatten(
         jax.tree.structure(ours.params), jax.tree.leaves(theirs.params)
     )

@@ -1,276 +1,137 @@
 """Every way to ask for float32 inside of a half-precision model multiplies at the highest."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from __future__ import annotations
 
-import flax.linen
-import flax.nnx
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mpmodules import full_precision, linen, nnx, use_policy
+from mpmodules import full_precision, linen, nnx
 from tests.matmul_precisions import precisions
+from tests.mpmodules.wings import BOTH, MIXED, ONES, WINGS, NnxModel, Part, Text, dense, weight
+from tests.mpmodules.wings import layer as part_of
 
-MIXED = "mixed_bfloat16"
 X = jnp.ones((2, 4, 8))
 HALF, FLOAT32 = ("bfloat16", None), ("float32", None)
-HIGHEST = ("float32", "highest")
+HIGHEST, HIGH = ("float32", "highest"), ("float32", "high")
+explicit = pytest.mark.filterwarnings("ignore:.* has an explicit dtype:policy.DtypePolicyWarning")
 
 
-class Inner(linen.Module):
-    """Own code, with a layer in it that inherits."""
-
-    @linen.compact
-    def __call__(self, x):
-        return linen.Dense(8)(x @ self.param("w", linen.initializers.ones, (8, 8)))
-
-
-class Kept(Inner):
-    own_code: ClassVar[Literal["keep"] | None] = "keep"
-
-
-class FlaxInner(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        return flax.linen.Dense(8)(x @ self.param("w", flax.linen.initializers.ones, (8, 8)))
-
-
-class Net(linen.Module):
-    router: Callable[..., Any]
-
-    @linen.compact
-    def __call__(self, x):
-        return linen.Dense(8)(self.router(name="router")(x))
-
-
-class FlaxNet(flax.linen.Module):
-    router: Callable[..., Any]
-
-    @flax.linen.compact
-    def __call__(self, x):
-        return flax.linen.Dense(8)(self.router(name="router")(x))
-
-
-def linen_gradients(model: Any, *scope: Any) -> set[Any]:
-    with use_policy(*scope) if scope else use_policy(None):
-        variables = model.init(jax.random.key(0), X)
-        loss = lambda v: model.apply(v, X).sum().astype(jnp.float32)  # noqa: E731
-        return precisions(jax.grad(loss), variables)
-
-
-class Attention(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.MultiHeadDotProductAttention(2)(x, x)
-
-
-class Island(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        with full_precision():
-            return linen.Dense(8)(x @ self.param("w", linen.initializers.ones, (8, 8)))
-
-
-def rnn(**arguments: Any) -> Any:
-    return linen.RNN(linen.GRUCell(8), **arguments)
-
-
-def dense(**arguments: Any) -> Any:
-    return linen.Dense(8, **arguments)
-
-
-LINEN_LAYERS = {
-    "Dense": dense,
-    "Conv": lambda **arguments: linen.Conv(8, (3,), **arguments),
-    "Einsum": lambda **arguments: linen.Einsum((8, 8), "...a,ab->...b", **arguments),
-    "attention": Attention,
-    "RNN": rnn,
-    "own code": Inner,
-    "kept code": Kept,
-}
-
-
-@pytest.mark.parametrize(
-    "router",
-    [
-        lambda **name: dense(dtype_policy="float32", **name),
-        lambda **name: dense(dtype=jnp.float32, **name),
-        lambda **name: Inner(dtype_policy="float32", **name),
-        Island,
-    ],
-    ids=["dtype_policy", "dtype", "own code's dtype_policy", "island"],
-)
-@pytest.mark.filterwarnings("ignore:Dense at 'router' has an explicit dtype")
-def test_an_argument_and_an_island_in_linen(router):
-    assert linen_gradients(Net(router), MIXED) == {HALF, HIGHEST}
-
-
-def test_a_class_rule_in_linen():
-    assert linen_gradients(Net(Inner), MIXED, {Inner: "float32"}) == {HALF, HIGHEST}
-
-
-def test_a_precision_given_to_a_layer_or_a_policy_wins_in_linen():
-    given = Net(lambda **name: dense(precision="high", **name))
-    assert linen_gradients(given, MIXED, {"router": "float32"}) == {HALF, ("float32", "high")}
-    by_rule = linen_gradients(Net(Inner), MIXED, {"router": "c=f32,o=f32,x=high"})
-    assert by_rule == {HALF, ("float32", "high")}
-    whole = linen_gradients(Net(Inner), "c=bf16,o=f32,x=BF16_BF16_F32", {"router": "float32"})
-    assert whole == {("bfloat16", "BF16_BF16_F32"), HIGHEST}
-
-
-def test_whole_float32_models_keep_jaxs_default_in_linen():
-    for scope in ((), ("float32",)):
-        assert linen_gradients(Net(Inner), *scope) == {FLOAT32}
-        with jax.default_matmul_precision("high"):
-            assert linen_gradients(Net(Inner), *scope) == {("float32", "high")}
-    assert linen_gradients(Net(Inner), "float32", {"router": MIXED}) == {FLOAT32, HALF}
-    assert linen_gradients(Net(Inner), "c=f32,x=highest") == {HIGHEST}
-
-
-# --------------------------------------------------------------------------------------------------
-# nnx
-# --------------------------------------------------------------------------------------------------
-
-
-class NnxInner(nnx.Module):
-    def __init__(self, rngs):
-        self.w, self.dense = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
+def island(self: Any, x: jax.Array) -> jax.Array:
+    with full_precision():
         return self.dense(x @ self.w)
 
 
-class NnxKept(NnxInner):
-    own_code: ClassVar[Literal["keep"] | None] = "keep"
+PARTS: dict[str, Any] = {"w": weight(8, 8, init=ONES), "dense": dense(8, 8)}
+INNER = Text(lambda self, x: self.dense(x @ self.w), "Inner", **PARTS)
+KEPT = Text(INNER.call, "Kept", {"own_code": "keep"}, **PARTS)
+LinenInner, NnxInner = INNER.linen_class(linen), INNER.nnx_class(nnx)
 
 
-class NnxIsland(NnxInner):
-    def __call__(self, x):
-        with full_precision():
-            return self.dense(x @ self.w)
-
-
-class NnxAttention(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False)
-
-    def __call__(self, x):
-        return self.attention(x)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, router, rngs):
-        self.router, self.head = router(rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.router(x))
-
-
-class FlaxNnxInner(flax.nnx.Module):
-    def __init__(self, rngs):
-        self.w, self.dense = flax.nnx.Param(jnp.ones((8, 8))), flax.nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dense(x @ self.w)
-
-
-class FlaxNnxNet(flax.nnx.Module):
-    def __init__(self, router, rngs):
-        self.router, self.head = router(rngs=rngs), flax.nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.router(x))
-
-
-def nnx_gradients(model: Any) -> set[Any]:
-    graph, state = nnx.split(model)
-    return precisions(
-        jax.grad(
-            lambda state: nnx.merge(graph, state)(X).sum().astype(jnp.float32), allow_int=True
-        ),
-        state,
+def inner(**options: Any) -> Part:
+    """A module of own code with a layer in it that inherits; its class is ours, and one."""
+    return part_of(
+        lambda nn: LinenInner(**options), lambda nnx, rngs: NnxInner(rngs=rngs, **options)
     )
 
 
-def linear(**arguments: Any) -> Any:
-    return nnx.Linear(8, 8, **arguments)
-
-
-NNX_LAYERS = {
-    "Linear": linear,
-    "Conv": lambda **arguments: nnx.Conv(8, 8, (3,), **arguments),
-    "Einsum": lambda **arguments: nnx.Einsum("...a,ab->...b", (8, 8), **arguments),
-    "LoRALinear": lambda **arguments: nnx.LoRALinear(8, 8, lora_rank=2, **arguments),
-    "attention": NnxAttention,
-    "RNN": lambda rngs, **arguments: nnx.RNN(
-        nnx.GRUCell(8, 8, rngs=rngs, **arguments), rngs=rngs, **arguments
+LAYERS: dict[str, Any] = {
+    "Dense": dense(8, 8),
+    "Conv": part_of(lambda nn: nn.Conv(8, (3,)), lambda nnx, rngs: nnx.Conv(8, 8, (3,), rngs=rngs)),
+    "Einsum": part_of(
+        lambda nn: nn.Einsum((8, 8), "...a,ab->...b"),
+        lambda nnx, rngs: nnx.Einsum("...a,ab->...b", (8, 8), rngs=rngs),
     ),
-    "own code": NnxInner,
-    "kept code": NnxKept,
+    "LoRALinear": part_of(
+        lambda nn: nn.DenseGeneral(8),  # linen has no LoRALinear
+        lambda nnx, rngs: nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs),
+    ),
+    "attention": part_of(
+        lambda nn: nn.MultiHeadDotProductAttention(2),
+        lambda nnx, rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
+    ),
+    "RNN": part_of(
+        lambda nn: nn.RNN(nn.GRUCell(8)),
+        lambda nnx, rngs: nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs), rngs=rngs),
+    ),
+    "own code": INNER,
+    "kept code": KEPT,
 }
 
 
-@pytest.mark.parametrize("layer", NNX_LAYERS)
-def test_an_argument_in_nnx(layer):
-    router = lambda rngs: NNX_LAYERS[layer](rngs=rngs, dtype_policy="float32")  # noqa: E731
-    assert nnx_gradients(NnxNet(router, nnx.Rngs(0), dtype_policy=MIXED)) == {HALF, HIGHEST}
+def net(router: Any) -> Text:
+    return Text(lambda self, x: self.head(self.router(x)), "Net", router=router, head=dense(8, 8))
 
 
-LAYERS = [("linen", name) for name in LINEN_LAYERS] + [("nnx", name) for name in NNX_LAYERS]
+def gradients(model: Any) -> set[Any]:
+    """Returns the dtypes and precisions of the matmuls of a model's gradient."""
+    return precisions(jax.grad(model.total(X)), model.params)
 
 
+def ruled(wing: Any, router: Any, rule: str, policy: str = MIXED) -> set[Any]:
+    """Returns those of a model of ours of which a rule decides for the router, by its path."""
+    if wing.name == "linen":
+        return gradients(wing.scoped(net(router), policy, {"router": rule}, X))
+    instance = net(router).nnx_class(nnx)(rngs=nnx.Rngs(0))
+    return gradients(NnxModel(nnx.apply_policy(instance, policy, {"router": rule})))
+
+
+ARGUMENTS = {
+    "dtype_policy": dense(8, 8, dtype_policy="float32"),
+    "dtype": dense(8, 8, dtype=jnp.float32),
+    "own code's dtype_policy": inner(dtype_policy="float32"),
+    "island": Text(island, "Island", **PARTS),
+}
+
+
+@explicit
+@BOTH
+@pytest.mark.parametrize("how", ARGUMENTS)
+def test_an_argument_and_an_island(wing, how):
+    assert gradients(wing.ours(net(ARGUMENTS[how]), MIXED, X)) == {HALF, HIGHEST}
+
+
+@BOTH
 @pytest.mark.parametrize("rule", ["float32", "f32_inside"])
-@pytest.mark.parametrize(("wing", "layer"), LAYERS)
-def test_a_rule(wing, layer, rule):
-    if wing == "linen":
-        found = linen_gradients(Net(LINEN_LAYERS[layer]), MIXED, {"router": rule})
-    else:
-        model = NnxNet(NNX_LAYERS[layer], nnx.Rngs(0))
-        found = nnx_gradients(nnx.apply_policy(model, MIXED, {"router": rule}))
-    assert found == {HALF, HIGHEST}
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_rule_by_path(wing, layer, rule):
+    assert ruled(wing, LAYERS[layer], rule) == {HALF, HIGHEST}
 
 
+@BOTH
+def test_a_rule_by_class(wing):
+    rules = {LinenInner if wing.name == "linen" else NnxInner: "float32"}
+    assert gradients(wing.scoped(net(inner()), MIXED, rules, X)) == {HALF, HIGHEST}
+
+
+@BOTH
 @pytest.mark.parametrize("own_code", [None, "keep"])
-@pytest.mark.parametrize("router", ["layer", "own code"])
-def test_a_port(router, own_code):
-    is_layer, rule = router == "layer", {"router": "float32"}
-    inner = (lambda name: flax.linen.Dense(8, name=name)) if is_layer else FlaxInner
-    ported = linen.apply_policy(FlaxNet(inner), MIXED, rule, own_code=own_code)
-    assert linen_gradients(ported) == {HALF, HIGHEST}
-    inner = (lambda rngs: flax.nnx.Linear(8, 8, rngs=rngs)) if is_layer else FlaxNnxInner
-    model = FlaxNnxNet(inner, flax.nnx.Rngs(0))
-    ported = nnx.apply_policy(model, MIXED, rule, own_code=own_code)
-    assert nnx_gradients(ported) == {HALF, HIGHEST}
+@pytest.mark.parametrize("layer", ["Dense", "own code"])
+def test_a_rule_of_a_port(wing, layer, own_code):
+    text = net(LAYERS[layer])
+    ported = wing.port(text, MIXED, {"router": "float32"}, X, own_code=own_code)
+    assert gradients(ported) == {HALF, HIGHEST}
 
 
-@pytest.mark.filterwarnings("ignore:Linear at 'Linear' has an explicit dtype")
-def test_a_dtype_a_class_rule_and_an_island_in_nnx():
-    router = lambda rngs: linear(rngs=rngs, dtype=jnp.float32)  # noqa: E731
-    assert nnx_gradients(NnxNet(router, nnx.Rngs(0), dtype_policy=MIXED)) == {HALF, HIGHEST}
-    with use_policy(MIXED, {NnxInner: "float32"}):
-        ruled = NnxNet(NnxInner, nnx.Rngs(0))
-    assert nnx_gradients(ruled) == {HALF, HIGHEST}
-    island = NnxNet(NnxIsland, nnx.Rngs(0), dtype_policy=MIXED)
-    assert nnx_gradients(island) == {HALF, HIGHEST}
+@BOTH
+def test_a_precision_given_to_a_layer_or_a_policy_wins(wing):
+    assert ruled(wing, dense(8, 8, precision="high"), "float32") == {HALF, HIGH}
+    assert ruled(wing, INNER, "c=f32,o=f32,x=high") == {HALF, HIGH}
+    whole = ruled(wing, INNER, "float32", "c=bf16,o=f32,x=BF16_BF16_F32")
+    assert whole == {("bfloat16", "BF16_BF16_F32"), HIGHEST}
 
 
-def test_whole_float32_models_keep_jaxs_default_in_nnx():
+@BOTH
+def test_whole_float32_models_keep_jaxs_default(wing):
     for policy in (None, "float32"):
-        assert nnx_gradients(NnxNet(NnxInner, nnx.Rngs(0), dtype_policy=policy)) == {FLOAT32}
-    high = NnxNet(NnxInner, nnx.Rngs(0), dtype_policy="c=f32,x=high")
-    assert nnx_gradients(high) == {("float32", "high")}
-
-
-def test_a_precision_given_to_a_layer_wins_in_nnx():
-    router = lambda rngs: linear(rngs=rngs, dtype_policy="float32", precision="high")  # noqa: E731
-    found = nnx_gradients(NnxNet(router, nnx.Rngs(0), dtype_policy=MIXED))
-    assert found == {HALF, ("float32", "high")}
-
-
-# --------------------------------------------------------------------------------------------------
-# Functions with derivative rules of their own
-# --------------------------------------------------------------------------------------------------
+        model = wing.ours(net(INNER), policy, X)
+        assert gradients(model) == {FLOAT32}
+        with jax.default_matmul_precision("high"):
+            assert gradients(model) == {HIGH}
+    assert ruled(wing, INNER, MIXED, "float32") == {FLOAT32, HALF}
+    assert gradients(wing.ours(net(INNER), "c=f32,x=high", X)) == {HIGH}
 
 
 @jax.custom_vjp
@@ -295,22 +156,14 @@ def _(primals, tangents):
     return x @ w, dx @ w + x @ dw
 
 
+@BOTH
 @pytest.mark.parametrize("function", [with_vjp, with_jvp])
-def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(function):
-    class Router(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return function(x, self.param("w", linen.initializers.ones, (8, 8)))
-
-    class NnxRouter(NnxInner):
-        def __call__(self, x):
-            return function(x, self.w[...])
-
-    assert linen_gradients(Net(Router), MIXED, {"router": "float32"}) == {HALF, HIGHEST}
-    model = nnx.apply_policy(NnxNet(NnxRouter, nnx.Rngs(0)), MIXED, {"router": "float32"})
-    assert nnx_gradients(model) == {HALF, HIGHEST}
+def test_derivative_rules_of_own_code_multiply_at_the_highest_precision(wing, function):
+    router = Text(lambda self, x: function(x, jnp.asarray(self.w)), "Router", w=weight(8, 8))
+    assert ruled(wing, router, "float32") == {HALF, HIGHEST}
 
 
 def test_a_root_in_float32_by_a_rule_multiplies_at_the_highest_around_half_modules():
-    found = linen_gradients(Net(Inner), MIXED, {"Net:": "float32", "router": MIXED})
-    assert ("float32", "highest") in found and FLOAT32 not in found
+    model = WINGS["linen"].scoped(net(INNER), MIXED, {"Net:": "float32", "router": MIXED}, X)
+    found = gradients(model)
+    assert HIGHEST in found and FLOAT32 not in found

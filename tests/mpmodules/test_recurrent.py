@@ -1,5 +1,5 @@
-"""Recurrent cells compute, return and keep their carry in what the policy says, in both wings, and
-no boundary casts a carry.
+"""Recurrent cells beside the table of layers: programs, carries through loops, cells of a user's
+own, and gradients over many steps. No boundary casts a carry.
 """
 
 from __future__ import annotations
@@ -12,210 +12,120 @@ import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
-from policy import DtypePolicyWarning, get_policy, use_policy
-from tests.mpmodules.recurrent_cells import (
-    BATCH,
-    CELLS,
-    HIDDEN,
-    LINEN,
-    NNX,
-    POLICIES,
-    TIME,
-    WIDTH,
-    WINGS,
-    assert_close,
-    assert_same_bits,
-    built,
-    dtypes,
-    equations,
-    loop,
-    lowered,
-    matmul_dtypes,
-    sequence,
-    shape_of,
-    types,
+from policy import use_policy
+from policy.programs.walk import walk
+from tests.mpmodules.table.cases import CASES, SEQUENCE, Case
+from tests.mpmodules.table.running import THEIRS, Built, built, dtypes_of
+from tests.mpmodules.wings import BOTH, KEY, MIXED, Text, assert_same_bits, layer
+from tests.programs import named, operations
+
+BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
+CELLS = [(wing, case) for wing, case in CASES if case.is_cell]
+EACH_CELL = pytest.mark.parametrize(
+    ("wing", "case"), CELLS, ids=[f"{wing}-{case}" for wing, case in CELLS]
 )
 
-EACH_CELL = pytest.mark.parametrize(("wing", "name"), CELLS, ids=lambda x: str(x))
-EACH_POLICY = pytest.mark.parametrize("policy", POLICIES)
-EACH_WING = pytest.mark.parametrize("wing", WINGS, ids=str)
+
+def loop(wing: str, case: Case, policy: str) -> Built:
+    """Returns the RNN over a cell."""
+    (rnn,) = (each for at, each in CASES if (at, str(each)) == (wing, f"RNN over {case}"))
+    return built(wing, rnn, policy)
 
 
-# --------------------------------------------------------------------------------------------------
-# Without a policy
-# --------------------------------------------------------------------------------------------------
+def assert_close(ours: Any, theirs: Any, atol: float) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=atol)
 
 
-@EACH_CELL
-def test_without_a_policy_a_float32_cell_is_flaxs_bit_for_bit(wing, name):
-    x = sequence(name)
-
-    def run(lib: Any) -> Any:
-        cell = wing.cell(lib, name)
-        carry = wing.carry(cell, shape_of(name))
-        step = wing.pure(lambda: cell, carry, x[:, 0])
-        rnn = loop(wing, lib, name)
-        gradients = jax.grad(lambda v, x: jnp.square(rnn.call(v, x)[1]).sum(), (0, 1))
-        by_params, by_x = jax.jit(gradients)(rnn.params, x)
-        taken = jax.jit(step.call)(step.params, carry, x[:, 0])
-        return wing.values(step.params), carry, taken, wing.values(by_params), by_x
-
-    assert_same_bits(run(wing.ours), run(wing.theirs))
+# --- programs and carries -------------------------------------------------------------------------
 
 
 @EACH_CELL
-def test_without_a_policy_dtypes_are_inferred_as_flax_infers_them(wing, name):
-    theirs = wing.cell(wing.theirs, name)
-    carry, x = wing.carry(theirs, shape_of(name)), sequence(name)[:, 0]
-    ours, theirs = (
-        wing.pure(lambda lib=lib: wing.cell(lib, name), carry, x)
-        for lib in (wing.ours, wing.theirs)
-    )
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (carry, x))
-    of_half_carry = [half] if wing is LINEN or not name.startswith("SimpleCell") else []
-    with jax.numpy_dtype_promotion("standard"):
-        for args in (*of_half_carry, (carry, half[1])):
-            found, expected = (jax.eval_shape(m.call, m.params, *args) for m in (ours, theirs))
-            assert found == expected
-
-
-@pytest.mark.parametrize("half", ("bfloat16", "float16"))
-@EACH_CELL
-def test_without_a_policy_an_explicit_half_dtype_is_what_carry_and_output_are_in(wing, name, half):
-    cell, carry = built(wing, name, dtype=half)
-    assert dtypes(cell.params) == {"float32"}
-    taken = jax.eval_shape(cell.call, cell.params, carry, sequence(name)[:, 0])
-    assert dtypes(carry) == dtypes(taken) == {half}
-    rnn = loop(wing, wing.ours, name, dtype=half)
-    assert dtypes(jax.eval_shape(rnn.call, rnn.params, sequence(name))) == {half}
-
-
-# --------------------------------------------------------------------------------------------------
-# Under a policy
-# --------------------------------------------------------------------------------------------------
-
-
-@EACH_POLICY
-@EACH_CELL
-def test_a_policy_decides_every_dtype_of_a_cell_forward_and_backward(wing, name, policy):
-    wanted, x = get_policy(policy), sequence(name)[:, 0]
-    cell, carry = built(wing, name, policy)
-    assert dtypes(cell.params) == {wanted.param_dtype.name}
-    assert dtypes(carry) == {wanted.compute_dtype.name}
-
-    def loss(params, carry, x):
-        new_carry, y = cell.call(params, carry, x)
-        return jnp.square(y.astype(jnp.float32)).sum(), (new_carry, y)
-
-    step = jax.value_and_grad(loss, has_aux=True)
-    (_, (new_carry, y)), gradients = jax.eval_shape(step, cell.params, carry, x)
-    assert dtypes((new_carry, y)) == {wanted.compute_dtype.name}
-    assert jax.tree.structure(new_carry) == jax.tree.structure(carry)
-    assert dtypes(gradients) == {wanted.param_dtype.name}
-    assert matmul_dtypes(step, cell.params, carry, x) == {wanted.compute_dtype.name}
-
-
-@EACH_CELL
-def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(wing, name):
-    ours, full = (wing.values(built(wing, name, policy)[0].params) for policy in ("bfloat16", None))
-    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, full)
-    assert dtypes(ours) == {"bfloat16"}
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(full), strict=True):
+def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(wing, case):
+    ours, full = (jax.tree.leaves(built(wing, case, text)[1]) for text in ("bfloat16", None))
+    for a, b in zip(ours, full, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, jnp.bfloat16)
         if b.ndim == 2 and b.shape[0] == HIDDEN:  # orthogonal; what runs in half draws in half
             assert_same_bits(a, b.astype(jnp.bfloat16))
 
 
 @EACH_CELL
-def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, name):
-    cell, carry = built(wing, name, "p=f32,c=bf16,o=bf16")
-    x = sequence(name, jnp.bfloat16)[:, 0]
-    half = {"dtype": jnp.bfloat16}
+def test_a_hand_threaded_cell_lowers_to_the_same_program(wing, case):
+    call, params, (carry, x) = built(wing, case, "p=f32,c=bf16,o=bf16", inputs_in=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
-        by_hand = wing.pure(lambda: wing.cell(wing.theirs, name, **half), carry, x)
-    assert lowered(cell.call, cell.params, carry, x) == lowered(
-        by_hand.call, by_hand.params, carry, x
-    )
+        hand, theirs, _ = built(wing, case, None, THEIRS[wing], dtype=jnp.bfloat16)
+    texts = [
+        jax.jit(lambda *args, run=run: run(*args)).lower(held, carry, x).as_text()
+        for run, held in ((call, params), (hand, theirs))
+    ]
+    assert texts[0] == texts[1]
 
 
 @EACH_CELL
-def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(wing, name):
-    wide = built(wing, name)[1]
-    cell, half = built(wing, name, "mixed_bfloat16")
-    steps = jnp.moveaxis(sequence(name), 1, 0)
+def test_the_carry_keeps_its_type_through_a_scan_also_where_it_was_made_in_float32(wing, case):
+    call, params, (half, x) = built(wing, case, MIXED)
+    wide = built(wing, case)[2][0]
+    steps = jnp.stack([x, -x, x / 2])
 
     def scan(carry):
-        return jax.lax.scan(lambda carry, x: cell.call(cell.params, carry, x), carry, steps)
+        return jax.lax.scan(lambda carry, x: call(params, carry, x), carry, steps)
 
     (last, y), (wide_last, wide_y) = jax.jit(scan)(half), jax.jit(scan)(wide)
-    assert (dtypes(half), dtypes(last), dtypes(y)) == ({"bfloat16"}, {"bfloat16"}, {"bfloat16"})
-    assert (dtypes(wide_last), dtypes(wide_y)) == ({"float32"}, {"bfloat16"})
+    assert dtypes_of((half, last, y, wide_y)) == {"bfloat16"}
+    assert dtypes_of(wide_last) == {"float32"}
     assert_close((wide_last, wide_y), (last, y), atol=2**-7)
 
 
 @EACH_CELL
-def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(wing, name):
-    cell, carry = built(wing, name, dtype_policy="mixed_bfloat16")
-    x = sequence(name)[:, 0]
-    new_carry, y = jax.eval_shape(cell.call, cell.params, carry, x)
-    assert (dtypes(carry), dtypes(new_carry)) == ({"bfloat16"}, {"bfloat16"})
-    assert dtypes(y) == {"float32"}
-    by_keyword = jax.eval_shape(lambda v: cell.call(v, carry=carry, inputs=x), cell.params)
-    assert by_keyword == (new_carry, y)
+def test_a_cell_with_a_policy_of_its_own_returns_output_dtype_and_leaves_its_carry(wing, case):
+    call, params, (carry, x) = built(wing, case, dtype_policy=MIXED)
+    new_carry, y = jax.eval_shape(call, params, carry, x)
+    assert dtypes_of((carry, new_carry)) == {"bfloat16"} and dtypes_of(y) == {"float32"}
+
+
+def test_a_carry_that_is_given_by_name_is_left_too():
+    carry, x = jnp.zeros((BATCH, HIDDEN)), jnp.ones((BATCH, WIDTH))
+    cell = linen.GRUCell(HIDDEN, dtype_policy=MIXED)
+    (new, y), _ = cell.init_with_output(KEY, carry=carry, inputs=x)
+    assert (new.dtype, y.dtype) == (jnp.float32, jnp.float32)
+    made = nnx.GRUCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0), dtype_policy=MIXED)
+    new, y = made(carry=carry.astype(jnp.bfloat16), inputs=x)
+    assert (new.dtype, y.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 @EACH_CELL
-def test_ten_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, name):
-    cell, carry = built(wing, name, "mixed_bfloat16")
-    rnn = loop(wing, wing.ours, name, "mixed_bfloat16")
-    if wing is LINEN:
-        cell_params = rnn.params["params"]["cell"]
-        params: Any = {"params": cell_params}
-    else:
-        params = rnn.params["cell"]
-    step: Any = jax.jit(cell.call)
-    x, outputs = sequence(name, steps=10), []
-    for t in range(10):
-        carry, y = step(params, carry, x[:, t])
-        assert (dtypes(carry), dtypes(y)) == ({"bfloat16"}, {"bfloat16"})
-        outputs.append(y.astype(jnp.float32))
-    assert step._cache_size() == 1
-    assert_close(jnp.stack(outputs, 1), jax.jit(rnn.call)(rnn.params, x)[1], atol=2**-7)
+def test_steps_of_decoding_feed_the_carry_back_and_are_those_of_an_rnn(wing, case):
+    call, _, (first, _) = built(wing, case, MIXED)
+    rnn, params, (steps,) = loop(wing, case, MIXED)
+    step, outputs = jax.jit(call), []
+    zeros = jnp.zeros((*steps.shape[:1], *steps.shape[2:-1], HIDDEN))
+    carry = jax.tree.map(lambda leaf: zeros.astype(leaf.dtype), first)
+    for t in range(TIME):
+        carry, y = step(params["cell"], carry, steps[:, t])
+        assert dtypes_of((carry, y)) == {"bfloat16"}
+        outputs.append(y)
+    assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+    assert_close(jnp.stack(outputs, 1), jax.jit(rnn)(params, steps), atol=2**-7)
 
 
-@EACH_WING
+@BOTH
 def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype(wing):
-    def carry(init: Any, lib: Any = wing.ours) -> Any:
-        if wing is LINEN:
-            return wing.carry(wing.cell(lib, "GRUCell", carry_init=init))
-        cell = wing.cell(lib, "GRUCell")
+    def carry(init: Any, lib: Any = wing.module) -> Any:
+        if wing.name == "linen":
+            return lib.GRUCell(HIDDEN, carry_init=init).initialize_carry(KEY, (BATCH, WIDTH))
+        cell = lib.GRUCell(WIDTH, HIDDEN, rngs=lib.Rngs(0))
         return cell.initialize_carry((BATCH, WIDTH), lib.Rngs(1), init)
 
     normal, orthogonal = jax.nn.initializers.normal(), jax.nn.initializers.orthogonal()
     full = carry(normal)
-    assert_same_bits(full, carry(normal, wing.theirs))
+    assert_same_bits(full, carry(normal, wing.flax))
     with use_policy("mixed_float16"):
         assert_same_bits(carry(normal), full.astype(jnp.float16))
     with use_policy("bfloat16"):
-        assert dtypes(carry(orthogonal)) == {"bfloat16"}
+        assert dtypes_of(carry(orthogonal)) == {"bfloat16"}
 
 
-@EACH_WING
-def test_an_explicit_dtype_is_obeyed_with_a_warning(wing):
-    expected = (
-        r"^GRUCell at 'GRUCell' has an explicit dtype=float32, which overrides the policy in "
-        r"force, 'params=float32,compute"
-    )
-    x = sequence()[:, 0]
-    with use_policy("mixed_bfloat16"), pytest.warns(DtypePolicyWarning, match=expected):
-        cell = wing.cell(wing.ours, "GRUCell", dtype=jnp.float32)
-        carry = wing.carry(cell)
-        pure = wing.pure(lambda: cell, carry, x, policy="mixed_bfloat16")
-        assert dtypes((carry, jax.eval_shape(pure.call, pure.params, carry, x))) == {"float32"}
-
-
-# --------------------------------------------------------------------------------------------------
-# Cells of a user's own
-# --------------------------------------------------------------------------------------------------
+# --- cells of a user's own ------------------------------------------------------------------------
 
 
 def _leaky(h: Any, carry: Any) -> Any:
@@ -239,9 +149,8 @@ class Leaky:
 class LeakyLinen(Leaky, linen.RNNCellBase):
     @linen.compact
     def __call__(self, carry, inputs):
-        return _leaky(
-            linen.tanh(linen.Dense(HIDDEN)(inputs) + linen.Dense(HIDDEN)(carry[2])), carry
-        )
+        h = linen.tanh(linen.Dense(HIDDEN)(inputs) + linen.Dense(HIDDEN)(carry[2]))
+        return _leaky(h, carry)
 
     @linen.nowrap
     def initialize_carry(self, rng, input_shape):
@@ -260,77 +169,85 @@ class LeakyNnx(Leaky, nnx.RNNCellBase):
         return _first(input_shape)
 
 
-@pytest.mark.parametrize(("wing", "cls"), [(LINEN, LeakyLinen), (NNX, LeakyNnx)], ids=str)
+def pure(module: Any, *args: Any) -> Any:
+    """Returns a call of a module that was just made."""
+    if isinstance(module, nnx.Module):
+        return lambda *args: nnx.clone(module)(*args)
+    variables = module.init(KEY, *args)
+    return lambda *args: module.apply(variables, *args)
+
+
+@pytest.mark.parametrize(("lib", "cls"), [(linen, LeakyLinen), (nnx, LeakyNnx)])
 def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_of_its_carry(
-    wing, cls
+    lib, cls
 ):
-    x, carry = sequence(), _first((BATCH, WIDTH))
-    cell = wing.pure(cls, carry, x[:, 0], policy="mixed_bfloat16")
-    new_carry, y = jax.eval_shape(cell.call, cell.params, carry, x[:, 0])
+    def types(tree: Any) -> list[str]:
+        return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
+
+    x, carry = jnp.asarray(SEQUENCE), _first((BATCH, WIDTH))
+    with use_policy(MIXED):
+        cell, rnn = pure(cls(), carry, x[:, 0]), pure(lib.RNN(cls(), return_carry=True), x)
+        new_carry, y = jax.eval_shape(cell, carry, x[:, 0])
+        dots = named(operations(cell, carry, x[:, 0]), "dot_general")
+        last, ys = rnn(x)
     assert (types(new_carry), y.dtype) == (types(carry), jnp.float32)
-    assert matmul_dtypes(cell.call, cell.params, carry, x[:, 0]) == {"bfloat16"}
-    make = lambda: wing.ours.RNN(cls(), return_carry=True)  # noqa: E731
-    rnn = wing.pure(make, x, policy="mixed_bfloat16")
-    last, ys = rnn.call(rnn.params, x)
+    assert {(*op.inputs, *op.outputs) for op in dots} == {("bfloat16",) * 3}
     assert (types(last), ys.dtype, int(last[0])) == (types(carry), jnp.float32, TIME)
 
 
-# --------------------------------------------------------------------------------------------------
-# Gradients
-# --------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
-@EACH_CELL
-def test_gradients_are_summed_over_the_steps_in_float32_and_residuals_are_half(wing, name):
-    x = sequence(name, steps=7)
-    rnn = loop(wing, wing.ours, name, "p=f32,c=bf16,o=bf16")
-    loss = lambda v: rnn.call(v, x)[1].astype(jnp.float32).sum()  # noqa: E731
-    scans = [e for e in equations(jax.grad(loss), rnn.params) if e.primitive.name == "scan"]
-    forward, backward = scans
-    assert {v.aval.dtype.name for v in forward.outvars if 7 in v.aval.shape} == {"bfloat16"}
-    kernels = {leaf.shape for leaf in jax.tree.leaves(rnn.params) if leaf.ndim > 1}
-    sums = [v for v in backward.outvars if v.aval.shape in kernels]
-    assert sums and {v.aval.dtype.name for v in sums} == {"float32"}
+def rnn_over(name: str, **options: Any) -> Text:
+    rnn = layer(
+        lambda nn: nn.RNN(getattr(nn, name)(HIDDEN, **options)),
+        lambda nnx, rngs: nnx.RNN(
+            getattr(nnx, name)(WIDTH, HIDDEN, rngs=rngs, **options), rngs=rngs
+        ),
+    )
+    return Text(lambda self, x: self.rnn(x), rnn=rnn)
 
 
+@BOTH
 @pytest.mark.parametrize("stored", ("f32", "bf16"))
-@EACH_WING
 def test_the_gradient_of_a_1024_step_rnn_is_accurate(wing, stored):
     # One sign: rounding errors can't cancel.
     x = np.random.default_rng(1).uniform(0.5, 1.5, size=(1, 1024, WIDTH))
-    options = {"recurrent_kernel_init": jax.nn.initializers.zeros}
-    make = lambda: wing.ours.RNN(wing.cell(wing.ours, "SimpleCell", **options))  # noqa: E731
+    text = rnn_over("SimpleCell", recurrent_kernel_init=jax.nn.initializers.zeros)
     inputs = jnp.asarray(x, jnp.float32)
-    rnn = wing.pure(make, inputs, policy=f"p={stored},c=bf16,o=bf16")
-    loss = lambda v: rnn.call(v, inputs).astype(jnp.float32).sum()  # noqa: E731
+    model = wing.scoped(text, f"p={stored},c=bf16,o=bf16", None, inputs)
 
     def input_kernel(tree: Any) -> Any:
-        values = wing.values(tree)
-        leaf = values["params"]["cell"]["i"] if wing is LINEN else values["cell"]["dense_i"]
-        return np.asarray(leaf["kernel"], np.float64)
+        (kernel,) = (leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (WIDTH, HIDDEN))
+        return np.asarray(kernel, np.float64)
 
-    slopes = 1 - np.tanh(x[0] @ input_kernel(rnn.params)) ** 2
+    slopes = 1 - np.tanh(x[0] @ input_kernel(model.params)) ** 2
     truth = np.einsum("tw,th->wh", x[0], slopes)  # of the sum of all outputs
-    found = input_kernel(jax.jit(jax.grad(loss))(rnn.params))
+    found = input_kernel(jax.jit(jax.grad(model.total(inputs)))(model.params))
     # Summed in half over the steps: 2% off.
     np.testing.assert_allclose(found, truth, atol=2**-8 * np.abs(truth).max())
 
 
+@BOTH
 @pytest.mark.parametrize("name", ("LSTMCell", "OptimizedLSTMCell", "GRUCell"))
-@EACH_WING
 def test_second_derivatives_of_an_rnn_reach_its_biases(wing, name):
-    x, biased = sequence(), {"bias_init": jax.nn.initializers.normal(0.5)}
+    text = rnn_over(name, bias_init=jax.nn.initializers.normal(0.5))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, TIME, WIDTH)), jnp.float32)
 
-    def penalty(lib: Any, policy: Any) -> Any:
-        make = lambda: lib.RNN(wing.cell(lib, name, **biased))  # noqa: E731
-        rnn = wing.pure(make, x, policy=policy)
-        value = lambda v, x: jnp.tanh(rnn.call(v, x)).sum()  # noqa: E731
+    def penalty(model: Any) -> Any:
+        value = lambda v, x: jnp.tanh(model.pure(v, x)).sum()  # noqa: E731
         gradient = jax.grad(lambda v: jnp.sum(jnp.square(jax.grad(value, 1)(v, x))))
-        return wing.values(jax.jit(gradient)(rnn.params))
+        return jax.tree.leaves(jax.jit(gradient)(model.params))
 
-    found, truth = penalty(wing.ours, "mixed_bfloat16"), penalty(wing.theirs, None)
-
-    def compare(a: Any, b: Any) -> None:
+    models = wing.scoped(text, MIXED, None, x), wing.theirs(text, x)
+    for a, b in zip(*map(penalty, models), strict=True):
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.08
 
-    jax.tree.map(compare, found, truth)
+
+@EACH_CELL
+def test_what_backward_keeps_of_the_steps_is_half(wing, case):
+    rnn, params, (x,) = loop(wing, case, "p=f32,c=bf16,o=bf16")
+    gradient = jax.grad(lambda v: rnn(v, x).astype(jnp.float32).sum())
+    sites = walk(jax.make_jaxpr(gradient)(params))
+    forward, _ = (site.equation for site in sites if site.name == "scan")
+    assert {v.aval.dtype.name for v in forward.outvars if TIME in v.aval.shape} == {"bfloat16"}

@@ -15,10 +15,11 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
-from policy import audit, get_policy
+from policy import audit, get_policy, use_policy
 from policy.inspect.audit.report import Audit
 from tests.programs import Operation, named, operations
 
@@ -71,10 +72,11 @@ def layer_norm(width: int, **options: Any) -> Part:
     )
 
 
-def batch_norm(width: int) -> Part:
+def batch_norm(width: int, **options: Any) -> Part:
+    options = {"use_running_average": False, "momentum": 0.5} | options
     return layer(
-        lambda nn: nn.BatchNorm(use_running_average=False, momentum=0.5),
-        lambda nnx, rngs: nnx.BatchNorm(width, momentum=0.5, rngs=rngs),
+        lambda nn: nn.BatchNorm(**options),
+        lambda nnx, rngs: nnx.BatchNorm(width, rngs=rngs, **options),
     )
 
 
@@ -177,6 +179,13 @@ def dtypes(tree: Any) -> dict[str, str]:
 def added_up(outputs: Any) -> jax.Array:
     sums = [leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(outputs)]
     return functools.reduce(operator.add, sums)
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
 
 @dataclasses.dataclass
@@ -310,6 +319,19 @@ class Linen:
         kept = text.attributes.get("keep_params", ())
         return LinenModel(instance, plain, policy, args or (X,), kept)
 
+    def scoped(self, text: Text, policy: Any, rules: Any = None, *args: Any) -> Model:
+        """Returns the model in our modules, called in a scope."""
+        instance = text.linen_class(linen)()
+        model = LinenModel(instance, instance, policy, args or (X,))
+        inner = model.pure
+
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            with use_policy(policy, rules):
+                return inner(*args, **kwargs)
+
+        model.pure = pure
+        return model
+
     def port(self, text: Any, policy: Any, rules: Any = None, *args: Any, **options: Any) -> Model:
         """Returns `apply_policy` of the model in Flax's modules."""
         plain = self._plain(text)
@@ -329,6 +351,11 @@ class Nnx:
     def ours(self, text: Text, policy: Any, *args: Any) -> Model:
         rngs = nnx.Rngs(0, dropout=1)
         return NnxModel(text.nnx_class(nnx)(dtype_policy=policy, rngs=rngs))
+
+    def scoped(self, text: Text, policy: Any, rules: Any = None, *args: Any) -> Model:
+        """Returns the model in our modules, built in a scope."""
+        with use_policy(policy, rules):
+            return self.ours(text, None)
 
     def port(self, text: Any, policy: Any, rules: Any = None, *args: Any, **options: Any) -> Model:
         return NnxModel(nnx.apply_policy(self._plain(text), policy, rules, **options))

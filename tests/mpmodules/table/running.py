@@ -148,6 +148,24 @@ def nnx_program(
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
 
+Built = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+
+
+def built(
+    wing: str, case: Case, policy: str | None = None, modules: Any = None, **options: Any
+) -> Built:
+    """Returns a call in a scope, of parameters and inputs; the parameters; and the inputs."""
+    with scope_of(policy):
+        run = program(wing, case, modules, **options)
+        params, rest = jax.jit(run.init)(jax.random.key(0))
+
+    def call(params: Any, *inputs: Any) -> Any:
+        with scope_of(policy):
+            return run.apply(params, rest, inputs)[0]
+
+    return call, params, run.inputs
+
+
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """What a case is under a policy, without running it.
@@ -184,11 +202,11 @@ def traced(wing: str, case: Case, policy: Any, **options: Any) -> Trace:
 
 def _trace(run: Program) -> Trace:
     init, (params, rest) = jax.make_jaxpr(run.init, return_shape=True)(jax.random.key(0))
-    floats = _floating(run.inputs)
+    floats = floating(run.inputs)
 
     def both_ways(params: Any, rest: Any, floats: Any) -> Any:
         def out_of(params: Any, floats: Any) -> Any:
-            out, state = run.apply(params, rest, _with(run.inputs, floats))
+            out, state = run.apply(params, rest, with_floats(run.inputs, floats))
             return out, state
 
         out, backward, state = jax.vjp(out_of, params, floats, has_aux=True)
@@ -212,12 +230,14 @@ def _trace(run: Program) -> Trace:
     )
 
 
-def _floating(inputs: Any) -> dict[int, Any]:
+def floating(inputs: Any) -> dict[int, Any]:
+    """Returns the floating leaves of inputs, by place."""
     leaves = jax.tree.leaves(inputs)
     return {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
-def _with(inputs: Any, floats: dict[int, Any]) -> Any:
+def with_floats(inputs: Any, floats: dict[int, Any]) -> Any:
+    """Returns inputs with other floating leaves."""
     leaves, treedef = jax.tree.flatten(inputs)
     return jax.tree.unflatten(treedef, [floats.get(i, x) for i, x in enumerate(leaves)])
 
