@@ -49,7 +49,7 @@ from benchmarks.models import saved_bytes as models_saved
 from benchmarks.models import tracing as models_tracing
 from benchmarks.table import Row, run
 from policy.autocasting.transform import autocast
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 FLAX = linen_models.of(flax.linen)  # pyright: ignore[reportArgumentType]

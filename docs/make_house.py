@@ -34,7 +34,7 @@ class Room(NamedTuple):
 
 # From the ground up.
 ROOMS: dict[str, Room] = {
-    "policy/programs": Room("jaxprs: the table of primitives, the interpreter, readers", 2, 13),
+    "policy/programs": Room("jaxprs: primitives, programs inside equations, paths", 2, 13),
     "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 12),
     "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 11),
     "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 10),
@@ -57,6 +57,9 @@ ROOMS: dict[str, Room] = {
 }
 # Packages inside of others, which the picture has in their boxes.
 INNER: dict[str, str] = {
+    "policy/programs/tracing": "a call as a program of arrays",
+    "policy/programs/rewriting": "interpreters, which evaluate a program as another one",
+    "policy/programs/reading": "every equation with its place, and values as a graph",
     "policy/inspect/traced": "a user's call, traced for a report",
     "policy/inspect/render": "parts of HTML pages",
     "policy/inspect/hlo": "compiled programs: memory, cycles, traffic, exchanges",

@@ -7,8 +7,8 @@ import jax
 from jax import lax
 
 from policy.programs.primitives import MATMULS
+from policy.programs.reading.walk import walk
 from policy.programs.subprograms import opened
-from policy.programs.walk import walk
 
 
 def precisions(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str | None]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from policy.programs.operations import dtype_name_of
-from policy.programs.walk import Site, walk
+from policy.programs.reading.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)

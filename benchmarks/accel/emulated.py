@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from policy.programs.control_flow import handler_of
-from policy.programs.interpreter import Interpreter
-from policy.programs.matmul_passes import Device, in_passes, is_in_passes, require_device
 from policy.programs.protocols import Equation
+from policy.programs.rewriting.control_flow import handler_of
+from policy.programs.rewriting.interpreter import Interpreter
+from policy.programs.rewriting.matmul_passes import Device, in_passes, is_in_passes, require_device
 from policy.programs.subprograms import bind, opened
 
 

@@ -21,7 +21,7 @@ from benchmarks.packages.measure import relative_error
 from policy import autocast
 from policy.programs.operations import HALVES, dtype_name_of, kind_of
 from policy.programs.primitives import CUMULATIVE, MATMULS, WINDOWED
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")
 SEEDS = range(16)

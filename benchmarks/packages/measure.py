@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.packages.cases import Case, Way
 from policy.programs.costs import flops_of
 from policy.programs.operations import dtype_name_of, kind_of
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 SEEDS = range(64)
 _SPREAD = 0.05  # of what is added to parameters, so that none of them is zero

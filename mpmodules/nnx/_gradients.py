@@ -16,7 +16,7 @@ from policy.grads.float32_sums import evaluated
 from policy.grads.loss_scale import LossScale
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss
 from policy.programs.dtypes import holds_half
-from policy.programs.pure_calls import PureCall
+from policy.programs.tracing.pure_calls import PureCall
 
 ArgNums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 

@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules.tracing.nnx_names import named
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
-from policy.programs.trace import Lowered
+from policy.programs.tracing.trace import Lowered
 
 _NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
 

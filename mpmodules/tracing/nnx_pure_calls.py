@@ -20,7 +20,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules.calls.references import is_reference
 from policy.core.casting import cast_array, is_floating
-from policy.programs.pure_calls import UnreturnableError, require_returnable
+from policy.programs.tracing.pure_calls import UnreturnableError, require_returnable
 
 _OF_FLAX = ("_pytree__", "_object__")  # how the names of what Flax keeps on a module begin
 _NOTHING = object()

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 
 from policy.autocasting.values import CastValue, as_dtype, cast, is_half_value
 from policy.functions.checkpointing import keeping_inputs
-from policy.programs import broadcasting
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.primitives import BROADCASTS, COUNTS_TIES, REPEATS
 from policy.programs.protocols import Equation
+from policy.programs.rewriting import broadcasting
 from policy.programs.subprograms import bind
 
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times

@@ -20,8 +20,6 @@ from policy.autocasting.values import (
     widened_param,
 )
 from policy.functions.checkpointing import keeping_inputs
-from policy.programs import control_flow
-from policy.programs.control_flow import Body
 from policy.programs.dtypes import F32
 from policy.programs.equations import equations_within, runs_any
 from policy.programs.primitives import (
@@ -36,6 +34,8 @@ from policy.programs.primitives import (
     TRANSCENDENTALS,
 )
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting import control_flow
+from policy.programs.rewriting.control_flow import Body
 from policy.programs.subprograms import bind, subprogram, subprograms, with_subprograms
 
 

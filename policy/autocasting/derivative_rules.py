@@ -12,9 +12,9 @@ from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, cast
-from policy.programs.control_flow import Body
 from policy.programs.dtypes import float_dtype
 from policy.programs.protocols import Equation
+from policy.programs.rewriting.control_flow import Body
 from policy.programs.subprograms import bind, subprogram
 
 

@@ -28,14 +28,14 @@ from policy.autocasting.values import (
     widened_param,
 )
 from policy.core.scope import Scope, enter
-from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
-from policy.programs.interpreter import Interpreter, equations_of, readers_of
-from policy.programs.outlining import is_part
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting.interpreter import Interpreter, equations_of, readers_of
+from policy.programs.rewriting.outlining import is_part
 from policy.programs.subprograms import programs_of
+from policy.programs.tracing import marks
 
 AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
 

@@ -30,9 +30,7 @@ from policy.autocasting.second_moments import (
     repeats,
     statistics_of,
 )
-from policy.programs.dependence import is_cotangent
 from policy.programs.equations import equations_within
-from policy.programs.graph import Graph, Node, Value, is_joint
 from policy.programs.primitives import (
     ELEMENTWISE,
     FORWARD_ADDITIONS,
@@ -43,6 +41,8 @@ from policy.programs.primitives import (
     SQUARE_ROOTS,
 )
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.reading.dependence import is_cotangent
+from policy.programs.reading.graph import Graph, Node, Value, is_joint
 
 _ROOTS = SQUARE_ROOTS | {"pow"}
 

@@ -38,7 +38,6 @@ from policy.autocasting.values import (
     floats_of,
     widened_param,
 )
-from policy.programs.broadcasting import explicit_sharding, repeated
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.equations import runs_any
 from policy.programs.primitives import (
@@ -53,6 +52,7 @@ from policy.programs.primitives import (
     PRODUCTS,
 )
 from policy.programs.protocols import Equation
+from policy.programs.rewriting.broadcasting import explicit_sharding, repeated
 from policy.programs.subprograms import bind, programs_of
 
 _CHOOSES = EXACT - COMPARISONS

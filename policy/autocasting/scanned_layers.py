@@ -11,12 +11,12 @@ from jax import lax
 
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.values import CastValue, cast
-from policy.programs.control_flow import Body
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.equations import runs_any
 from policy.programs.paths import scanned_path
 from policy.programs.primitives import MATMULS
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting.control_flow import Body
 from policy.programs.subprograms import subprogram
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from policy.programs.graph import Node, Value
 from policy.programs.primitives import (
     BROADCASTS,
     ELEMENTWISE,
@@ -15,6 +14,7 @@ from policy.programs.primitives import (
     OF_MOMENTS,
     SIGN_CHANGES,
 )
+from policy.programs.reading.graph import Node, Value
 
 SUMS = frozenset(("reduce_sum",))
 COPIES = FORWARDS | {"row", "rows", "shard", "shards", "branch"}

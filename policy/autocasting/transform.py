@@ -35,11 +35,11 @@ from policy.core.scope import RulesLike, current_scope, require_usable
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.equations import is_unwritten, repeated_programs
 from policy.programs.module_names import make_jaxpr
-from policy.programs.outlining import outlined
 from policy.programs.primitives import known_primitives
+from policy.programs.rewriting.outlining import outlined
 from policy.programs.scope_names import ISLAND
 from policy.programs.subprograms import opened
-from policy.programs.trace import Arguments, Lowered, is_staged, lowered
+from policy.programs.tracing.trace import Arguments, Lowered, is_staged, lowered
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 

@@ -26,10 +26,7 @@ from jax.typing import DTypeLike
 
 from policy.core.trees import is_overwritten
 from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
-from policy.programs import control_flow
-from policy.programs.control_flow import Body, has_options
 from policy.programs.dtypes import F32, holds_half
-from policy.programs.interpreter import Interpreter
 from policy.programs.primitives import (
     MATMULS,
     ONE_FOR_EACH,
@@ -37,9 +34,12 @@ from policy.programs.primitives import (
     SUMMING_COLLECTIVES,
 )
 from policy.programs.protocols import Equation
+from policy.programs.rewriting import control_flow
+from policy.programs.rewriting.control_flow import Body, has_options
+from policy.programs.rewriting.interpreter import Interpreter
 from policy.programs.scope_names import EXCHANGE, innermost_scope
 from policy.programs.subprograms import Subprogram, bind, opened, programs_of, subprogram
-from policy.programs.trace import ArrayTree
+from policy.programs.tracing.trace import ArrayTree
 
 
 def with_float32_sums(

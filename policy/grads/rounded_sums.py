@@ -16,7 +16,6 @@ from typing import Any
 from jax.extend.core import Literal, Var
 
 from policy.programs.dtypes import float_dtype, holds_half
-from policy.programs.interpreter import equations_of
 from policy.programs.primitives import (
     ANNOTATES,
     LINEAR_IN_ALL,
@@ -28,6 +27,7 @@ from policy.programs.primitives import (
     WIDENABLE_SUMS,
 )
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting.interpreter import equations_of
 from policy.programs.subprograms import opened, programs_of, subprograms
 
 HANDS_ON = MOVES_COTANGENTS | ANNOTATES

@@ -15,8 +15,10 @@ class Framework(Protocol):
         ...
 
     def lowered(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a call as one of a pure function (`policy.programs.trace.Lowered`), which passes
-        state in and out; None for calls that do not concern the library.
+        """Returns a call as one of a pure function, which passes state in and out.
+
+        It is a `policy.programs.tracing.trace.Lowered`; None for calls that do not concern the
+        library.
         """
         ...
 

@@ -46,7 +46,7 @@ def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
       name_stack: ``str(eqn.source_info.name_stack)``, e.g. ``transpose(jvp(Net))/layer_1/Dense_0``.
       above: the path of the equation whose body this one stands in: name stacks inside of it are
         relative to it.
-      marks: whether the marks of `policy.programs.marks` are in the path.
+      marks: whether the marks of `policy.programs.tracing.marks` are in the path.
     """
     if REGION in name_stack and not marks:
         name_stack = _MARK.sub("", name_stack)

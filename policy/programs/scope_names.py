@@ -16,7 +16,7 @@ AUTOCAST = "policy_autocast"
 """The scope of the casts that autocast puts in."""
 
 REGION = "policy_region_"
-"""The prefix of the marks of `policy.programs.marks`."""
+"""The prefix of the marks of `policy.programs.tracing.marks`."""
 
 EXCHANGE = f"{REGION}exchange"
 """The scope of a sum over devices in a dtype that the caller asked for."""

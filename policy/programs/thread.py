@@ -18,9 +18,9 @@ class _Thread(threading.local):
       blocks: the `use_policy` and `full_precision` blocks under way, innermost last.
       names_models: whether printed paths begin with a model's name (`policy.programs.paths`).
       keeps_lines: whether a trace keeps the source line of each equation
-        (`policy.programs.outlining`).
+        (`policy.programs.rewriting.outlining`).
       wide: results of the trace under way that were float32 before, or None
-        (`policy.programs.marks`).
+        (`policy.programs.tracing.marks`).
       asked: the dtypes that a report collects, or None (`policy.core.requested_dtypes`).
       backend: the platform and kind of the devices to trace for, or None for the default ones
         (`policy.core.matmul_dtypes`).

@@ -25,7 +25,7 @@ from policy.inspect.hlo.text import Instruction, numpy_name, parse
 from policy.programs.module_names import make_jaxpr
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.primitives import HLO_COLLECTIVES
-from policy.programs.walk import Site, walk
+from policy.programs.reading.walk import Site, walk
 
 
 @dataclasses.dataclass(frozen=True)

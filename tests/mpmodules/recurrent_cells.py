@@ -16,7 +16,7 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy.autocasting.transform import autocast
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 from tests.mpmodules.wings import BOTH, ONES, WINGS, Pair, Text, dense, layer, layer_norm, weight
 
 # In one order, so that renaming doesn't move parameters about.

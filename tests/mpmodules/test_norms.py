@@ -16,7 +16,7 @@ from flax import errors
 from mpmodules import linen, nnx
 from mpmodules.functions.moments import Region
 from mpmodules.functions.normalization import normalize
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 from policy.testing import assert_close_in_ulps
 from tests.mpmodules.norm_layers import NORMS, WINGS, built, exact, leaves_named, normalised
 

@@ -11,7 +11,7 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import Policy, use_policy
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = (jnp.bfloat16, jnp.float16)

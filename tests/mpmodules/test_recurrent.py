@@ -13,7 +13,7 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 from tests.mpmodules.table.cases import CASES, SEQUENCE, Case
 from tests.mpmodules.table.running import THEIRS, Built, built, dtypes_of
 from tests.mpmodules.wings import BOTH, KEY, MIXED, Text, assert_same_bits, layer

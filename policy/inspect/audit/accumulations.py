@@ -16,9 +16,9 @@ from policy.inspect.audit.values import (
     users,
 )
 from policy.programs.equations import combines_by
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import kind_of
 from policy.programs.primitives import ADDITIONS, EXTREMES, PRODUCTS, UPDATES
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _ZEROS = UPDATES | {"pad"}  # make arrays that are mostly zero
 

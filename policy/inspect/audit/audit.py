@@ -17,7 +17,6 @@ from policy.inspect.audit.states import states_of
 from policy.inspect.traced.call import checked_policy, checked_rules, short_text
 from policy.inspect.traced.under_policy import traced_under
 from policy.programs.costs import bytes_of, flops_of
-from policy.programs.graph import Graph, is_joint
 from policy.programs.operations import (
     accumulation_of,
     float32_precision_of,
@@ -26,6 +25,7 @@ from policy.programs.operations import (
     result_of,
 )
 from policy.programs.paths import naming, spelled
+from policy.programs.reading.graph import Graph, is_joint
 
 
 def audit(

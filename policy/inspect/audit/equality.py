@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.inspect.audit.values import made_of
-from policy.programs.graph import Value, is_joint
 from policy.programs.primitives import REARRANGES
+from policy.programs.reading.graph import Value, is_joint
 
 
 def are_equal(one: Value, other: Value, depth: int = 12) -> bool:

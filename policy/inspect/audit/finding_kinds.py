@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from policy.inspect.audit.operations import Finding
-from policy.programs.graph import Node, Value
 from policy.programs.operations import is_inexact_name
 from policy.programs.paths import spelled
+from policy.programs.reading.graph import Node, Value
 
 REDUCTION = "low-precision-reduction"
 FUNCTION = "low-precision-function"

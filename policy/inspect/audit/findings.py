@@ -31,7 +31,7 @@ from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.lost_constants import Lost
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.states import State
-from policy.programs.graph import Graph
+from policy.programs.reading.graph import Graph
 
 _CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     low_precision_reductions,

@@ -20,7 +20,7 @@ from policy.inspect.audit.values import (
     operands,
     widens,
 )
-from policy.programs.graph import Graph, Node, Value, is_joint
+from policy.programs.reading.graph import Graph, Node, Value, is_joint
 
 
 class Flow:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.core import Tracer
 
 from policy.inspect.audit.values import moved_from
-from policy.programs.graph import Node, Value
 from policy.programs.primitives import (
     BROADCASTS,
     CASTS,
@@ -18,6 +17,7 @@ from policy.programs.primitives import (
     RESHAPES,
     SELECTS_LITERALS,
 )
+from policy.programs.reading.graph import Node, Value
 
 Axes = frozenset[int]
 _NONE: Axes = frozenset()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from policy.programs.source_lines import is_users_file
+from policy.programs.reading.source_lines import is_users_file
 
 _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 

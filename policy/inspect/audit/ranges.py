@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspect.audit.values import bits, is_selection, moved_from
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import (
     ANNOTATES,
     BOUNDED,
@@ -22,6 +21,7 @@ from policy.programs.primitives import (
     PERIODIC,
     PLACES,
 )
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _LARGEST = 4096  # the size of the largest captured array that is read
 _DEEP = 40  # the longest chain of operations that is followed

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from policy.inspect.audit.values import behind, is_matmul, made_of, moved_from, views
 from policy.programs.costs import size
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import kind_of
 from policy.programs.primitives import (
     ADDITIONS,
@@ -20,6 +19,7 @@ from policy.programs.primitives import (
     ROUNDINGS,
     SIGN_CHANGES,
 )
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _FAR = 96  # values that are searched for the origin of one
 # Between a quotient and the cast of it: limits, rounding, noise, and changes of sign.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from policy.programs.trace import Traced
+from policy.programs.tracing.trace import Traced
 
 Keys = tuple[Any, ...]
 # Not state: an optimizer returns its updates under the key paths of the gradients.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from policy.inspect.audit.values import is_cotangent, is_matmul, made_of, reached
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, sums
 from policy.programs.primitives import (
     ADDITIONS,
@@ -15,6 +14,7 @@ from policy.programs.primitives import (
     SCALINGS,
     SQUARE_ROOTS,
 )
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _MOVES = MOVES_DATA | PASSES_ACTIVATIONS
 _NORMALISES = POWERS | SQUARE_ROOTS

@@ -6,11 +6,11 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from policy.programs.codes import is_eight_bits as is_eight_bits
-from policy.programs.dependence import is_cotangent as is_cotangent
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_inexact_name, kind_of
 from policy.programs.primitives import MOVES_DATA
+from policy.programs.reading.codes import is_eight_bits as is_eight_bits
+from policy.programs.reading.dependence import is_cotangent as is_cotangent
+from policy.programs.reading.graph import Node, Value, is_joint
 
 Passes = Callable[[Node], bool]
 """Tells whether a walk goes on through a node."""

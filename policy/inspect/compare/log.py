@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from policy.programs.codes import QuantisedOperand
-from policy.programs.placed_interpreter import ModulePass, PlacedValue
+from policy.programs.reading.codes import QuantisedOperand
+from policy.programs.rewriting.placed_interpreter import ModulePass, PlacedValue
 
 
 @dataclasses.dataclass(eq=False)

@@ -22,8 +22,8 @@ from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import MadeCall, Step, name_of
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.module_paths import by_spelled_path
-from policy.programs.graph import Graph
 from policy.programs.paths import Path
+from policy.programs.reading.graph import Graph
 
 _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "

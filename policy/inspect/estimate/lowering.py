@@ -14,7 +14,7 @@ from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import Target
 from policy.programs.equations import maker_of
 from policy.programs.primitives import HOST, KERNELS
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 
 def lowered_step(

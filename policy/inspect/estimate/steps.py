@@ -17,9 +17,9 @@ from policy.core.scope import use_policy
 from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.traced.call import input_paths
 from policy.inspect.traced.under_policy import Route, traced_under
-from policy.programs.donation import donated_inputs
 from policy.programs.frameworks import FRAMEWORKS
-from policy.programs.trace import Traced, is_array, lowered, origins_of
+from policy.programs.tracing.donation import donated_inputs
+from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of
 
 
 @dataclasses.dataclass(frozen=True)

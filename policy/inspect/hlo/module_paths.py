@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from policy.inspect.hlo.text import Instruction
 from policy.programs.paths import Path, naming, path_of, spelled
-from policy.programs.placed_interpreter import lost_prefixes, module_path
+from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
 
 # Names that JAX's lowering gives to the parts of control flow, inside of which names are relative.
 _CONTROL_FLOW = re.compile(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from policy.inspect.hlo.text import Instruction
-from policy.programs.source_lines import users_line
+from policy.programs.reading.source_lines import users_line
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _ROW = re.compile(r"(\d+) (.*)")

@@ -15,16 +15,15 @@ from jax.typing import DTypeLike
 
 from policy.inspect.suggest.scaled_dots import ScaledDots
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import (
+from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
+from policy.programs.protocols import Equation
+from policy.programs.rewriting.placed_interpreter import (
     NO_REFERENCE,
     ModulePass,
     PlacedValue,
     Reference,
 )
-from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
-from policy.programs.protocols import Equation
-from policy.programs.subprograms import bind
-from policy.programs.upcast import (
+from policy.programs.rewriting.upcast import (
     Upcast,
     bound_wide,
     dtype_of,
@@ -33,6 +32,7 @@ from policy.programs.upcast import (
     wide_dtype,
     widen,
 )
+from policy.programs.subprograms import bind
 
 
 class Flags(NamedTuple):

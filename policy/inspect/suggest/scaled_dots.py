@@ -16,16 +16,16 @@ from policy.core.policy import Policy
 from policy.eight_bits.scaled_matmul import quantise
 from policy.inspect.suggest.candidates import reached_path
 from policy.inspect.traced.call import Call, Program
-from policy.programs.codes import is_eight_bit_matmul, is_eight_bits
 from policy.programs.costs import flops_of, size
-from policy.programs.dependence import COTANGENT, dependences
-from policy.programs.graph import Graph, Node
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import lost_prefixes, module_path
 from policy.programs.primitives import CONVOLUTIONS
 from policy.programs.protocols import Equation
-from policy.programs.walk import Site, walk
-from policy.programs.weight_matmuls import weight_matmuls
+from policy.programs.reading.codes import is_eight_bit_matmul, is_eight_bits
+from policy.programs.reading.dependence import COTANGENT, dependences
+from policy.programs.reading.graph import Graph, Node
+from policy.programs.reading.walk import Site, walk
+from policy.programs.reading.weight_matmuls import weight_matmuls
+from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
 
 _Axes = tuple[Sequence[int], Sequence[int]]
 

@@ -20,11 +20,11 @@ from policy.inspect.traced.float32 import in_float32, wide_arguments
 from policy.inspect.traced.gradients import Around, PlainCall, as_it_is
 from policy.inspect.traced.reference import reference_of
 from policy.inspect.traced.under_policy import Route, under_policy
-from policy.programs.codes import NO_CODES, Codes, codes_of
-from policy.programs.placed_interpreter import NO_REFERENCE, Reference
+from policy.programs.reading.codes import NO_CODES, Codes, codes_of
+from policy.programs.rewriting.placed_interpreter import NO_REFERENCE, Reference
+from policy.programs.rewriting.upcast import dtypes_of, is_half
 from policy.programs.subprograms import opened
-from policy.programs.trace import Arguments
-from policy.programs.upcast import dtypes_of, is_half
+from policy.programs.tracing.trace import Arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from policy.programs.equations import maker_of
-from policy.programs.source_lines import source_of
-from policy.programs.trace import lowered, trace
+from policy.programs.reading.source_lines import source_of
+from policy.programs.tracing.trace import lowered, trace
 
 
 def parameters_of(

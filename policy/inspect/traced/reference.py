@@ -13,10 +13,10 @@ import numpy as np
 from policy.programs.dtypes import F32
 from policy.programs.equations import constants_within
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import Reference, module_path
 from policy.programs.protocols import Equation
-from policy.programs.upcast import dtype_of, is_half, keeps
-from policy.programs.walk import Site, walk, written_at
+from policy.programs.reading.walk import Site, walk, written_at
+from policy.programs.rewriting.placed_interpreter import Reference, module_path
+from policy.programs.rewriting.upcast import dtype_of, is_half, keeps
 
 
 def reference_of(half: Any, wide: Any = None) -> Reference:

@@ -17,7 +17,7 @@ from mpmodules import linen, nnx
 from policy import use_policy
 from policy.inspect.audit.findings import findings_of
 from policy.inspect.audit.report import Finding
-from policy.programs.graph import Graph
+from policy.programs.reading.graph import Graph
 from tests.mpmodules.table.cases import Case
 from tests.programs import Operation, operations_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from mpmodules.linen import apply_policy
 from policy.autocasting.transform import autocast
-from policy.programs import control_flow
 from policy.programs.paths import path_of
+from policy.programs.rewriting import control_flow
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 

@@ -19,9 +19,9 @@ from policy.inspect.audit.values import (
     views,
     widens,
 )
-from policy.programs.graph import Node, Value
 from policy.programs.operations import is_inexact_name, kind_of
 from policy.programs.primitives import ADDITIONS, MINMAX, SCALINGS
+from policy.programs.reading.graph import Node, Value
 
 _MIXES = ADDITIONS | SCALINGS  # operations of sums and averages
 

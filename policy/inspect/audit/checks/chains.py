@@ -14,8 +14,8 @@ from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_cotangent, is_matmul, is_narrow, users
 from policy.programs.costs import size
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, PLACES
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _MOST_ALIKE = 3  # parts of one array: a sum of the four corners of a square is reported
 _MOST = 7  # terms of any kind, such as branches of a network

@@ -21,8 +21,8 @@ from policy.inspect.audit.values import (
     made_of,
     users,
 )
-from policy.programs.graph import Node, Value
 from policy.programs.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
+from policy.programs.reading.graph import Node, Value
 
 Numbers = frozenset[float]  # values of an array's elements, or their nonzero extremes
 

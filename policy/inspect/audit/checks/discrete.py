@@ -20,9 +20,9 @@ from policy.inspect.audit.values import (
     narrows,
     widens,
 )
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_inexact_name
 from policy.programs.primitives import MOVES_DATA
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _KEEPS = MOVES_DATA | {"neg", "abs", "reduce_max", "dynamic_slice", "gather", "row", "rows"}
 _LARGEST_OF = frozenset(("max", "carry", "concatenate"))

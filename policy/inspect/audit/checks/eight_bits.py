@@ -21,8 +21,8 @@ from policy.inspect.audit.values import (
     reached,
 )
 from policy.programs.costs import size
-from policy.programs.graph import Value, is_joint
 from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
+from policy.programs.reading.graph import Value, is_joint
 
 _KEEPS_CODES = MOVES_DATA | CASTS | {"mul"}
 _FAR = 64  # values that are searched behind a matmul's operand

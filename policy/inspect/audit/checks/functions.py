@@ -18,9 +18,9 @@ from policy.inspect.audit.values import (
     made_of,
     users,
 )
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import is_steep, kind_of
 from policy.programs.primitives import ADDITIONS, PERIODIC, RESCALES, ROOTS
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _STEEPNESS = (
     "an argument near 10 is rounded by 0.03, which is 3% of its exponential",

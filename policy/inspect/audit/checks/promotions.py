@@ -31,10 +31,10 @@ from policy.inspect.audit.values import (
     widens,
 )
 from policy.programs.costs import flops_of, size
-from policy.programs.graph import Node, Value, is_joint
 from policy.programs.operations import float32_precision_of
 from policy.programs.origins import is_promotion
 from policy.programs.primitives import SQUARE_ROOTS
+from policy.programs.reading.graph import Node, Value, is_joint
 
 _FAR = 64  # values that are searched behind a matmul's operand
 

@@ -12,9 +12,9 @@ from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.states import State
 from policy.inspect.audit.values import behind, followed, is_cotangent, is_matmul, is_narrow
-from policy.programs.graph import Node, Value
 from policy.programs.primitives import DRAWS
-from policy.programs.walk import written_at
+from policy.programs.reading.graph import Node, Value
+from policy.programs.reading.walk import written_at
 
 _MOST = 0.5  # the smallest share, if known, that counts as a running average
 

@@ -12,9 +12,9 @@ from policy.inspect.audit.indices import may_repeat
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_narrow
 from policy.programs.equations import combines_by
-from policy.programs.graph import Node, is_joint
 from policy.programs.operations import kind_of, sums
 from policy.programs.primitives import ADDITIONS, CUMULATIVE, REDUCTIONS, WINDOWED
+from policy.programs.reading.graph import Node, is_joint
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
 _FEW_WINDOWS = 8

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
 from policy import audit
-from policy.programs.walk import walk
+from policy.programs.reading.walk import walk
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 

@@ -15,8 +15,8 @@ from policy import audit
 from policy.inspect.audit.finding_kinds import CONSTANT
 from policy.inspect.audit.indices import may_repeat
 from policy.inspect.audit.lost_constants import noticing
-from policy.programs.graph import Graph
-from policy.programs.walk import walk
+from policy.programs.reading.graph import Graph
+from policy.programs.reading.walk import walk
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 INTEGERS = jax.ShapeDtypeStruct((5,), jnp.int32)

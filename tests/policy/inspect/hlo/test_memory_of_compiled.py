@@ -15,7 +15,7 @@ from mpmodules import linen, nnx
 from policy.inspect.hlo.buffers import MemoryUse, memory_of
 from policy.inspect.hlo.dump import compiled_with_dump, read_dump
 from policy.programs.paths import spelled
-from policy.programs.trace import lowered as lowered_call
+from policy.programs.tracing.trace import lowered as lowered_call
 from tests.benchmarks.accelerators import target
 
 OUT_OF_MEMORY = Path(__file__).with_name("v5e_out_of_memory")

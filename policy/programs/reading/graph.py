@@ -11,8 +11,8 @@ import numpy as np
 
 from policy.programs.dtypes import float_dtype
 from policy.programs.operations import dtype_name
+from policy.programs.reading.walk import Site, entered, site_of
 from policy.programs.subprograms import Subprogram, opened, subprograms
-from policy.programs.walk import Site, entered, site_of
 
 BranchesTaken = tuple[
     tuple[int, int], ...

@@ -32,7 +32,7 @@ class Interpreter(Generic[V]):
     A subclass says how an equation is evaluated (`equation`); where values are no arrays, how they
     hold some (`constant`, `arrays`, `filled`), and on which kinds of values loops and branches
     settle (`merge`, `settled`). Equations that hold programs are rebuilt by the functions of
-    `policy.programs.control_flow`.
+    `policy.programs.rewriting.control_flow`.
 
     Attributes:
       notes: arrays that are reported beside the outputs of the program that is being traced, by a

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.core
 
-from policy.programs.mutations import Containers, Mutations
-from policy.programs.trace import Arguments, ArrayTree
+from policy.programs.tracing.mutations import Containers, Mutations
+from policy.programs.tracing.trace import Arguments, ArrayTree
 
 
 class UnreturnableError(TypeError):

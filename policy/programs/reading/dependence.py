@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from policy.programs.graph import Graph, Node, Value
 from policy.programs.primitives import CASTS, MOVES_DATA
+from policy.programs.reading.graph import Graph, Node, Value
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
 AS_IT_IS = MOVES_DATA | CASTS

@@ -13,7 +13,7 @@ import numpy as np
 
 from policy.programs.paths import Path, path_of, spelled
 from policy.programs.protocols import Equation
-from policy.programs.source_lines import source_of
+from policy.programs.reading.source_lines import source_of
 from policy.programs.subprograms import is_jaxpr, opened
 
 # Parameters that name an equation's origin or function, and change nothing that it computes.

@@ -15,8 +15,8 @@ from policy.programs.origins import is_jax_file
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import REMATS
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.reading.source_lines import layer_of, source_of
 from policy.programs.scope_names import AUTOCAST, BOUNDARY, ISLAND
-from policy.programs.source_lines import layer_of, source_of
 from policy.programs.subprograms import Subprogram, opened, subprograms
 
 

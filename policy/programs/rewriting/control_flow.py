@@ -10,9 +10,9 @@ import jax.extend.core as jex_core
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from policy.programs.interpreter import Handler, Interpreter, Notes, V
 from policy.programs.primitives import INLINED, REMATS
 from policy.programs.protocols import Equation
+from policy.programs.rewriting.interpreter import Handler, Interpreter, Notes, V
 from policy.programs.subprograms import (
     Role,
     Subprogram,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from policy.programs.trace import ArrayTree
+from policy.programs.tracing.trace import ArrayTree
 
 _DEPTH = 2  # of objects inside of objects
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes, np.generic)

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.programs.control_flow import CONTROL_FLOW, is_for_platforms
 from policy.programs.equations import equations_within
 from policy.programs.primitives import EXACT, HOST, STATES_BITS
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting.control_flow import CONTROL_FLOW, is_for_platforms
+from policy.programs.rewriting.upcast import dtype_of, is_half
 from policy.programs.subprograms import Subprogram, programs_of, subprogram, subprograms
-from policy.programs.upcast import dtype_of, is_half
 
 
 def rounds(equation: Equation) -> bool:

@@ -7,16 +7,16 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
-from policy.programs.dependence import COTANGENT, PARAMETER, dependences
-from policy.programs.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.operations import is_inexact_name
 from policy.programs.origins import author_of
 from policy.programs.paths import Path
-from policy.programs.placed_interpreter import EnclosingEquations, module_path
 from policy.programs.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA, ROUNDINGS
 from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.reading.dependence import COTANGENT, PARAMETER, dependences
+from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
+from policy.programs.reading.walk import Site
+from policy.programs.rewriting.placed_interpreter import EnclosingEquations, module_path
 from policy.programs.subprograms import opened, programs_of
-from policy.programs.walk import Site
 
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]

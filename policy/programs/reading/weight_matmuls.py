@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from policy.programs.dependence import AS_IT_IS, PARAMETER, dependences, is_cotangent
-from policy.programs.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.operations import is_inexact_name, kind_of
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, PRODUCTS
+from policy.programs.reading.dependence import AS_IT_IS, PARAMETER, dependences, is_cotangent
+from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 
 _KEEPS = AS_IT_IS | PRODUCTS | ADDITIONS  # return a gradient as it is, scaled, or added to one
 

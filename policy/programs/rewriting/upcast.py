@@ -11,16 +11,16 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.programs.control_flow import handler_of
 from policy.programs.dtypes import F32, is_half
-from policy.programs.placed_interpreter import (
+from policy.programs.primitives import HOST, MATMULS, READS_BITS
+from policy.programs.protocols import Equation, OpenJaxpr
+from policy.programs.rewriting.control_flow import handler_of
+from policy.programs.rewriting.placed_interpreter import (
     NO_REFERENCE,
     PlacedInterpreter,
     PlacedValue,
     Reference,
 )
-from policy.programs.primitives import HOST, MATMULS, READS_BITS
-from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.subprograms import bind, is_jaxpr, opened, programs_of
 
 

@@ -1,0 +1,1 @@
+"""Interpreters of jaxprs: they evaluate a program as another one."""

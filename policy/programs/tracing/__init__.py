@@ -1,0 +1,1 @@
+"""Calls as programs of arrays, their results put back into trees and objects."""
