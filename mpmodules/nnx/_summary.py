@@ -168,10 +168,6 @@ def _may_scale(obj: Any) -> bool:
     layer = layer_class(type(obj))
     if layer is None or not layer._is_layer:
         return True
-    hooks = (
-        hook for hook in ("dot_general", "einsum_op", "conv_general_dilated") if hasattr(obj, hook)
-    )
-    return any(
-        may_multiply_in_8_bits(getattr(obj, hook), getattr(obj, f"{hook}_cls", None))
-        for hook in hooks
-    )
+    hook = getattr(layer, "_hook", "")
+    own = getattr(obj, hook, None), getattr(obj, f"{hook}_cls", None)
+    return bool(hook) and may_multiply_in_8_bits(*own)

@@ -14,8 +14,8 @@ from policy.programs.protocols import Equation
 _JAX = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (jax, jaxlib)
 )
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "mpmodules") + os.sep
+OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(OUR_FOLDER)), "mpmodules") + os.sep
 # Functions of JAX that are asked for a dtype, by name: a cast below one of them was meant.
 _SUMS = frozenset(
     (
@@ -67,7 +67,7 @@ def is_by_layers(equation: Equation) -> bool:
 
 def is_ours(equation: Equation) -> bool:
     """Returns whether this library wrote an equation."""
-    return author_of(equation)[0].startswith((_OURS, _OUR_LAYERS))
+    return author_of(equation)[0].startswith((OUR_FOLDER, _OUR_LAYERS))
 
 
 def is_written(equation: Equation) -> bool:

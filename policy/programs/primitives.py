@@ -144,7 +144,8 @@ _TABLE: dict[str, dict[str, str]] = {
         """,
         "complex-part": "conj imag real",
         "extreme": """
-            argmax argmin
+            argmax: chooses
+            argmin: chooses
             reduce_max: saved counts_ties
             reduce_min: saved counts_ties
         """,
@@ -178,13 +179,13 @@ _TABLE: dict[str, dict[str, str]] = {
         """,
         "order": """
             mosaic_gpu_reduce_max mosaic_gpu_reduce_min
-            approx_top_k: repeats
+            approx_top_k: repeats chooses
             cummax: exact
             cummin: exact
             reduce_window_max: counts_ties
             reduce_window_min: counts_ties
-            sort: free exact combines repeats
-            top_k: exact repeats
+            sort: free exact combines repeats chooses
+            top_k: exact repeats chooses
         """,
         "ref-read": "get load masked_load",
         "reshape": """
@@ -566,6 +567,9 @@ JOINS_ROOTS = _with("joins_roots")
 
 READS_LOGITS = _with("reads_logits")
 """Read the shifted logits of a log_softmax: nothing else does."""
+
+CHOOSES = _with("chooses")
+"""Give the places of the largest numbers."""
 
 DRAWS = of_kinds("rng")
 """Make random bits, or keys."""

@@ -84,8 +84,6 @@ def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
     report = policy.audit(run, params, X, policy="p=f32,c=bf16,o=f32,m=i8")
     (dot,) = (op for op in report.operations if op.kind == "dot")
     assert dot.operands == ("int8", "int8") and dot.result == "int32"
-    # the accumulator is returned: autocast would round it to bfloat16
-    assert not any(op.kind == "cast" and op.result == "bfloat16" for op in report.operations[-4:])
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,15 @@ class Conv(Matmul, flax_nnx.Conv):
       ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
 
+    _hook = "conv_general_dilated"
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Convolves inputs (batch..., spatial..., in), and adds the bias."""
         inputs, restored = one_batch_axis(inputs, len(self.kernel_size))
         windows = windows_of(self, inputs)
         assert self.in_features % self.feature_group_count == 0
         kernel = masked(self, self.kernel[...])
-        product = self._product(
-            lax.conv_general_dilated, windows.inputs, kernel, "conv_general_dilated"
-        )
+        product = self._product(lax.conv_general_dilated, windows.inputs, kernel)
         y = product.multiply(
             windows.strides,
             windows.padding,

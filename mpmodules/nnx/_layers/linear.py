@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,18 @@ class Matmul(Layer):
     """Base class of the matmul and convolution layers.
 
     The gradient of a half bias is summed in reduction_dtype.
+
+    Attributes:
+      _hook: the layer's attribute for an operation of the user's own, if it has one.
     """
+
+    _hook: ClassVar[str] = ""
 
     def _product(
         self,
         operation: Callable[..., jax.Array],
         inputs: jax.Array,
         kernel: jax.Array | None = None,
-        hook: str = "",
     ) -> Product:
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
@@ -37,7 +41,7 @@ class Matmul(Layer):
             numerics = self._numerics
         else:  # the user's own, as Flax has it
             numerics, bias = Numerics(), promoted[2]
-        return Product(self, promoted, bias, operation, hook, numerics=numerics)
+        return Product(self, promoted, bias, operation, self._hook, numerics=numerics)
 
 
 class Linear(Matmul, flax_nnx.Linear):
@@ -53,9 +57,11 @@ class Linear(Matmul, flax_nnx.Linear):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
+    _hook = "dot_general"
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiplies inputs (..., in) by the kernel, and adds the bias: (..., out)."""
-        product = self._product(lax.dot_general, inputs, hook="dot_general")
+        product = self._product(lax.dot_general, inputs)
         return linear(product, precision=self.precision, out_sharding=out_sharding)
 
 
@@ -69,9 +75,11 @@ class LinearGeneral(Matmul, flax_nnx.LinearGeneral):
       ((5, 2, 3), dtype(bfloat16))
     """
 
+    _hook = "dot_general"
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts axes of inputs with the kernel, and adds the bias: (..., out...)."""
-        product = self._product(lax.dot_general, inputs, hook="dot_general")
+        product = self._product(lax.dot_general, inputs)
         options = {"precision": self.precision, "out_sharding": out_sharding}
         return linear_general(product, self.axis, tuple(self.batch_axis), **options)
 
@@ -85,6 +93,8 @@ class Einsum(Matmul, flax_nnx.Einsum):
       >>> y.shape, y.dtype
       ((2, 3), dtype(bfloat16))
     """
+
+    _hook = "einsum_op"
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -107,7 +117,7 @@ class Einsum(Matmul, flax_nnx.Einsum):
             )
         equation = equation.replace(" ", "")
         self._einsum_str_check(equation)
-        product = self._product(jnp.einsum, inputs, hook="einsum_op")
+        product = self._product(jnp.einsum, inputs)
         options = {"precision": self.precision, "out_sharding": out_sharding}
         y = product.multiply(before=(equation,), **options)
         if product.bias is None:

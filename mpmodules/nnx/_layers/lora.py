@@ -72,6 +72,8 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
+    _hook = "dot_general"
+
     def _construct(
         self,
         policy: Policy | None,
@@ -105,7 +107,7 @@ class LoRALinear(Matmul, flax_nnx.LoRALinear):
 
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiplies inputs (..., in) by the kernel, and adds the bias and the low-rank part."""
-        product = self._product(lax.dot_general, x, hook="dot_general")
+        product = self._product(lax.dot_general, x)
         y = linear(product, precision=self.precision, out_sharding=out_sharding)
         returned = self._numerics.result_dtype
         if returned is None:

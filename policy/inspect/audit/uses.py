@@ -71,13 +71,17 @@ def _is_steep(node: Node) -> bool:
     return is_steep(node.name) and not is_cotangent(node) and not _is_kept_only(node)
 
 
-def _is_softplus(node: Node | None) -> bool:
+def _is_softplus(node: Node) -> bool:
     """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
-    for name in ("log1p", "exp", "neg", "abs"):
-        if node is None or node.name != name:
-            return False
-        node = made_of(node.inputs[0]).maker
-    return True
+    if node.name != "log1p":
+        return False
+    return _operand(_operand(_operand(node, "exp"), "neg"), "abs") is not None
+
+
+def _operand(node: Node | None, name: str) -> Node | None:
+    """Returns the node that makes a node's operand, if it has that name."""
+    maker = None if node is None else made_of(node.inputs[0]).maker
+    return maker if maker is not None and maker.name == name else None
 
 
 def _is_judged(node: Node) -> bool:

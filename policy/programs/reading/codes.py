@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 from policy.programs.operations import is_inexact_name
-from policy.programs.origins import author_of
+from policy.programs.origins import OUR_FOLDER, author_of
 from policy.programs.paths import Path
 from policy.programs.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA, ROUNDINGS
 from policy.programs.protocols import Equation, OpenJaxpr
@@ -21,9 +21,8 @@ from policy.programs.subprograms import opened, programs_of
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
 
-_POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = frozenset(
-    os.path.join(_POLICY, *name.split("/"))
+    os.path.join(OUR_FOLDER, *name.split("/"))
     for name in (
         "eight_bits/quantisation.py",
         "eight_bits/scaled_matmul.py",

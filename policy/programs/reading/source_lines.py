@@ -9,14 +9,16 @@ import sysconfig
 from collections.abc import Iterable
 from typing import Literal
 
-from policy.programs.origins import frames_of, is_jax_file
+from policy.programs.origins import OUR_FOLDER, frames_of, is_jax_file
 from policy.programs.paths import Path, spelled
 from policy.programs.protocols import Equation
 
-_POLICY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 # Files that trace a call for an inspection tool: its caller is not the author of the code.
-_TOOLS = (os.path.join(_POLICY, "inspect", ""), os.path.join(_POLICY, "programs", "trace.py"))
+_TOOLS = tuple(
+    os.path.join(OUR_FOLDER, *parts)
+    for parts in (("inspect", ""), ("programs", "tracing", "trace.py"))
+)
 _LIBRARIES = ("flax", "optax", "mpmodules")
 _BASES = frozenset(
     ("Module", "Scope", "Object", "Pytree")
@@ -85,7 +87,7 @@ def _shortened(name: str) -> str:
 def _owner(file: str) -> Literal["user", "library", "tool"]:
     if file.startswith(_TOOLS):
         return "tool"
-    if is_jax_file(file) or file.startswith((_POLICY, *_folders())):
+    if is_jax_file(file) or file.startswith((OUR_FOLDER, *_folders())):
         return "library"
     is_python = (
         file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file

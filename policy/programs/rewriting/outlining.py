@@ -102,8 +102,10 @@ class _Outliner(Interpreter[Any]):
 
 
 def _function(part: _Part) -> Any:
+    body: Any = part  # has what is read of a jaxpr
+
     def call(*arrays: Any) -> list[Any]:
-        return _Outliner(len(part.scopes)).run(part, (), arrays)
+        return _Outliner(len(part.scopes)).run(body, (), arrays)
 
     call.__name__ = _NAME
     return call

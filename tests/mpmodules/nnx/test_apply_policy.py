@@ -90,7 +90,7 @@ def policies(model):
 def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention(model):
     rules = {
         "blocks/0/attn/query": "f32",  # the first that matches wins
-        "blocks/0/attn/q.*": "f16",
+        "blocks/0/attn/(query|key)": "f16",
         "blocks/1": "f16",
         "blocks/0/mlp/layers/2": "p=bf16,c=f32",
         "heads/b": "f32",
@@ -103,7 +103,7 @@ def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention
         "blocks/0": MIXED,
         "blocks/0/attn": MIXED,
         "blocks/0/attn/query": FULL,
-        "blocks/0/attn/key": MIXED,
+        "blocks/0/attn/key": get_policy("f16"),
         "blocks/0/mlp/layers/0": MIXED,
         "blocks/0/mlp/layers/2": get_policy("p=bf16,c=f32"),
         "blocks/1": get_policy("f16"),

@@ -284,7 +284,7 @@ def test_a_plain_transform_refuses_them_and_flaxs_errors_and_other_optimizer_sta
 
 
 def test_a_loss_that_was_scaled_by_hand_is_told():
-    model, optimizer = trained("mixed_float16", wrt=nnx.Param)
+    model, optimizer = trained("mixed_float16")
 
     @nnx.jit
     def step(model, optimizer, x):

@@ -21,13 +21,21 @@ from policy.inspect.audit.values import (
     widens,
 )
 from policy.programs.operations import is_inexact_name
-from policy.programs.primitives import MOVES_DATA
+from policy.programs.primitives import (
+    ADDITIONS,
+    CHOOSES,
+    COMPARISONS,
+    DRAWS,
+    EXTREMES,
+    MINMAX,
+    MOVES_DATA,
+    PRODUCTS,
+    SIGN_CHANGES,
+)
 from policy.programs.reading.graph import Node, Value, is_joint
 
-_KEEPS = MOVES_DATA | {"neg", "abs", "reduce_max", "dynamic_slice", "gather", "row", "rows"}
-_LARGEST_OF = frozenset(("max", "carry", "concatenate"))
-_CHOOSES = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
-_SCALES_A_DRAW = MOVES_DATA | {"add", "sub", "mul", "max", "min"}
+_KEEPS = MOVES_DATA | SIGN_CHANGES | EXTREMES | {"row", "rows"}
+_SCALES_A_DRAW = MOVES_DATA | ADDITIONS | PRODUCTS | MINMAX
 _MOST_STEPS = 32  # from a comparison back to the bits of a draw
 _WORST = 0.1  # the relative error of a probability
 
@@ -99,6 +107,8 @@ def _steps_of(node: Node, each: list[float]) -> float:
             return (each[0] or _is_fixed(node.inputs[0])) * _size(node, node.params["axes"])
         case "cumsum":
             return (each[0] or _is_fixed(node.inputs[0])) * _size(node, (node.params["axis"],))
+        case "concatenate":
+            return max(each)
         case "mul" if all(each):
             return math.prod(each)
         case "mul" | "div" | "add" | "sub":
@@ -111,7 +121,7 @@ def _steps_of(node: Node, each: list[float]) -> float:
             return min(each[1], _magnitude(node.inputs[2], each[2]))
     if is_selection(node):
         return max(each[1:])
-    if node.name in _LARGEST_OF:
+    if node.name in MINMAX or (is_joint(node) and each):
         return max(each)
     return each[0] if each and node.name in _KEEPS else 0
 
@@ -138,7 +148,7 @@ def _size(node: Node, axes: tuple[int, ...]) -> int:
 def rounded_choices(flow: Flow) -> Iterator[Finding]:
     """Yields choices of the largest among numbers that were rounded to half precision before."""
     for node in flow.graph.nodes:
-        if node.name not in _CHOOSES or is_joint(node) or len(node.outputs) < _results(node):
+        if node.name not in CHOOSES or is_joint(node) or len(node.outputs) < _results(node):
             continue
         cast = made_of(node.inputs[0]).maker
         if cast is None or not narrows(cast) or not is_narrow(node.inputs[0].dtype):
@@ -167,7 +177,7 @@ def _results(node: Node) -> int:
 def coarse_draws(flow: Flow) -> Iterator[Finding]:
     """Yields comparisons of uniform numbers in half precision with a probability that they miss."""
     for node in flow.graph.nodes:
-        if node.name not in ("lt", "le", "gt", "ge") or not is_narrow(node.inputs[0].dtype):
+        if node.name not in COMPARISONS or not is_narrow(node.inputs[0].dtype):
             continue
         for draw, threshold in (node.inputs, reversed(node.inputs)):
             number = made_of(threshold)
@@ -201,4 +211,4 @@ def _is_draw(value: Value) -> bool:
 
 
 def _is_random(value: Value) -> bool:
-    return value.maker is not None and value.maker.name in ("random_bits", "threefry2x32")
+    return value.maker is not None and value.maker.name in DRAWS

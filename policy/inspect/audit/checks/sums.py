@@ -13,7 +13,7 @@ from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_narrow
 from policy.programs.equations import combines_by
 from policy.programs.operations import kind_of, sums
-from policy.programs.primitives import ADDITIONS, CUMULATIVE, REDUCTIONS, WINDOWED
+from policy.programs.primitives import ADDITIONS, COMBINES, CUMULATIVE, REDUCTIONS, WINDOWED
 from policy.programs.reading.graph import Node, is_joint
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
@@ -58,7 +58,7 @@ def terms_of(node: Node) -> str:
         each = zip(params["window_dimensions"], params["window_strides"], strict=True)
         count = math.prod(-(-window // stride) for window, stride in each)
         return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
-    if node.name in ("reduce", "reduce_window") and not _adds(node):
+    if node.name in COMBINES and not _adds(node):
         return ""
     if node.name in REDUCTIONS:
         sizes = [shape[axis] for axis in params.get("axes", params.get("dimensions", ()))]
