@@ -1,4 +1,6 @@
-"""Registers gradients, so that a step can detect swapped params and gradients."""
+"""Registers gradients, so that a step can detect those that are swapped with the params, and those
+of a loss that was not scaled.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,27 @@ T = TypeVar("T")
 
 # By identity, as arrays have no hash. An entry goes when its array does.
 _taken: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_never_scaled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def note_gradients(tree: T) -> T:
-    """Registers the arrays of a tree of gradients, and returns the tree."""
+def note_gradients(tree: T, *, were_scaled: bool) -> T:
+    """Registers the arrays of a tree of gradients, and returns the tree.
+
+    Args:
+      were_scaled: whether they were computed with a loss scale.
+    """
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             _taken[id(leaf)] = leaf
+            if not were_scaled:
+                _never_scaled[id(leaf)] = leaf
     return tree
+
+
+def were_never_scaled(gradients: Any) -> bool:
+    """Returns whether all arrays of `gradients` are registered as computed without a loss scale."""
+    leaves = jax.tree.leaves(gradients)
+    return bool(leaves) and all(_never_scaled.get(id(leaf)) is leaf for leaf in leaves)
 
 
 def are_swapped(params: Any, gradients: Any) -> bool:

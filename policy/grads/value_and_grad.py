@@ -147,10 +147,13 @@ class Finish:
       policy: in force while the loss is traced, or None.
       scale: the () scale, a Python number or an array.
       grads: "float32", "accumulator" or "compute".
+      has_scale: whether a loss scale was given.
     """
 
-    def __init__(self, policy: Policy | None, scale: ArrayLike, grads: GradientKind):
-        self.policy, self.scale, self.grads = policy, scale, grads
+    def __init__(
+        self, policy: Policy | None, scale: ArrayLike, grads: GradientKind, has_scale: bool
+    ):
+        self.policy, self.scale, self.grads, self.has_scale = policy, scale, grads, has_scale
 
     @classmethod
     def of(cls, policy: Policy | str | None, loss_scale: Any, grads: GradientKind) -> Finish:
@@ -158,7 +161,8 @@ class Finish:
         if grads not in get_args(GradientKind):
             kinds = " or ".join(map(repr, get_args(GradientKind)))
             raise ValueError(f"grads should be {kinds}, but got {grads!r}.")
-        return cls(None if policy is None else get_policy(policy), _scale_value(loss_scale), grads)
+        policy = None if policy is None else get_policy(policy)
+        return cls(policy, _scale_value(loss_scale), grads, loss_scale is not None)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.policy is None else use_policy(self.policy)
@@ -170,7 +174,8 @@ class Finish:
             return ScaledGradients(
                 map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale
             )
-        return note_gradients(map_gradients(lambda g: unscale_tree(g, self.scale), gradients))
+        unscaled = map_gradients(lambda g: unscale_tree(g, self.scale), gradients)
+        return note_gradients(unscaled, were_scaled=self.has_scale)
 
 
 def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) -> Callable[..., Any]:

@@ -20,9 +20,11 @@ from jax.typing import ArrayLike
 
 from policy.core.mapped_axes import varying_axes
 from policy.core.policy import Policy
+from policy.core.precedence import warn_once
 from policy.core.trees import working_dtype
 from policy.grads.finiteness import fusion_barrier
-from policy.grads.loss_scale import LossScale
+from policy.grads.known_gradients import were_never_scaled
+from policy.grads.loss_scale import LossScale, NoOpLossScale
 from policy.grads.scaled_gradients import ScaledGradients, require_positive
 from policy.grads.scaled_losses import warn_if_scaled
 from policy.optim.checks import check_initial_params, require_outermost, warn_of_wide_params
@@ -198,6 +200,12 @@ class Stepper:
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
         warn_if_scaled(state.loss_scale.loss_scale)
+        if not isinstance(self.loss_scale, NoOpLossScale) and were_never_scaled(gradients):
+            warn_once(
+                "mixed_precision has a loss scale, but these gradients were computed without one, "
+                "so that small ones underflow in float16. Pass loss_scale=loss_scale_of(opt_state) "
+                "to value_and_grad."
+            )
         given = params, gradients
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)

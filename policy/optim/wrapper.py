@@ -25,7 +25,7 @@ Params = TypeVar("Params")
 
 
 def mixed_precision(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     policy: Policy | str,
     *,
     loss_scale: LossScale | str | ArrayLike | None = None,
@@ -47,7 +47,7 @@ def mixed_precision(
     lists all faults: those that are skipped, refused and not checked.
 
     Args:
-      tx: any optax transform.
+      tx: any optax transform, or `optax.MultiSteps` around one.
       policy: a Policy or its text form.
       loss_scale: None, "dynamic", a positive number or a loss scale: the first value of
         `loss_scale_of(state)`. There is no default, as the loss must be scaled too; None where the
