@@ -315,7 +315,15 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
 
 def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"A policy rule should be a (pattern, policy) pair, but got {pair!r}.")
+        is_text = isinstance(pair, str) and "=" in pair
+        hint = (
+            "PolicyRules.from_texts takes a list of PATH=TEXT"
+            if is_text
+            else "Rules are written {'head': 'f32'}"
+        )
+        raise TypeError(
+            f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
+        )
     pattern, policy = pair
     if isinstance(pattern, str):
         try:
@@ -330,8 +338,10 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
                 f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
             ) from None
     elif not isinstance(pattern, type):
+        is_module = hasattr(pattern, "dtype_policy")
+        got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)
         raise TypeError(
-            f"A rule's pattern should be a path pattern or a layer class, but got {pattern!r}."
+            f"A rule's pattern should be a path pattern or a layer class, but got {got}."
         )
     try:
         return pattern, get_policy(policy)

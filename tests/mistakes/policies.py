@@ -40,7 +40,7 @@ MISTAKES = {
         "compute_dtype=float8_e4m3fn … Use float16 or bfloat16 … m=f8": lambda: Policy(
             "f32", jnp.float8_e4m3fn, "f32"
         ),
-        "compute_dtype=int8 … only floating dtypes": lambda: Policy("f32", jnp.int8, "f32"),
+        "compute_dtype=int8 … a floating dtype, such as": lambda: Policy("f32", jnp.int8, "f32"),
         "'comp' … params, compute, output": lambda: get_policy("comp=bf16"),
         "'params' … second time": lambda: get_policy("p=f32,params=bf16"),
         "'p:f32,c:bf16' … params=DTYPE": lambda: get_policy("p:f32,c:bf16"),
@@ -61,10 +61,8 @@ MISTAKES = {
     TypeError: {
         "bfloat16 … 'p=f32,c=bf16,o=f32'": lambda: use_policy(jnp.bfloat16),
         "('f32', 'bf16') … a Policy": lambda: get_policy(("f32", "bf16")),
-        "'compute_dtype' and 'output_dtype' … get_policy('mixed_bfloat16')": lambda: Policy(
-            "mixed_bfloat16"
-        ),
-        "'params' … Policy('f32', 'bf16', 'f32')": lambda: Policy(
+        "missing … 'compute_dtype' and 'output_dtype'": lambda: Policy("mixed_bfloat16"),
+        "unexpected keyword argument 'params'": lambda: Policy(
             params="f32", compute="bf16", output="f32"
         ),
         "cast_inputs=['t'] … True or False": lambda: Policy(
