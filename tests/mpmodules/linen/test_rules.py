@@ -109,7 +109,11 @@ RULES: dict[str, tuple[Any, Any, dict[str, str]]] = {
         [FIRST, SECOND],
         {"layer_0/mlp": "float16", "layer_1/mlp": "bfloat16"},
     ),
-    "the first that matches wins, in any order": ("f32", [SECOND, FIRST], {"mlp": "bfloat16"}),
+    "the first that matches wins, in any order": (
+        "f32",
+        PolicyRules([SECOND, FIRST], strict=False),
+        {"mlp": "bfloat16"},
+    ),
     "what a rule says holds below until a rule matches there": (
         "f32",
         [("encoder", MIXED), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")],
