@@ -40,9 +40,13 @@ def note_unscaled() -> None:
     thread.scaled_losses.clear()
 
 
-def warn_if_scaled(scale: Any) -> None:
-    """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since."""
-    if thread.scaled_losses.pop(_key(scale), _ABSENT) is not _ABSENT:
+def warn_if_scaled(scale: Any) -> bool:
+    """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since.
+
+    Returns whether it was.
+    """
+    is_scaled = thread.scaled_losses.pop(_key(scale), _ABSENT) is not _ABSENT
+    if is_scaled:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision "
             "without loss_scale.unscale. A plain tree counts as unscaled gradients, so each step "
@@ -50,6 +54,7 @@ def warn_if_scaled(scale: Any) -> None:
             "policy.value_and_grad(loss_fn, loss_scale=loss_scale_of(opt_state)), which takes the "
             "unscaled loss, or call loss_scale.unscale(grads) first."
         )
+    return is_scaled
 
 
 def _key(scale: Any) -> Hashable:

@@ -199,8 +199,9 @@ class Stepper:
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
-        warn_if_scaled(state.loss_scale.loss_scale)
-        if not isinstance(self.loss_scale, NoOpLossScale) and were_never_scaled(gradients):
+        is_scaled = warn_if_scaled(state.loss_scale.loss_scale)
+        has_scale = not isinstance(self.loss_scale, NoOpLossScale)
+        if has_scale and not is_scaled and were_never_scaled(gradients):
             warn_once(
                 "mixed_precision has a loss scale, but these gradients were computed without one, "
                 "so that small ones underflow in float16. Pass loss_scale=loss_scale_of(opt_state) "
