@@ -146,7 +146,10 @@ class _Programs:
             at = node.site.around
             self.nodes.setdefault(id(at), []).append(node)
             while at is not None:
-                self.inside.setdefault(id(at.around), {})[id(at)] = at
+                siblings = self.inside.setdefault(id(at.around), {})
+                if id(at) in siblings:
+                    break
+                siblings[id(at)] = at
                 at = at.around
 
     def regions(self, at: Any, found: _Found) -> Regions:
@@ -161,9 +164,11 @@ class _Programs:
         whole = {equation for equation, _ in programs} - in_part
         measures = whole.union(id(n.site.equation) for n in own if n in found.measures)
         applies = frozenset(id(n.site.equation) for n in own if n in found.applies)
-        floats = [node for node in own if any(value.is_float for value in node.outputs)]
-        is_whole = all(node in found.measures or node in found.applies for node in floats)
-        is_whole = is_whole and not in_part and bool(floats or kept)
+        covered = {node for node in own if node in found.measures or node in found.applies}
+        is_whole = bool(covered or kept) and not in_part
+        is_whole = is_whole and all(
+            node in covered for node in own if any(value.is_float for value in node.outputs)
+        )
         return Regions(frozenset(measures), applies, kept, is_whole)
 
 

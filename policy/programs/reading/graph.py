@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.programs.dtypes import float_dtype
+from policy.programs.dtypes import is_floating_dtype
 from policy.programs.operations import dtype_name
 from policy.programs.reading.walk import Site, entered, site_of
 from policy.programs.subprograms import Subprogram, opened, subprograms
@@ -29,25 +29,24 @@ class Value:
       readers: the nodes that read it, one for each time.
       array: its numbers, for literals and for constants of the program.
       number: the literal that it is, or None.
+      is_float: whether its dtype is floating.
       is_output: whether the program returns it.
       yields, given: facts for `policy.autocasting.normalizations`, which notes them.
     """
 
     __slots__ = (
-        *("array", "aval", "dtype", "given", "is_output", "maker", "number", "readers", "shape"),
-        "yields",
+        *("array", "aval", "dtype", "given", "is_float", "is_output", "maker", "number"),
+        *("readers", "shape", "yields"),
     )
 
     def __init__(self, aval: Any, maker: Node | None = None, array: Any = None, number: Any = None):
         self.aval, self.maker, self.array, self.number = aval, maker, array, number
         self.is_output = self.yields = self.given = False
-        self.dtype = dtype_name(getattr(aval, "dtype", None))
+        dtype = getattr(aval, "dtype", None)
+        self.dtype = dtype_name(dtype)
+        self.is_float = dtype is not None and is_floating_dtype(dtype)
         self.shape: tuple[Any, ...] = tuple(getattr(aval, "shape", ()))
         self.readers: list[Node] = []
-
-    @property
-    def is_float(self) -> bool:
-        return float_dtype(self.aval) is not None
 
     @property
     def is_literal(self) -> bool:
@@ -87,8 +86,8 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
-    def makes(self, avals: Sequence[Any]) -> list[Value]:
-        self.outputs = [Value(aval, self) for aval in avals]
+    def makes(self, variables: Iterable[Any]) -> list[Value]:
+        self.outputs = [Value(variable.aval, self) for variable in variables]
         return self.outputs
 
 
@@ -125,25 +124,25 @@ class Graph:
     ) -> list[Value]:
         values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
 
-        def read(atom: Any) -> Value:
-            if isinstance(atom, jex_core.Literal):
-                array = np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
-                return Value(atom.aval, array=array, number=atom.val)
-            return values[atom]
+        def read(atoms: Iterable[Any]) -> list[Value]:
+            return [
+                _literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+                for atom in atoms
+            ]
 
         for equation in body.eqns:
             site = site_of(equation, around)
-            outputs = self._equation(site, [read(atom) for atom in equation.invars], branch)
+            outputs = self._equation(site, read(equation.invars), branch)
             values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in body.outvars]
+        return read(body.outvars)
 
     def _equation(self, site: Site, inputs: list[Value], branch: BranchesTaken) -> list[Value]:
-        is_entered = self._inside is None or site.name in self._inside
+        name = site.equation.primitive.name
+        is_entered = self._inside is None or name in self._inside
         inner = [one for one in subprograms(site.equation) if one.is_run] if is_entered else []
         match inner[0].role if inner else None:
             case None:
-                outputs = [variable.aval for variable in site.equation.outvars]
-                return self._node(site, site.name, inputs, branch).makes(outputs)
+                return self._node(site, name, inputs, branch).makes(site.equation.outvars)
             case "loop" | "cond":
                 return self._loop(site, inner, inputs, branch)
             case "branch":
@@ -196,7 +195,7 @@ class Graph:
         variables: Sequence[Any],
     ) -> list[Value]:
         pairs = zip(values, variables, strict=True)
-        return [self._node(site, name, [v], branch).makes([x.aval])[0] for v, x in pairs]
+        return [self._node(site, name, [v], branch).makes([x])[0] for v, x in pairs]
 
     def _shard(
         self, site: Site, one: Subprogram, inputs: list[Value], branch: BranchesTaken
@@ -213,7 +212,7 @@ class Graph:
             for i, one in enumerate(inner)
         ]
         return [
-            self._node(site, "branch", [inputs[0], *choices], branch).makes([variable.aval])[0]
+            self._node(site, "branch", [inputs[0], *choices], branch).makes([variable])[0]
             for variable, *choices in zip(site.equation.outvars, *each, strict=True)
         ]
 
@@ -226,8 +225,7 @@ class Graph:
             for value in self._call(site, one, arguments, branch):
                 if value.maker is not None:
                     self._effects.append(value.maker)
-        outputs = [variable.aval for variable in site.equation.outvars]
-        return self._node(site, site.name, inputs, branch).makes(outputs)
+        return self._node(site, site.name, inputs, branch).makes(site.equation.outvars)
 
     def _drop_dead_code(self) -> None:
         """Leaves out nodes that no result depends on: JAX's derivatives leave many of them."""
@@ -239,10 +237,11 @@ class Graph:
             node = waiting.pop()
             if not node.is_live:
                 node.is_live = True
-                waiting.extend(value.maker for value in node.inputs if value.maker is not None)
+                waiting += [v.maker for v in node.inputs if v.maker is not None]
         self.traced = self.nodes
         self.nodes = [node for node in self.traced if node.is_live]
-        for value in self.values():
+        dead = (node for node in self.traced if not node.is_live)
+        for value in {id(value): value for node in dead for value in node.inputs}.values():
             value.readers = [node for node in value.readers if node.is_live]
 
     def values(self) -> Iterator[Value]:
@@ -255,6 +254,11 @@ class Graph:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield value
+
+
+def _literal(atom: jex_core.Literal) -> Value:
+    array = np.asarray(atom.val) if hasattr(atom.aval, "dtype") else None
+    return Value(atom.aval, array=array, number=atom.val)
 
 
 _JOINTS = frozenset(("carry", "row", "rows", "branch", "shard", "shards"))
