@@ -18,7 +18,7 @@ from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
 from policy.optim.checks import differences
 from policy.optim.moments import StoredInner, asked_dtypes, has_codes, moment_targets, scales_of
 from policy.optim.state import MixedPrecisionState
-from policy.optim.storage_modes import MasterWeights, storage_code, storage_text
+from policy.optim.storage_modes import MasterWeights, storage_code, storage_mode, storage_text
 
 _CONVERT = "convert(state, params, to=tx) migrates it"
 
@@ -68,7 +68,24 @@ def require_storage(
             "params changed since the optimizer state was made: "
             f"{shortened(wrong)}. Cast them back, or call resync(params, state) first."
         )
+    _check_masters(params, stored, made_by)
     return is_stored
+
+
+def _check_masters(params: optax.Params, stored: list[Any], made_by: MasterWeights) -> None:
+    """Refuses stored arrays of other dtypes: a tree that was restored may hold any."""
+    wrong = []
+    for name, p, kept in zip(leaf_names(params), jax.tree.leaves(params), stored, strict=True):
+        stored_dtype = storage_mode(p.dtype, made_by).stored_dtype
+        needed = None if stored_dtype is None else stored_dtype(np.dtype(p.dtype))
+        if getattr(kept, "dtype", None) != needed:
+            wrong.append(f"{name} is {dtype_and_shape(kept)} instead of {needed or 'nothing'}")
+    if wrong:
+        raise ValueError(
+            f"state.masters do not fit master_weights={made_by!r} and these params: "
+            f"{shortened(wrong)}. Make a state with tx.init(params), or restore the one that "
+            "belongs to these params."
+        )
 
 
 def is_empty(node: Any) -> bool:

@@ -291,6 +291,13 @@ def test_nan_stays_in_its_own_row(wing):
     assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
 
 
+@BOTH
+@pytest.mark.parametrize("policy", [MIXED, "mixed_float16"])
+def test_infinity_passes_through_a_boundary(wing, policy):
+    x = jnp.float32([[jnp.nan, jnp.inf, -jnp.inf, 0]])
+    np.testing.assert_array_equal(wing.ours(Text(lambda self, x: x), policy)(x), x)
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 

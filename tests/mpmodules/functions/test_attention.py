@@ -146,6 +146,17 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
     assert [leaf.shape for leaf in kept if leaf.dtype == bool] == ([(2, 1, 3, 5)] if masked else [])
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+def test_linen_takes_grouped_heads(dtype):
+    query, key, value = qkv(dtype, key_heads=2)
+    repeated = (jnp.repeat(x, 2, axis=-2) for x in (key, value))
+    ours = linen.dot_product_attention(query, key, value)
+    expected = linen.dot_product_attention(query, *repeated)
+    assert ours.dtype == query.dtype
+    rtol = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, expected)), rtol, 1e-6)
+
+
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_no_keys_give_zeros_and_one_key_gives_its_value(wing, dtype):

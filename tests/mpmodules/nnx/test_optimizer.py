@@ -19,7 +19,7 @@ from policy import (
     mixed_precision,
     select_tree,
 )
-from policy.optim import convert, finite_of, resync
+from policy.optim import convert, finite_of, init_from_master, resync
 from policy.optim.rounding import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -232,6 +232,41 @@ def test_a_skipped_step_leaves_params_statistics_and_moments_and_halves_the_scal
     assert optimizer.opt_state.skipped[...] == 1
     step(model, optimizer, X)
     assert finite_of(optimizer)
+
+
+def test_a_scale_that_float16_cannot_hold_is_found_by_skipping():
+    model, optimizer = trained("mixed_float16", DynamicLossScale(2.0**30))
+    one = train_step("compute")
+    finite = []
+    for _ in range(24):
+        one(model, optimizer, X)
+        finite.append(bool(finite_of(optimizer)))
+    first = finite.index(True)
+    assert 0 < first < 24 and all(finite[first:])
+    assert loss_scale_of(optimizer).loss_scale == 2.0 ** (30 - first)
+
+
+def test_float32_params_start_from_masters():
+    of_training = nnx.state(Net(nnx.Rngs(7)), nnx.Param)
+    model, optimizer = trained("bfloat16", None)
+    params, state = init_from_master(optimizer.tx, nnx.as_pure(of_training))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    masters = master_params(nnx.state(model, nnx.Param), optimizer)
+    for a, b in zip(values(masters), values(of_training), strict=True):
+        np.testing.assert_array_equal(a, b)
+    train_step("compute")(model, optimizer, X)
+
+
+def test_multi_steps_goes_inside():
+    model, _, _ = parts(jnp.bfloat16)
+    tx = mixed_precision(optax.MultiSteps(optax.sgd(0.1), 2), "bfloat16", loss_scale=8.0)
+    optimizer: Any = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = values(nnx.state(model, nnx.Param))
+    for moves in (False, True):
+        step(model, optimizer)
+        after = values(nnx.state(model, nnx.Param))
+        assert all(map(np.array_equal, after, before)) != moves
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])

@@ -252,3 +252,17 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
     for mode in ("remainder", "kahan", "none"):
         made = convert(state, params, to=transform(mode, "bfloat16"))
         np.testing.assert_array_equal(master_params(params, made)["w"], [1.5, value])
+
+
+@pytest.mark.parametrize(
+    ("mode", "found", "needed"),
+    [("full", "float16", "float32"), ("remainder", "float32", "uint16"), ("kahan", "float32", "")],
+)
+def test_masters_of_another_dtype_are_refused_by_name(mode, found, needed):
+    params, state = start(mode, "bfloat16")
+    masters = {**state.masters, "w": state.masters["w"].astype(found)}
+    text = rf"master_weights='{mode}' .*: w is {found}\[3, 4\] instead of {needed or 'bfloat16'}"
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(
+            transform(mode, "bfloat16"), params, state._replace(masters=masters), GRADIENTS
+        )

@@ -194,6 +194,13 @@ def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked
     assert changed == [("jax_platforms", "cpu")]
 
 
+def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(f"{train}:example", "--plot", "x.png") == 2
+    message = "error: --plot draws with matplotlib, which is missing: pip install matplotlib"
+    assert message in capsys.readouterr().err and not asked.calls
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
