@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ def lines_of_code(text: str) -> int:
             docstring = node.body[0]
             lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return len(lines)
+
+
+def words_of(page: str) -> int:
+    """Counts the words of a page that hold a letter or a digit: no rules of tables."""
+    return len(re.findall(r"[^\s|]*[A-Za-z0-9][^\s|]*", page))
 
 
 def files(*folders: str, root: Path = ROOT) -> list[Path]:
@@ -153,6 +159,9 @@ def sizes() -> str:
     lines.append(f"| together | {sum(counts)} | {sum(codes)} |")
     tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files("tests"))
     lines.append(f"| `tests`, all lines | {len(files('tests'))} | {tests} |")
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    words = sum(words_of(page.read_text(encoding="utf-8")) for page in pages)
+    lines.append(f"| pages, words | {len(pages)} | {round(words, -2)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _ADVICE = (
-    "A module inside that has a policy of its own casts its outputs, and so may change the carry's "
+    "If a module inside has a policy of its own, it casts its outputs, and may so change a carry's "
     "dtype. For float32 inside one layer only, use the policy 'f32_inside', which returns the "
     "dtype that the surrounding code computes in. If such a module is the body of a scan, give it "
     "its caller's policy, lift its class (nn.scan(Block) in linen) instead of a function, or cast "
@@ -12,7 +12,7 @@ _ADVICE = (
 
 
 def explain_scan(error: TypeError) -> None:
-    """Adds to the error of a module's call the way out, once, if it is JAX's for a scan."""
+    """Adds to the error of a module's call the way out, once, if it is JAX's for such a scan."""
     told = _ADVICE in getattr(error, "__notes__", ())
-    if "scan body" in str(error) and "carry" in str(error) and not told:
+    if "scan body" in str(error) and "dtypes do not match" in str(error) and not told:
         error.add_note(_ADVICE)

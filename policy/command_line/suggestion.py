@@ -34,8 +34,10 @@ from policy.command_line.target import (
     running_users_code,
     target_of,
 )
+from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.suggest import POINTS, suggest
+from policy.inspect.suggest.target_costs import require_timed
 
 _OPTIONS = {
     **POLICY,
@@ -72,6 +74,9 @@ def run_suggest(options: argparse.Namespace) -> int:
     """
     if options.plot and options.on is None:
         raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
+    if options.on is not None:
+        with prefixed_errors("--on"):
+            require_timed(Target(options.on))
     given = [parse_argument(text) for text in options.arg]
     fn, args, kwargs = call_of(target_of(options.target), given, options.target)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)

@@ -50,6 +50,17 @@ def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_wha
     assert "give it its caller's policy, lift its class (nn.scan(Block) in linen)" in advice
 
 
+def test_a_scan_whose_carry_changes_its_shape_is_left_to_jax():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jax.lax.scan(lambda carry, _: (carry[:1], None), nn.Dense(4)(x), None, length=2)
+
+    with pytest.raises(TypeError, match="shapes do not match") as caught:
+        Model().init(KEY, X)
+    assert not any("casts its outputs" in note for note in caught.value.__notes__)
+
+
 def test_the_advice_for_a_scan_works():
     class Cast(Stack):
         @nn.compact
