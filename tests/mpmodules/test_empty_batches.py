@@ -151,7 +151,7 @@ def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, f
     kept = np.broadcast_to(mask, X.shape).reshape(-1, FEATURES)
     for name in ("y", "x"):
         values = np.asarray(found[name]).reshape(-1, FEATURES)
-        np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-5, atol=1e-5)
 
 
 @EACH_WING
