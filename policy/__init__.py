@@ -28,7 +28,7 @@ from policy.optim.state import MixedPrecisionState, loss_scale_of
 from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precision
 from policy.core.dtype_names import cast_to_full, cast_to_half, half_dtype
 from policy.core.policy import Policy, get_policy
-from policy.core.precedence import DtypePolicyWarning
+from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.core.scope import current_policy, set_policy, use_policy
 from policy.inspect.suggest.suggest import suggest

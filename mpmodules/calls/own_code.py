@@ -25,7 +25,7 @@ from mpmodules.functions.promotion import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.casting import cast_array, is_floating
 from policy.core.policy import Policy
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs.tracing import marks
 

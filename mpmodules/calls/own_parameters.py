@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from mpmodules.calls.constructors import require_names
 from mpmodules.calls.defined_in import package_of
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from policy.core.policy import Policy
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.scope import current_scope
 
 # By identity: equal models are others, and some hash nothing.

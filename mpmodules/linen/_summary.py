@@ -23,7 +23,8 @@ from mpmodules.calls.summary import (
 )
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
-from policy.core.precedence import DtypePolicyWarning, Effective
+from policy.core.policy_warnings import DtypePolicyWarning
+from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
 
 _MULTIPLYING = (

@@ -18,7 +18,8 @@ from mpmodules.calls.references import is_reference
 from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.initializers import half_safe_inits
 from policy.core.policy import Policy
-from policy.core.precedence import Effective, warn_once, with_explicit_dtypes
+from policy.core.policy_warnings import warn_once
+from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import Pattern, PolicyRules, pattern_text
 from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.trees import nnx_files
 from policy.optim.state import MixedPrecisionState
 

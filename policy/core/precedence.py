@@ -13,8 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
-from policy.core.policy_warnings import DtypePolicyWarning as DtypePolicyWarning
-from policy.core.policy_warnings import warn_once as warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.scope import NO_SOURCE, Source, require_usable
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 

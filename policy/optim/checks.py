@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from policy.core.policy import Policy
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.trees import dtype_and_shape, is_inexact, is_overwritten, path_name, shortened
 
 

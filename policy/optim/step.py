@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from policy.core.mapped_axes import varying_axes
 from policy.core.policy import Policy
-from policy.core.precedence import warn_once
+from policy.core.policy_warnings import warn_once
 from policy.core.trees import working_dtype
 from policy.grads.finiteness import fusion_barrier
 from policy.grads.known_gradients import were_never_scaled

@@ -11,7 +11,7 @@ from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
-from policy.core.precedence import DtypePolicyWarning
+from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.estimate.costing import CompiledRow, compiled_row

@@ -149,12 +149,13 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_linen_takes_grouped_heads(dtype):
     query, key, value = qkv(dtype, key_heads=2)
-    repeated = (jnp.repeat(x, 2, axis=-2) for x in (key, value))
+    repeated_key, repeated_value = (jnp.repeat(x, 2, axis=-2) for x in (key, value))
     ours = linen.dot_product_attention(query, key, value)
-    expected = linen.dot_product_attention(query, *repeated)
+    expected = linen.dot_product_attention(query, repeated_key, repeated_value)
     assert ours.dtype == query.dtype
-    rtol = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, expected)), rtol, 1e-6)
+    ulp = float(jnp.finfo(dtype).eps)
+    ours, expected = (np.asarray(x, np.float32) for x in (ours, expected))
+    np.testing.assert_allclose(ours, expected, rtol=ulp, atol=1e-6)
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])

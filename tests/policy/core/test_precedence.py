@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
-from policy.core.precedence import warn_once, with_explicit_dtypes
+from policy.core.policy_warnings import warn_once
+from policy.core.precedence import with_explicit_dtypes
 from policy.core.scope import Source
 
 MIXED = get_policy("mixed_bfloat16")

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from policy.core.matmul_dtypes import ScaledMatmul, scaled_matmul_of
-from policy.core.precedence import DtypePolicyWarning
+from policy.core.policy_warnings import DtypePolicyWarning
 from policy.eight_bits.scaled_matmul import (
     quantise,
     quantise_for,
