@@ -62,7 +62,7 @@ class EightBitSearch:
           found: the suggestion for the policy without ``m=``.
         """
         costs, alone = ([each[i] for i in self.free] for each in (self.costs, self.alone))
-        search = Search(self._measure, alone.__getitem__, costs, 2 * len(costs) - 1, alone)
+        search = Search(self._measure, alone.__getitem__, costs, alone)
         search.known[search.every] = 0.0  # confirmed without 8 bits
         tried: dict[WideModules, tuple[PolicyRules, float]] = {}
 

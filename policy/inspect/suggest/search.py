@@ -1,8 +1,9 @@
-"""Searches for the cheapest set of paths in float32 that meets an error budget."""
+"""Searches for the smallest or cheapest set of paths in float32 that meets an error budget."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,6 +14,7 @@ FEW = 8  # the largest number of candidates of which all sets are measured
 NEAR = 1.25
 DEARER = 1.05  # a set may cost this factor more than the cheapest
 _MOST_CONFIRMATIONS = 6
+_MOST_SETS = 10_000  # to look at, most of them without a measurement
 CANCELLATION = 2.0  # the error of several may be this many times smaller than that of one of them
 
 
@@ -20,6 +22,30 @@ def subsets(candidates: Collection[int]) -> Iterator[WideModules]:
     """Yields all sets of some candidates, the smallest first."""
     for count in range(len(candidates) + 1):
         yield from map(frozenset, itertools.combinations(sorted(candidates), count))
+
+
+def minimal(holds: Callable[[frozenset[int]], bool], items: Sequence[int]) -> frozenset[int]:
+    """Returns a set of items for which a condition holds, and for no smaller part of which it does.
+
+    This is QuickXplain (Junker, AAAI 2004): k of n items take O(k log(n / k)) tests.
+
+    Args:
+      holds: a condition that holds for all items, and for every set that contains one for which it
+        holds.
+      items: the preferred ones come first.
+    """
+
+    def needed(given: frozenset[int], items: Sequence[int], may_hold: bool) -> frozenset[int]:
+        """Returns a minimal set of items to add to the given ones."""
+        if may_hold and holds(given):
+            return frozenset()
+        if len(items) == 1:
+            return frozenset(items)
+        first, last = items[: len(items) // 2], items[len(items) // 2 :]
+        later = needed(given.union(first), last, True)
+        return later | needed(given | later, first, bool(later))
+
+    return needed(frozenset(), items, False)
 
 
 @dataclasses.dataclass
@@ -30,21 +56,25 @@ class Search:
       measure: returns the error with these candidates in float32, and all others in half.
       measure_alone: returns the error with one candidate in half, and all others in float32.
       costs: the cost of each candidate in float32.
-      runs: the number of measurements left.
       alone: the result of `measure_alone` for each; filled by `survey`.
+      known: the result of `measure` for sets.
       refused: the sets that missed the budget when their rules were applied.
+      runs: the number of measurements left: for all sets of few candidates; of many, 3 n log2(n),
+        less one for the reference.
     """
 
     measure: Callable[[WideModules], float]
     measure_alone: Callable[[int], float]
     costs: Sequence[float]
-    runs: int
     alone: list[float] = dataclasses.field(default_factory=list)
     known: dict[WideModules, float] = dataclasses.field(default_factory=dict)
     refused: set[WideModules] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.every = frozenset(range(len(self.costs)))
+        count = len(self.costs)
+        self.every = frozenset(range(count))
+        few, many = 2**count + count, int(3 * count * math.log2(max(count, 1))) - 1
+        self.runs = few if count <= FEW else many
 
     def error(self, wide: WideModules) -> float | None:
         """Returns the error of a set; None if it was not measured and no runs are left."""
@@ -59,6 +89,11 @@ class Search:
         """Returns whether the error of a set is within the budget, measuring it if needed."""
         error = self.error(wide)
         return error is not None and error <= budget and wide not in self.refused
+
+    def misses(self, wide: WideModules, budget: float) -> bool:
+        """Returns whether the error of a set is above the budget, measuring it if needed."""
+        error = self.error(wide)
+        return wide in self.refused or (error is not None and error > budget)
 
     def survey(self) -> None:
         """Measures each candidate by itself."""
@@ -76,16 +111,22 @@ class Search:
         )
 
     def least(self, budget: float) -> WideModules | None:
-        """Returns a set that meets the budget, without superfluous candidates, or None.
+        """Returns a set that meets the budget, or None.
 
-        For few candidates it is the cheapest set. For many, removing any one of its candidates
-        misses the budget.
+        For few candidates it is the cheapest set. For many it is one of the fewest candidates, and
+        the cheapest of those, if a few causes make the error.
         """
         if self.meets(frozenset(), budget):
             return frozenset()
         if not self.alone:
             self.survey()
-        return self._cheapest(budget) if len(self.costs) <= FEW else self._pruned(budget)
+        if len(self.costs) <= FEW:
+            return self._cheapest(budget)
+        if self.misses(self.every, budget):
+            return None
+        self._find_smallest(budget)
+        met = (wide for wide in self.known if self.meets(wide, budget))
+        return min(met, key=self._size, default=None)
 
     def _cheapest(self, budget: float) -> WideModules | None:
         """Returns the cheapest set that meets the budget.
@@ -93,41 +134,51 @@ class Search:
         Sets are skipped if they lack a candidate whose error alone in half precision is too large
         for the others to make up for.
         """
-        self.runs = max(self.runs, 2 ** len(self.costs))
         needed = {
             i for i in self.every if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget
         }
-        sets = [chosen.union(needed) for chosen in subsets(self.every - needed)]
-        sets.sort(key=lambda s: (self.cost(s), sorted(s)))
+        sets = sorted(filter(needed.issubset, subsets(self.every)), key=self.cost)
         return next((s for s in sets if self.meets(s, budget)), None)
 
-    def _pruned(self, budget: float) -> WideModules | None:
-        """Returns a set that meets the budget, without its superfluous candidates, or None.
+    def _find_smallest(self, budget: float) -> None:
+        """Measures a set of the fewest candidates that meets the budget, by its conflicts.
 
-        A prefix of `order`, found by bisection, loses candidates, the most expensive first. They
-        have a budget of runs of their own: at most one for each.
+        A conflict is a set of candidates that miss the budget in half precision, with all others in
+        float32: one of each must be in float32. A set that misses the budget shows a conflict that
+        it has no member of, and is tried again with each member added, the smallest sets first
+        (Reiter, "A theory of diagnosis from first principles", 1987).
+
+        Where many errors add up, conflicts are many and large. The set then has no superfluous
+        candidate, and those that remove the most error by cost.
         """
         order = self.order()
-        low, high = 0, len(order)  # the first `low` are too few, the first `high` suffice
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.meets(frozenset(order[:middle]), budget):
-                high = middle
-            else:
-                low = middle
-        wide = frozenset(order[:high])
-        error = self.error(wide)  # None if no run was left: then its confirmation decides
-        if error is not None and error > budget:
-            return None
-        self.runs = max(self.runs, len(wide))
-        for i in sorted(wide, key=lambda i: (-self.costs[i], self.alone[i])):
-            if self.meets(wide - {i}, budget):
-                wide = wide - {i}
-        return wide
+        found = minimal(lambda wide: self.meets(wide, budget), order)
+        self.error(found)
+        conflicts: list[WideModules] = []
+        waiting = [(self._size([]), list[int]())]
+        for _ in range(_MOST_SETS):
+            size, members = heapq.heappop(waiting)
+            if size >= self._size(found) or len(members) > FEW:
+                return
+            wide = frozenset(members)
+            conflict = next((one for one in conflicts if not one & wide), None)
+            if conflict is None:
+                if not self.runs or self.meets(wide, budget):
+                    return
+                rest = [i for i in order if i not in wide]
+                conflict = minimal(lambda half: self.misses(self.every - half, budget), rest)
+                if len(conflict) > FEW:
+                    return
+                conflicts.append(conflict)
+            for larger in (sorted(wide | {i}) for i in conflict):
+                heapq.heappush(waiting, (self._size(larger), larger))
 
     def cost(self, wide: Collection[int]) -> float:
         """Returns the cost of a set."""
         return sum(self.costs[i] for i in wide)
+
+    def _size(self, wide: Collection[int]) -> tuple[int, float]:
+        return len(wide), self.cost(wide)
 
     def nearly(self, wide: WideModules | None, budget: float) -> list[WideModules]:
         """Returns at most two cheaper sets that were measured to miss the budget by little.

@@ -92,8 +92,8 @@ class Trial:
         return frozenset(self.paths[i] for i in wide)
 
     def search(self, costs: Sequence[float]) -> Search:
-        """Returns a search of the candidates, with a budget of two runs for each."""
-        search = Search(self.measure, self.measure_alone, costs, 2 * len(costs) - 1)
+        """Returns a search of the candidates."""
+        search = Search(self.measure, self.measure_alone, costs)
         if not self.outside:
             search.known[search.every] = 0.0
         return search
