@@ -1,14 +1,9 @@
-"""Options of `apply_policy`, alike in both wings: how they are checked, and the spelling of dtype
-fields.
-"""
+"""Options of `apply_policy`, alike in both wings, and how they are checked."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
-
-import jax.numpy as jnp
-import numpy as np
 
 from mpmodules.calls.defined_in import package_of
 from policy.core.callables import shown
@@ -26,14 +21,12 @@ class PortOptions:
     policy: Policy
     rules: PolicyRules | None
     keep_explicit: bool
-    dtype_fields: bool
-    cast_submodules: bool
-    own_code: OwnCode
+    own_code: Literal["autocast", "keep"]
 
     @property
-    def beside_policy(self) -> tuple[bool | str | None, ...]:
+    def beside_policy(self) -> tuple[bool | str, ...]:
         """Returns the options that change a trace beside the policy and rules, for JAX's caches."""
-        return self.keep_explicit, self.dtype_fields, self.cast_submodules, self.own_code
+        return self.keep_explicit, self.own_code
 
 
 def port_options(
@@ -41,8 +34,6 @@ def port_options(
     rules: RulesLike | None,
     *,
     keep_explicit: bool,
-    dtype_fields: bool,
-    cast_submodules: bool,
     own_code: OwnCode,
 ) -> PortOptions:
     """Returns the arguments of `apply_policy`, checked.
@@ -57,47 +48,15 @@ def port_options(
     rules = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
     for _, rule_policy in rules or ():
         require_usable(rule_policy)
-    if keep_explicit and dtype_fields:
-        raise ValueError(
-            "keep_explicit=True keeps the dtypes that modules were given, and dtype_fields=True "
-            "replaces them; pass one of the two."
-        )
     if own_code not in (None, "autocast", "keep"):
         raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
-    options = {
-        "keep_explicit": keep_explicit,
-        "dtype_fields": dtype_fields,
-        "cast_submodules": cast_submodules,
-    }
-    beside = [name for name, given in options.items() if given]
-    if own_code == "autocast" and beside:
+    if own_code == "autocast" and keep_explicit:
         raise ValueError(
             "own_code='autocast' runs a model's own code in the policy's dtypes, whatever the "
-            f"code names: leave out {beside[0]}=True, or pass own_code='keep'."
+            "code names: leave out keep_explicit=True, or pass own_code='keep'."
         )
-    own_code = own_code if computes_in_half(policy, rules) and not beside else "keep"
-    return PortOptions(policy, rules, keep_explicit, dtype_fields, cast_submodules, own_code)
-
-
-def may_be_set(value: Any) -> bool:
-    """Returns whether a dtype field holds a floating dtype or None, in whose place a policy puts
-    its own.
-    """
-    if value is None:
-        return True
-    try:
-        return jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        return False
-
-
-def spelled_as(value: Any, dtype: np.dtype) -> Any:
-    """Returns `dtype` as a name, a scalar type or a `np.dtype`, whichever `value` is: models call
-    and compare it.
-    """
-    if isinstance(value, str):
-        return dtype.name
-    return dtype if value is None or isinstance(value, np.dtype) else getattr(jnp, dtype.name)
+    is_kept = own_code == "keep" or keep_explicit or not computes_in_half(policy, rules)
+    return PortOptions(policy, rules, keep_explicit, "keep" if is_kept else "autocast")
 
 
 def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:

@@ -13,12 +13,10 @@ class _Calls(threading.local):
     """The calls of one wing under way in this thread.
 
     Attributes:
-      innermost: the module of the innermost call.
       recorded: what a summary records of calls, or None where none is being made.
     """
 
     def __init__(self) -> None:
-        self.innermost: Any = None
         self.recorded: Any = None
 
 
@@ -26,6 +24,7 @@ class _LinenCalls(_Calls):
     """Those of linen modules.
 
     Attributes:
+      innermost: the module of the innermost call.
       paths: those of the modules, the innermost last.
       root: the module of the root call.
       seen: the classes of the modules that the root call has seen so far, by path; None where no
@@ -42,6 +41,7 @@ class _LinenCalls(_Calls):
 
     def __init__(self) -> None:
         super().__init__()
+        self.innermost: Any = None
         self.paths: list[tuple[str, ...]] = []
         self.root: Any = None
         self.seen: dict[str, set[type]] | None = None

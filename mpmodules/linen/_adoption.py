@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import flax.linen as flax_nn
-import jax
 
-from mpmodules.calls.boundary import cast_outputs, is_pair
 from mpmodules.calls.defined_in import is_upstream
 from mpmodules.calls.instance_methods import InstanceMethod
-from mpmodules.calls.layer_classes import LAYER_OF, crossing_of, is_ours, layer_class
-from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
+from mpmodules.calls.layer_classes import LAYER_OF, is_ours, layer_class
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.linen._call import NOT_BOUNDARIES, is_innermost, run_method, run_setup
 from mpmodules.linen._instances import stand_in
 from mpmodules.linen._own_parameters import own_params
 from policy.core.casting import cast_floating
-from policy.core.policy import Policy
 from policy.core.scope import current_scope
 
 
@@ -97,13 +92,12 @@ class Adopter:
 
     Args:
       keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
-      options: those of a port, in which modules that are no layers are boundaries too, and their
-        parameters follow the policy. None adopts layers alone.
+      is_of_a_port: whether modules that are no layers are boundaries too, and their parameters
+        follow the policy. Otherwise layers alone are adopted.
     """
 
-    def __init__(self, keep: Collection[str], options: PortOptions | None = None):
-        self.keep, self.options = keep, options
-        self.is_of_a_port = options is not None  # then a `Scope` holds the options
+    def __init__(self, keep: Collection[str], *, is_of_a_port: bool = False):
+        self.keep, self.is_of_a_port = keep, is_of_a_port
 
     def __call__(
         self,
@@ -128,15 +122,9 @@ class Adopter:
             if "_policy_boundary" in vars(method) or is_innermost(module):
                 return next_fun(*args, **kwargs)
             return _run(module, self._method(next_fun, module, context), args, kwargs, context)
-        if self.options is None or module.scope is None:
+        if not self.is_of_a_port or module.scope is None:
             return next_fun(*args, **kwargs)
-        hands_on = self.options.cast_submodules and bool(module.path) and not is_innermost(module)
-        method = self._foreign_method(next_fun, context, self.options.dtype_fields)
-        outputs = _run(module, method, args, kwargs, context)
-        if hands_on and _is_boundary(context.method_name):
-            has_carry = crossing_of(type(module), context.method_name).returns_carry(module, kwargs)
-            return _in_compute_dtype(outputs, has_carry=has_carry, module=module, args=args)
-        return outputs
+        return _run(module, self._foreign_method(next_fun, context), args, kwargs, context)
 
     def _method(
         self, next_fun: Callable[..., Any], instance: Any, context: Any
@@ -152,17 +140,18 @@ class Adopter:
             run = functools.partial(_intercepted, interceptor, run, context)
         return _method_of(run, instance, method, context)
 
-    def _foreign_method(
-        self, next_fun: Callable[..., Any], context: Any, dtype_fields: bool
-    ) -> Callable[..., Any]:
-        """Returns the method of a module that is no layer, which runs by the policy in force."""
+    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+        """Returns the method of a module that is no layer, which stores what it makes in
+        param_dtype.
+        """
         module = context.module
-        if not dtype_fields and not module.is_mutable_collection("params"):
-            return self._method(next_fun, module, context)
+        method = self._method(next_fun, module, context)
+        if not module.is_mutable_collection("params"):
+            return method
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _foreign_module(module, dtype_fields=dtype_fields) as instance:
-                return self._method(next_fun, instance, context)(instance, *args, **kwargs)
+            with _params_stored(module):
+                return method(module, *args, **kwargs)
 
         return _method_of(run, module, context.orig_method.func, context)
 
@@ -230,78 +219,14 @@ def _method_of(
     return method
 
 
-# --------------------------------------------------------------------------------------------------
-# Modules that are no layers
-# --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def _foreign_module(module: Any, *, dtype_fields: bool) -> Iterator[Any]:
-    """Yields a module that is no layer, or its stand-in, as it follows the policy in force.
-
-    Parameters that it creates are stored in param_dtype.
-
-    Args:
-      module: the module, bound.
-      dtype_fields: whether its fields `dtype` and `param_dtype` hold the policy's dtypes too.
-    """
-    policy = current_scope().policy
-    if policy is None:
-        yield module
-        return
-    before = {*own_params(module)}
-    with stand_in(module, type(module), _dtypes_of(policy, module) if dtype_fields else {}) as seen:
-        yield seen
-    if module.is_mutable_collection("params"):
-        for name, value in own_params(module).items():
-            if name not in before:
-                module.put_variable("params", name, cast_floating(value, policy.param_dtype))
-
-
-def _dtypes_of(policy: Policy, module: Any) -> dict[str, Any]:
-    """Returns the module's dtype fields that the policy decides, with its dtypes in them."""
-    declared = {field.name for field in dataclasses.fields(module)} & vars(module).keys()
-    wanted = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
-    return {
-        name: spelled_as(vars(module)[name], dtype)
-        for name, dtype in wanted.items()
-        if name in declared and may_be_set(vars(module)[name])
-    }
-
-
-def _in_compute_dtype(outputs: Any, *, has_carry: bool, module: Any, args: tuple[Any, ...]) -> Any:
-    """Casts a submodule's outputs to the compute_dtype in force, but no carry that was given in
-    another dtype.
-
-    Args:
-      outputs: the outputs of its call.
-      has_carry: whether the first of a pair of outputs is a recurrent cell's carry.
-      module: the submodule. Inside of a lifted class (nn.scan(Block)) its parent is no module.
-      args: the arguments of its call; the first may be a carry.
-    """
-    scope = current_scope()
-    policy = scope.policy
-    if policy is None or scope.traces_own_code:
-        return outputs
-    to_compute_dtype = dataclasses.replace(policy, output_dtype=policy.compute_dtype)
-    lifted = not isinstance(module.parent, flax_nn.Module)
-    if not (lifted and args and is_pair(outputs)) or has_carry:
-        return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
-    carry, rest = outputs
-    if jax.tree.structure(carry) == jax.tree.structure(args[0]):
-        # A scan's carry keeps its dtype: a float32 one that is rounded here would have another type
-        # than the first.
-        carry = jax.tree.map(
-            lambda new, given: _as_given(to_compute_dtype, new, given), carry, args[0]
-        )
-    else:
-        carry = cast_outputs(to_compute_dtype, carry, has_carry=False)
-    return carry, cast_outputs(to_compute_dtype, rest, has_carry=False)
-
-
-def _as_given(to_compute_dtype: Policy, new: Any, given: Any) -> Any:
-    same = getattr(given, "dtype", None) == to_compute_dtype.compute_dtype
-    return cast_outputs(to_compute_dtype, new, has_carry=False) if same else new
+def _params_stored(module: Any) -> Iterator[None]:
+    """Stores the parameters that a module of a user's makes in a block in param_dtype."""
+    policy, before = current_scope().policy, {*own_params(module)}
+    yield
+    for name, value in own_params(module).items():
+        if policy is not None and name not in before:
+            module.put_variable("params", name, cast_floating(value, policy.param_dtype))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,8 +31,6 @@ def apply_policy(
     rules: RulesLike | None = None,
     *,
     keep_explicit: bool = False,
-    dtype_fields: bool = False,
-    cast_submodules: bool = False,
     own_code: OwnCode = None,
 ) -> M:
     """Returns the same linen model under a policy and rules, without an edit.
@@ -49,18 +47,10 @@ def apply_policy(
       rules: `PolicyRules` or an argument for them; paths are those of the model's variables.
       keep_explicit: whether an explicit `dtype` of a Flax layer holds against the policy. An
         explicit `param_dtype` can't be told from the default and never does.
-      dtype_fields: whether the fields `dtype` and `param_dtype` of modules that are neither ours
-        nor layers of Flax's hold the policy's compute_dtype and param_dtype during their setup and
-        calls, for models that hand ``self.dtype`` on to functions and casts. A field that holds a
-        floating dtype or None is set, to a name, a scalar type or a `np.dtype` as it was.
-      cast_submodules: whether the floating outputs of modules below the root that are neither ours
-        nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
-        compute_dtype of the module that calls them, so that branches in float32 and in half meet in
-        one dtype. A scan's or a cell's carry keeps the dtype that it was given in.
       own_code: the treatment of code that no layer runs. "autocast": it is traced in float32 and
         runs by the rules of `policy.autocast`, under the policies that hold at each module; layers
         run as layers. "keep": it runs in the dtypes that it meets, and nothing is traced. None: as
-        "autocast", or as "keep" beside the three options above.
+        "autocast", or as "keep" beside `keep_explicit`.
 
     Returns:
       An instance of a subclass of the model's class with the same name, constructor, fields, state,
@@ -88,8 +78,6 @@ def apply_policy(
         policy,
         rules,
         keep_explicit=keep_explicit,
-        dtype_fields=dtype_fields,
-        cast_submodules=cast_submodules,
         own_code=own_code,
     )
     base = getattr(type(model), "_ported_from", type(model))
@@ -134,7 +122,7 @@ class _Port:
         policy = None if is_layer else options.policy
         self.scope = Scope(policy, options.rules, options=options.beside_policy)
         # An explicit param_dtype can't be told from the default.
-        self.adopter = Adopter(["dtype"] if options.keep_explicit else [], options)
+        self.adopter = Adopter(["dtype"] if options.keep_explicit else [], is_of_a_port=True)
 
     @property
     def under_way(self) -> bool:

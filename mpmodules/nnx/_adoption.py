@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
 from mpmodules.calls.layer_classes import LAYER_OF, is_ours, layer_class
-from mpmodules.calls.port_options import PortOptions, may_be_set, spelled_as
+from mpmodules.calls.port_options import PortOptions
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module
@@ -22,9 +22,6 @@ from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.scope import Source, current_scope
-
-# Classes of Flax's that stand in `LAYER_OF`, and are no layers: what they hold does the work.
-_CALL_WHAT_THEY_HOLD = flax_nnx.Sequential, flax_nnx.Bidirectional, flax_nnx.RNNCellBase
 
 
 def effective_in_port(
@@ -48,9 +45,7 @@ def class_in_port(node: Any) -> type:
     return ported_class(type(node)) if is_module else type(node)
 
 
-def adopt(
-    module: Any, given: Any, policy: Policy, source: Source, options: PortOptions, *, is_root: bool
-) -> None:
+def adopt(module: Any, given: Any, policy: Policy, source: Source, options: PortOptions) -> None:
     """Makes one module of a port obey `policy`: its dtype attributes and its own variables.
 
     Args:
@@ -59,29 +54,15 @@ def adopt(
       policy: the policy.
       source: where the policy comes from.
       options: those of the port.
-      is_root: whether the module is the whole model.
     """
     if _is_container(module):
         _cast_variables(module, policy)
         return
     if not is_ours(type(given)):
         _note_explicit(module, _explicit_dtype(given))
-    is_foreign = not is_ours(type(given)) or given._ported_code is not None
-    if is_foreign and not _is_layer(type(module)):
+    if not is_ours(type(given)) or given._ported_code is not None:
         module._ported_code = options.own_code
-        module._casts_outputs = options.cast_submodules and not is_root
-        if options.dtype_fields:
-            _set_dtype_fields(module, policy)
     _obey(module, policy, source)
-
-
-@functools.cache
-def _is_layer(cls: type) -> bool:
-    """Returns whether a class is, or derives from, a layer of Flax's: one that does more than call
-    the modules that it holds.
-    """
-    ours = layer_class(cls)
-    return ours is not None and ours._upstream_class not in _CALL_WHAT_THEY_HOLD
 
 
 def _note_explicit(module: Any, dtype: DTypeLike | None) -> None:
@@ -180,14 +161,6 @@ def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 def _is_child(x: Any) -> bool:
     return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
-
-
-def _set_dtype_fields(module: Any, policy: Policy) -> None:
-    """Sets the dtype attributes of a module that is no layer to the policy's dtypes."""
-    for name, dtype in (("dtype", policy.compute_dtype), ("param_dtype", policy.param_dtype)):
-        value = inspect.getattr_static(module, name, NotImplemented)
-        if may_be_set(value):
-            setattr(module, name, spelled_as(value, dtype))
 
 
 # --------------------------------------------------------------------------------------------------

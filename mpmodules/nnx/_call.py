@@ -98,15 +98,14 @@ def _outermost(module: Any, method: Method) -> Policy | None:
 
 
 @contextlib.contextmanager
-def _under_way(module: Any) -> Iterator[Any]:
-    """Notes the call of a module for a block; yields the module that calls it, or None."""
-    outer, calls.innermost = calls.innermost, module
+def _under_way() -> Iterator[None]:
+    """Counts the call of a module for a block."""
     inside, calls.inside = calls.inside, 0
     calls.depth += 1
     try:
-        yield outer
+        yield
     finally:
-        calls.innermost, calls.inside = outer, inside + 1
+        calls.inside = inside + 1
         calls.depth -= 1
 
 
@@ -158,7 +157,7 @@ def _run_in_trace(
     policy = scope.held(module.dtype_policy)
     if not (is_layer(module, method.is_upstream) or keeps(module)):
         source = module._policy_source.for_those_inside(type(module).__name__)
-        with _under_way(module):
+        with _under_way():
             run = lambda: method.body(module, *args, **kwargs)  # noqa: E731
             return own_code.run_inside(run, scope, policy, source)
     crossing = crossing_of(type(module), method.name)
@@ -201,7 +200,7 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
         if not (cls._is_layer and cls._takes_inputs_as_they_come):
             args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
     precise = multiplying(policy, scope.policy if scope.boundary_open else None)
-    with _under_way(module) as caller, enter(inner, source), precise:
+    with _under_way(), enter(inner, source), precise:
         try:
             outputs = _run_body(module, method, effective, crosses, args, kwargs)
         except TypeError as error:
@@ -211,12 +210,9 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     if policy is not None and crossing is not PLAIN:
         outputs = crossing.keep_carry(outputs, args, kwargs)
     has_carry = crossing.returns_carry(module, kwargs)
-    if entered is not None:
-        outputs = cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
-    if not module._casts_outputs or caller is None or caller is module or scope.policy is None:
+    if entered is None:
         return outputs
-    to_compute_dtype = scope.policy.replace(output_dtype=scope.policy.compute_dtype)
-    return cast_outputs(to_compute_dtype, outputs, has_carry=has_carry)
+    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
 
 
 def _run_body(

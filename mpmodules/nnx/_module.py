@@ -205,10 +205,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
     _explicit_dtype = None  # the dtype and param_dtype arguments of a layer, where they were given
     _explicit_param_dtype = None
     _crossing: ClassVar[Crossing] = PLAIN
-    # Of modules of a port that are no layers: `own_code` as asked for, and whether outputs are cast
-    # to the compute_dtype of their caller.
-    _ported_code = None
-    _casts_outputs = False
+    _ported_code = None  # `own_code` of a port that the module is part of
     _is_layer = False  # a bare layer is a boundary only by a policy of its own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -40,8 +40,6 @@ def apply_policy(
     rules: RulesLike | None = None,
     *,
     keep_explicit: bool = False,
-    dtype_fields: bool = False,
-    cast_submodules: bool = False,
     own_code: OwnCode = None,
 ) -> M:
     """Returns a copy of a built nnx model under a policy and rules, without an edit.
@@ -64,18 +62,10 @@ def apply_policy(
         and the indices that lead to it, joined by ``/``.
       keep_explicit: whether an explicit `dtype` of a layer, Flax's or ours, holds against the
         policy. A param_dtype can't be told from the default and never does.
-      dtype_fields: whether to set the attributes `dtype` and `param_dtype` of modules that are
-        neither ours nor layers of Flax's to compute_dtype and param_dtype, for models that hand
-        ``self.dtype`` on to functions and casts. An attribute that holds a floating dtype or None
-        is set, to a name, a scalar type or a `np.dtype` as it was.
-      cast_submodules: whether the floating outputs of modules below the root that are neither ours
-        nor layers of Flax's (its `Sequential` and `Bidirectional` are none) are cast to the
-        compute_dtype of the module that calls them, so that branches in float32 and in half meet in
-        one dtype. A cell's carry keeps the dtype that it was given in.
       own_code: the treatment of code that no layer runs. "autocast": it is traced in float32 and
         runs by the rules of `policy.autocast`, under the policies that hold at each module; layers
         run as layers. "keep": it runs in the dtypes that it meets, and nothing is traced. None: as
-        "autocast", or as "keep" beside the three options above.
+        "autocast", or as "keep" beside `keep_explicit`.
 
     Returns:
       The copy. It can be pickled, split and merged, and given another policy by a further call.
@@ -97,8 +87,6 @@ def apply_policy(
         policy,
         rules,
         keep_explicit=keep_explicit,
-        dtype_fields=dtype_fields,
-        cast_submodules=cast_submodules,
         own_code=own_code,
     )
     rules = options.rules or PolicyRules()
@@ -124,5 +112,5 @@ def apply_policy(
     ported = copy(model)
     for module, effective in plan.values():
         held = cast(Policy, effective.policy)
-        adopt(copy(module), module, held, effective.source, options, is_root=module is model)
+        adopt(copy(module), module, held, effective.source, options)
     return ported

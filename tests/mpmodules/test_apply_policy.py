@@ -13,7 +13,7 @@ import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
-from policy import PolicyRules, get_policy
+from policy import DtypePolicyWarning, PolicyRules, get_policy
 from tests.mpmodules import own_code_models as models
 from tests.mpmodules.wings import (
     BOTH,
@@ -227,6 +227,19 @@ def test_policies_of_our_own_layers_and_of_ports_inside_hold(wing):
     outer = Text(lambda self, x: self.last(self.inner(x)), inner=inner, last=dense(4, 4))
     dots = wing.ours(outer, MIXED, ROWS).dots(ROWS)
     assert [name for name, _ in dots] == ["float16", "float16", "bfloat16"]
+
+
+@BOTH
+def test_keep_explicit_keeps_the_dtypes_of_layers(wing):
+    inner = Text(lambda self, x: self.layer(x), "Inner", layer=dense(4, 4, dtype=jnp.float16))
+    outer = Text(lambda self, x: self.last(self.inner(x)), inner=inner, last=dense(4, 4))
+    replaced = wing.port(outer, "bf16", None, ROWS)
+    assert {name for name, _ in replaced.dots(ROWS)} == {"bfloat16"}
+    assert set(replaced.made().values()) == {"bfloat16"}
+    with pytest.warns(DtypePolicyWarning, match="has an explicit dtype=float16") as told:
+        kept = wing.port(outer, MIXED, None, ROWS, keep_explicit=True)
+        assert [name for name, _ in kept.dots(ROWS)] == ["float16", "bfloat16"]
+    assert len(told) == 1 and "at 'inner/layer'" in str(told[0].message)
 
 
 @BOTH

@@ -29,6 +29,9 @@ class Attention(Module):
     that they create.
     """
 
+    param_dtype: DTypeLike | None = None
+    attention_fn: Callable[..., Any] = dot_product_attention
+
     _crossing: ClassVar[Crossing] = AttentionCrossing()
     _dtype_fields: ClassVar[bool] = True
 
@@ -65,9 +68,6 @@ class MultiHeadDotProductAttention(Attention, flax_nn.MultiHeadDotProductAttenti
       ((1, 5, 8), dtype(bfloat16), dtype('float32'))
     """
 
-    param_dtype: DTypeLike | None = None
-    attention_fn: Callable[..., Any] = dot_product_attention
-
 
 class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
     """`flax.linen.MultiHeadAttention` that obeys policies; see `MultiHeadDotProductAttention`.
@@ -78,9 +78,6 @@ class MultiHeadAttention(Attention, flax_nn.MultiHeadAttention):
       >>> y.shape, y.dtype
       ((1, 5, 8), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
-    attention_fn: Callable[..., Any] = dot_product_attention
 
 
 class SelfAttention(Attention, flax_nn.SelfAttention):
@@ -95,6 +92,3 @@ class SelfAttention(Attention, flax_nn.SelfAttention):
       >>> y.shape, y.dtype
       ((1, 5, 8), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
-    attention_fn: Callable[..., Any] = dot_product_attention

@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 from jax import lax
-from jax.typing import DTypeLike
 
 from mpmodules.layers.matmul_calls import (
     convolve_transposed,
@@ -34,8 +33,6 @@ class Conv(Matmul, flax_nn.Conv):
       >>> y.shape, y.dtype, variables["params"]["kernel"].dtype
       ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -72,8 +69,6 @@ class ConvLocal(Matmul, flax_nn.ConvLocal):
       >>> y.shape, y.dtype
       ((1, 6, 8), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -121,8 +116,6 @@ class ConvTranspose(Matmul, flax_nn.ConvTranspose):
       >>> y.shape, y.dtype
       ((1, 12, 8), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:

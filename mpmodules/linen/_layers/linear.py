@@ -25,6 +25,8 @@ class Matmul(Layer):
     The gradient of a half bias is summed in reduction_dtype.
     """
 
+    param_dtype: DTypeLike | None = None
+
     @flax_nn.nowrap
     def _bias(self, shape: Sequence[int]) -> jax.Array | None:
         """Makes the bias, in a layer that has one."""
@@ -66,8 +68,6 @@ class Dense(Matmul, flax_nn.Dense):
       ((2, 3), dtype(bfloat16), dtype('float32'))
     """
 
-    param_dtype: DTypeLike | None = None
-
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Multiplies inputs (..., in) by the kernel, and adds the bias: (..., features)."""
@@ -87,8 +87,6 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
       >>> y.shape, y.dtype
       ((5, 2, 3), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -139,8 +137,6 @@ class Einsum(Matmul, flax_nn.Einsum):
       >>> y.shape, y.dtype
       ((2, 3), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:

@@ -46,6 +46,9 @@ class Normalization(Layer):
     Without a policy Flax's own method runs, and with one where an interceptor is around it.
     """
 
+    param_dtype: DTypeLike | None = None
+    use_fast_variance: Any = None  # a bool, or None
+
     _region: ClassVar[Callable[..., Region | None]] = layer_norm_region
     _takes_inputs_as_they_come: ClassVar[bool] = True
     _takes_mean: ClassVar[bool] = True
@@ -116,9 +119,6 @@ class LayerNorm(Normalization, flax_nn.LayerNorm):
       Array([[-1, 1]], dtype=bfloat16)
     """
 
-    param_dtype: DTypeLike | None = None
-    use_fast_variance: Any = None  # a bool, or None
-
 
 class RMSNorm(Normalization, flax_nn.RMSNorm):
     """`flax.linen.RMSNorm` that obeys policies: statistics in reduction_dtype, one rounding at the
@@ -131,9 +131,6 @@ class RMSNorm(Normalization, flax_nn.RMSNorm):
       >>> y
       Array([[1, 1, 1, 1]], dtype=bfloat16)
     """
-
-    param_dtype: DTypeLike | None = None
-    use_fast_variance: Any = None  # a bool, or None
 
     _takes_mean: ClassVar[bool] = False
 
@@ -149,9 +146,6 @@ class GroupNorm(Normalization, flax_nn.GroupNorm):
       >>> y
       Array([[-1, 1, -1, 1]], dtype=bfloat16)
     """
-
-    param_dtype: DTypeLike | None = None
-    use_fast_variance: Any = None  # a bool, or None
 
     def _region(self, x: jax.Array) -> Region | None:
         given = self.num_groups, self.group_size
@@ -169,9 +163,6 @@ class InstanceNorm(Normalization, flax_nn.InstanceNorm):
       >>> y.ravel()
       Array([-1, 1], dtype=bfloat16)
     """
-
-    param_dtype: DTypeLike | None = None
-    use_fast_variance: Any = None  # a bool, or None
 
     _region = instance_norm_region
 
@@ -193,9 +184,6 @@ class BatchNorm(Normalization, flax_nn.BatchNorm):
       >>> y.ravel(), variables["batch_stats"]["mean"].dtype
       (Array([-1, 1], dtype=bfloat16), dtype('float32'))
     """
-
-    param_dtype: DTypeLike | None = None
-    use_fast_variance: Any = None  # a bool, or None
 
     _region = batch_norm_region
 

@@ -68,6 +68,8 @@ class Cell(Layer):
     explicit `dtype`.
     """
 
+    param_dtype: DTypeLike | None = None
+
     def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
@@ -147,8 +149,6 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    param_dtype: DTypeLike | None = None
-
     @flax_nn.compact
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
@@ -174,8 +174,6 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, carry: Any, inputs: jax.Array) -> Any:
@@ -204,7 +202,6 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    param_dtype: DTypeLike | None = None
     _is_whole: ClassVar[bool] = True
 
     @flax_nn.compact
@@ -250,8 +247,6 @@ class GRUCell(Cell, flax_nn.GRUCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    param_dtype: DTypeLike | None = None
-
     @flax_nn.compact
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
@@ -278,8 +273,6 @@ class MGUCell(Cell, flax_nn.MGUCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    param_dtype: DTypeLike | None = None
-
     @flax_nn.compact
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
@@ -304,8 +297,6 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
       >>> y.shape, y.dtype
       ((2, 6, 3), dtype(bfloat16))
     """
-
-    param_dtype: DTypeLike | None = None
 
     @flax_nn.compact
     def __call__(self, carry: Any, inputs: jax.Array) -> Any:

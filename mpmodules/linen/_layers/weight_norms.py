@@ -33,6 +33,8 @@ class ReparameterizedWeights(Module):
     Flax's `dtype`.
     """
 
+    param_dtype: DTypeLike | None = None
+
     _dtype_fields: ClassVar[bool] = True
     _obeys: ClassVar[Policy | None] = None  # the policy that a call under way obeys
 
@@ -66,8 +68,6 @@ class WeightNorm(ReparameterizedWeights, flax_nn.WeightNorm):
       ((2, 3), dtype(bfloat16), {'float32'})
     """
 
-    param_dtype: DTypeLike | None = None
-
     def _l2_normalize(self, path: Any, vs: Any) -> Any:
         weights, name = jnp.asarray(vs), self._name_of(path)
         is_chosen = not self.variable_filter or any(n in name for n in self.variable_filter)
@@ -96,8 +96,6 @@ class SpectralNorm(ReparameterizedWeights, flax_nn.SpectralNorm):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(variables)}
       ((2, 3), dtype(bfloat16), {'float32'})
     """
-
-    param_dtype: DTypeLike | None = None
 
     def _spectral_normalize(self, path: Any, vs: Any, update_stats: bool) -> Any:
         weights, name = jnp.asarray(vs), self._name_of(path)

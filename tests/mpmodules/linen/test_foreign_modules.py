@@ -1,6 +1,4 @@
-"""Modules inside of a port that are no layers: their parameters, their dtype fields, and what they
-hand on.
-"""
+"""Parameters of modules inside of a port that are no layers."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from mpmodules import linen as our_nn
 from tests.mpmodules.wings import dtypes
@@ -168,108 +165,3 @@ def test_parameters_that_apply_is_given_stay_as_they_are():
     np.testing.assert_array_equal(given["params"]["kernel"], variables["params"]["kernel"])
     _, made = jax.eval_shape(lambda: model.apply({}, X, mutable=True, rngs={"params": KEY}))
     assert dtypes(made["params"])["kernel"] == "bfloat16"
-
-
-# --- dtype fields ---------------------------------------------------------------------------------
-
-
-class Attends(nn.Module):
-    """As published models do it: the field goes to functions, to casts and to tables."""
-
-    dtype: Any = jnp.float32
-
-    def setup(self):
-        self.query = nn.Dense(4, dtype=self.dtype)
-        self.table = jnp.eye(4, dtype=self.dtype)
-
-    def __call__(self, x, _=None):
-        query = self.query(x)[:, None]
-        weights = nn.dot_product_attention_weights(query, x[:, None], dtype=self.dtype)
-        x = jnp.einsum("...hqk,...kh->...qh", weights, x[:, None, :1].astype(self.dtype))[:, 0]
-        return jnp.dot(jnp.tile(x, 4), self.table), None
-
-
-class Stack(nn.Module):
-    dtype: Any = jnp.float32
-    lift: str = ""
-
-    @nn.compact
-    def __call__(self, x):
-        each: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        if self.lift == "vmap":
-            return nn.vmap(Attends, **each)(name="block")(x[None])[0][0]
-        if self.lift == "scan":
-            return nn.scan(Attends, length=2, **each)(name="block")(x, None)[0]
-        block: dict[str, Any] = {"": Attends, "remat": nn.remat(Attends), "jit": nn.jit(Attends)}
-        return block[self.lift](dtype=self.dtype, name="block")(x)[0]
-
-
-@pytest.mark.parametrize("lift", ("", *LIFTS))
-def test_dtype_fields_hold_the_policys_dtypes_forward_and_backward(lift):
-    model = Stack(lift=lift)
-    port = apply_policy(model, MIXED, dtype_fields=True)
-    assert matmuls(port) == matmuls(port, gradient=True) == {"bfloat16"}
-    assert port.dtype is model.dtype
-    assert apply_policy(port, MIXED) == apply_policy(model, MIXED) != port
-
-
-# --- what submodules hand on ----------------------------------------------------------------------
-
-
-class InFloat32(nn.Module):
-    """A branch that computes in float32 whatever it is given."""
-
-    @nn.compact
-    def __call__(self, x):
-        return self.scaled(x.astype(jnp.float32))
-
-    def scaled(self, x):
-        assert x.dtype == jnp.float32  # a method of its own hands on nothing
-        return jnp.sin(x)
-
-
-class Meets(nn.Module):
-    branch: type = InFloat32
-
-    @nn.compact
-    def __call__(self, x):
-        return lax.add(self.branch()(x), nn.Dense(4)(x))
-
-
-BRANCHES = {"plain": InFloat32, "remat": nn.remat(InFloat32), "jit": nn.jit(InFloat32)}
-BRANCHES["vmap"] = nn.vmap(InFloat32, variable_axes={"params": None}, split_rngs={"params": False})
-
-
-@pytest.mark.parametrize("name", BRANCHES)
-def test_a_float32_branch_and_a_half_one_meet_in_compute_dtype(name):
-    model = Meets(BRANCHES[name])
-    variables = jax.eval_shape(model.init, KEY, X)
-    with pytest.raises(
-        TypeError, match=r"requires arguments to have .* dtypes, got float32, bfloat16"
-    ):
-        jax.eval_shape(apply_policy(model, MIXED).apply, variables, X)
-    port = apply_policy(model, MIXED, cast_submodules=True)
-    (*_, add) = named(operations(port.apply, variables, X), "add", "add_any")
-    assert add.inputs == ("bfloat16", "bfloat16")
-    assert matmuls(port, gradient=True) == {"bfloat16"}
-
-
-@pytest.mark.parametrize("carried", [jnp.float32, jnp.bfloat16])
-def test_a_scan_keeps_the_dtype_of_its_carry(carried):
-    class Adds(nn.Module):
-        @nn.compact
-        def __call__(self, rows, x):
-            return rows.astype(jnp.float32) + 1, InFloat32()(x).astype(jnp.float32)
-
-    class Scans(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            body = nn.scan(Adds, variable_broadcast="params", split_rngs={"params": False})()
-            rows, ys = body(jnp.zeros((4,), carried), x)
-            seen.extend((rows.dtype.name, ys.dtype.name))
-            return ys
-
-    seen: list[str] = []
-    port = apply_policy(Scans(), MIXED, cast_submodules=True)
-    jax.eval_shape(port.apply, {}, X)
-    assert seen == [np.dtype(carried).name, "bfloat16"]
