@@ -37,6 +37,18 @@ def is_ours(cls: type | None) -> bool:
 
 
 @functools.cache
+def remedy_for(cls: type, wing: str) -> str:
+    """Returns the sentence on a class of modules that can obey no policy; "" of one of ours."""
+    if is_ours(cls):
+        return ""
+    name = f"flax.{wing}.{cls.__name__}" if is_flax(cls) else f"{cls.__name__} of flax.{wing}"
+    return (
+        f"{name} obeys no policy: import {wing} from mpmodules in its place, or call "
+        f"mpmodules.{wing}.apply_policy on the model."
+    )
+
+
+@functools.cache
 def layer_class(cls: type) -> Any:
     """Returns our class for a Flax class, or for a user's that derives from it.
 

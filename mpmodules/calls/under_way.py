@@ -44,7 +44,7 @@ class _LinenCalls(_Calls):
         self.innermost: Any = None
         self.paths: list[tuple[str, ...]] = []
         self.root: Any = None
-        self.seen: dict[str, set[type]] | None = None
+        self.seen: dict[tuple[str, ...], set[type]] | None = None
         self.validates = True
         self.adopters: list[Any] = []
         self.half_states: dict[int, tuple[Any, Any]] = {}

@@ -25,6 +25,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.requested_dtypes import note_obeyed
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
+from policy.programs.paths import joined
 from policy.programs.thread import thread
 
 Method = Callable[..., Any]
@@ -83,7 +84,7 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
     calls.paths.append(path)
     try:
         if calls.seen is not None:
-            calls.seen.setdefault("/".join(path), set()).add(type(module))
+            calls.seen.setdefault(path, set()).add(type(module))
         yield
         if is_root and scope.rules:
             check_rules(module, scope.rules)
@@ -161,7 +162,7 @@ def run_method(
 def _note_obeyed(module: Any, effective: Effective) -> None:
     """Notes the policy that a module obeys in a call, for a summary or a report."""
     if module.scope is not None:
-        note_obeyed(model_of(module), "/".join(module.path), effective.policy)
+        note_obeyed(model_of(module), joined(module.path), effective.policy)
     if calls.recorded is not None:
         calls.recorded.note(module, effective)
 

@@ -53,7 +53,7 @@ def _carried(
     if own is not None and ported is None:
         return get_policy(own), Source("argument", "dtype_policy", own=True)
     if scope.rules and path is not None:
-        rule = scope.rules.rule_for("/".join(path), type(module), model=model_of(module))
+        rule = scope.rules.rule_at(path, type(module), model=model_of(module))
         # One for the whole model, too, whose policy is what `apply_policy` was given.
         if rule is not None:
             return rule[1], Source("rule", pattern_text(rule[0]), own=True)
@@ -83,11 +83,7 @@ def _inherited(
         if policy is not None:
             return policy, Source("enclosing module", where(ancestor))
         cls = None if ancestor is None else type(ancestor)
-        rule = (
-            scope.rules.rule_for("/".join(above), cls, model=model_of(module))
-            if scope.rules
-            else None
-        )
+        rule = scope.rules.rule_at(above, cls, model=model_of(module)) if scope.rules else None
         if rule is not None:
             return rule[1], Source("rule", pattern_text(rule[0]))
         ancestor = None if ancestor is None else ancestor.parent

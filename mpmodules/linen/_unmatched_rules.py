@@ -8,6 +8,7 @@ from typing import Any
 from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.tracing.linen_names import model_name
 from policy.core.rules import PolicyRules
+from policy.programs.paths import joined
 
 
 def check_rules(root: Any, rules: PolicyRules) -> None:
@@ -18,12 +19,15 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
     """
     if not rules.strict or calls.seen is None:
         return
+    seen: dict[str, set[type]] = {}
+    for path, classes in calls.seen.items():
+        seen.setdefault(joined(path), set()).update(classes)
     stored: set[str] = set()
     for collection in root.variables.values():
         _collect_paths(collection, (), stored)
     wholes = [
         path
-        for path, classes in calls.seen.items()
+        for path, classes in seen.items()
         if any(getattr(cls, "_is_whole", False) for cls in classes)
     ]
     inside = tuple(f"{path}/" if path else "" for path in wholes)
@@ -31,7 +35,7 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
     def can_obey(path: str) -> bool:
         return path in wholes or not path.startswith(inside)
 
-    called = {path: classes for path, classes in calls.seen.items() if can_obey(path)}
+    called = {path: classes for path, classes in seen.items() if can_obey(path)}
     stored = set(filter(can_obey, stored))
     paths: dict[str, Any] = dict.fromkeys(stored) | called
     model = model_name(root)
@@ -42,6 +46,6 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
 def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:
     """Adds the path of each mapping below `tree` that holds something, prefixes included."""
     if isinstance(tree, Mapping):
-        into.add("/".join(path))
+        into.add(joined(path))
         for name, child in tree.items():
             _collect_paths(child, (*path, str(name)), into)

@@ -14,6 +14,7 @@ from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, Source
+from policy.programs.paths import joined
 
 M = TypeVar("M", bound=flax_nnx.Module)
 
@@ -92,13 +93,16 @@ def apply_policy(
     rules = options.rules or PolicyRules()
     paths = _paths(model)
     model_name = type(model).__name__
-    rules.check({"/".join(path): type(module) for path, module in paths.items()}, model=model_name)
+    classes: dict[str, set[type]] = {}
+    for path, module in paths.items():
+        classes.setdefault(joined(path), set()).add(type(module))
+    rules.check(classes, model=model_name)
     holding: dict[
         tuple[str, ...], tuple[Policy, Source]
     ] = {}  # what the modules below each inherit
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
-        where = "/".join(path) or type(module).__name__
+        where = joined(path) or type(module).__name__
         held, source = carried(module, path, rules, model_name) or (
             next(holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding)
             if path

@@ -221,7 +221,7 @@ def carried(
     source: Source = getattr(module, "_policy_source", NO_SOURCE)
     if path and source.own and source.kind == "argument":
         return module.dtype_policy, source
-    rule = rules.rule_for("/".join(path), type(module), model=model)
+    rule = rules.rule_at(path, type(module), model=model)
     return None if rule is None else of_rule(rule)
 
 

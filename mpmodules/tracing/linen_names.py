@@ -10,14 +10,16 @@ from typing import Any
 
 import flax.linen as flax_nn
 
+from mpmodules.calls.layer_classes import remedy_for
 from mpmodules.calls.under_way import linen_calls as calls
-from policy.core.requested_dtypes import note_given
+from policy.core.requested_dtypes import note_given, note_remedy
 from policy.programs.module_names import note, note_repeated, note_root
+from policy.programs.paths import joined
 
 
 def model_name(module: flax_nn.Module) -> str:
     """Returns the name of a model on JAX's name stack."""
-    return module.name or type(module).__name__
+    return joined([module.name or ""]) or type(module).__name__
 
 
 @functools.cache
@@ -34,11 +36,13 @@ def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     module, outer = context.module, calls.traced
     if module.name is not None:
         note(module.name)
-        if module.scope is not None and (outer, *module.path)[-2:].count(module.name) == 2:
-            note_repeated(module.name)
-    if module.scope is not None and _is_layer_of_flax(type(module)):
+        if module.scope is not None:
+            note_repeated((outer, *module.path))
+    if module.scope is not None:
         model = model_name(module) if not module.path else calls.traced_model
-        note_given(model, "/".join(module.path), getattr(module, "dtype", None))
+        note_remedy(model, joined(module.path), remedy_for(type(module), "linen"))
+        if _is_layer_of_flax(type(module)):
+            note_given(model, joined(module.path), getattr(module, "dtype", None))
     if outer or module.scope is None:
         return next_fun(*args, **kwargs)
     calls.traced = model_name(module)

@@ -16,11 +16,13 @@ import jax
 from flax import nnx as flax_nnx
 
 from mpmodules.calls.instance_methods import InstanceMethod
+from mpmodules.calls.layer_classes import remedy_for
 from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
-from policy.core.requested_dtypes import note_given, note_obeyed
+from policy.core.requested_dtypes import note_given, note_obeyed, note_remedy
 from policy.programs.module_names import note, note_repeated, note_root
+from policy.programs.paths import joined
 
 # The attribute that holds the path of a copy. Flax takes names that begin so for no items of a
 # Dict, and for no variables.
@@ -37,7 +39,7 @@ def named(node: Any) -> Any:
     for root in _roots(copy):
         for path, module in _below(root):
             if callable(module):
-                vars(module)[PATH] = "/".join(path)
+                vars(module)[PATH] = joined(path)
     return copy
 
 
@@ -95,9 +97,9 @@ def _below(root: Any) -> list[tuple[tuple[str, ...], Any]]:
         note(key)
     note_root(name)
     for path, module in below:
-        note_obeyed(name, "/".join(path[1:]), getattr(module, "dtype_policy", None))
+        note_remedy(name, joined(path[1:]), remedy_for(type(module), "nnx"))
+        note_obeyed(name, joined(path[1:]), getattr(module, "dtype_policy", None))
         if type(module).__module__.startswith(("flax.nnx.", "mpmodules.nnx.")):
-            note_given(name, "/".join(path[1:]), getattr(module, "dtype", None))
-        if path[-2:-1] == path[-1:]:
-            note_repeated(path[-1])
+            note_given(name, joined(path[1:]), getattr(module, "dtype", None))
+        note_repeated(path)
     return below

@@ -14,7 +14,7 @@ from policy.core.requested_dtypes import note_obeyed
 from policy.core.rules import PolicyRules
 from policy.core.scope import computes_in_half, in_island, precision_within
 from policy.programs.dtypes import F32
-from policy.programs.paths import Path, divided, once
+from policy.programs.paths import Path, divided, joined, once
 from policy.programs.primitives import MATMULS, category_of
 from policy.programs.scope_names import ISLAND
 from policy.programs.tracing import marks
@@ -175,7 +175,7 @@ def _names(path: Path) -> list[tuple[str, str]]:
     matches either way.
     """
     model, below = divided(path) or ("", path)
-    return [("/".join(names), model) for names in dict.fromkeys((below, once(below)))]
+    return [(joined(names), model) for names in dict.fromkeys((below, once(below)))]
 
 
 def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.programs.paths import Path, divided, once
+from policy.programs.paths import Path, divided, joined, once
 from policy.programs.thread import during, thread
 
 Request = tuple[np.dtype, str | None]
@@ -34,6 +34,7 @@ class Asked:
       has_policies: whether a module or function in the trace obeyed a policy.
       obeyed: the requests of modules that obey a policy, by model and path.
       given: those of layers that were given a dtype as an argument, by model and path.
+      remedies: the sentences on modules that can obey no policy, "" of others, by model and path.
     """
 
     policy: Policy | None = None
@@ -41,6 +42,7 @@ class Asked:
     has_policies: bool = False
     obeyed: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
     given: dict[tuple[str, str], set[Request]] = dataclasses.field(default_factory=dict)
+    remedies: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
     def is_wide(self, path: Path) -> bool:
         """Returns whether the innermost request at a path is float32 or wider."""
@@ -62,15 +64,25 @@ class Asked:
         """Returns whether the innermost request at a path is half precision."""
         return any(dtype.itemsize < 4 for dtype, _ in self._innermost(path))
 
+    def remedy(self, path: Path) -> str:
+        """Returns the sentence on the innermost module at a path; "" where one on the path can obey
+        policies, none is known, or no policy is in force.
+        """
+        found = [
+            self.remedies[key]
+            for model, below in _reaching(path)
+            for key in ((model, below), ("", below))
+            if key in self.remedies
+        ]
+        return found[0] if found and all(found) and self.has_policies else ""
+
     def _innermost(self, path: Path) -> Collection[Request]:
         return next(self._requests(path), ())
 
     def _requests(self, path: Path) -> Iterator[Collection[Request]]:
         """Yields the requests at a path, the innermost first."""
-        model, below = divided(path) or ("", path)
-        below = once(below)
-        for length in range(len(below), -1, -1):
-            found = self._at(model, "/".join(below[:length]))
+        for model, below in _reaching(path):
+            found = self._at(model, below)
             if found:
                 yield found
         if self.policy is not None:
@@ -84,6 +96,14 @@ class Asked:
         # Modules traced earlier were not recorded, but the rules apply to them too.
         policy = None if self.rules is None else self.rules.match(path, model=model)
         return None if policy is None else (_of(policy),)
+
+
+def _reaching(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the models and paths from the innermost at a path to the model itself."""
+    model, below = divided(path) or ("", path)
+    below = once(below)
+    for length in range(len(below), -1, -1):
+        yield model, joined(below[:length])
 
 
 @contextlib.contextmanager
@@ -107,3 +127,12 @@ def note_given(model: str, path: str, dtype: DTypeLike | None) -> None:
     asked = thread.asked
     if asked is not None and dtype is not None:
         asked.given.setdefault((model, path), set()).add((np.dtype(dtype), None))
+
+
+def note_remedy(model: str, path: str, sentence: str) -> None:
+    """Records what to do about a module that can obey no policy, if a collection is open.
+
+    `sentence` is "" of a module that can.
+    """
+    if thread.asked is not None:
+        thread.asked.remedies[model, path] = sentence

@@ -11,7 +11,7 @@ from typing import Any
 
 from policy.core.policy import Policy, get_policy
 from policy.core.policy_warnings import warn_once
-from policy.programs.paths import folded
+from policy.programs.paths import folded, joined
 
 # A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
 _OF_MODEL = re.compile(r"((?:[^\\:?()\[\]]|\\.)+):(.*)", re.DOTALL)
@@ -153,6 +153,19 @@ class PolicyRules:
     ) -> tuple[Pattern, Policy] | None:
         """Returns the first matching rule as (pattern, policy) or None; arguments as in `match`."""
         return next((rule for rule in self.rules if matches(rule[0], path, cls, model)), None)
+
+    def rule_at(
+        self, names: tuple[str, ...], cls: type | None = None, *, model: str = ""
+    ) -> tuple[Pattern, Policy] | None:
+        """Returns the rule of a module by the names that lead to it; arguments as in `match`.
+
+        Where its own name holds slashes, a rule holds for it that matches the path before one.
+        """
+        path, above = joined(names), joined(names[:-1])
+        rule = self.rule_for(path, cls, model=model)
+        while rule is None and (path := path.rpartition("/")[0]) and path != above:
+            rule = self.rule_for(path, model=model)
+        return rule
 
     def of_model(self, model: str) -> PolicyRules:
         """Returns these rules without those that name another model."""

@@ -1,14 +1,15 @@
 """Names of modules on JAX's name stacks that could be taken for something else.
 
-`a.b` is a module, or the method `b` of `a`: frameworks write both alike. Module names that are not
-identifiers are therefore noted when a call is traced or its arguments hold keys of that name. Every
-other text with a dot is a method's.
+`a.b` is a module, or the method `b` of `a`, and `a/b` is one module, or `b` in `a`: frameworks
+write both alike. Module names that are not identifiers are therefore noted when a call is traced or
+its arguments hold keys of that name. Every other text with a dot is a method's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,10 +19,39 @@ import jax
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.thread import during
 
-_noted: set[str] = set()
+
+def parts_of_name(name: str) -> tuple[str, ...]:
+    """Returns the parts that slashes divide a module's name into."""
+    return tuple(filter(None, name.split("/")))
+
+
+class _Names:
+    """A set of names, each held as its parts."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[str, set[tuple[str, ...]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        parts = parts_of_name(name)
+        return parts in self._by_first.get(parts[0], ()) if parts else False
+
+    def add(self, name: str) -> None:
+        if parts := parts_of_name(name):
+            self._by_first.setdefault(parts[0], set()).add(parts)
+
+    def clear(self) -> None:
+        self._by_first.clear()
+
+    def first_of(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the longest name that a path begins with; () without one."""
+        found = (name for name in self._by_first.get(path[0], ()) if path[: len(name)] == name)
+        return max(found, key=len, default=())
+
+
+_noted = _Names()
 # Names of whole models on name stacks: those of their classes, or those that they were given.
-_roots: set[str] = set()
-_repeated: set[str] = set()  # names of modules that stand directly in one of the same name
+_roots = _Names()
+_repeated = _Names()  # names of modules that stand directly in one of the same name
 _version = 0  # of all of these
 
 _METHOD = re.compile(r"([^.]+)\.([A-Za-z_]\w*|<lambda>)")
@@ -30,9 +60,10 @@ _UNNAMED = re.compile(r"[\w.,\s]*->[\w.\s]*|<.*>")
 
 
 def note(name: str) -> None:
-    """Notes the name of a module."""
-    if not name.isidentifier():
-        _add(name, _noted)
+    """Notes the name of a module, and the parts that slashes divide it into."""
+    for text in (name, *parts_of_name(name)):
+        if not text.isidentifier():
+            _add(text, _noted)
 
 
 def note_root(name: str) -> None:
@@ -40,12 +71,15 @@ def note_root(name: str) -> None:
     _add(name, _roots)
 
 
-def note_repeated(name: str) -> None:
-    """Notes that a module has the name of the module or model around it."""
-    _add(name, _repeated)
+def note_repeated(names: tuple[str, ...]) -> None:
+    """Notes the names that stand twice in a row: those of a module and of the one around it."""
+    pairs = itertools.pairwise(names), itertools.pairwise(parts_of_name("/".join(names)))
+    for outer, name in itertools.chain(*pairs):
+        if outer == name:
+            _add(name, _repeated)
 
 
-def _add(name: str, names: set[str]) -> None:
+def _add(name: str, names: _Names) -> None:
     global _version
     if name not in names:
         names.add(name)
@@ -63,6 +97,16 @@ def forget() -> None:
 def is_root(name: str) -> bool:
     """Returns whether a name was noted as a whole model's."""
     return name in _roots
+
+
+def root_at(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the parts of the whole model's name that a path begins with; () without one."""
+    return _roots.first_of(path)
+
+
+def module_at(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the parts of the module's name that a path begins with."""
+    return _noted.first_of(path) or path[:1]
 
 
 def is_repeated(name: str) -> bool:

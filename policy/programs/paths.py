@@ -8,7 +8,16 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from policy.programs.module_names import is_noted, is_repeated, is_root, module_and_method, noted
+from policy.programs.module_names import (
+    is_noted,
+    is_repeated,
+    is_root,
+    module_and_method,
+    module_at,
+    noted,
+    parts_of_name,
+    root_at,
+)
 from policy.programs.protocols import OpenJaxpr
 from policy.programs.scope_names import AUTOCAST, REGION
 from policy.programs.subprograms import programs_of
@@ -37,6 +46,14 @@ _NUMBERS = re.compile(r"(?<![^/_])(?:0|[1-9]\d*)(?![^/])")
 _MARK = re.compile(rf"{REGION}\w+/?")
 
 
+def joined(names: Iterable[str]) -> str:
+    """Returns the path of modules' names as rules match it: ``encoder/layer_0``.
+
+    A slash in a name divides it as it divides names, and nothing stands between two in a row.
+    """
+    return "/".join(parts_of_name("/".join(names)))
+
+
 def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
     """Returns the module path in a name stack, as flax.linen and `jax.named_scope` write it.
 
@@ -55,6 +72,15 @@ def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
 
 @functools.lru_cache(maxsize=4096)
 def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
+    path, left = (), _names_of(name_stack, above)
+    while left:  # `a/b/a/b` is one module, if `a/b` is: its call calls its base class's
+        name = module_at(left)
+        is_again = len(name) > 1 and path[-len(name) :] == name and not is_repeated(joined(name))
+        path, left = path if is_again else (*path, *name), left[len(name) :]
+    return path
+
+
+def _names_of(name_stack: str, above: Path) -> Path:
     path: list[str] = []
     restarted = False
     for wrappers, scopes in _parts(name_stack):
@@ -89,9 +115,9 @@ def divided(path: Path) -> tuple[str, Path] | None:
     """
     if path and _CLASS.fullmatch(path[0]) and not _NUMBERED.fullmatch(path[0]):
         return path[0], path[1:]
-    for place, name in enumerate(path):
-        if is_root(name):
-            return name, path[place + 1 :]
+    for place in range(len(path)):
+        if root := root_at(path[place:]):
+            return joined(root), path[place + len(root) :]
     return None
 
 
@@ -109,8 +135,8 @@ def spelled(path: Path) -> str:
     """
     found = divided(path)
     if found is None:
-        return "/".join(path)
-    model, below = found[0], "/".join(once(found[1]))
+        return joined(path)
+    model, below = found[0], joined(once(found[1]))
     return below if below and not thread.names_models else f"{model}:{below}"
 
 

@@ -8,7 +8,7 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike
 from policy.inspect.audit.values import is_cotangent
-from policy.programs.paths import Path, divided, once
+from policy.programs.paths import Path, divided, joined, once
 from policy.programs.reading.weight_matmuls import WeightMatmul
 
 
@@ -49,4 +49,4 @@ def names_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yields (path below the model, model's name) for a path and those above it."""
     for length in range(1, len(path) + 1):
         model, below = divided(path[:length]) or ("", path[:length])
-        yield "/".join(once(below)), model
+        yield joined(once(below)), model

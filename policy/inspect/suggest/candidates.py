@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.core.rules import PolicyRules
-from policy.programs.paths import Path, divided, once
+from policy.programs.paths import Path, divided, joined, once
 
 
 class ListeningRules(PolicyRules):
@@ -28,7 +28,7 @@ def reached_path(path: Path, modules: set[str] | None) -> Path:
     """
     while modules is not None and path:
         model = divided(path)
-        if model is not None and "/".join(once(model[1])) in modules:
+        if model is not None and joined(once(model[1])) in modules:
             return path
         path = path[:-1]
     return path

@@ -123,7 +123,8 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
             message = (
                 f"{node.name} runs in float32, with {share:.1%} of the FLOPs of all matmuls.{why}"
             )
-            yield finding(MATMUL, node, message)
+            remedy = flow.asked.remedy(node.site.path)
+            yield finding(MATMUL, node, f"{message} {remedy}".strip())
 
 
 def default_precisions(flow: Flow) -> Iterator[Finding]:

@@ -90,6 +90,48 @@ def test_float32_that_nobody_asked_for_is_a_finding_still(nn):
     assert {"float32-leak", "float32-matmul"} <= kinds(audit(model.apply, variables, X))
 
 
+def half_ported_linen() -> tuple[Any, ...]:
+    class Net(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x):
+            x = linen.Dense(4, name="up")(x).astype(jnp.float32)
+            w = self.param("w", jax.nn.initializers.ones, (4, 4))
+            return flax_linen.Dense(4, name="head")(x) @ w
+
+    return Net().apply, jax.eval_shape(Net().init, jax.random.key(0), X), X
+
+
+def half_ported_nnx() -> tuple[Any, ...]:
+    class Net(flax_nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.head = nnx.Linear(4, 4, rngs=rngs), flax_nnx.Linear(4, 4, rngs=rngs)
+            self.w = flax_nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x):
+            return self.head(self.up(x).astype(jnp.float32)) @ self.w[...]
+
+    return Net(flax_nnx.Rngs(0)), X
+
+
+@pytest.mark.parametrize(
+    ("wing", "model", "layer"),
+    [("linen", half_ported_linen, "Dense"), ("nnx", half_ported_nnx, "Linear")],
+)
+def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(wing, model, layer):
+    with use_policy("bfloat16"):
+        report = audit(*model())
+    found = [f for f in report.findings if f.kind == "float32-matmul"]
+    assert all(f.source.startswith("test_asked.py:") for f in found)
+    remedy = (
+        f"obeys no policy: import {wing} from mpmodules in its place, or call "
+        f"mpmodules.{wing}.apply_policy on the model."
+    )
+    for f, (path, name) in zip(
+        found, [("head", f"flax.{wing}.{layer}"), ("Net:", f"Net of flax.{wing}")], strict=True
+    ):
+        assert f.path == path and f.message.endswith(f"{name} {remedy}")
+
+
 def test_a_rule_of_a_scope_holds_for_what_was_traced_before():
     model, variables = linen_model(linen)
     step = jax.jit(model.apply)

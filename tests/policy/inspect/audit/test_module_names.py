@@ -17,15 +17,15 @@ from flax import nnx as flax_nnx
 from mpmodules import linen, nnx
 from policy import PolicyRules, audit, autocast, compare, suggest
 from policy.inspect.suggest.patterns import code_of
-from policy.programs.paths import path_of
+from policy.programs.paths import joined, path_of
 from policy.testing import assert_dots_in
 
 _WORDS = r"""
 a conv-1 a.b a.attend b.c.d layers.0.self_attn 1x1 f(x) jvp(x) a(b b) x[0] [b] a* a|b ^$
-a:b a=b <b> it's q"q a\b {x} a,b ij,jk->ik # %d
+a:b a=b <b> it's q"q a\b {x} a,b ij,jk->ik # %d u/v w//x /y p/p x.y/z
 """
 NAMES = (*_WORDS.split(), "my layer")
-FEW = ("a", "my layer", "conv-1", "a.b", "f(x)", 'q"q', "[b]")
+FEW = ("a", "my layer", "conv-1", "a.b", "f(x)", 'q"q', "[b]", "/y//")
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
 HALF = "mixed_bfloat16"
 WINGS = {"Flax's linen": flax_linen, "linen": linen, "Flax's nnx": flax_nnx, "nnx": nnx}
@@ -68,7 +68,8 @@ def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def assert_rows(paths: Any, names: tuple[str, ...] = FEW) -> None:
     """Every module has one, and none has another."""
-    assert {path for path in paths if path and not path.endswith("Net:")} == set(names)
+    expected = {joined([name]) for name in names}
+    assert {path for path in paths if path and not path.endswith("Net:")} == expected
 
 
 @EACH_WING
@@ -76,7 +77,7 @@ def test_audit_has_a_row_for_each(wing):
     _, fn, args = model_of(wing, NAMES)
     report = audit(fn, *args, backward=True)
     assert_rows(report.paths, NAMES)
-    assert all(name in str(report) for name in NAMES)
+    assert all(part in str(report) for name in NAMES for part in name.split("/"))
     assert "<b>" not in report.to_html().replace("&lt;b&gt;", "")
 
 
@@ -96,17 +97,48 @@ def test_compare_suggest_and_explain_have_a_row_for_each_and_rules_name_them(win
 @EACH_WING
 @pytest.mark.parametrize("name", FEW)
 def test_autocast_ports_and_assertions_obey_patterns_of_each(wing, name):
-    model, fn, args = model_of(wing)
-    rules: Any = {re.escape(name): "float32"}
-    report = autocast(fn, HALF, rules=rules).explain(*args)
+    _, fn, args = model = model_of(wing)
+    name = joined([name])
+    report = autocast(fn, HALF, rules={re.escape(name): "float32"}).explain(*args)
     assert [record.path for record in report.wide_matmuls] == [name]
-    if wing.endswith("linen"):
-        ported = linen.apply_policy(model, HALF, rules).apply
-    else:
-        ported = nnx.apply_policy(model, HALF, rules)
+    ported = ported_with(wing, model, re.escape(name))
     with pytest.raises(AssertionError, match=re.escape(f"at '{name}'")):
         assert_dots_in(ported, args, "bfloat16")
     assert_dots_in(ported, args, "bfloat16", allow=[re.escape(name)])
+
+
+def ported_with(wing: str, model: tuple[Any, Any, Any], pattern: str) -> Any:
+    if wing.endswith("linen"):
+        return linen.apply_policy(model[0], HALF, {pattern: "float32"}).apply
+    return nnx.apply_policy(model[0], HALF, {pattern: "float32"})
+
+
+@EACH_WING
+@pytest.mark.parametrize(("pattern", "wide"), [("a", ["a", "a/b"]), ("a/b", ["a/b"])])
+def test_a_slash_in_a_name_divides_it_for_rules_and_for_tools(wing, pattern, wide):
+    _, fn, args = model = model_of(wing, ("a", "a//b", "ab", "c"))
+    report = autocast(fn, HALF, rules={pattern: "float32"}).explain(*args)
+    assert [record.path for record in report.wide_matmuls] == wide
+    ported = ported_with(wing, model, pattern)
+    dots = [op for op in audit(ported, *args).operations if op.primitive == "dot_general"]
+    assert [op.path for op in dots if "float32" in op.operands] == wide
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "a/a"])
+def test_a_model_whose_call_calls_its_base_class_has_one_path(name):
+    class Shifted(linen.Dense):
+        @linen.compact
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return Shifted(3, name=name)(x)
+
+    for net, path in (Net(), name), (Shifted(3, name=name), f"{name}:"):
+        report = audit(net.apply, jax.eval_shape(net.init, jax.random.key(0), X), X)
+        assert [op.path for op in report.operations] == [path] * len(report.operations)
 
 
 @pytest.mark.parametrize("wing", ["Flax's linen", "linen"])
