@@ -10,13 +10,14 @@ from policy.inspect.audit.checks.carries import narrowed_carries
 from policy.inspect.audit.checks.casts import repeated_casts, round_trips
 from policy.inspect.audit.checks.chains import sums_by_hand
 from policy.inspect.audit.checks.constants import constants_out_of_range
-from policy.inspect.audit.checks.discrete import coarse_draws, rounded_choices, rounded_integers
+from policy.inspect.audit.checks.discrete import coarse_draws, rounded_choices
 from policy.inspect.audit.checks.eight_bits import (
     dequantised_matmuls,
     narrow_accumulators,
     unscaled_casts,
 )
 from policy.inspect.audit.checks.functions import low_precision_functions
+from policy.inspect.audit.checks.integers import rounded_integers
 from policy.inspect.audit.checks.promotions import (
     default_precisions,
     float32_matmuls,

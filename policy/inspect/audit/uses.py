@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from policy.inspect.audit.values import is_cotangent, is_matmul, made_of, reached
 from policy.programs.operations import is_steep, sums
 from policy.programs.primitives import (
@@ -11,6 +13,7 @@ from policy.programs.primitives import (
     MOVES_DATA,
     PASSES_ACTIVATIONS,
     POWERS,
+    PRODUCTS,
     SCALINGS,
     SQUARE_ROOTS,
 )
@@ -23,13 +26,43 @@ _NORMALISES = POWERS | SQUARE_ROOTS
 def is_summed(value: Value) -> bool:
     """Returns whether a value is summed, possibly after it was cast, scaled or selected from."""
     passes = lambda node: not is_cotangent(node) and _passes(node, adds=False)  # noqa: E731
-    return any(_sums(node) for each in reached([value], passes) for node in each.readers)
+    readers = (node for each in reached([value], passes) for node in each.readers)
+    return any(map(_sums, readers)) or _is_term(value)
+
+
+def _is_term(value: Value) -> bool:
+    """Returns whether a value is added to others, and nothing but a sum reads the result."""
+    while len(readers := [node for node in value.readers if not is_cotangent(node)]) == 1:
+        (reader,) = readers
+        if is_joint(reader) or _sums(reader) or not _passes(reader, adds=True):
+            return _sums(reader)
+        value = reader.out
+    return False
+
+
+def joins_by_hand(node: Node, is_one: Callable[[Node], bool]) -> bool:
+    """Returns whether a node adds two values, each a result of nodes that `is_one` accepts, or a
+    sum or multiple of such results.
+    """
+
+    def is_made(value: Value) -> bool:
+        maker = made_of(value).maker
+        if maker is None or is_one(maker):
+            return maker is not None
+        arrays = [one for one in maker.inputs if not one.is_literal]
+        if maker.name in ADDITIONS:
+            return all(map(is_made, arrays))
+        return maker.name in PRODUCTS and any(map(is_made, arrays))
+
+    is_sum = node.name in ADDITIONS and not any(value.is_literal for value in node.inputs)
+    return is_sum and all(map(is_made, node.inputs))
 
 
 def matters(node: Node) -> bool:
     """Returns whether a result is more than an activation.
 
-    It is if it is summed, divided by or returned, or if an exponential or logarithm of it is taken.
+    It is if it is summed, alone or with others, divided by or returned, or if an exponential or
+    logarithm of it is taken.
     Exponentials are followed through scaling and selection, logarithms through additions too.
     Softplus is an activation: a sum of it counts only if no matmul follows, as in a loss.
     """
@@ -37,6 +70,8 @@ def matters(node: Node) -> bool:
         return False
     if _is_softplus(node):
         return _is_judged(node)
+    if _is_term(node.out):
+        return True
     adds = node.name.startswith("log")
     passes = lambda reader: is_joint(reader) or _passes(reader, adds)  # noqa: E731
     return any(
@@ -52,19 +87,15 @@ def _is_sensitive(reader: Node, value: Value) -> bool:
     """
     if _sums(reader) or (reader.name == "div" and reader.inputs[1] is value):
         return True
-    if reader.name in ADDITIONS and all(map(_is_exponential, reader.inputs)):
+    if joins_by_hand(reader, _is_exponential):
         return True
     if _is_softplus(reader):
         return _is_judged(reader)
     return _is_steep(reader)
 
 
-def _is_exponential(value: Value) -> bool:
-    """Returns whether a value is an exponential, or a sum of some, as of a softmax by hand."""
-    maker = made_of(value).maker
-    if maker is not None and maker.name in ADDITIONS:
-        return all(map(_is_exponential, maker.inputs))
-    return maker is not None and maker.name.startswith("exp") and maker.name != "expm1"
+def _is_exponential(node: Node) -> bool:
+    return node.name.startswith("exp") and node.name != "expm1"
 
 
 def _is_steep(node: Node) -> bool:

@@ -80,26 +80,29 @@ def _as(number: float, dtype: str) -> float:
 
 
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
-    """Yields literals of a half dtype that became infinite, NaN or zero during tracing.
+    """Yields numbers of a half dtype that became infinite, NaN or zero during tracing.
 
-    A literal counts if NumPy reported its line, or if nobody would write it there.
+    An array counts if NumPy reported its line, a literal also if nobody would write it there.
     """
+    line = node.site.source.partition(" ")[0]
     for value in node.inputs:
-        if not (value.is_literal and is_narrow(value.dtype)):
+        numbers, dtype = numbers_in(value.array), value.dtype
+        if not numbers.size or not is_narrow(dtype):
             continue
-        number, dtype = float(value.array), value.dtype
-        line = node.site.source.partition(" ")[0]
         if (
-            np.isinf(number) and (node.name == "mul" or line in lost.overflowed)
+            np.isinf(numbers).any()
+            and (line in lost.overflowed or (value.is_literal and node.name == "mul"))
         ) or _is_beyond_8_bits(node, value):
+            number = numbers[np.abs(numbers).argmax()]
             message = (
                 f"A constant overflowed: it is {number:g} in {dtype}, whose largest finite number "
                 f"is {_largest(dtype):.4g}."
             )
             message += " 0 * inf and inf - inf are NaN." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
-        elif number == 0 and (
-            line in lost.vanished or _is_shift_of_divisor(node) or _is_8_bit_factor(node, value)
+        elif (numbers == 0).any() and (
+            line in lost.vanished
+            or (value.is_literal and (_is_shift_of_divisor(node) or _is_8_bit_factor(node, value)))
         ):
             message = (
                 f"A constant vanished: it is 0 in {dtype}, whose smallest number is "
@@ -114,9 +117,9 @@ def _is_beyond_8_bits(node: Node, value: Value) -> bool:
     Overflow makes NaN in dtypes without infinity, and infinity in the others. -inf is exempt: masks
     are written with it.
     """
-    number = float(value.array)
-    if bits(value.dtype) > 8 or node.name in COMPARISONS:
+    if not value.is_literal or bits(value.dtype) > 8 or node.name in COMPARISONS:
         return False
+    number = float(value.array)
     return bool(np.isnan(number)) or (number == np.inf and node.name not in MINMAX)
 
 

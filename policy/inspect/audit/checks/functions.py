@@ -8,7 +8,7 @@ from policy.inspect.audit.equality import are_equal
 from policy.inspect.audit.finding_kinds import FUNCTION, finding
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.uses import is_summed, matters
+from policy.inspect.audit.uses import is_summed, joins_by_hand, matters
 from policy.inspect.audit.values import (
     behind,
     is_cotangent,
@@ -16,10 +16,10 @@ from policy.inspect.audit.values import (
     is_matmul,
     is_narrow,
     made_of,
-    users,
+    reached,
 )
 from policy.programs.operations import is_steep, kind_of
-from policy.programs.primitives import ADDITIONS, PERIODIC, RESCALES, ROOTS
+from policy.programs.primitives import PERIODIC, PRODUCTS, RESCALES, ROOTS
 from policy.programs.reading.graph import Node, Value, is_joint
 
 _STEEPNESS = (
@@ -40,7 +40,7 @@ def low_precision_functions(flow: Flow) -> Iterator[Finding]:
 def _reason(node: Node) -> str:
     """Returns the reason why a function should not run in half precision, or ""."""
     name, dtype = node.name, node.inputs[0].dtype
-    if node.inputs[0].is_literal:
+    if all(value.is_literal for value in node.inputs):
         return ""
     if is_steep(name) and matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
@@ -73,7 +73,7 @@ def _reason(node: Node) -> str:
             "it divides by a variance or norm whose squares a dot sums in float16, which overflows "
             "above 65504. Sum the squares in float32."
         )
-    if _squares(node) and (is_summed(node.out) or _is_added_to_squares(node)):
+    if _squares(node) and (is_summed(node.out) or _is_added_to_a_square(node)):
         limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
         return f"squares in {dtype} {limit}, and these are summed. Cast to float32 before squaring."
     return ""
@@ -122,19 +122,10 @@ def _squares(node: Node) -> bool:
     return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
 
 
-def _is_added_to_squares(node: Node) -> bool:
-    """Returns whether a square is added to another one, by hand."""
-    return any(
-        reader.name in ADDITIONS and all(map(_is_of_squares, reader.inputs))
-        for reader in users(node.out)
-    )
-
-
-def _is_of_squares(value: Value) -> bool:
-    maker = made_of(value).maker
-    if maker is not None and maker.name in ADDITIONS:
-        return all(map(_is_of_squares, maker.inputs))
-    return maker is not None and _squares(maker)
+def _is_added_to_a_square(node: Node) -> bool:
+    """Returns whether a square, times any factor, is added to another one by hand."""
+    multiples = reached([node.out], lambda reader: is_layout(reader) or reader.name in PRODUCTS)
+    return any(joins_by_hand(reader, _squares) for one in multiples for reader in one.readers)
 
 
 def _is_statistic(value: Value, of: Callable[[Node], bool] = _is_reduction) -> bool:

@@ -1,56 +1,34 @@
-"""State in half precision that one call hands to the next."""
+"""State in half precision that one call hands to the next: how it is found, and whose it is."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
+import mpmodules
 import policy
 from policy import audit
 from policy.inspect.audit.finding_kinds import CARRY
-from tests.policy.inspect.audit.faults import scoped
-from tests.policy.inspect.audit.state_faults import (
-    BF16,
-    F16,
-    F32,
-    STATE_FAULTS,
-    STATE_PLACES,
-    W,
-    X,
-    gradients,
-    shape,
-    step_of,
-)
+from tests.policy.inspect.audit.corpus.planting import BF16, F16, F32, shape
+from tests.policy.inspect.audit.corpus.states import W, X, average, gradients, step_of
 
-PLANTED = [(fault, place) for fault in STATE_FAULTS for place in STATE_PLACES]
+assert mpmodules  # names the modules of nnx
+
+
+def carried(report: Any) -> list[Any]:
+    return [finding for finding in report.findings if finding.kind == CARRY]
 
 
 def sums_of(report: Any) -> dict[str, str]:
     """Returns the primitives of the findings about states, by the key paths in their messages."""
-    found = [f for f in report.findings if f.kind == CARRY]
-    return {f.message.partition(",")[0]: f.primitive for f in found}
-
-
-@pytest.mark.parametrize(
-    ("fault", "place"), PLANTED, ids=[f"{fault}, in {place}" for fault, place in PLANTED]
-)
-def test_what_a_call_adds_to_its_state_is_found(fault, place):
-    with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
-        report = audit(
-            STATE_PLACES[place](functools.wraps(fault.run)(scoped(fault.run))), *fault.args
-        )
-    assert sums_of(report) == fault.found, str(report)
-    assert {f.path for f in report.findings if f.kind == CARRY} == {"inner"}
-
-
-# --------------------------------------------------------------------------------------------------
-# What is no sum in half
-# --------------------------------------------------------------------------------------------------
+    return {f.message.partition(",")[0]: f.primitive for f in carried(report)}
 
 
 @pytest.mark.parametrize("moments", (None, "bfloat16"))
@@ -71,78 +49,7 @@ def test_parameters_and_moments_of_mixed_precision_are_no_finding(mode, moments)
     for step in (applied, step_of(tx)):
         with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to half params
             report = audit(step, params, state, shape(4, 4, dtype=dtype))
-        assert not sums_of(report), str(report)
-
-
-def residual(state: Any, x: Any) -> Any:
-    return {**state, "x": state["x"] + jnp.tanh(state["x"] @ state["w"])}
-
-
-def gated(state: Any, x: Any) -> Any:
-    gate = jax.nn.sigmoid(x @ state["w"] + state["h"])
-    return {**state, "h": (1 - gate) * jnp.tanh(x @ state["w"] + state["h"]) + gate * state["h"]}
-
-
-def cached(state: Any, x: Any) -> Any:
-    return {
-        **state,
-        "keys": jax.lax.dynamic_update_slice(state["keys"], x[:1] @ state["w"], (state["at"], 0)),
-    }
-
-
-def compensated(state: Any, x: Any) -> Any:
-    term = x - state["lost"]
-    total = state["total"] + term
-    return {"total": total, "lost": (total - state["total"]) - term}
-
-
-def normalised(state: Any, x: Any) -> Any:
-    wide = state["x"].astype(F32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
-    return {"x": (normal * x.astype(F32) + x.astype(F32)).astype(BF16)}
-
-
-CLEAN: dict[str, tuple[Any, ...]] = {
-    "a residual block": (lambda x, w: x + jnp.tanh(x @ w), X, X),
-    "a residual block of a mean": (
-        lambda state: {**state, "x": state["x"] + (state["x"].mean(0, keepdims=True) @ state["w"])},
-        {"x": X, **W},
-    ),
-    "a gated unit": (gated, {"h": X, **W}, X),
-    "a cache of keys": (cached, {"keys": X, "at": shape(dtype=jnp.int32), **W}, X),
-    "a compensated sum": (compensated, {"total": X, "lost": X}, X),
-    "an average in float32": (
-        lambda ema, p: jax.tree.map(lambda ema, p: ema * 0.99 + p.astype(F32) * 0.01, ema, p),
-        {"w": shape(4, 4, dtype=F32)},
-        W,
-    ),
-    "a largest number": (lambda state, x: {"most": jnp.maximum(state["most"], x)}, {"most": X}, X),
-    "decay alone": (lambda state, x: {"w": state["w"] * 0.99}, W, X),
-    "an image that is standardised": (
-        lambda batch: {"x": batch["x"] - batch["x"].mean()},
-        {"x": X},
-    ),
-    "an image with noise": (
-        lambda batch, key: {"x": batch["x"] + jax.random.normal(key, (4, 4), BF16)},
-        {"x": X},
-        jax.eval_shape(lambda: jax.random.key(0)),
-    ),
-    "a normalisation": (normalised, {"x": X}, X),
-    "gradients with weight decay": (
-        lambda params, x: jax.tree.map(lambda g, p: g + 0.01 * p, gradients(params, x), params),
-        W,
-        X,
-    ),
-    "what is returned as it came": (lambda state, x: (state, x + 1), W, X),
-    "indices into a tuple that is no state": (lambda pair, x: (pair[0] + x,), (X, X), X),
-}
-
-
-@pytest.mark.parametrize("name", CLEAN)
-def test_what_comes_back_without_a_sum_in_half_is_no_finding(name):
-    fn, *args = CLEAN[name]
-    assert not sums_of(audit(fn, *args)), str(audit(fn, *args))
+        assert not carried(report), str(report)
 
 
 def test_the_updates_of_an_optimizer_are_no_state_but_its_moments_are():
@@ -152,27 +59,127 @@ def test_the_updates_of_an_optimizer_are_no_state_but_its_moments_are():
 
 
 def test_state_is_found_by_keywords_and_under_names_of_its_own():
-    average = lambda ema, p: jax.tree.map(lambda ema, p: ema * 0.9 + p * 0.1, ema, p)  # noqa: E731
-    assert sums_of(audit(lambda *, ema, p: average(ema, p), ema=W, p=W)) == {"ema['w']": "add"}
-    assert sums_of(audit(lambda ema, p: ({"ema": average(ema, p)}, p["w"].max()), W, W)) == {
-        "ema['w']": "add"
-    }
-    assert sums_of(audit(lambda p, ema: (p, average(ema, p)), W, W)) == {"ema['w']": "add"}
-    assert not sums_of(audit(lambda ema, p: average(ema, p), X, X))  # bare arrays have no key path
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (lambda *, ema, p: average(ema, p), (), {"ema": W, "p": W}),
+        (lambda ema, p: ({"ema": average(ema, p)}, p["w"].max()), (W, W), {}),
+        (lambda p, ema: (p, average(ema, p)), (W, W), {}),
+    ]
+    for fn, args, named in calls:
+        assert sums_of(audit(fn, *args, **named)) == {"ema['w']": "add"}
+    assert not carried(audit(average, X, X))  # bare arrays have no key path
 
 
 def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
     def step(layers, x):
-        grads = jax.grad(
-            lambda layers: sum(jnp.tanh(x @ w + b[None]).astype(F32).mean() for w, b in layers)
-        )(layers)
-        return [
-            [p - 0.1 * g for p, g in zip(layer, grad, strict=True)]
-            for layer, grad in zip(layers, grads, strict=True)
-        ]
+        loss = lambda layers: sum(jnp.tanh(x @ w + b[None]).astype(F32).mean() for w, b in layers)  # noqa: E731
+        lists = jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(loss)(layers))
+        return [list(layer) for layer in lists]
 
     layers = [(shape(4, 4), shape(4)), (shape(4, 4), shape(4))]
-    (finding,) = [f for f in audit(step, layers, X).findings if f.kind == CARRY]
+    (finding,) = carried(audit(step, layers, X))
     assert finding.message.startswith(
         "layers[0][0], bfloat16[4,4] and 3 more: each call adds to it"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Flax's modules
+# --------------------------------------------------------------------------------------------------
+
+
+class LinenInner(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        mean = self.variable("stats", "mean", lambda: jnp.zeros(4, BF16))
+        found = x.mean(0)
+        mean.value = mean.value * 0.9 + found * 0.1
+        return x - found[None]
+
+
+class LinenNet(nn.Module):
+    wrap: Any = lambda cls: cls
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.wrap(LinenInner)(name="inner")(nn.Dense(4, dtype=BF16)(x))
+
+
+def _applied(model: Any, variables: Any, x: Any) -> Any:
+    return model.apply(variables, x, mutable=["stats"])
+
+
+def _apart(model: Any, params: Any, stats: Any, x: Any) -> Any:
+    return _applied(model, {"params": params, "stats": stats}, x)
+
+
+def _beside_a_loss(model: Any, params: Any, stats: Any, x: Any) -> Any:
+    out, updated = _apart(model, params, stats, x)
+    return out.astype(F32).sum(), updated["stats"]
+
+
+def _in_one_dictionary(model: Any, state: Any, x: Any) -> Any:
+    return {"params": state["params"], "stats": _applied(model, state, x)[1]["stats"]}
+
+
+@pytest.mark.parametrize("wrap", (lambda cls: cls, nn.remat, nn.jit), ids=("plain", "remat", "jit"))
+@pytest.mark.parametrize("way", (_applied, _apart, _beside_a_loss, _in_one_dictionary))
+def test_running_statistics_of_linen_are_found(way, wrap):
+    model = LinenNet(wrap)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    is_whole = way in (_applied, _in_one_dictionary)
+    args = (variables,) if is_whole else (variables["params"], variables["stats"])
+    report = audit(functools.partial(way, model), *args, X, backward=way is _applied)
+    assert {(f.path, f.primitive) for f in carried(report)} == {("inner", "add")}, str(report)
+
+
+class NnxInner(nnx.Module):
+    def __init__(self) -> None:
+        self.mean = nnx.BatchStat(jnp.zeros(4, BF16))
+
+    def __call__(self, x: Any) -> Any:
+        found = x.mean(0)
+        self.mean[...] = self.mean[...] * 0.9 + found * 0.1
+        return x - found[None]
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, inner: Any = NnxInner) -> None:
+        rngs = nnx.Rngs(0)
+        self.dense = nnx.Linear(4, 4, dtype=BF16, param_dtype=BF16, rngs=rngs)
+        self.inner = inner()
+
+    def __call__(self, x: Any) -> Any:
+        return self.inner(self.dense(x))
+
+
+def test_running_statistics_of_nnx_are_found():
+    model = nnx.eval_shape(NnxNet)
+    graph, state = nnx.split(model)
+
+    def loss(model: Any, x: Any) -> Any:
+        return model(x).astype(F32).sum()
+
+    def of_state(state: Any, x: Any) -> Any:
+        model = nnx.merge(graph, state)
+        return loss(model, x), nnx.state(model, nnx.BatchStat)
+
+    calls: list[tuple[Any, ...]] = [(model,), (nnx.jit(loss), model), (of_state, state)]
+    for fn, *args in calls:
+        (found,) = carried(audit(fn, *args, X, backward=fn is model))
+        assert (found.primitive, found.path) == ("add", "" if fn is of_state else "inner")
+        assert "['inner']['mean']" in found.message
+
+
+@pytest.mark.parametrize("jit", (lambda fn: fn, nnx.jit), ids=("plain", "jit"))
+def test_a_step_of_nnx_optimizer_in_half_is_found_once_for_parameters_and_each_moment(jit):
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.tanh(model(x).astype(F32)).mean())(model)
+        optimizer.update(model, grads)
+
+    make = lambda: NnxNet(lambda: jnp.tanh)  # noqa: E731
+    model = nnx.eval_shape(make)
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(make(), optax.adam(1e-3), wrt=nnx.Param))
+    with jax.numpy_dtype_promotion("standard"):
+        report = audit(jit(step), model, optimizer, X)
+    messages = [finding.message for finding in carried(report)]
+    assert len(messages) == 3 and all("and 1 more:" in message for message in messages), str(report)
