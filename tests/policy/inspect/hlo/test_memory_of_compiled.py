@@ -19,7 +19,6 @@ from policy.programs.tracing.trace import lowered as lowered_call
 from tests.benchmarks.accelerators import target
 
 OUT_OF_MEMORY = Path(__file__).with_name("v5e_out_of_memory")
-TARGETS = ["cpu", "h100", "v5e:1x1"]
 
 
 class Block(linen.Module):
@@ -73,10 +72,10 @@ def check_sums(program, memory: MemoryUse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ("cpu", "v5e:1x1"))
 def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
     # The TPU's is too large for the chip's own memory.
-    rows, width = {"cpu": (256, 64), "h100": (4096, 1024), "v5e:1x1": (65536, 1024)}[name]
+    rows, width = {"cpu": (256, 64), "v5e:1x1": (65536, 256)}[name]
     x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     params = jax.eval_shape(Net().init, jax.random.key(0), x)
     step = functools.partial(stepped, Net().apply)
@@ -98,7 +97,7 @@ def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS[:2])
+@pytest.mark.parametrize("name", ("cpu", "h100"))
 def test_an_nnx_models_buffers_have_its_modules_paths(name):
     model = flax_nnx.eval_shape(lambda: Pair(128, flax_nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((512, 128), jnp.float32)

@@ -62,7 +62,6 @@ def additive(squares: list[float]) -> Search:
         lambda wide: math.sqrt(sum(e for i, e in enumerate(squares) if i not in wide)),
         lambda i: math.sqrt(squares[i]),
         [1.0] * len(squares),
-        2 * len(squares) - 1,
     )
 
 

@@ -25,7 +25,7 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RNG = np.random.default_rng(0)
 
 
-def cancelling(planted: tuple[int, ...], layers: int = 6) -> Any:
+def cancelling(planted: tuple[int, ...], layers: int = 4) -> Any:
     """Residual layers of which some lose what they return in an offset."""
 
     def model(ws: Any, x: Any) -> Any:
@@ -46,7 +46,7 @@ def cancelling(planted: tuple[int, ...], layers: int = 6) -> Any:
 @pytest.fixture(scope="module")
 def residual() -> tuple[Any, Any]:
     generator = np.random.default_rng(1)
-    return {"w": jnp.asarray(generator.normal(size=(6, 8, 8)) / 3, F32)}, jnp.asarray(
+    return {"w": jnp.asarray(generator.normal(size=(4, 8, 8)) / 3, F32)}, jnp.asarray(
         generator.normal(size=(4, 8)), F32
     )
 
@@ -58,12 +58,12 @@ def compilations(caplog: pytest.LogCaptureFixture) -> int:
 def test_exactly_the_planted_layers_of_a_plain_function_are_kept(
     residual: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = cancelling((2, 4))
+    model = cancelling((1, 3))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         found = suggest(model, *residual, error=0.03, policy="mixed_bfloat16")
     assert compilations(caplog) == 2 == found.compilations
-    assert found.runs <= 2 * len(found.evidence) and found.route == "autocast"
-    assert sorted(found.paths) == ["layer_2/out", "layer_4/out"]
+    assert found.runs <= 3 * len(found.evidence) and found.route == "autocast"
+    assert sorted(found.paths) == ["layer_1/out", "layer_3/out"]
     assert found.without > 0.1 and found.error <= 0.03 and found.emulated <= 0.03
     ruled = exactly(autocast(model, "mixed_bfloat16", rules=found.rules))
     assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(
@@ -77,7 +77,7 @@ def test_what_is_printed_is_code_that_makes_the_rules(residual: Any) -> None:
     exec(str(found), scope)
     assert scope["rules"] == found.rules == PolicyRules([("layer_(?:1|2|3)/out", "float32")])
     assert 'autocast(fn, "mixed_bfloat16", rules=rules)' in str(found)
-    assert "layer_5/dense" in str(found) and "kept in float32" in str(found)
+    assert "layer_0/dense" in str(found) and "kept in float32" in str(found)
 
 
 class Branch(nn.Module):
