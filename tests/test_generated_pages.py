@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 from benchmarks import accuracy, beside_float32, convergence, performance
 from benchmarks import page as benchmarks_page
 from benchmarks.estimates import page as estimates_page
-from benchmarks.markdown import WIDTH, table, wrapped
+from benchmarks.markdown import WIDTH
 from tests.eight_devices import ROOT
 from tests.scripts import docs_script
 
@@ -81,16 +80,6 @@ def test_a_page_is_made_of_the_stored_results_and_its_prose_is_wrapped(name: str
     assert len(re.findall(r"^# ", code.sub("", text), re.MULTILINE)) == 1
 
 
-def test_wrapping_keeps_code_tables_and_list_items():
-    code = "```bash\na  b\n\n# c\n```"
-    grid = table(["a", "b"], [["1", "2"]])
-    assert wrapped(f"one\ntwo\n\n{code}\n\n{grid}") == f"one two\n\n{code}\n\n{grid}"
-    long = " ".join(itertools.repeat("word", 30))
-    assert wrapped(f"- a\n- {long}") == f"- a\n- {long[:114]}\n  {long[115:]}"
-    span = "`python -m x y`"
-    assert span in wrapped(f"{'word ' * 22}{span} and more")
-
-
 def test_the_gallery_has_every_example_with_its_picture():
     files = {file.stem for file in ROOT.glob("examples/*.py")} - {"__init__"}
     assert {example.name for example in gallery.EXAMPLES} == files
@@ -102,9 +91,3 @@ def test_the_gallery_has_every_example_with_its_picture():
         assert picture.exists() == bool(example.picture)
         assert not example.picture or picture.stat().st_size < gallery.LARGEST + 1
     assert sum(one["seconds"] for one in stored["examples"].values()) < 1200
-
-
-def test_an_output_is_stored_without_progress_bars():
-    assert gallery.cleaned("\n 10%|#\r100%|##\nloss 1.0  \n\x1b[1mbold\x1b[0m\n") == (
-        "100%|##\nloss 1.0\nbold"
-    )

@@ -4,20 +4,13 @@ and on the CPU.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 import benchmarks.accel.scale as scale
-from benchmarks.accel.scale_model import FLAX, OURS, Size, decoder_of
+from benchmarks.accel.scale_model import Size
 from policy.inspect.hlo.costs import costs_of
 from tests.benchmarks.accelerators import target
-
-TINY = Size(
-    layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=48, vocabulary=64, length=16
-)
-TOKENS = jax.ShapeDtypeStruct((4, TINY.length), jnp.int32)
-RNG = np.random.default_rng(0)
 
 
 @pytest.fixture
@@ -37,32 +30,6 @@ def test_params_are_stored_as_the_variant_says_and_are_eight_billion(name, mesh)
     leaves = jax.tree.leaves(params_of(scale.VARIANTS[name], Size()))
     assert {leaf.dtype.name for leaf in leaves} == {name.split(",")[0].split(" ")[0]}
     assert sum(leaf.size for leaf in leaves) == scale.param_count(Size()) == 8_030_261_248
-
-
-def test_every_param_but_the_norms_scales_is_split_along_the_model_s_width(mesh):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        params_of(scale.VARIANTS["float32"], Size())
-    ):
-        spec = scale.param_spec(leaf.shape, Size())
-        if "scale" in jax.tree_util.keystr(path):
-            assert spec == PartitionSpec()
-        else:
-            assert leaf.shape[spec.index("fsdp")] == Size().width and spec.count("fsdp") == 1
-
-
-def test_the_model_in_our_layers_computes_what_it_computes_in_flax_s(mesh):
-    tokens = jnp.asarray(RNG.integers(0, TINY.vocabulary, TOKENS.shape), jnp.int32)
-    by_hand, ours = (decoder_of(nn)(TINY) for nn in (FLAX[0], OURS[0]))
-    params = jax.jit(by_hand.init)(jax.random.key(0), tokens)
-    with jax.numpy_dtype_promotion("standard"):
-        expected = jax.jit(by_hand.apply)(params, tokens)
-    np.testing.assert_allclose(jax.jit(ours.apply)(params, tokens), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_last_token_predicts_nothing():
-    tokens = jnp.zeros((1, 3), jnp.int32)
-    logits = jnp.zeros((1, 3, 7)).at[0, -1, 0].set(100.0)
-    np.testing.assert_allclose(scale.cross_entropy(logits, tokens), np.log(7.0) * 2 / 3, rtol=1e-6)
 
 
 SCATTERED = """

@@ -134,17 +134,6 @@ def test_a_row_is_held_against_its_promise_and_against_the_best_of_the_others():
     assert len(report.complaints(measure(rounded, FLOAT32))) == 2
 
 
-def test_a_peer_that_raises_has_no_figure_and_ours_may_not_raise():
-    def refuse(precision: Any, x: Any) -> Any:
-        raise TypeError("no such dtype")
-
-    row = measure(_doubling(upstream=refuse), FLOAT16)
-    assert row.ulps == {"ours": 0.0, "jax, optax": None} and row.best_of_peers is None
-    assert "raises" in report.text([row])
-    with pytest.raises(TypeError, match="no such dtype"):
-        measure(_doubling(ours=refuse), FLOAT16)
-
-
 def _command(monkeypatch, case: Case, *arguments: str) -> int:
     monkeypatch.setattr(accuracy, "layer_cases", lambda small: [])
     monkeypatch.setattr(accuracy, "function_cases", lambda small: [case])

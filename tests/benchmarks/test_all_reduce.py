@@ -5,7 +5,6 @@ nothing is run.
 import re
 
 from benchmarks import all_reduce
-from policy.sharding import Collective
 from tests.eight_devices import run_python
 
 
@@ -25,23 +24,3 @@ def test_bfloat16_gradients_cross_and_one_step_within_its_budget_reads_them():
         ("float32", ""),
     ]  # and the loss
     assert rows["JAX and optax: pmean of the gradients"].startswith("4.00")
-
-
-def test_a_row_that_exchanges_another_dtype_is_called_wrong(monkeypatch, capsys):
-    row = next(row for row in all_reduce.rows() if row.name == "bf16 all-reduce, f32 weights")
-    found = [
-        Collective(
-            "all-reduce", "float32", (all_reduce.WIDTH, all_reduce.HIDDEN), ("data",), "psum"
-        )
-    ]
-    monkeypatch.setattr(all_reduce, "rows", lambda: [row])
-    monkeypatch.setattr(all_reduce, "exchanges", lambda row: found)
-    monkeypatch.setattr(all_reduce.optimizer, "measure", lambda row: (38.0, 0.0))
-    assert all_reduce.print_table() == 1
-    assert "  2.00  38.00      42  0.00  wrong" in capsys.readouterr().out
-    found[0] = Collective(
-        "all-reduce", "bfloat16", (all_reduce.WIDTH, all_reduce.HIDDEN), ("data",), "psum"
-    )
-    assert all_reduce.print_table() == 0
-    monkeypatch.setattr(all_reduce.optimizer, "measure", lambda row: (43.0, 0.0))
-    assert all_reduce.print_table() == 1

@@ -40,42 +40,6 @@ def test_the_page_is_made_of_the_stored_figures():
     assert complaints(rows_of(figures)) == figures["missed"] == []
 
 
-def run_of(policy, seed, **more):
-    """A run as both examples write it."""
-    scales = [2.0**20, 2.0**19, 2.0**19, 2.0**18] if policy == "mixed_float16" else [1.0] * 4
-    return {
-        "policy": policy,
-        "seed": seed,
-        "losses": [2.0, 1.0, 1.0, 1.0 + seed],
-        "loss_scales": scales,
-        "parameter_bytes": 1024,
-        "optimizer_bytes": 2048,
-        "activation_bytes": 512,
-        "skipped": 3 if policy == "mixed_float16" else 0,
-        "seconds": 2.0,
-        **more,
-    }
-
-
-def test_the_jsons_of_the_examples_make_the_second_part():
-    names, seeds = ("float32", "mixed_bfloat16", "mixed_float16"), range(3)
-    where = {"date": "today", "versions": {"jax": "1"}, "devices": ["cpu"], "machine": "2 cpu"}
-    images = [run_of(n, s, accuracies=[[4, 0.9 + 0.01 * s]]) for n in names for s in seeds]
-    texts = [
-        run_of(n, s, held_out=1.5 + 0.1 * s, final_loss=1.0, sample="In the")
-        for n in names
-        for s in seeds
-    ]
-    results = {
-        "fashion_mnist": beside_float32.from_fashion_mnist({**where, "results": images}),
-        "language_model": beside_float32.from_language_model({**where, "runs": texts}),
-    }
-    text = "\n".join(beside_float32.sections(results))
-    assert "| mixed_float16 | 91.00% ± 1.00% | 1.5000 | 0 | 3, 3, 3 |" in text
-    assert text.count(": within the noise of float32") == 4 and "**not within**" not in text
-    assert "Measured on today, on 2 cpu, with jax 1." in text
-
-
 def test_a_half_precision_weight_without_a_master_stops_far_from_where_the_others_end():
     errors = {storage.name: quadratic(storage, 256, 1000)[0] for storage in STORAGES}
     assert errors["bfloat16, remainder"] == errors["bfloat16, full"]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import policy as mp
 from benchmarks.eight_bits import __main__ as command
-from benchmarks.eight_bits import characters, control, errors, images, report
+from benchmarks.eight_bits import characters, control, errors, report
 from policy.core.matmul_dtypes import scaled_matmul_of
 from policy.eight_bits import scaled_matmul
 
@@ -105,61 +103,6 @@ def test_training_that_ends_elsewhere_is_named(changes, text):
     assert characters.missed(trained()) == ()
     (line,) = characters.missed(trained(changes))
     assert text in line
-
-
-def test_an_accuracy_that_falls_is_named():
-    good = {policy: [images.Run(0.99, 0.01)] for policy in images.POLICIES}
-    assert images.tabulated({"digits": good}).missed == ()
-    bad = good | {"mixed_int8": [images.Run(0.975, 0.01)]}
-    (line,) = images.tabulated({"digits": bad}).missed
-    assert line == "digits, mixed_int8: 97.50%, more than 1% below mixed_bfloat16"
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx"])
-def test_the_digits_train_in_both_wings(wing, monkeypatch):
-    from examples import train_digits as job
-
-    data = job.load()
-    few = job.Digits(*(part[:64] for part in dataclasses.astuple(data)))
-    monkeypatch.setattr(job, "load", lambda: few)
-    run = images.digits("mixed_int8", 0, wing, epochs=1)
-    assert 0 <= run.accuracy <= 1 and np.isfinite(run.loss)
-
-
-def test_a_language_models_figures_are_beside_float32():
-    pytest.importorskip("gguf")
-    pytest.importorskip("tokenizers")
-    from benchmarks.eight_bits import published
-    from examples import smollm2_generate as job
-    from mpmodules import nnx
-
-    config = job.Config(1, 16, 2, 1, 8, 16, 20, 1e4, 1e-5, 64)
-    text = np.random.default_rng(0).integers(0, 20, (1, 2, 8)).astype(np.int32)
-    found: list[Any] = []
-    reference = None
-    for name in ("float32", "mixed_int8"):
-        with mp.use_policy(name):
-            model = job.Decoder(config, rngs=nnx.Rngs(0))
-        figures, generation = published.language(model, [[3, 4], [5]], text, reference)
-        reference = reference or generation
-        found.append(figures)
-    assert found[0].prompts == 2 and found[0].tokens == 2 * published.TOKENS
-    assert found[0].error == 0.0 < found[1].error < 1.0
-    assert found[1].loss == pytest.approx(found[0].loss, abs=0.1)
-    assert found[1].loss != found[0].loss
-
-
-def test_the_page_has_a_place_for_every_table_with_the_header_of_its_command():
-    headers = {
-        "errors": errors.HEADER,
-        "language_model": characters.tabulated(trained()).header,
-    }
-    for name in command.ON_PAGE:
-        lines = report.shown(PAGE, name)
-        assert len(lines) > 1 and f"--only {name}`" in PAGE
-        assert lines[0] == headers.get(name, lines[0])
-    names = [row[0] for row in report.shown(PAGE, "language_model")[1:]]
-    assert names == [variant.name for variant in characters.VARIANTS]
 
 
 def test_the_language_model_that_the_page_shows_is_within_the_bounds():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import layers, models
-from benchmarks.models import Program
 from benchmarks.table import Row
 
 pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
@@ -54,24 +53,6 @@ def test_without_its_policy_a_layer_misses_its_bounds(monkeypatch):
     monkeypatch.setattr(layers, "POLICY", "float32")
     monkeypatch.setattr(layers, "CASES", layers.CASES[:2])
     assert {row.quantity for row in layers.rows(small=True) if row.is_missed} >= {"bytes", "saved"}
-
-
-def test_converts_flops_and_kernels_are_counted():
-    def loss(w, state, x, _):
-        return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)), state
-
-    shapes = (
-        jax.ShapeDtypeStruct((8, 4), jnp.float32),
-        {},
-        jax.ShapeDtypeStruct((16, 8), jnp.float32),
-        None,
-    )
-    counted = models.lowered(Program(loss, shapes))
-    assert counted["converts"] == 5  # x, w, their product; its cotangent, and that of w
-    assert counted["flops"] >= 2 * 2 * 16 * 8 * 4
-    hlo = "HloModule m\n\nENTRY %main (p: f32[2]) -> f32[2] {\n  %p = f32[2]{0} parameter(0)\n"
-    hlo += "  %f = f32[2]{0} fusion(%p), kind=kLoop\n  ROOT %d = f32[2]{0} dot(%f, %p)\n}\n"
-    assert models.kernels(hlo) == 2
 
 
 def test_the_wings_models_have_the_same_parameters():

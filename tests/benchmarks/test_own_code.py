@@ -135,29 +135,6 @@ def test_a_planted_bad_row_is_named_and_fails_the_check(figures, line, monkeypat
     assert command.main(["--check"]) == 0
 
 
-def test_a_model_that_fails_is_a_row_with_its_error(monkeypatch):
-    def body(params: Any, x: Any) -> Any:
-        raise TypeError("no\nmore")
-
-    row = command.row_of(Snippet("broken", body, {}), counts_only=True)
-    assert set(row.found.values()) == {"TypeError: no"}
-    assert row.cells() == ["broken", "**fails**", "**fails**"]
-
-
-def test_the_table_is_written_between_its_marks(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{OPENING}\nold\n{CLOSING}\n\nafter\n")
-    monkeypatch.setattr(command, "PAGE", page)
-    found = {(policy, way): GOOD for policy in POLICIES for way in WAYS}
-    monkeypatch.setattr(command, "rows", lambda only, counts_only: [Row("one", found)])
-    assert command.main(["--write"]) == 0
-    text = page.read_text()
-    assert "old" not in text and text.startswith("before") and text.endswith("after\n")
-    assert f"| one | 1.00 | 1.00 |\n\n{CLOSING}" in text
-    with pytest.raises(ValueError, match="The page should have <!-- own code --> and, after it"):
-        rows.into("nothing", "part")
-
-
 def test_the_page_has_a_row_for_each_snippet():
     part = command.PAGE.read_text().partition(OPENING)[2].partition(CLOSING)[0]
     lines = [line.split(" | ") for line in part.splitlines() if line.startswith("|")]

@@ -5,7 +5,6 @@ is written.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import sys
 from typing import Any
@@ -18,11 +17,9 @@ from flax import linen as nn
 from flax import nnx
 
 from benchmarks.packages import imports
-from benchmarks.packages.__main__ import difference
 from benchmarks.packages.cases import AUTOCAST, OWN, PORT, Case
-from benchmarks.packages.measure import Figures, float32_share, measure, relative_error
-from benchmarks.packages.rows import IDENTICAL, Row, table
-from benchmarks.packages.stubs import stubbed
+from benchmarks.packages.measure import Figures, float32_share, measure
+from benchmarks.packages.rows import IDENTICAL, Row
 
 BF16 = jnp.bfloat16
 
@@ -51,20 +48,6 @@ def test_the_share_of_float32_counts_loop_bodies_as_often_as_they_run_and_no_com
     assert float32_share(of_complex, w) == float32_share(jnp.sin, w) == 0.0
 
 
-def test_errors_are_those_of_all_leaves_together():
-    truth = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
-    assert relative_error(
-        {"a": np.array([3.0, 0.5]), "b": np.array([4.0])}, truth
-    ) == pytest.approx(0.1)
-    assert relative_error(jnp.asarray(1.0, BF16), np.float32(1.0)) == 0.0
-    assert (
-        relative_error(np.ones(1), np.zeros(1)) == np.inf
-        and relative_error(np.zeros(1), np.zeros(1)) == 0.0
-    )
-    with pytest.raises(ValueError, match=r"should have one shape, but have \(1,\) and \(2,\)"):
-        relative_error(np.ones(1), np.ones(2))
-
-
 class Linen(nn.Module):
     dtype: Any = None
 
@@ -76,12 +59,6 @@ class Linen(nn.Module):
             )
         )
         return nn.Dense(2, dtype=self.dtype)(x)
-
-
-class ByItself(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x @ self.param("w", nn.initializers.normal(), (4, 2))
 
 
 class Nnx(nnx.Module):
@@ -108,42 +85,6 @@ def test_the_ways_to_run_a_model_are_measured_beside_float32(model):
         assert 1e-4 < figures.gradients < 0.05
 
 
-def test_what_fails_is_told_by_its_first_line_and_the_rest_is_measured():
-    def strict(module: Any, x: Any) -> Any:
-        if module(x).dtype != jnp.float32:
-            raise TypeError("no half\nand more")
-        return module(x)
-
-    found: dict[str, Any] = measure(
-        Case("strict", Nnx, _inputs, strict, has_option=True), range(1)
-    ).ways
-    assert found[OWN] == "TypeError: no half" and isinstance(found[AUTOCAST], Figures)
-
-    def broken(dtype: Any) -> Any:
-        raise ImportError("No module named 'package'")
-
-    assert measure(Case("broken", broken, _inputs)).ways == {
-        "float32": "ImportError: No module named 'package'"
-    }
-
-
-def test_digests_tell_results_apart():
-    cases = (
-        Case("linen", Linen, _inputs),
-        Case("linen", Linen, _inputs),
-        Case("other", lambda _: ByItself(), _inputs),
-    )
-    one, again, other = (
-        dataclasses.asdict(measure(case, range(1), in_half=False)) for case in cases
-    )
-    assert one["digests"] == again["digests"] and difference(one, again) == IDENTICAL
-    again["digests"]["outputs0"] = "-"
-    assert difference(one, again) == "differs in 1 of 15 arrays, as outputs0"
-    assert difference(one, other) == "15 arrays with Flax's modules, 3 with ours"
-    assert difference(one, None) == "not run"
-    assert difference(one, {"ways": {"float32": "TypeError: x"}, "digests": {}}) == "TypeError: x"
-
-
 # --------------------------------------------------------------------------------------------------
 # How it is written
 # --------------------------------------------------------------------------------------------------
@@ -163,16 +104,6 @@ def test_a_port_has_bounds_beside_the_models_own_option_or_autocast():
     ]
     assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: "TypeError: x"}).missed())
     assert list(Row("a", {PORT: Figures(float("nan"), 0, 0), AUTOCAST: GOOD}).missed()) == ["share"]
-
-
-def test_rows_show_missed_bounds_and_what_fails():
-    failing: dict[Any, Any] = {PORT: "TypeError: a | b", AUTOCAST: GOOD}
-    lines = table(
-        [Row("one", {PORT: BAD, AUTOCAST: GOOD, OWN: GOOD}, IDENTICAL), Row("two", failing)]
-    ).splitlines()
-    assert lines[2] == "| one | **6.0e-03** | 4.0e-03 | 8.0e-03 | 8.0e-03 |"
-    assert lines[3] == "| two |  | 4.0e-03 |  | 8.0e-03 |"
-    assert lines[4:] == ["", "- one: 2.0% in float32", r"- two: port: TypeError: a \| b"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,11 +150,3 @@ def test_a_package_is_imported_with_our_modules_and_others_are_not(tmp_path, mon
         ValueError, match="swapped_package can't be imported with our modules: imported already"
     ):
         imports.install(["swapped_package"])
-
-
-def test_what_is_not_installed_stands_in_only_while_it_is_asked_for():
-    with stubbed("no_such_simulator", "json"):
-        simulator: Any = importlib.import_module("no_such_simulator.envs")
-        assert callable(simulator.make) and importlib.import_module("json").dumps(1) == "1"
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("no_such_simulator")

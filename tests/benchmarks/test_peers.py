@@ -1,7 +1,6 @@
 """Models beside jmp's and mpx's: the same parameters, and a peer that is missing is named."""
 
 import math
-import sys
 
 import jax
 import pytest
@@ -33,11 +32,3 @@ def test_jmps_model_multiplies_in_half():
     text = jax.jit(program.step).lower(*program.arguments).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert products and all("bf16" in line and "xf32" not in line for line in products)
-
-
-def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(peers, "cases", lambda small: [MLP])
-    monkeypatch.setitem(sys.modules, "jmp", None)
-    monkeypatch.setitem(sys.modules, "equinox", None)
-    assert list(peers.rows(small=True)) == []
-    assert capsys.readouterr().err.count("not measured") == 2

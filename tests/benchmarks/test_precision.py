@@ -24,15 +24,6 @@ def test_a_row_misses_its_bounds_by_precision_and_by_error():
     assert "2.0e-03" in told
 
 
-def test_the_page_holds_a_table_of_every_case():
-    page = precision.PAGE.read_text("utf-8")
-    _, _, rest = page.partition(precision.MARKS[0])
-    inside, _, _ = rest.partition(precision.MARKS[1])
-    names = [line.split("|")[1].strip() for line in inside.splitlines() if line.startswith("|")]
-    assert names[2:] == [case.name for case in precision.CASES]
-    assert precision.table([row()]).splitlines()[0] in inside
-
-
 @pytest.mark.slow
 def test_a_router_multiplies_at_the_highest_precision_on_both_chips():
     for name in precision.TARGETS:

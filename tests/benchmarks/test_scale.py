@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks import scale, scale_devices, scale_lines, scale_params
-from benchmarks.scale_models import PROGRAMS, Program
+from benchmarks.scale_models import PROGRAMS
 from policy.programs.subprograms import programs_of
 
 pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
@@ -63,40 +62,6 @@ def _dots(jaxpr):
             yield from _dots(inner)
 
 
-def test_a_row_beside_its_reference_and_one_for_each_line(monkeypatch):
-    def programs(slope):
-        def make(layers):
-            def loss(p):
-                for _ in range(slope * layers):
-                    p = p + 1.0
-                return p.sum()
-
-            return Program(loss, jax.ShapeDtypeStruct((2,), jnp.float32), ())
-
-        return make
-
-    monkeypatch.setitem(scale.PROGRAMS, "twice", programs(2))
-    monkeypatch.setitem(scale.PROGRAMS, "once", programs(1))
-    beside, hand, ours = scale.layer_rows("once", ("twice",), (1, 2, 4), ("equations",), 1)
-    assert (beside.name, beside.bound) == (
-        "twice beside once, 4 layers",
-        None,
-    ) and 1 < beside.ratio < 2
-    assert (hand.name, hand.bound, hand.ratio) == ("once, 2-4 / 1-2", None, 1)
-    assert (ours.ours, ours.reference, ours.is_missed) == (2, 2, False)
-
-
-def test_params_have_the_sizes_of_their_names():
-    for name in scale_params.SIZES:
-        count = scale_params.elements(scale_params.params(name, jnp.bfloat16, stacked=True))
-        assert count / 1e9 == pytest.approx(float(name[:-1]), rel=0.05)
-    whole = scale_params.params("0.14B", jnp.float32)
-    assert scale_params.elements(whole) == scale_params.elements(
-        scale_params.params("0.14B", jnp.float32, stacked=True)
-    )
-    assert scale_params.elements(scale_params.params("70B", jnp.float32, stacked=True)) > 69e9
-
-
 def test_state_costs_at_70_billion_params_what_it_costs_at_the_start():
     rows = list(scale_params.state_rows())
     assert [row.name for row in rows if row.is_missed] == []
@@ -112,39 +77,3 @@ def test_a_traced_step_exchanges_as_much_on_64_devices_as_on_two():
     assert {row.quantity: row.ours for row in rows}["wire"] == pytest.approx(
         2, rel=0.001
     )  # bfloat16
-
-
-def test_programs_that_grow_with_devices_must_not_grow_faster_than_by_hand(monkeypatch):
-    def figures(start, each):
-        return {
-            n: {
-                "held": 8.0,
-                "temporary": 4.0,
-                "instructions": start + each * n,
-                "compiling": 1.0 + n,
-            }
-            for n in (1, 2, 4, 8)
-        }
-
-    def rows(each):
-        found = {"ours": figures(300, each), "by hand": figures(100, 12)}
-        monkeypatch.setattr(scale_devices, "in_own_process", lambda _: found)
-        return [row.name for row in scale_devices.compiled_rows((1, 2, 4, 8)) if row.is_missed]
-
-    assert rows(12) == []
-    assert rows(13) == ["sharded less by hand, 8 / 2 devices"]
-
-
-def test_compiling_for_devices_that_are_not_there_says_what_to_do():
-    with pytest.raises(
-        RuntimeError, match=r"This process has 1 devices, not 3: start it with XLA_FLAGS=.*count=3"
-    ):
-        scale_devices.compiled_on(3, ours=True)
-
-
-def test_a_compiled_step_holds_its_share_of_params_and_state():
-    one = scale_devices.compiled_on(1, ours=True)
-    elements = sum(leaf.size for leaf in scale_devices._params().values())
-    batch = 4 * scale_devices.BATCH * scale_devices.WIDTH
-    assert one["held"] == pytest.approx(12 * elements + batch, abs=64)
-    assert one["instructions"] > 50 and one["compiling"] > 0

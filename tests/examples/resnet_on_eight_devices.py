@@ -100,16 +100,3 @@ def test_gradients_cross_devices_in_the_dtype_that_was_asked_for():
     kernels = [exchange for exchange in sent if exchange.shape in shapes]
     assert len(kernels) >= len(shapes) and {exchange.dtype for exchange in kernels} == {"bfloat16"}
     assert {exchange.dtype for exchange in sent if exchange.shape == ()} == {"float32"}  # the loss
-
-
-def test_evaluation_counts_each_test_image_once_however_many_devices_share_them():
-    labels = np.arange(29, dtype=np.int32) % 10
-    images = RNG.integers(0, 255, (29, 8, 8, 1)).astype(np.uint8)
-    data = job.Images("few", images, labels, images, labels, epochs=1, flips=False)
-    state = created()
-    right: Any = jax.jit(MODEL.apply, static_argnames="train")(
-        initial(), data.normalised(images), train=False
-    )
-    right = np.asarray(right).argmax(-1)
-    labels[:] = np.where(np.arange(29) % 3 == 0, right, (right + 1) % 10)
-    assert job.make_evaluation(MODEL, job.make_mesh(), data)(state) == pytest.approx(10 / 29)

@@ -55,26 +55,6 @@ def test_the_files_are_read_as_they_are(folder):
     assert pixels.dtype == np.float32 and abs(pixels.mean()) < 1e-6 and abs(pixels.std() - 1) < 1e-6
 
 
-def test_every_epoch_holds_each_image_at_most_once_and_mirrors_half(folder):
-    data, config = job.load(folder), job.Config(epochs=2, batch_size=24)
-    numbered = np.broadcast_to(
-        np.arange(64, dtype=np.uint8)[:, None, None, None], (64, 8, 8, 1)
-    ).copy()
-    numbered[:, :, 0] = 255  # a bright left edge
-    data = dataclasses.replace(
-        data, train_images=numbered, train_labels=np.arange(64, dtype=np.int32)
-    )
-    drawn = list(job.batches(data, config, seed=0))
-    assert len(drawn) == 2 * job.steps_per_epoch(data, config) == 4
-    assert len({label for _, labels in drawn[:2] for label in labels}) == 48  # all different
-    images, labels = (np.concatenate(part) for part in zip(*drawn, strict=True))
-    mirrored = images[:, 0, 0, 0] < images[:, 0, -1, 0]
-    assert 20 < mirrored.sum() < 76  # of 96: four standard deviations off a half
-    np.testing.assert_array_equal(
-        images[:, :, 3:4], data.normalised(numbered[labels])[:, :, 3:4]
-    )  # the right labels
-
-
 MALFORMED = {
     "no gzip": (b"no gzip", "should be a gzipped file, but: Not a gzipped file"),
     "labels": (idx(np.zeros(64)), "an idx file of uint8 with 3 axes, but starts with 00000801"),
@@ -97,20 +77,6 @@ def test_a_malformed_file_is_refused_by_name_in_one_line(folder, name):
         job.main(["--data", str(folder)])
     assert str(stopped.value).startswith("resnet_fashion_mnist: ")
     assert "\n" not in str(stopped.value)
-
-
-def test_without_the_system_package_the_digits_stand_in_and_a_line_says_so(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(job, "SYSTEM_DATA", tmp_path / "absent")
-    data = job.load(None)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line == (
-        f"No Fashion-MNIST in {tmp_path}/absent, so this trains on scikit-learn's digits. For the "
-        "real images: apt-get install dataset-fashion-mnist, or --data DIR"
-    )
-    assert data.train_images.shape == (1438, 8, 8, 1) and data.test_images.shape == (359, 8, 8, 1)
-    assert data.train_images.max() == 255 and not data.flips  # a mirrored digit is another, or none
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -210,44 +176,6 @@ def test_a_step_that_does_not_overflow_moves_both_and_learns(half_step):
         assert {leaf.dtype.name for leaf in jax.tree.leaves(new)} == {"float32"}
 
 
-def test_the_loss_is_the_one_hot_cross_entropy_and_half_the_decayed_squares_of_kernels(variables):
-    model, labels = TINY(), np.array([1, 2, 3, 9])
-    x = RNG.normal(size=(4, 8, 8, 1)).astype(np.float32)
-    loss_fn, rest = job.make_loss(model, 0.01), (variables["batch_stats"], x, labels)
-
-    @jax.jit
-    def both(params: Any) -> Any:
-        given: Any = {"params": params, "batch_stats": variables["batch_stats"]}
-        return loss_fn(params, *rest)[0], model.apply(given, x, mutable=["batch_stats"])[0]
-
-    loss, logits = jax.device_get(both(variables["params"]))
-    logits = logits.astype(np.float64)
-    entropy = np.mean(np.log(np.exp(logits).sum(-1)) - logits[np.arange(4), labels])
-    leaves = [leaf.astype(np.float64) for leaf in jax.tree.leaves(variables["params"])]
-    squares = sum(float((leaf**2).sum()) for leaf in leaves if leaf.ndim > 1)
-    np.testing.assert_allclose(loss, entropy + 0.005 * squares, rtol=1e-6)
-    assert squares > 1 and any(leaf.ndim == 1 for leaf in leaves)  # both are there to be told apart
-
-
-def test_the_schedule_warms_up_to_a_peak_in_proportion_to_the_batch_and_ends_at_zero():
-    config = job.Config(epochs=4, warmup_epochs=1.0, batch_size=64, learning_rate=0.4, momentum=0.0)
-    tx = job.optimizer(mp.get_policy("float32"), config, 100)
-    params = {"w": jnp.zeros(())}
-
-    def step(state: Any, _: None) -> Any:
-        updates: Any
-        updates, state = tx.update({"w": jnp.ones(())}, state, params)
-        return state, -updates["w"]
-
-    state = tx.init(params)
-    rates = np.asarray(jax.jit(lambda state: jax.lax.scan(step, state, None, 101))(state)[1])
-    assert rates[0] == 0 and rates.max() == rates[25] == np.float32(0.1)
-    np.testing.assert_allclose(
-        rates[25:], 0.05 * (1 + np.cos(np.pi * np.arange(76) / 75)), atol=1e-7
-    )
-    assert isinstance(mp.loss_scale_of(state), mp.NoOpLossScale)  # a scale is for float16 alone
-
-
 def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
 
@@ -281,46 +209,6 @@ def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_p
     record = json.loads(measured.read_text())
     assert record["versions"]["jax"] == jax.__version__
     assert record["results"][0]["losses"] == run.losses and record["config"]["batch_size"] == 16
-
-
-def made_up(policy: str, seed: int, accuracy: float) -> job.Result:
-    scales = [65536.0, 32768.0] if "float16" in policy and "b" not in policy else [1.0, 1.0]
-    return job.Result(
-        policy, seed, [2.0, 1.0], scales, [(1, 0.5), (2, accuracy)], 1024, 2048, 4096, seed, 10.0
-    )
-
-
-ACCURACIES = {
-    "float32": (0.90, 0.91, 0.92),
-    "mixed_bfloat16": (0.90, 0.91, 0.93),
-    "mixed_float16": (0.80, 0.81, 0.82),
-}
-
-
-def test_compare_runs_every_policy_from_each_seed_and_says_which_lie_within_noise(
-    folder, tmp_path, monkeypatch, capsys
-):
-    def train(text: str, rules: Any, data: Any, config: Any, seed: int, bar: Any) -> job.Result:
-        return made_up(text, seed, ACCURACIES[text][seed - 5])
-
-    monkeypatch.setattr(job, "train", train)
-    path = tmp_path / "p.png"
-    arguments = ["--data", str(folder), "--plot", str(path), "--compare", "--seed", "5"]
-    arguments += ["--batch-size", "16"]
-    results = job.main([*arguments, "--seeds", "3"])
-    runs_of = [(text, run.seed) for text, runs in results.items() for run in runs]
-    assert runs_of == [(text, seed) for text in job.COMPARED for seed in (5, 6, 7)]
-    printed = capsys.readouterr().out
-    rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[2:5]]
-    assert rows[0][:6] == ["float32", "91.00% ± 1.00%", "1.5000", "1.0", "2.0", "4.0"]
-    assert rows[0][6:] == ["5, 6, 7", "1, 1, 1", "10"]
-    assert rows[2][1] == "81.00% ± 1.00%" and rows[2][7] == "32768, 32768, 32768"
-    # standard deviations .01 and .01528 pool to .01291, times sqrt(2 / 3)
-    assert "mixed_bfloat16: +0.33%, standard error 1.05%: within noise of float32" in printed
-    assert "mixed_float16: -10.00%, standard error 0.82%: NOT within noise of float32" in printed
-    assert path.read_bytes().startswith(b"\x89PNG")
-    job.main(arguments)
-    assert "What is noise shows with --seeds 2 or more." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -166,28 +166,6 @@ def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
     assert len(generation.tokens[0]) == 7 and model.layers[0].attention.cached_key is None
 
 
-def test_prompts_of_other_lengths_run_the_same_programs(model, monkeypatch):
-    first = generate(model)
-    traces = []
-    monkeypatch.setattr(job, "rotation_of", lambda *_: traces.append(1))
-    again = generate(model, [PROMPTS[0][:1], [*PROMPTS[1], 3, 3]])
-    assert not traces and (again.tokens != first.tokens).any()
-    with pytest.raises(
-        TypeError
-    ):  # a longer bucket is another program, and the function that would be traced is gone
-        generate(model, [PROMPTS[0], [1] * (job.BUCKET + 1)])
-
-
-def test_forced_tokens_are_followed_and_leave_the_logits_that_chose_them(model):
-    free = generate(model, steps=5)
-    led = generate(model, steps=5, forced=free.tokens)
-    np.testing.assert_array_equal(led.logits, free.logits)
-    other = (free.tokens + 1) % CONFIG.vocabulary
-    astray = generate(model, steps=5, forced=other)
-    np.testing.assert_array_equal(astray.tokens, other)
-    np.testing.assert_array_equal(astray.logits[:, 0], free.logits[:, 0])
-
-
 def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(weights):
     caches, bytes_of = {}, {}
     for text in ("float32", "mixed_bfloat16", "bfloat16"):
@@ -217,20 +195,6 @@ def abstract(batch, length):
 # --------------------------------------------------------------------------------------------------
 # The report
 # --------------------------------------------------------------------------------------------------
-
-
-def test_a_first_difference_comes_with_its_margin_and_error():
-    reference, other = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
-    reference[:, :, 1], other[:, :, 1] = 1.0, 1.0
-    other[1, 1, 2], other[1, 2, 3] = 1.25, 2.0
-    tokens = reference.argmax(-1)
-    errors, (found,) = job.beside(
-        job.Generation(tokens, reference, 0, "", None), job.Generation(tokens, other, 0, "", None)
-    )
-    np.testing.assert_array_equal(errors, [[0, 0, 0], [0, 1.25, 2]])
-    assert found == job.Difference(
-        prompt=1, position=1, reference=1, token=2, margin=1.0, error=1.25
-    )
 
 
 def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
