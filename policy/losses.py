@@ -9,6 +9,9 @@ from policy.functions.cross_entropy import softmax_cross_entropy as softmax_cros
 from policy.functions.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
+from policy.functions.linear_cross_entropy import (
+    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
+)
 from policy.functions.losses import cosine_distance as cosine_distance
 from policy.functions.losses import cosine_similarity as cosine_similarity
 from policy.functions.losses import ctc_loss as ctc_loss
@@ -23,6 +26,7 @@ __all__ = [
     "ctc_loss",
     "kl_divergence",
     "kl_divergence_with_log_targets",
+    "linear_softmax_cross_entropy",
     "sigmoid_binary_cross_entropy",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",

@@ -73,7 +73,7 @@ def softmax_cross_entropy_with_integer_labels(
             "labels."
         )
     _check_labels(labels.shape, logits.shape, axis)
-    _check_weights(label_smoothing, z_loss)
+    check_weights(label_smoothing, z_loss)
 
     if jnp.issubdtype(logits.dtype, jnp.complexfloating):
         raise ValueError(f"logits should be real, but got {logits.dtype}.")
@@ -245,7 +245,7 @@ def softmax_cross_entropy(
             f"of shape {jnp.shape(labels)} for logits of shape {jnp.shape(logits)}. "
             "softmax_cross_entropy_with_integer_labels takes class indices."
         )
-    _check_weights(label_smoothing, z_loss)
+    check_weights(label_smoothing, z_loss)
     kept = _class_mask(where, jnp.asarray(logits), axis)
 
     def run(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -279,7 +279,7 @@ def without_impossible(
     return jnp.where(impossible if kept is None else impossible | ~kept, 0, logs)
 
 
-def _check_weights(label_smoothing: float, z_loss: float) -> None:
+def check_weights(label_smoothing: float, z_loss: float) -> None:
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing should be in [0, 1), but got {label_smoothing!r}.")
     if z_loss < 0:

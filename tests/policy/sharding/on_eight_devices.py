@@ -4,6 +4,7 @@ eight.
 
 import functools
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from policy import mixed_precision
+from policy.losses import linear_softmax_cross_entropy
 from policy.sharding import all_reduce, collectives_of
+from tests.policy.functions.linear_operands import KERNEL, LABELS, OPTIONS, X
 from tests.policy.sharding.across_devices import (
     BATCH,
     EVERYWHERE,
@@ -120,3 +123,51 @@ def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
             for c in collectives_of(jax.jit(exchanges), x, stage=stage)
         ]
         assert found == expected
+
+
+def _last_layer(mode: AxisType | None, check_vma: bool = True):
+    """Returns the loss of a last layer on a mesh: examples over one axis, classes over the other.
+
+    Args:
+      mode: of the mesh's axes; None is manual, inside `jax.shard_map`.
+    """
+    kinds = (AxisType.Auto if mode is None else mode,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    examples, columns = PartitionSpec("data"), PartitionSpec(None, "model")
+    options: dict[str, Any] = OPTIONS[1] | {"chunk_size": 8}
+
+    def loss(x, kernel):
+        return linear_softmax_cross_entropy(x, kernel, LABELS, **options)
+
+    def local(x, kernel, labels):
+        split = linear_softmax_cross_entropy(x, kernel, labels, axis_name="model", **options)
+        return lax.pmean(split, "data")
+
+    def placed(x, kernel):
+        with jax.set_mesh(mesh):
+            operands = [
+                jax.device_put(a, NamedSharding(mesh, spec))
+                for a, spec in ((x, examples), (kernel, columns))
+            ]
+            if mode is not None:
+                return jax.jit(jax.value_and_grad(loss, (0, 1)))(*operands)
+            mapped = jax.shard_map(
+                lambda x, kernel, labels: local(x, kernel, labels),
+                in_specs=(examples, columns, examples),
+                out_specs=PartitionSpec(),
+                check_vma=check_vma,
+            )
+            return jax.jit(jax.value_and_grad(mapped, (0, 1)))(*operands, LABELS)
+
+    return placed, loss
+
+
+@pytest.mark.parametrize(
+    ("mode", "check_vma"),
+    [(AxisType.Auto, True), (AxisType.Explicit, True), (None, True), (None, False)],
+)
+def test_a_last_layer_split_over_examples_and_classes_has_one_devices_loss(mode, check_vma):
+    placed, loss = _last_layer(mode, check_vma)
+    found, truth = placed(X, KERNEL), jax.value_and_grad(loss, (0, 1))(X, KERNEL)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,179 @@
+"""The loss of a linear layer's logits in chunks, beside the loss of these logits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpmodules import linen, nnx
+from policy import autocast, losses, use_policy
+from policy.losses import linear_softmax_cross_entropy as chunked
+from tests.policy.functions.linear_operands import BIAS, KERNEL, LABELS, OPTIONS, X, of_logits
+from tests.programs import named, operations
+
+WEIGHTS = np.random.default_rng(1).uniform(0, 2, LABELS.shape).astype(np.float32)
+WEIGHTS[0, :3] = 0
+near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", None])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_and_gradients_are_those_of_the_logits(options, reduction, axis):
+    def ours(x, kernel, bias):
+        kernel = kernel if axis else kernel.T
+        given: Any = {"weights": WEIGHTS, "reduction": reduction, "axis": axis, **options}
+        return chunked(x, kernel, LABELS, bias, chunk_size=8, **given)
+
+    def theirs(x, kernel, bias):
+        loss = of_logits(x, kernel, bias, **options) * WEIGHTS
+        return loss if reduction is None else loss.sum() / (WEIGHTS.sum() ** (reduction == "mean"))
+
+    found, truth = (
+        jax.value_and_grad(lambda *args, f=f: f(*args).sum(), (0, 1, 2))(X, KERNEL, BIAS)
+        for f in (ours, theirs)
+    )
+    jax.tree.map(near, found, truth)
+    near(ours(X, KERNEL, BIAS), theirs(X, KERNEL, BIAS))
+
+
+def test_second_derivatives_are_those_of_the_logits():
+    def penalty(loss, x):
+        return jnp.sum(jax.grad(loss)(x) ** 2)
+
+    ours = lambda x: chunked(x, KERNEL, LABELS, BIAS, chunk_size=16)  # noqa: E731
+    theirs = lambda x: of_logits(x, KERNEL, BIAS).mean()  # noqa: E731
+    near(jax.grad(lambda x: penalty(ours, x))(X), jax.grad(lambda x: penalty(theirs, x))(X))
+
+
+@pytest.mark.parametrize("reduction", ["mean", None])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_bfloat16", 2**-8), ("mixed_float16", 2**-11)]
+)
+def test_three_matmuls_run_in_half_and_all_else_in_float32(policy, tolerance, reduction):
+    def loss(x, kernel):
+        return chunked(x, kernel, LABELS, chunk_size=8, reduction=reduction).mean()
+
+    gradient = jax.grad(loss, (0, 1))
+    truth = gradient(X, KERNEL)
+    with use_policy(policy):
+        ops, found = operations(gradient, X, KERNEL), gradient(X, KERNEL)
+    half = policy.removeprefix("mixed_")
+    dots = named(ops, "dot_general")
+    assert [(*op.inputs, *op.outputs) for op in dots] == [(half, half, "float32")] * (
+        3 if reduction else 4
+    )
+    others = [op for op in ops if op.name in ("exp", "log", "reduce_sum", "reduce_max", "add_any")]
+    assert {dtype for op in others for dtype in op.inputs} == {"float32"}
+    for a, b in zip(found, truth, strict=True):
+        assert a.dtype == jnp.float32
+        assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.filterwarnings("ignore:.*are emulated")
+def test_in_8_bits_all_three_matmuls_are():
+    gradient = jax.grad(lambda x, w: chunked(x, w, LABELS, chunk_size=8), (0, 1))
+    truth = gradient(X, KERNEL)
+    with use_policy("mixed_int8"):
+        dots, found = named(operations(gradient, X, KERNEL), "dot_general"), gradient(X, KERNEL)
+    assert {op.inputs for op in dots} == {("int8", "int8")} and len(dots) == 3
+    for a, b in zip(found, truth, strict=True):
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+def test_small_weights_and_a_loss_scale_lose_nothing_in_float16():
+    def loss(x, kernel, size):
+        return chunked(x, kernel, LABELS, weights=size * WEIGHTS, reduction="sum", chunk_size=8)
+
+    with use_policy("mixed_float16"):
+        small, one = (jax.grad(loss, (0, 1))(X, KERNEL, size) for size in (1e-12, 1.0))
+    jax.tree.map(lambda a, b: near(1e12 * a, b), small, one)
+
+
+def test_no_logits_of_all_examples_are_held():
+    x, kernel = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32), (32, 2048)))
+    labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+    def temporaries(loss):
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        memory: Any = step.lower(x, kernel, labels).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    logits, gradients = 4 * 4096 * 2048, 4 * (4096 * 32 + 32 * 2048)
+    found = temporaries(lambda x, w, y: chunked(x, w, y, chunk_size=128))
+    assert found < 0.2 * logits + 3 * gradients
+    assert temporaries(lambda x, w, y: of_logits(x, w, None, y).mean()) > logits
+
+
+def test_ignored_examples_may_hold_anything_and_none_left_costs_nothing():
+    x = jnp.asarray(X).at[0, :3].set(jnp.nan)
+    labels = jnp.asarray(LABELS).at[0, :3].set(-100)
+
+    def loss(x, kernel, labels):
+        return chunked(x, kernel, labels, ignored_label=-100, chunk_size=8)
+
+    found = jax.value_and_grad(loss, (0, 1))(x, KERNEL, labels)
+    keep = np.ones(LABELS.shape, np.float32)
+    keep[0, :3] = 0
+    theirs = lambda x, w: jnp.sum(of_logits(x, w, None) * keep) / keep.sum()  # noqa: E731
+    jax.tree.map(near, found, jax.value_and_grad(theirs, (0, 1))(X, KERNEL))
+    empty = jax.value_and_grad(loss, (0, 1))(X, KERNEL, jnp.full_like(labels, -100))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(empty))
+    assert loss(X[:0], KERNEL, labels[:0]) == 0
+
+
+def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
+    with use_policy("mixed_bfloat16"):
+        model = linen.Embed(48, 16)
+        variables: Any = model.init(jax.random.key(0), jnp.zeros(1, int))
+        table = variables["params"]["embedding"]
+        embed = nnx.Embed(48, 16, rngs=nnx.Rngs(0))
+        tied = [chunked(X, w, LABELS % 48, axis=0) for w in (table, embed.embedding[...])]
+        logits = [
+            model.apply(variables, X, method="attend"),
+            embed.attend(jnp.asarray(X)),
+        ]
+    theirs: Any
+    for ours, theirs in zip(tied, logits, strict=True):
+        expected = losses.softmax_cross_entropy_with_integer_labels(theirs, LABELS % 48).mean()
+        np.testing.assert_allclose(ours, expected, rtol=1e-2)
+    cast = jax.grad(autocast(lambda w, x: chunked(x, w, LABELS), "mixed_bfloat16", params=0))
+    assert {op.inputs for op in named(operations(cast, KERNEL, X), "dot_general")} == {
+        ("bfloat16", "bfloat16")
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (
+            TypeError,
+            "kernel should be floating, but got int32",
+            {"kernel": np.ones((16, 50), "i4")},
+        ),
+        (
+            TypeError,
+            "labels should be integers, but got float32",
+            {"labels": WEIGHTS},
+        ),
+        (ValueError, r"kernel \(K, d\) for axis=0, but got", {"axis": 0}),
+        (
+            ValueError,
+            r"labels should have the shape .*\(4, 9\), but got \(4,\)",
+            {"labels": [0] * 4},
+        ),
+        (ValueError, r"bias should be \(50,\), but got \(1,\)", {"bias": np.ones(1, "f4")}),
+        (ValueError, "axis should be 0 or -1, but got 2", {"axis": 2}),
+        (ValueError, "reduction should be 'mean', 'sum' or None", {"reduction": "average"}),
+        (ValueError, "soft_cap should be positive, but got 0", {"soft_cap": 0}),
+        (ValueError, "chunk_size should be at least 1, but got 0", {"chunk_size": 0}),
+        (ValueError, r"label_smoothing should be in \[0, 1\)", {"label_smoothing": 1.0}),
+        (ValueError, "axis 'model' is not mapped here", {"axis_name": "model"}),
+    ],
+)
+def test_bad_arguments_are_refused(error, message, changes):
+    with pytest.raises(error, match=message):
+        chunked(**({"x": X, "kernel": KERNEL, "labels": LABELS} | changes))
