@@ -36,8 +36,8 @@ class Room(NamedTuple):
 ROOMS: dict[str, Room] = {
     "policy/programs": Room("jaxprs: primitives, programs inside equations, paths", 2, 13),
     "policy/core": Room("the policy, rules and scope: which one is in force, and its casts", 2, 12),
-    "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 11),
-    "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 10),
+    "policy/eight_bits": Room("matmuls and convolutions in 8 bits", 1, 11),
+    "policy/functions": Room("reductions, losses and sums in reduction_dtype", 1, 10),
     "policy/grads": Room("loss scales, microbatches, float32 sums", 0, 11),
     "policy/optim": Room("optax in float32: master weights, moments, skipped steps", 2, 10),
     "policy/autocasting": Room("half precision for functions as they are", 2, 9),

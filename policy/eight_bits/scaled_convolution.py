@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from policy.core.mapped_axes import alike_varying
 from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend
+from policy.eight_bits.once_differentiable import differentiated_once, mark
 from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
-from policy.functions.once_differentiable import differentiated_once, mark
 from policy.programs.protocols import Equation
 from policy.programs.rewriting.broadcasting import explicit_sharding
 from policy.programs.rewriting.interpreter import Interpreter
