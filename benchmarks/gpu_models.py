@@ -20,7 +20,7 @@ from benchmarks import linen_models
 from benchmarks.gpu_timing import Stepper
 from mpmodules import linen as our_linen
 from policy import apply_gradients, loss_scale_of, mixed_precision, value_and_grad
-from policy.programs.equations import equations_within
+from policy.programs.jaxprs import equations_within
 
 F32, I32 = jnp.float32, jnp.int32
 LEARNING_RATE = 1e-4

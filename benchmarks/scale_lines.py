@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.table import Row
-from policy.programs.equations import equations_within
+from policy.programs.jaxprs import equations_within
 
 
 def equations(jaxpr: Any) -> int:

@@ -99,11 +99,11 @@ def programs_are_dropped() -> Iterator[None]:
     """Frees the compiled programs of a file after its last test, and forgets the names of its
     models: the next file's are other ones.
     """
-    from policy.programs import module_names
+    from policy.programs import paths
 
     yield
     jax.clear_caches()
-    module_names.forget()
+    paths.forget()
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

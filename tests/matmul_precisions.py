@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from policy.programs.jaxprs import opened
 from policy.programs.primitives import MATMULS
 from policy.programs.reading.walk import walk
-from policy.programs.subprograms import opened
 
 
 def precisions(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str | None]]:

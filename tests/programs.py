@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from policy.programs.operations import dtype_name_of
+from policy.programs.dtypes import dtype_name_of
 from policy.programs.reading.walk import Site, walk
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from policy.programs.protocols import Equation
+from policy.programs.jaxprs import Equation, bind, opened
 from policy.programs.rewriting.control_flow import handler_of
 from policy.programs.rewriting.interpreter import Interpreter
-from policy.programs.rewriting.matmul_passes import Device, in_passes, is_in_passes, require_device
-from policy.programs.subprograms import bind, opened
+from policy.programs.rewriting.upcast import Device, in_passes, is_in_passes, require_device
 
 
 def emulated(fn: Callable[..., Any], device: Device) -> Callable[..., Any]:

@@ -19,7 +19,8 @@ from benchmarks.own_code.models import AUTOCAST, REFERENCE
 from benchmarks.own_code.snippet import Snippet
 from benchmarks.packages.measure import relative_error
 from policy import autocast
-from policy.programs.operations import HALVES, dtype_name_of, kind_of
+from policy.programs.dtypes import HALVES, dtype_name_of
+from policy.programs.operations import kind_of
 from policy.programs.primitives import CUMULATIVE, MATMULS, WINDOWED
 from policy.programs.reading.walk import walk
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.packages.cases import Case, Way
-from policy.programs.costs import flops_of
-from policy.programs.operations import dtype_name_of, kind_of
+from policy.programs.dtypes import dtype_name_of
+from policy.programs.operations import flops_of, kind_of
 from policy.programs.reading.walk import walk
 
 SEEDS = range(64)

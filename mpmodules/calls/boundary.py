@@ -14,7 +14,7 @@ from mpmodules.functions.functional import complex_input
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.programs.scope_names import BOUNDARY
+from policy.programs.marks import BOUNDARY
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -27,7 +27,7 @@ from policy.core.casting import cast_array, is_floating
 from policy.core.policy import Policy
 from policy.core.policy_warnings import warn_once
 from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
-from policy.programs.tracing import marks
+from policy.programs import marks
 
 CANNOT_BE_TRACED = (
     *own_code.CANNOT_BE_TRACED,

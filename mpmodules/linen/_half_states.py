@@ -11,7 +11,7 @@ from flax.core import Scope
 
 from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.casting import cast_array, is_floating
-from policy.programs.tracing import marks
+from policy.programs import marks
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from mpmodules.linen._resolution import effective_policy, where
 from policy.core.casting import cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
-from policy.programs.tracing import marks
+from policy.programs import marks
 
 
 def param(

@@ -32,7 +32,7 @@ from mpmodules.tracing.nnx_names import PATH, name_scope, note_island
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
-from policy.programs.tracing import marks
+from policy.programs import marks
 
 # Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
 # own.

@@ -17,7 +17,7 @@ from mpmodules.tracing.nnx_lowering import hashable
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
-from policy.programs.tracing import marks
+from policy.programs import marks
 
 
 def call_traced(

@@ -13,8 +13,7 @@ import flax.linen as flax_nn
 from mpmodules.calls.layer_classes import remedy_for
 from mpmodules.calls.under_way import linen_calls as calls
 from policy.core.requested_dtypes import note_given, note_remedy
-from policy.programs.module_names import note, note_repeated, note_root
-from policy.programs.paths import joined
+from policy.programs.paths import joined, note, note_repeated, note_root
 
 
 def model_name(module: flax_nn.Module) -> str:

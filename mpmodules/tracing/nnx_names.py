@@ -21,8 +21,7 @@ from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
 from policy.core.requested_dtypes import note_given, note_obeyed, note_remedy
-from policy.programs.module_names import note, note_repeated, note_root
-from policy.programs.paths import joined
+from policy.programs.paths import joined, note, note_repeated, note_root
 
 # The attribute that holds the path of a copy. Flax takes names that begin so for no items of a
 # Dict, and for no variables.

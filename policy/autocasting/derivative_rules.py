@@ -13,9 +13,8 @@ from policy.autocasting.operations import opaque_kind
 from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, cast
 from policy.programs.dtypes import float_dtype
-from policy.programs.protocols import Equation
+from policy.programs.jaxprs import Equation, bind, subprogram
 from policy.programs.rewriting.control_flow import Body
-from policy.programs.subprograms import bind, subprogram
 
 
 def custom_jvp(

@@ -13,7 +13,6 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.autocasting.mixing import fits_in_range
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation
 from policy.autocasting.report import Report
@@ -23,19 +22,19 @@ from policy.autocasting.values import (
     as_dtype,
     bound_as_traced,
     cast,
+    fits_in_range,
     is_half_value,
     traced_kind,
     widened_param,
 )
 from policy.core.scope import Scope, enter
+from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
+from policy.programs.jaxprs import Equation, OpenJaxpr, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
-from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.rewriting.interpreter import Interpreter, equations_of, readers_of
 from policy.programs.rewriting.outlining import is_part
-from policy.programs.subprograms import programs_of
-from policy.programs.tracing import marks
 
 AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
 

@@ -1,10 +1,11 @@
-"""Rewrites equal equations once, such as those of layers that share a trace."""
+"""Programs that are kept: those of equal equations, such as those of layers that share a trace."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,7 @@ from jax.extend import source_info_util
 
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
 from policy.autocasting.values import CastValue
-from policy.programs.equations import held_program
-from policy.programs.protocols import Equation
+from policy.programs.jaxprs import Equation, held_program
 
 
 def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> AutocastHandler:
@@ -83,3 +83,22 @@ def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) 
 
 def _exactly(constant: Any) -> Hashable:
     return None if constant is None else (jnp.result_type(constant), str(constant))
+
+
+V = TypeVar("V")
+
+
+class Recent(dict[Hashable, V], Generic[V]):
+    """At most `most` values, those that were kept last."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most, self._lock = most, threading.Lock()
+
+    def keep(self, key: Hashable, value: V) -> V:
+        """Keeps a value, and returns it."""
+        with self._lock:
+            self[key] = value
+            if len(self) > self._most:
+                del self[next(iter(self))]
+        return value

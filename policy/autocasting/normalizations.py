@@ -30,7 +30,7 @@ from policy.autocasting.second_moments import (
     repeats,
     statistics_of,
 )
-from policy.programs.equations import equations_within
+from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
 from policy.programs.primitives import (
     ELEMENTWISE,
     FORWARD_ADDITIONS,
@@ -40,9 +40,8 @@ from policy.programs.primitives import (
     REWRITTEN_INSIDE,
     SQUARE_ROOTS,
 )
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.reading.dependence import is_cotangent
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
+from policy.programs.reading.matmul_operands import is_cotangent
 
 _ROOTS = SQUARE_ROOTS | {"pow"}
 

@@ -15,17 +15,16 @@ import jax.extend.core as jex_core
 
 from policy.autocasting.calls import HANDLERS
 from policy.autocasting.evaluator import Evaluator
-from policy.autocasting.recent import Recent
+from policy.autocasting.memoization import Recent
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy
 from policy.core.scope import Scope, current_scope, enter
+from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype
-from policy.programs.equations import is_unwritten, repeated_programs
+from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.rewriting.interpreter import run_at_once
 from policy.programs.rewriting.outlining import outlined
-from policy.programs.subprograms import opened
-from policy.programs.tracing import marks
 from policy.programs.tracing.pure_calls import PureCall, UnreturnableError
 from policy.programs.tracing.trace import Arguments, is_array, is_eager
 

@@ -13,11 +13,11 @@ from policy.core.precision import HIGHEST
 from policy.core.requested_dtypes import note_obeyed
 from policy.core.rules import PolicyRules
 from policy.core.scope import computes_in_half, in_island, precision_within
+from policy.programs import marks
 from policy.programs.dtypes import F32
+from policy.programs.marks import ISLAND
 from policy.programs.paths import Path, divided, joined, once
 from policy.programs.primitives import MATMULS, category_of
-from policy.programs.scope_names import ISLAND
-from policy.programs.tracing import marks
 
 
 class UnknownPrimitiveError(NotImplementedError):

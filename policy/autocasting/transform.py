@@ -15,6 +15,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from policy.autocasting.calls import HANDLERS
 from policy.autocasting.evaluator import Evaluator
+from policy.autocasting.memoization import Recent
 from policy.autocasting.parameters import (
     ParamsArgument,
     other_state,
@@ -23,7 +24,6 @@ from policy.autocasting.parameters import (
     warn_of_nnx_optimizer,
     warn_of_optimizer,
 )
-from policy.autocasting.recent import Recent
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
@@ -33,12 +33,11 @@ from policy.core.policy_warnings import warn_once
 from policy.core.rules import PolicyRules, pattern_text
 from policy.core.scope import RulesLike, current_scope, require_usable
 from policy.programs.dtypes import F32, is_floating_dtype
-from policy.programs.equations import is_unwritten, repeated_programs
-from policy.programs.module_names import make_jaxpr
+from policy.programs.frameworks import make_jaxpr
+from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
+from policy.programs.marks import ISLAND
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
-from policy.programs.scope_names import ISLAND
-from policy.programs.subprograms import opened
 from policy.programs.tracing.trace import Arguments, Lowered, is_staged, lowered
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments

@@ -16,8 +16,7 @@ from policy.core.callables import require_function
 from policy.core.casting import cast_floating
 from policy.core.scope import current_scope, enter, in_island, multiplying
 from policy.programs.frameworks import is_reference
-from policy.programs.scope_names import BOUNDARY, ISLAND
-from policy.programs.tracing.marks import returned
+from policy.programs.marks import BOUNDARY, ISLAND, returned
 
 F = TypeVar("F", bound=Callable[..., Any])
 

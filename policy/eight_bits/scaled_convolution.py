@@ -22,10 +22,9 @@ from policy.core.mapped_axes import alike_varying
 from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend
 from policy.eight_bits.once_differentiable import differentiated_once, mark
 from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
-from policy.programs.protocols import Equation
-from policy.programs.rewriting.broadcasting import explicit_sharding
+from policy.programs.dtypes import explicit_sharding
+from policy.programs.jaxprs import Equation, bind, opened
 from policy.programs.rewriting.interpreter import Interpreter
-from policy.programs.subprograms import bind, opened
 
 OPTIONS = (
     "window_strides",

@@ -29,7 +29,7 @@ from policy.core.mapped_axes import alike_varying
 from policy.core.matmul_dtypes import INT8, ScaledMatmul
 from policy.eight_bits.once_differentiable import differentiated_once, mark
 from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
-from policy.programs.rewriting.broadcasting import explicit_sharding
+from policy.programs.dtypes import explicit_sharding
 from policy.programs.thread import during, thread
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

@@ -25,7 +25,7 @@ from policy.core.reduction_dtype import reduction_dtype_of
 from policy.core.scope import current_policy
 from policy.eight_bits.scaled_matmul import scaled_dot_general
 from policy.functions.cross_entropy import check_weights
-from policy.programs.rewriting.broadcasting import explicit_sharding
+from policy.programs.dtypes import explicit_sharding
 
 _FEWEST, _MOST_CHUNKS = 1024, 8  # fewer examples multiply more slowly than the kernel is read
 _FLOAT16_SCALE = 2.0**12  # of slopes in float16: at most 1 without it, and most far below

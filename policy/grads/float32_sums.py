@@ -27,18 +27,17 @@ from jax.typing import DTypeLike
 from policy.core.trees import is_overwritten
 from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
 from policy.programs.dtypes import F32, holds_half
+from policy.programs.jaxprs import Equation, Subprogram, bind, opened, programs_of, subprogram
+from policy.programs.marks import EXCHANGE, innermost_scope
 from policy.programs.primitives import (
     MATMULS,
     ONE_FOR_EACH,
     RUNS_PROGRAMS,
     SUMMING_COLLECTIVES,
 )
-from policy.programs.protocols import Equation
 from policy.programs.rewriting import control_flow
 from policy.programs.rewriting.control_flow import Body, has_options
 from policy.programs.rewriting.interpreter import Interpreter
-from policy.programs.scope_names import EXCHANGE, innermost_scope
-from policy.programs.subprograms import Subprogram, bind, opened, programs_of, subprogram
 from policy.programs.tracing.trace import ArrayTree
 
 

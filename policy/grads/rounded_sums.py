@@ -16,6 +16,7 @@ from typing import Any
 from jax.extend.core import Literal, Var
 
 from policy.programs.dtypes import float_dtype, holds_half
+from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of, subprograms
 from policy.programs.primitives import (
     ANNOTATES,
     LINEAR_IN_ALL,
@@ -26,9 +27,7 @@ from policy.programs.primitives import (
     RUNS_PROGRAMS,
     WIDENABLE_SUMS,
 )
-from policy.programs.protocols import Equation, OpenJaxpr
 from policy.programs.rewriting.interpreter import equations_of
-from policy.programs.subprograms import opened, programs_of, subprograms
 
 HANDS_ON = MOVES_COTANGENTS | ANNOTATES
 """Hand on the numbers of their first operand, in its dtype."""

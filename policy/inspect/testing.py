@@ -34,11 +34,12 @@ from policy.inspect.audit.weights import multiplied_dtypes, path_rules, policy_a
 from policy.inspect.traced.gradients import PlainCall, traced_call
 from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
 from policy.inspect.ulps import ulp_error_message
-from policy.programs.operations import HALVES, accumulation_of, is_inexact_name, operands_of
+from policy.programs.dtypes import HALVES, is_inexact_name
+from policy.programs.operations import accumulation_of, operands_of
 from policy.programs.paths import spelled
 from policy.programs.reading.graph import Graph
+from policy.programs.reading.matmul_operands import weight_matmuls
 from policy.programs.reading.same_program import first_difference
-from policy.programs.reading.weight_matmuls import weight_matmuls
 from policy.programs.tracing.trace import trace
 
 __all__ = [

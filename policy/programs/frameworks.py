@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import jax
+
+from policy.programs.thread import during
 
 
 class Framework(Protocol):
@@ -41,3 +47,20 @@ FRAMEWORKS: list[Framework] = []
 def is_reference(x: Any) -> bool:
     """Returns whether casts pass `x` on by identity, since a copy would lose state."""
     return any(framework.is_reference(x) for framework in FRAMEWORKS)
+
+
+def make_jaxpr(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Acts as `jax.make_jaxpr`, and notes the names of the modules that `function` calls.
+
+    The source lines of their operations are kept.
+    """
+
+    @functools.wraps(function)
+    def noting(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(during(keeps_lines=True))
+            for framework in FRAMEWORKS:
+                stack.enter_context(framework.noting_modules())
+            return function(*args)
+
+    return jax.make_jaxpr(noting, **options)

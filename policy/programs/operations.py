@@ -1,27 +1,28 @@
-"""Kinds of operations, and the dtypes in which they run."""
+"""Kinds of operations, the dtypes in which they run, and their costs."""
 
 from __future__ import annotations
 
-import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
+from policy.programs.dtypes import HALVES, WIDES, dtype_name_of, is_inexact_name
+from policy.programs.jaxprs import Equation
 from policy.programs.primitives import (
     CASTS,
     CONVOLUTIONS,
     DOTS,
+    FREE,
     STEEP,
     SUMMING_COLLECTIVES,
     TRANSCENDENTALS,
+    WINDOWED,
     of_kinds,
 )
-from policy.programs.protocols import Equation
 
-HALVES = frozenset(("bfloat16", "float16"))
-WIDES = frozenset(("float32", "float64"))
 OPERATION_KINDS = (
     "dot",
     "convolution",
@@ -64,17 +65,6 @@ def sums(equation: Equation) -> bool:
     return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
 
 
-def dtype_name_of(atom: Any) -> str:
-    """Returns the name of the dtype of a variable or literal; "" if it has none."""
-    return dtype_name(getattr(getattr(atom, "aval", None), "dtype", None))
-
-
-@functools.lru_cache(maxsize=256)
-def dtype_name(dtype: DTypeLike) -> str:
-    """Returns the name of a dtype, also of one for random keys; "" for None."""
-    return "" if dtype is None else str(dtype)
-
-
 def operands_of(equation: Equation) -> tuple[str, ...]:
     """Returns the dtypes of the inexact operands of an equation, or of all if none is inexact."""
     dtypes = [dtype for atom in equation.invars if (dtype := dtype_name_of(atom))]
@@ -85,12 +75,6 @@ def operands_of(equation: Equation) -> tuple[str, ...]:
 def result_of(equation: Equation) -> str:
     """Returns the dtype of the first result of an equation; "" if it has none."""
     return dtype_name_of(equation.outvars[0]) if equation.outvars else ""
-
-
-@functools.cache
-def is_inexact_name(dtype: str) -> bool:
-    """Returns whether the dtype of a name is floating or complex."""
-    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def accumulation_of(equation: Equation) -> str:
@@ -133,3 +117,79 @@ def _of_matmul(equation: Equation, operands: tuple[str, ...]) -> str:
     if preferred in WIDES or not narrow:
         return preferred or (operands[0] if operands else "")
     return "backend"
+
+
+def size(shape: Sequence[Any]) -> int:
+    """Returns the number of elements of a shape. A symbolic dimension counts as one."""
+    return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)
+
+
+def bytes_of(equation: Equation) -> int:
+    """Returns the bytes of the operands and results of an equation, its traffic if not fused."""
+    return sum(array_bytes(atom.aval) for atom in (*equation.invars, *equation.outvars))
+
+
+def array_bytes(aval: Any) -> int:
+    """Returns the size of an array in bytes; 0 for non-arrays."""
+    dtype = getattr(aval, "dtype", None)
+    return (
+        0
+        if dtype is None
+        else size(getattr(aval, "shape", ())) * int(getattr(dtype, "itemsize", 0))
+    )
+
+
+def flops_of(equation: Equation) -> int:
+    """Returns the floating-point operations of an equation.
+
+    A product in a matmul counts as two operations; each number that is summed or computed counts as
+    one, also that of an exponential. Operations on integers count as zero, but for matmuls and
+    convolutions of int8, and so does the work inside kernels, factorisations and transforms.
+    """
+    name = equation.primitive.name
+    kind = kind_of(name)
+    counted = ("int8", "uint8") if kind in ("dot", "convolution") else ()
+    numbers = [
+        atom.aval
+        for atom in equation.invars
+        if is_inexact_name(dtype_name_of(atom)) or dtype_name_of(atom) in counted
+    ]
+    if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
+        return 0
+    result = size(getattr(equation.outvars[0].aval, "shape", ()))
+    if kind == "dot":
+        return _dot(equation, result)
+    if kind == "convolution":
+        return _convolution(equation, result)
+    if name in WINDOWED:
+        return result * size(equation.params["window_dimensions"])
+    if kind == "scatter-add":
+        return size(equation.invars[-1].aval.shape)
+    if kind == "reduction" or name.startswith(("reduce_", "arg")):
+        return size(numbers[0].shape)
+    return result
+
+
+def _dot(equation: Equation, result: int) -> int:
+    numbers = equation.params.get("dimension_numbers")
+    if numbers is None:  # fused attention: queries, keys and values
+        return 0
+    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
+    (contracted, _), _ = numbers
+    left = equation.invars[0].aval.shape
+    if equation.primitive.name == "ragged_dot_general" and len(equation.outvars[0].aval.shape) > 2:
+        result = result // max(
+            int(equation.outvars[0].aval.shape[0]), 1
+        )  # each row is of one group
+    return 2 * result * size([left[axis] for axis in contracted])
+
+
+def _convolution(equation: Equation, result: int) -> int:
+    kernel = equation.invars[1].aval.shape
+    numbers = equation.params["dimension_numbers"]
+    outputs = kernel[numbers.rhs_spec[0]]
+    dilation = size(
+        equation.params.get("lhs_dilation") or ()
+    )  # zeros between the rows are not multiplied
+    batches = equation.params.get("batch_group_count", 1)
+    return 2 * result * size(kernel) // max(size((outputs,)) * dilation * batches, 1) * batches

@@ -79,7 +79,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "trig": "cos sin",
         "window": "reduce_window_sum reduce_window: combines",
     },
-    # Operands that mix: the rules of `policy.autocasting.mixing.common_dtype`.
+    # Operands that mix: the rules of `policy.autocasting.values.common_dtype`.
     "promote": {
         "addition": """
             add: elementwise injective rescales of_moments joins_roots

@@ -20,7 +20,7 @@ class _Thread(threading.local):
       keeps_lines: whether a trace keeps the source line of each equation
         (`policy.programs.rewriting.outlining`).
       wide: results of the trace under way that were float32 before, or None
-        (`policy.programs.tracing.marks`).
+        (`policy.programs.marks`).
       asked: the dtypes that a report collects, or None (`policy.core.requested_dtypes`).
       backend: the platform and kind of the devices to trace for, or None for the default ones
         (`policy.core.matmul_dtypes`).

@@ -24,7 +24,7 @@ from policy.core.dtype_names import parse_dtype
 from policy.core.mapped_axes import is_typed, make_varying, varying_axes
 from policy.core.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
 from policy.grads.scaled_gradients import ScaledGradients
-from policy.programs.scope_names import EXCHANGE
+from policy.programs.marks import EXCHANGE
 
 T = TypeVar("T")
 AxisName: TypeAlias = Hashable | Sequence[Hashable]

@@ -22,7 +22,7 @@ import numpy as np
 from policy.core.callables import require_function
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.text import Instruction, numpy_name, parse
-from policy.programs.module_names import make_jaxpr
+from policy.programs.frameworks import make_jaxpr
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.primitives import HLO_COLLECTIVES
 from policy.programs.reading.walk import Site, walk

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import scale, scale_devices, scale_lines, scale_params
 from benchmarks.scale_models import PROGRAMS
-from policy.programs.subprograms import programs_of
+from policy.programs.jaxprs import programs_of
 
 pytestmark = pytest.mark.usefixtures("as_the_benchmark_runs")
 

@@ -12,7 +12,7 @@ import pytest
 
 import policy as mp
 from mpmodules import linen
-from policy.programs.equations import equations_within
+from policy.programs.jaxprs import equations_within
 
 EMULATED = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 INT8, DOT, CONV = "int8", "dot_general", "conv_general_dilated"

@@ -14,8 +14,7 @@ from jax import lax
 
 import mpmodules
 import policy
-from policy.programs.equations import equations_within
-from policy.programs.subprograms import opened, subprograms
+from policy.programs.jaxprs import equations_within, opened, subprograms
 
 PACKAGES = [pathlib.Path(package.__path__[0]) for package in (policy, mpmodules)]
 ROOM = "policy.programs"
@@ -126,7 +125,7 @@ def test_one_file_decides_which_parameters_hold_programs():
         for node in ast.walk(tree)
         if getattr(node, "id", getattr(node, "attr", None)) in types
     }
-    assert found == {f"{ROOM}.subprograms"}
+    assert found == {f"{ROOM}.jaxprs"}
 
 
 # --------------------------------------------------------------------------------------------------

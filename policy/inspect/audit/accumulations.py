@@ -15,7 +15,7 @@ from policy.inspect.audit.values import (
     reached,
     users,
 )
-from policy.programs.equations import combines_by
+from policy.programs.jaxprs import combines_by
 from policy.programs.operations import kind_of
 from policy.programs.primitives import ADDITIONS, EXTREMES, PRODUCTS, UPDATES
 from policy.programs.reading.graph import Node, Value, is_joint

@@ -14,11 +14,12 @@ from policy.core.rules import PolicyRules, matches
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.values import is_matmul
 from policy.inspect.audit.weights import names_of
-from policy.programs.operations import is_inexact_name, operands_of, sums
+from policy.programs.dtypes import is_inexact_name
+from policy.programs.operations import operands_of, sums
 from policy.programs.paths import spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
+from policy.programs.reading.matmul_operands import are_codes
 from policy.programs.reading.walk import Site
-from policy.programs.reading.weight_matmuls import are_codes
 
 DTypes = DTypeLike | Collection[DTypeLike]
 # As in a policy's text: NumPy's f8 and i8 are float64 and int64.

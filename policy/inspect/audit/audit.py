@@ -16,10 +16,11 @@ from policy.inspect.audit.report import Audit
 from policy.inspect.audit.states import states_of
 from policy.inspect.traced.call import checked_policy, checked_rules, short_text
 from policy.inspect.traced.under_policy import traced_under
-from policy.programs.costs import bytes_of, flops_of
 from policy.programs.operations import (
     accumulation_of,
+    bytes_of,
     float32_precision_of,
+    flops_of,
     kind_of,
     operands_of,
     result_of,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policy.inspect.audit.values import behind, is_matmul, made_of, moved_from, views
-from policy.programs.costs import size
-from policy.programs.operations import kind_of
+from policy.programs.operations import kind_of, size
 from policy.programs.primitives import (
     ADDITIONS,
     ANNOTATES,

@@ -6,11 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from policy.programs.operations import is_inexact_name, kind_of
+from policy.programs.dtypes import is_eight_bits as is_eight_bits
+from policy.programs.dtypes import is_inexact_name
+from policy.programs.operations import kind_of
 from policy.programs.primitives import MOVES_DATA
-from policy.programs.reading.codes import is_eight_bits as is_eight_bits
-from policy.programs.reading.dependence import is_cotangent as is_cotangent
 from policy.programs.reading.graph import Node, Value, is_joint
+from policy.programs.reading.matmul_operands import is_cotangent as is_cotangent
 
 Passes = Callable[[Node], bool]
 """Tells whether a walk goes on through a node."""

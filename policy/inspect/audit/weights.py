@@ -9,7 +9,7 @@ from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike
 from policy.inspect.audit.values import is_cotangent
 from policy.programs.paths import Path, divided, joined, once
-from policy.programs.reading.weight_matmuls import WeightMatmul
+from policy.programs.reading.matmul_operands import WeightMatmul
 
 
 def path_rules(rules: RulesLike | None) -> PolicyRules:

@@ -23,10 +23,10 @@ from policy.inspect.traced.call import (
     program_of,
     short_text,
 )
+from policy.programs.jaxprs import opened
 from policy.programs.reading.walk import walk
-from policy.programs.rewriting.matmul_passes import Device, is_in_passes, require_device
 from policy.programs.rewriting.placed_interpreter import PlacedValue
-from policy.programs.subprograms import opened
+from policy.programs.rewriting.upcast import Device, is_in_passes, require_device
 
 # Without this option XLA may leave out roundings.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}

@@ -19,15 +19,14 @@ from policy.inspect.compare.statistics import (
     measured,
     shares_of_codes,
 )
-from policy.programs.origins import is_by_layers
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind, scan_arity
+from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
 from policy.programs.primitives import INLINED, MATMULS, category_of
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.reading.codes import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
-from policy.programs.reading.source_lines import layer_of, source_of
+from policy.programs.reading.matmul_operands import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
+from policy.programs.reading.source_lines import is_by_layers, layer_of, source_of
 from policy.programs.rewriting.control_flow import CONTROL_FLOW
-from policy.programs.rewriting.half_dependence import depends, is_apart
-from policy.programs.rewriting.matmul_passes import Device, in_passes
 from policy.programs.rewriting.placed_interpreter import (
     NO_REFERENCE,
     ModulePass,
@@ -35,9 +34,15 @@ from policy.programs.rewriting.placed_interpreter import (
     PlacedValue,
     Reference,
 )
-from policy.programs.rewriting.upcast import Upcast, dtype_of, is_half, widen
-from policy.programs.scope_names import AUTOCAST, BOUNDARY
-from policy.programs.subprograms import bind, scan_arity
+from policy.programs.rewriting.upcast import (
+    Device,
+    Upcast,
+    depends,
+    dtype_of,
+    in_passes,
+    is_apart,
+    widen,
+)
 
 _LARGE = 1024  # elements
 

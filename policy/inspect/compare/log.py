@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from policy.programs.reading.codes import QuantisedOperand
+from policy.programs.reading.matmul_operands import QuantisedOperand
 from policy.programs.rewriting.placed_interpreter import ModulePass, PlacedValue
 
 

@@ -15,11 +15,12 @@ from policy.inspect.compare.log import Log, Measurement
 from policy.inspect.compare.report import OperandCodes, Row, RowKind
 from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.traced.call import Program
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import opened
 from policy.programs.paths import naming, spelled
-from policy.programs.reading.codes import CodedSide
+from policy.programs.reading.matmul_operands import CodedSide
 from policy.programs.rewriting.placed_interpreter import ModulePass, lost_prefixes
-from policy.programs.rewriting.upcast import dtypes_of, is_half
-from policy.programs.subprograms import opened
+from policy.programs.rewriting.upcast import dtypes_of
 
 # The factor by which an error exceeds its inputs' to be the module's own.
 JUMP = 8.0

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy.programs.dtypes import F32
+from policy.programs.dtypes import F32, is_half
 from policy.programs.rewriting.placed_interpreter import PlacedValue
-from policy.programs.rewriting.upcast import is_half
 
 ENCODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # stacked by a scan as 16 bits
 _IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns

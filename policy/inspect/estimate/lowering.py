@@ -12,7 +12,7 @@ import jax.extend.core as jex_core
 from policy.inspect.audit.states import states_of
 from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import Target
-from policy.programs.equations import maker_of
+from policy.programs.jaxprs import maker_of
 from policy.programs.primitives import HOST, KERNELS
 from policy.programs.reading.walk import walk
 

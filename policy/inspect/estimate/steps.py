@@ -18,7 +18,7 @@ from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.traced.call import input_paths
 from policy.inspect.traced.under_policy import Route, traced_under
 from policy.programs.frameworks import FRAMEWORKS
-from policy.programs.tracing.donation import donated_inputs
+from policy.programs.jaxprs import donated_inputs
 from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of
 
 

@@ -14,9 +14,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.inspect.suggest.scaled_dots import ScaledDots
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import Equation, bind
 from policy.programs.paths import Path
 from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
-from policy.programs.protocols import Equation
 from policy.programs.rewriting.placed_interpreter import (
     NO_REFERENCE,
     ModulePass,
@@ -27,12 +28,10 @@ from policy.programs.rewriting.upcast import (
     Upcast,
     bound_wide,
     dtype_of,
-    is_half,
     narrowed,
     wide_dtype,
     widen,
 )
-from policy.programs.subprograms import bind
 
 
 class Flags(NamedTuple):

@@ -16,15 +16,19 @@ from policy.core.policy import Policy
 from policy.eight_bits.scaled_matmul import quantise
 from policy.inspect.suggest.candidates import reached_path
 from policy.inspect.traced.call import Call, Program
-from policy.programs.costs import flops_of, size
+from policy.programs.dtypes import is_eight_bits
+from policy.programs.jaxprs import Equation
+from policy.programs.operations import flops_of, size
 from policy.programs.paths import Path
 from policy.programs.primitives import CONVOLUTIONS
-from policy.programs.protocols import Equation
-from policy.programs.reading.codes import is_eight_bit_matmul, is_eight_bits
-from policy.programs.reading.dependence import COTANGENT, dependences
 from policy.programs.reading.graph import Graph, Node
+from policy.programs.reading.matmul_operands import (
+    COTANGENT,
+    dependences,
+    is_eight_bit_matmul,
+    weight_matmuls,
+)
 from policy.programs.reading.walk import Site, walk
-from policy.programs.reading.weight_matmuls import weight_matmuls
 from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
 
 _Axes = tuple[Sequence[int], Sequence[int]]

@@ -17,13 +17,13 @@ from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.scaled_dots import ScaledDots
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
-from policy.programs.costs import bytes_of, flops_of
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import Equation, opened, subprograms
+from policy.programs.operations import bytes_of, flops_of
 from policy.programs.paths import Path
-from policy.programs.protocols import Equation
 from policy.programs.reading.walk import walk
 from policy.programs.rewriting.placed_interpreter import PlacedValue, lost_prefixes, module_path
-from policy.programs.rewriting.upcast import dtype_of, is_half, widen
-from policy.programs.subprograms import opened, subprograms
+from policy.programs.rewriting.upcast import dtype_of, widen
 
 
 class Trial:

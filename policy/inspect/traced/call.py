@@ -20,10 +20,11 @@ from policy.inspect.traced.float32 import in_float32, wide_arguments
 from policy.inspect.traced.gradients import Around, PlainCall, as_it_is
 from policy.inspect.traced.reference import reference_of
 from policy.inspect.traced.under_policy import Route, under_policy
-from policy.programs.reading.codes import NO_CODES, Codes, codes_of
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import opened
+from policy.programs.reading.matmul_operands import NO_CODES, Codes, codes_of
 from policy.programs.rewriting.placed_interpreter import NO_REFERENCE, Reference
-from policy.programs.rewriting.upcast import dtypes_of, is_half
-from policy.programs.subprograms import opened
+from policy.programs.rewriting.upcast import dtypes_of
 from policy.programs.tracing.trace import Arguments
 
 

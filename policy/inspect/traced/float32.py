@@ -12,9 +12,9 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
-from policy.programs.dtypes import F32
+from policy.programs.dtypes import F32, is_half
 from policy.programs.primitives import HOST, READS_BITS
-from policy.programs.rewriting.upcast import is_half, widen
+from policy.programs.rewriting.upcast import widen
 
 source_info_util.register_exclusion(__file__)  # equations get the caller's source line
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters, require_params
-from policy.programs.frameworks import FRAMEWORKS
-from policy.programs.module_names import make_jaxpr
+from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
 from policy.programs.tracing.trace import Arguments, Lowered, Traced, is_array, lowered
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]

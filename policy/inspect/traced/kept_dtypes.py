@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.programs.equations import maker_of
+from policy.programs.jaxprs import maker_of
 from policy.programs.reading.source_lines import source_of
 from policy.programs.tracing.trace import lowered, trace
 

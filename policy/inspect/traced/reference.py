@@ -10,13 +10,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from policy.programs.dtypes import F32
-from policy.programs.equations import constants_within
+from policy.programs.dtypes import F32, is_half
+from policy.programs.jaxprs import Equation, constants_within
 from policy.programs.paths import Path
-from policy.programs.protocols import Equation
 from policy.programs.reading.walk import Site, walk, written_at
 from policy.programs.rewriting.placed_interpreter import Reference, module_path
-from policy.programs.rewriting.upcast import dtype_of, is_half, keeps
+from policy.programs.rewriting.upcast import dtype_of, keeps
 
 
 def reference_of(half: Any, wide: Any = None) -> Reference:

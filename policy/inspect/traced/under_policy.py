@@ -14,9 +14,10 @@ from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
 from policy.inspect.traced.gradients import Around, as_it_is, traced_call
+from policy.programs.dtypes import is_half
 from policy.programs.primitives import MATMULS
 from policy.programs.reading.walk import walk
-from policy.programs.rewriting.upcast import dtype_of, is_half
+from policy.programs.rewriting.upcast import dtype_of
 from policy.programs.tracing.trace import Traced
 
 Route = Literal["as written", "scope", "autocast"]

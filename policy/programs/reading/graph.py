@@ -9,10 +9,9 @@ from typing import Any
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.programs.dtypes import is_floating_dtype
-from policy.programs.operations import dtype_name
+from policy.programs.dtypes import dtype_name, is_floating_dtype
+from policy.programs.jaxprs import Subprogram, opened, subprograms
 from policy.programs.reading.walk import Site, entered, site_of
-from policy.programs.subprograms import Subprogram, opened, subprograms
 
 BranchesTaken = tuple[
     tuple[int, int], ...

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.programs.jaxprs import Equation, is_jaxpr, opened
 from policy.programs.paths import Path, path_of, spelled
-from policy.programs.protocols import Equation
 from policy.programs.reading.source_lines import source_of
-from policy.programs.subprograms import is_jaxpr, opened
 
 # Parameters that name an equation's origin or function, and change nothing that it computes.
 _NAMES = frozenset(("name", "debug_info", "fun_name", "ctx_mesh"))

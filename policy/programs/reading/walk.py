@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
-from policy.programs.module_names import noted
-from policy.programs.origins import is_jax_file
-from policy.programs.paths import Path, path_of
+from policy.programs.jaxprs import Equation, OpenJaxpr, Subprogram, opened, subprograms
+from policy.programs.marks import AUTOCAST, BOUNDARY, ISLAND
+from policy.programs.paths import Path, noted, path_of
 from policy.programs.primitives import REMATS
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.reading.source_lines import layer_of, source_of
-from policy.programs.scope_names import AUTOCAST, BOUNDARY, ISLAND
-from policy.programs.subprograms import Subprogram, opened, subprograms
+from policy.programs.reading.source_lines import is_jax_file, layer_of, source_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ import jax.extend.core as jex_core
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from policy.programs.primitives import INLINED, REMATS
-from policy.programs.protocols import Equation
-from policy.programs.rewriting.interpreter import Handler, Interpreter, Notes, V
-from policy.programs.subprograms import (
+from policy.programs.jaxprs import (
+    Equation,
     Role,
     Subprogram,
     bind,
@@ -23,6 +21,8 @@ from policy.programs.subprograms import (
     with_consts_as_arguments,
     with_subprograms,
 )
+from policy.programs.primitives import INLINED, REMATS
+from policy.programs.rewriting.interpreter import Handler, Interpreter, Notes, V
 
 
 class Body(Generic[V]):

@@ -15,9 +15,8 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened
 from policy.programs.primitives import BROADCASTS, CASTS, ELEMENTWISE, MATMULS, RESHAPES
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.subprograms import bind, opened
 
 V = TypeVar("V")
 Notes = dict[int, Any]

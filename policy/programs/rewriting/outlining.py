@@ -20,9 +20,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 
-from policy.programs.protocols import Equation
+from policy.programs.jaxprs import Equation, bind, is_jaxpr, opened
 from policy.programs.rewriting.interpreter import Interpreter
-from policy.programs.subprograms import bind, is_jaxpr, opened
 from policy.programs.thread import thread
 
 _NAME = "policy_part"  # of the functions that take the places of parts

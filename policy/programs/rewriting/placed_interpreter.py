@@ -8,11 +8,11 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
+from policy.programs.jaxprs import Equation
+from policy.programs.marks import BOUNDARY, ISLAND
 from policy.programs.paths import Path, path_of
-from policy.programs.protocols import Equation
 from policy.programs.rewriting.control_flow import manual_axes
 from policy.programs.rewriting.interpreter import Interpreter
-from policy.programs.scope_names import BOUNDARY, ISLAND
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
 EnclosingEquations = tuple[

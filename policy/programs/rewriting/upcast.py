@@ -1,9 +1,15 @@
-"""Programs with every half float widened to float32: references for programs in half precision."""
+"""Programs with every half float widened to float32: references for programs in half precision.
+
+Float32 matmuls can be emulated in the passes that a TPU or GPU takes for them. A TPU multiplies
+bfloat16. At the default precision float32 operands are rounded to it, in one pass; "high" splits
+each operand in two bfloat16 numbers and takes three passes, and "highest" takes six, which is
+float32. An NVIDIA GPU rounds operands to TF32, of 11 bits, except at "highest".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +18,26 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.programs.dtypes import F32, is_half
-from policy.programs.primitives import HOST, MATMULS, READS_BITS
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.rewriting.control_flow import handler_of
+from policy.programs.jaxprs import (
+    Equation,
+    OpenJaxpr,
+    Subprogram,
+    bind,
+    equations_within,
+    is_jaxpr,
+    opened,
+    programs_of,
+    subprogram,
+    subprograms,
+)
+from policy.programs.primitives import EXACT, HOST, MATMULS, READS_BITS, STATES_BITS
+from policy.programs.rewriting.control_flow import CONTROL_FLOW, handler_of, is_for_platforms
 from policy.programs.rewriting.placed_interpreter import (
     NO_REFERENCE,
     PlacedInterpreter,
     PlacedValue,
     Reference,
 )
-from policy.programs.subprograms import bind, is_jaxpr, opened, programs_of
 
 
 def wide_dtype(dtype: DTypeLike) -> Any:
@@ -190,3 +206,169 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     return own + [
         dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)
     ]
+
+
+def rounds(equation: Equation) -> bool:
+    """Returns whether an equation without programs gives another result in float32."""
+    dtypes = [
+        dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None
+    ]
+    if not any(map(is_half, dtypes)):
+        return _names_half(equation.params)
+    name = equation.primitive.name
+    if name in HOST or name in EXACT:
+        return False
+    if name == "convert_element_type":
+        return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
+    return name not in STATES_BITS
+
+
+def _names_half(params: dict[str, Any]) -> bool:
+    """Returns whether a matmul of float32 is told to multiply in half."""
+    precision = params.get("precision")
+    algorithm = "" if precision is None else str(precision).lower()
+    return "f16" in algorithm or "float16" in algorithm
+
+
+def _widens(source: Any, target: Any) -> bool:
+    if source == np.bool_ or not jnp.issubdtype(target, jnp.floating):
+        return True
+    if not jnp.issubdtype(source, jnp.floating):
+        return False
+    narrow, wide = jnp.finfo(source), jnp.finfo(target)
+    return bool(
+        narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp >= wide.minexp
+    )
+
+
+def depends(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> list[bool]:
+    """Returns which outputs of an equation depend on half precision, if these operands do.
+
+    `apart`: the `id`s of equations that float32 has other constants or other code for.
+    """
+    name = equation.primitive.name
+    if id(equation) in apart:
+        return [True] * len(equation.outvars)
+    if any(hasattr(v.aval, "inner_aval") for v in (*equation.invars, *equation.outvars)):
+        return [True] * len(equation.outvars)  # a value stored later may depend on it
+    if name in HOST or (_calls_host(equation) and is_apart(equation, given, apart)):
+        return [False] * len(equation.outvars)
+    if name not in CONTROL_FLOW:
+        return [any(given) or rounds(equation)] * len(equation.outvars)
+    if is_apart(equation, given, apart):
+        return [True] * len(equation.outvars)
+    inner = [one for one in subprograms(equation) if one.role != "cond"]
+    each = [_of_program(one, one.given(given), apart) for one in inner]
+    return [any(outputs) for outputs in zip(*each, strict=True)]
+
+
+def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
+    """Returns which results of a program depend on half precision.
+
+    A loop's body is followed until its carry depends on no more.
+    """
+    arguments = list(arguments)
+    while True:
+        outputs = _of_body(one.body, arguments, apart)
+        carry = [a or b for a, b in zip(arguments[one.carry], outputs, strict=False)]
+        if one.role != "loop" or carry == arguments[one.carry]:
+            return [*carry, *outputs[one.carried :]]
+        arguments[one.carry] = carry
+
+
+def _of_body(body: OpenJaxpr, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
+    found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, arguments, strict=True))
+    for equation in body.eqns:
+        outputs = depends(equation, [_found(found, atom) for atom in equation.invars], apart)
+        found.update(zip(equation.outvars, outputs, strict=True))
+    return [_found(found, atom) for atom in body.outvars]
+
+
+def _found(found: dict[Any, bool], atom: Any) -> bool:
+    return False if hasattr(atom, "val") else found[atom]
+
+
+def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
+    """Returns whether float32 may take a different control flow through an equation's programs.
+
+    It may take another branch, or run more steps.
+    """
+    name = equation.primitive.name
+    if name == "cond":
+        return given[0] or is_for_platforms(equation)
+    if name != "while":
+        return False
+    loop, cond = subprogram(equation, "loop"), subprogram(equation, "cond")
+    carry = _of_program(loop, loop.given(given), apart)
+    return _of_body(cond.body, [*cond.given(given)[cond.fixed], *carry], apart)[0]
+
+
+def _calls_host(equation: Equation) -> bool:
+    """Returns whether there is a callback in one of the programs of an equation."""
+    return any(
+        inner.primitive.name in HOST
+        for one in programs_of(equation)
+        for inner in equations_within(one, once=True)
+    )
+
+
+Device = Literal["tpu", "gpu"]
+_HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+_PARTS = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2, lax.Precision.HIGHEST: 3}  # on a TPU
+_MANTISSAS = {"tpu": 7, "gpu": 10}  # explicit bits of bfloat16 and of TF32
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError for a device whose passes are not known."""
+    if device not in _MANTISSAS:
+        raise ValueError(f"The passes of 'tpu' and 'gpu' are known, but not those of {device!r}.")
+
+
+def is_in_passes(equation: Equation) -> bool:
+    """Returns whether an operand of a float32 matmul is below the highest precision."""
+    if equation.primitive.name not in MATMULS:
+        return False
+    if any(getattr(v.aval, "dtype", None) != F32 for v in equation.invars[:2]):
+        return False
+    levels = _levels(equation)
+    return all(level in _PARTS for level in levels) and levels != _HIGHEST
+
+
+def _levels(equation: Equation) -> tuple[Any, Any]:
+    """Returns the precision of each operand of a matmul."""
+    precision = equation.params.get("precision")
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    lhs, rhs = (lax.Precision.DEFAULT if level is None else level for level in pair)
+    return lhs, rhs
+
+
+def in_passes(equation: Equation, arrays: Sequence[Any], device: Device) -> list[Any]:
+    """Returns the result of such a matmul, as a device multiplies it.
+
+    A TPU splits each operand by its own precision. On a GPU the higher one holds for both.
+    """
+    levels = _levels(equation)
+    params = equation.params | {"precision": _HIGHEST}
+    if device == "gpu":
+        if lax.Precision.HIGHEST in levels:
+            return bind(equation, arrays, params)
+        levels = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    lhs, rhs = (
+        _parts(array, device, _PARTS[level])
+        for array, level in zip(arrays[:2], levels, strict=True)
+    )
+    products = [
+        bind(equation, [left, right, *arrays[2:]], params)[0]
+        for i, left in enumerate(lhs)
+        for right in rhs[: max(len(lhs), len(rhs)) - i]
+    ]
+    return [sum(products[1:], start=products[0])]
+
+
+def _parts(array: Any, device: Device, count: int) -> list[Any]:
+    """Returns operands of a device whose sum is an array, the largest first."""
+    parts: list[Any] = []
+    for _ in range(count):
+        parts.append(lax.reduce_precision(array, 8, _MANTISSAS[device]))
+        array = array - parts[-1]
+    return parts

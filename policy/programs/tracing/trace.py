@@ -10,8 +10,8 @@ import jax
 import jax.core
 import numpy as np
 
-from policy.programs.frameworks import FRAMEWORKS
-from policy.programs.module_names import make_jaxpr, note_keys
+from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
+from policy.programs.paths import note_keys
 
 
 @dataclasses.dataclass(frozen=True)

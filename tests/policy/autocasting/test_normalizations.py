@@ -13,7 +13,7 @@ from jax import lax
 
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.transform import autocast
-from policy.programs.subprograms import opened
+from policy.programs.jaxprs import opened
 from tests.policy.autocasting.models import BF16, error, normal
 from tests.programs import named, operations
 

@@ -13,9 +13,9 @@ from jax import lax
 
 from policy import PolicyRules, audit, full_precision, use_policy
 from policy.autocasting.transform import autocast
+from policy.programs.jaxprs import opened
 from policy.programs.paths import path_of
 from policy.programs.reading.walk import walk
-from policy.programs.subprograms import opened
 from tests.policy.autocasting.models import BF16, KEY, SEQUENCE, SQUARE, normal
 from tests.programs import named, operations
 

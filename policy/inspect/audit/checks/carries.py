@@ -19,7 +19,8 @@ from policy.inspect.audit.values import (
     views,
     widens,
 )
-from policy.programs.operations import is_inexact_name, kind_of
+from policy.programs.dtypes import is_inexact_name
+from policy.programs.operations import kind_of
 from policy.programs.primitives import ADDITIONS, MINMAX, SCALINGS
 from policy.programs.reading.graph import Node, Value
 

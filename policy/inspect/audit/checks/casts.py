@@ -17,10 +17,16 @@ from policy.inspect.audit.values import (
     narrows,
     users,
 )
-from policy.programs.operations import HALVES
-from policy.programs.origins import author_of, authors_of, is_by_layers, is_ours, is_written
+from policy.programs.dtypes import HALVES
 from policy.programs.primitives import ANNOTATES, REARRANGES
 from policy.programs.reading.graph import BranchesTaken, Node, Value
+from policy.programs.reading.source_lines import (
+    author_of,
+    authors_of,
+    is_by_layers,
+    is_ours,
+    is_written,
+)
 
 
 def round_trips(flow: Flow) -> Iterator[Finding]:

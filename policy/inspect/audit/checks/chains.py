@@ -13,7 +13,7 @@ from policy.inspect.audit.finding_kinds import REDUCTION, finding
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_cotangent, is_matmul, is_narrow, users
-from policy.programs.costs import size
+from policy.programs.operations import size
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, PLACES
 from policy.programs.reading.graph import Node, Value, is_joint
 

@@ -20,7 +20,7 @@ from policy.inspect.audit.values import (
     moved_from,
     reached,
 )
-from policy.programs.costs import size
+from policy.programs.operations import size
 from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
 from policy.programs.reading.graph import Value, is_joint
 

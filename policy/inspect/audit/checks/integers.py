@@ -15,7 +15,7 @@ from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.ranges import interval_of, numbers_in
 from policy.inspect.audit.scales import is_constant
 from policy.inspect.audit.values import is_cotangent, is_narrow, is_selection, is_sixteen_bits
-from policy.programs.costs import size
+from policy.programs.operations import size
 from policy.programs.primitives import (
     DRAWS,
     EXTREMES,

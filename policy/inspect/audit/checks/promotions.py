@@ -30,11 +30,10 @@ from policy.inspect.audit.values import (
     views,
     widens,
 )
-from policy.programs.costs import flops_of, size
-from policy.programs.operations import float32_precision_of
-from policy.programs.origins import is_promotion
+from policy.programs.operations import float32_precision_of, flops_of, size
 from policy.programs.primitives import SQUARE_ROOTS
 from policy.programs.reading.graph import Node, Value, is_joint
+from policy.programs.reading.source_lines import is_promotion
 
 _FAR = 64  # values that are searched behind a matmul's operand
 

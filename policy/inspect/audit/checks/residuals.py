@@ -9,8 +9,7 @@ from policy.inspect.audit.finding_kinds import RESIDUAL, finding
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_cast, is_cotangent, is_matmul, is_wide
-from policy.programs.costs import array_bytes
-from policy.programs.operations import is_steep, kind_of, sums
+from policy.programs.operations import array_bytes, is_steep, kind_of, sums
 from policy.programs.paths import Path
 from policy.programs.primitives import ADDITIONS, MOVES_DATA, POWERS, SQUARE_ROOTS
 from policy.programs.reading.graph import Node, Value, is_joint

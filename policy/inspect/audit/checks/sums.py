@@ -11,7 +11,7 @@ from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.indices import may_repeat
 from policy.inspect.audit.operations import Finding
 from policy.inspect.audit.values import is_narrow
-from policy.programs.equations import combines_by
+from policy.programs.jaxprs import combines_by
 from policy.programs.operations import kind_of, sums
 from policy.programs.primitives import ADDITIONS, COMBINES, CUMULATIVE, REDUCTIONS, WINDOWED
 from policy.programs.reading.graph import Node, is_joint

@@ -26,10 +26,11 @@ from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.target_costs import module_costs
 from policy.inspect.traced.under_policy import traced_under
-from policy.programs.costs import bytes_of, flops_of
+from policy.programs.dtypes import is_half
+from policy.programs.jaxprs import opened
+from policy.programs.operations import bytes_of, flops_of
 from policy.programs.reading.walk import walk
-from policy.programs.rewriting.upcast import dtypes_of, is_half
-from policy.programs.subprograms import opened
+from policy.programs.rewriting.upcast import dtypes_of
 from tests.benchmarks.accelerators import target
 from tests.policy.errors import exactly, relative
 from tests.programs import apply

@@ -1,4 +1,4 @@
-"""The casts to 8 bits in a program, and those that this library's own matmuls make."""
+"""Operands of matmuls: parameters, other arguments and cotangents, also as codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,118 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
-from policy.programs.operations import is_inexact_name
-from policy.programs.origins import OUR_FOLDER, author_of
+from policy.programs.dtypes import is_eight_bits, is_inexact_name
+from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
+from policy.programs.operations import kind_of
 from policy.programs.paths import Path
-from policy.programs.primitives import CASTS, CONVOLUTIONS, DOTS, MINMAX, MOVES_DATA, ROUNDINGS
-from policy.programs.protocols import Equation, OpenJaxpr
-from policy.programs.reading.dependence import COTANGENT, PARAMETER, dependences
+from policy.programs.primitives import (
+    ADDITIONS,
+    CASTS,
+    CONVOLUTIONS,
+    DOTS,
+    MINMAX,
+    MOVES_DATA,
+    PRODUCTS,
+    ROUNDINGS,
+)
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
+from policy.programs.reading.source_lines import OUR_FOLDER, author_of
 from policy.programs.reading.walk import Site
 from policy.programs.rewriting.placed_interpreter import EnclosingEquations, module_path
-from policy.programs.subprograms import opened, programs_of
+
+PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
+AS_IT_IS = MOVES_DATA | CASTS
+"""Hand on the numbers of their operand, in another shape or dtype."""
+
+
+def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
+    """Returns, by a value's id, bits that tell whether it depends on parameters, on others, and on
+    what the backward pass computes.
+    """
+    found: dict[int, int] = {
+        id(value): PARAMETER if i in params else OTHER for i, value in enumerate(graph.arguments)
+    }
+    for _ in range(2):  # carries depend on what their bodies return
+        for node in graph.traced:
+            on = COTANGENT if is_cotangent(node) and node.name not in AS_IT_IS else 0
+            for value in node.inputs:
+                on |= _of(value, found)
+            found.update((id(out), on) for out in node.outputs)
+    for node in graph.traced:
+        found.update((id(value), _of(value, found)) for value in node.inputs)
+    return found
+
+
+def _of(value: Value, found: dict[int, int]) -> int:
+    return found.get(id(value), 0)
+
+
+def is_cotangent(node: Node) -> bool:
+    """Returns whether a node is in the backward pass and is not rematerialised there."""
+    return node.site.is_backward and not node.site.is_recomputed
+
+
+_KEEPS = AS_IT_IS | PRODUCTS | ADDITIONS  # return a gradient as it is, scaled, or added to one
+
+
+class WeightMatmul(NamedTuple):
+    """A matmul of which one operand is made of parameters, or whose result is their gradient.
+
+    Attributes:
+      node: the matmul.
+      weight: the operand that is made of parameters: 0 is the left one; None for their gradient.
+    """
+
+    node: Node
+    weight: int | None
+
+
+def weight_matmuls(graph: Graph, params: Collection[int]) -> Iterator[WeightMatmul]:
+    """Yields the dots with parameters, forward and backward.
+
+    Args:
+      graph: the program.
+      params: the places of the parameters among its arguments.
+    """
+    made_of = dependences(graph, params)
+    for node in graph.nodes:
+        if kind_of(node.name) != "dot" or len(node.inputs) < 2 or is_joint(node):
+            continue
+        weights = [i for i in (0, 1) if made_of[id(node.inputs[i])] == PARAMETER]
+        if len(weights) == 1:
+            yield WeightMatmul(node, weights[0])
+        elif not weights and is_cotangent(node) and _is_gradient(node):
+            yield WeightMatmul(node, None)
+
+
+def are_codes(node: Node) -> bool:
+    """Returns whether a matmul multiplies int8 codes of floating numbers, one operand at least."""
+    return any(value.dtype == "int8" and _was_floating(value) for value in node.inputs[:2])
+
+
+def _was_floating(value: Value) -> bool:
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        maker = waiting.pop().maker
+        if maker is None:
+            continue
+        if maker.name == "convert_element_type":
+            if is_inexact_name(maker.inputs[0].dtype):
+                return True
+        elif not is_joint(maker) and maker.name not in MOVES_DATA:
+            continue
+        fresh = [one for one in maker.inputs if id(one) not in seen]
+        seen.update(map(id, fresh))
+        waiting.extend(fresh)
+    return False
+
+
+def _is_gradient(node: Node) -> bool:
+    """Returns whether a result is returned as it is, but for casts, scales and sums of such."""
+    passes = lambda one: is_joint(one) or one.name in _KEEPS  # noqa: E731
+    kept = filter(passes, readers_past(node.outputs, passes))
+    return any(value.is_output for one in (node, *kept) for value in one.outputs)
+
 
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
@@ -72,11 +174,6 @@ class Codes:
 
 
 NO_CODES = Codes()
-
-
-def is_eight_bits(dtype: Any) -> bool:
-    """Returns whether a dtype, or that of a name, is int8 or a float of 8 bits."""
-    return str(dtype) == "int8" or str(dtype).startswith("float8")
 
 
 def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:

@@ -1,9 +1,13 @@
-"""Marks in the trace of a user's code: the dtypes of its modules, and layers with policies."""
+"""Names that this library puts on JAX's name stack.
+
+They tell its own casts, the dtypes of modules in a user's code, and layers with policies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -13,10 +17,29 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.programs.dtypes import F32, is_floating_dtype
-from policy.programs.paths import Path
-from policy.programs.protocols import Equation
-from policy.programs.scope_names import REGION
+from policy.programs.jaxprs import Equation
 from policy.programs.thread import during, thread
+
+BOUNDARY = "policy_boundary"
+"""The scope of the casts where a call crosses from one policy to another."""
+
+ISLAND = "policy_full_precision"
+"""The scope that `policy.full_precision` keeps in float32."""
+
+AUTOCAST = "policy_autocast"
+"""The scope of the casts that autocast puts in."""
+
+REGION = "policy_region_"
+"""The prefix of the marks below."""
+
+EXCHANGE = f"{REGION}exchange"
+"""The scope of a sum over devices in a dtype that the caller asked for."""
+
+
+def innermost_scope(equation: Equation) -> str:
+    """Returns the innermost name on the stack of an equation, transforms aside."""
+    return re.split("[/(]", str(equation.source_info.name_stack).rstrip(")"))[-1]
+
 
 LAYER = f"{REGION}layer"  # a layer that obeys a policy itself
 RETURNED = f"{REGION}returned"  # its result, for the code around it
@@ -63,7 +86,7 @@ def _name_of(dtype: np.dtype, matmul: Hashable, precision: str | None) -> str:
     return name
 
 
-def innermost(path: Path) -> str | tuple[np.dtype, Any, str | None] | None:
+def innermost(path: tuple[str, ...]) -> str | tuple[np.dtype, Any, str | None] | None:
     """Returns what the innermost mark of a path says.
 
     Returns `LAYER` for a layer, the arguments of `computes_in` for a module's own code, and None

@@ -1,23 +1,111 @@
-"""Operations whose derivatives are sums, on half-precision activations.
+"""Operations on half-precision activations whose derivatives are sums.
 
 Cotangents are summed in float32 and rounded once, as those of parameters are.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from policy.autocasting.values import CastValue, as_dtype, cast, is_half_value
 from policy.functions.checkpointing import keeping_inputs
-from policy.programs.dtypes import F32, is_floating_dtype
+from policy.programs.dtypes import F32, explicit_sharding, is_floating_dtype
+from policy.programs.jaxprs import Equation, bind
 from policy.programs.primitives import BROADCASTS, COUNTS_TIES, REPEATS
-from policy.programs.protocols import Equation
-from policy.programs.rewriting import broadcasting
-from policy.programs.subprograms import bind
+
+
+def repeated(array: Any, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> Any:
+    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
+    return jnp.broadcast_to(array, shape, out_sharding=sharding).astype(dtype)
+
+
+def product(equation: Equation, a: Any, b: Any, dtype: DTypeLike) -> Any:
+    """Returns the product or quotient of two arrays in half precision.
+
+    Operands that are broadcast are given in float32.
+
+    Args:
+      equation: a `mul` or a `div`.
+      a, b: its operands, of any floating dtype; at least one is broadcast.
+      dtype: the half dtype to compute in.
+    """
+    compute = _multiplied if equation.primitive.name == "mul" else _divided
+    result = equation.outvars[0].aval
+    repeats = _Repeats(result.shape, jnp.dtype(dtype), explicit_sharding(result))
+    return compute(repeats, a, b)
+
+
+class _Repeats(tuple):
+    """A shape, dtype and sharding, as a static argument."""
+
+    def __new__(cls, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> _Repeats:
+        return super().__new__(cls, (shape, dtype, sharding))
+
+    def __call__(self, array: Any) -> Any:
+        shape, dtype, sharding = self
+        if array.shape == shape:
+            return self.narrowed(array)
+        return repeated(array, shape, dtype, sharding)
+
+    def narrowed(self, array: Any) -> Any:
+        return array.astype(self[1])
+
+
+# Broadcast in the primal too: where an operand is a tangent, this is what is transposed.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiplied(repeats: _Repeats, a: Any, b: Any) -> Any:
+    return lax.mul(repeats(a), repeats(b))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
+    return lax.div(repeats(a), repeats(b))
+
+
+def _multiplied_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    a, b = map(repeats.narrowed, primals)
+    parts = [
+        lax.mul(repeats(t), other)
+        for t, other in zip(tangents, (b, a), strict=True)
+        if not _is_zero(t)
+    ]
+    return lax.mul(a, b), _sum(parts, repeats)
+
+
+def _divided_jvp(
+    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    a, b = map(repeats.narrowed, primals)
+    parts = []
+    if not _is_zero(tangents[0]):
+        parts.append(lax.div(repeats(tangents[0]), b))
+    if not _is_zero(tangents[1]):
+        parts.append(lax.div(lax.div(lax.mul(lax.neg(repeats(tangents[1])), a), b), b))
+    return lax.div(a, b), _sum(parts, repeats)
+
+
+_multiplied.defjvp(_multiplied_jvp, symbolic_zeros=True)
+_divided.defjvp(_divided_jvp, symbolic_zeros=True)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _sum(parts: list[Any], repeats: _Repeats) -> Any:
+    shape, dtype, _ = repeats
+    return functools.reduce(lax.add, parts) if parts else jnp.zeros(shape, dtype)
+
 
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times
 
@@ -48,7 +136,7 @@ def broadcast_product(
         as_dtype(value, F32) if is_broadcast(value, shape) else array
         for value, array in zip(values, arrays, strict=True)
     )
-    return [CastValue(broadcasting.product(equation, a, b, dtype))]
+    return [CastValue(product(equation, a, b, dtype))]
 
 
 def sums_cotangents(equation: Equation, values: Sequence[CastValue]) -> bool:
