@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,41 +22,26 @@ from policy.programs.jaxprs import Equation, bind
 from policy.programs.primitives import BROADCASTS, COUNTS_TIES, REPEATS
 
 
-def repeated(array: Any, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> Any:
-    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
-    return jnp.broadcast_to(array, shape, out_sharding=sharding).astype(dtype)
+class _Repeats(NamedTuple):
+    """Broadcasts and casts to the shape, dtype and sharding of a result; a static argument."""
 
+    shape: tuple[Any, ...]
+    dtype: Any
+    sharding: Any
 
-def product(equation: Equation, a: Any, b: Any, dtype: DTypeLike) -> Any:
-    """Returns the product or quotient of two arrays in half precision.
-
-    Operands that are broadcast are given in float32.
-
-    Args:
-      equation: a `mul` or a `div`.
-      a, b: its operands, of any floating dtype; at least one is broadcast.
-      dtype: the half dtype to compute in.
-    """
-    compute = _multiplied if equation.primitive.name == "mul" else _divided
-    result = equation.outvars[0].aval
-    repeats = _Repeats(result.shape, jnp.dtype(dtype), explicit_sharding(result))
-    return compute(repeats, a, b)
-
-
-class _Repeats(tuple):
-    """A shape, dtype and sharding, as a static argument."""
-
-    def __new__(cls, shape: tuple[Any, ...], dtype: DTypeLike, sharding: Any) -> _Repeats:
-        return super().__new__(cls, (shape, dtype, sharding))
+    @classmethod
+    def to(cls, aval: Any, dtype: DTypeLike) -> _Repeats:
+        return cls(aval.shape, jnp.dtype(dtype), explicit_sharding(aval))
 
     def __call__(self, array: Any) -> Any:
-        shape, dtype, sharding = self
-        if array.shape == shape:
-            return self.narrowed(array)
-        return repeated(array, shape, dtype, sharding)
+        if array.shape != self.shape:
+            array = jnp.broadcast_to(array, self.shape, out_sharding=self.sharding)
+        return array.astype(self.dtype)
 
-    def narrowed(self, array: Any) -> Any:
-        return array.astype(self[1])
+
+def repeated(array: Any, aval: Any, dtype: DTypeLike) -> Any:
+    """Broadcasts a float32 array and then casts it: its cotangent is summed in float32."""
+    return _Repeats.to(aval, dtype)(array)
 
 
 # Broadcast in the primal too: where an operand is a tangent, this is what is transposed.
@@ -70,22 +55,21 @@ def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
     return lax.div(repeats(a), repeats(b))
 
 
+@functools.partial(_multiplied.defjvp, symbolic_zeros=True)
 def _multiplied_jvp(
     repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    a, b = map(repeats.narrowed, primals)
-    parts = [
-        lax.mul(repeats(t), other)
-        for t, other in zip(tangents, (b, a), strict=True)
-        if not _is_zero(t)
-    ]
+    a, b = (primal.astype(repeats.dtype) for primal in primals)
+    pairs = zip(tangents, (b, a), strict=True)
+    parts = [lax.mul(repeats(t), other) for t, other in pairs if not _is_zero(t)]
     return lax.mul(a, b), _sum(parts, repeats)
 
 
+@functools.partial(_divided.defjvp, symbolic_zeros=True)
 def _divided_jvp(
     repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    a, b = map(repeats.narrowed, primals)
+    a, b = (primal.astype(repeats.dtype) for primal in primals)
     parts = []
     if not _is_zero(tangents[0]):
         parts.append(lax.div(repeats(tangents[0]), b))
@@ -94,17 +78,12 @@ def _divided_jvp(
     return lax.div(a, b), _sum(parts, repeats)
 
 
-_multiplied.defjvp(_multiplied_jvp, symbolic_zeros=True)
-_divided.defjvp(_divided_jvp, symbolic_zeros=True)
-
-
 def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _sum(parts: list[Any], repeats: _Repeats) -> Any:
-    shape, dtype, _ = repeats
-    return functools.reduce(lax.add, parts) if parts else jnp.zeros(shape, dtype)
+    return functools.reduce(lax.add, parts) if parts else jnp.zeros(repeats.shape, repeats.dtype)
 
 
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times
@@ -131,12 +110,13 @@ def broadcast_product(
       arrays: the operands as arrays, read for those that are not broadcast.
       dtype: the half dtype to compute in.
     """
-    shape = equation.outvars[0].aval.shape
+    result = equation.outvars[0].aval
     a, b = (
-        as_dtype(value, F32) if is_broadcast(value, shape) else array
+        as_dtype(value, F32) if is_broadcast(value, result.shape) else array
         for value, array in zip(values, arrays, strict=True)
     )
-    return [CastValue(product(equation, a, b, dtype))]
+    compute = _multiplied if equation.primitive.name == "mul" else _divided
+    return [CastValue(compute(_Repeats.to(result, dtype), a, b))]
 
 
 def sums_cotangents(equation: Equation, values: Sequence[CastValue]) -> bool:
@@ -173,11 +153,10 @@ def widened_operand(equation: Equation, values: Sequence[CastValue]) -> list[Cas
         back = iter(dtypes if len(dtypes) == len(floats) else dtypes[:1] * len(floats))
         return [cast(o, next(back)) if is_floating_dtype(o.dtype) else o for o in outputs]
 
+    def widened(values: Iterable[CastValue]) -> list[Any]:
+        return [as_dtype(one, F32) if is_half_value(one) else one.array for one in values]
+
     if equation.primitive.name not in COUNTS_TIES:
-        return list(map(CastValue, run(*(widened(value) for value in values))))
-    kept = keeping_inputs(lambda *arrays: run(*(widened(CastValue(array)) for array in arrays)))
+        return list(map(CastValue, run(*widened(values))))
+    kept = keeping_inputs(lambda *arrays: run(*widened(map(CastValue, arrays))))
     return list(map(CastValue, kept(*(value.array for value in values))))
-
-
-def widened(value: CastValue) -> Any:
-    return as_dtype(value, F32) if is_half_value(value) else value.array

@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
-from policy.autocasting.operations import CastOperation
+from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import (
@@ -22,7 +22,6 @@ from policy.autocasting.values import (
     as_dtype,
     bound_as_traced,
     cast,
-    fits_in_range,
     is_half_value,
     traced_kind,
     widened_param,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from policy.autocasting.broadcasting import (
     broadcast_product,
@@ -19,43 +20,23 @@ from policy.autocasting.broadcasting import (
     sums_cotangents,
     widened_operand,
 )
+from policy.autocasting.matmuls import computed
 from policy.autocasting.report import OPAQUE_MATMUL
 from policy.autocasting.settings import Place
 from policy.autocasting.values import (
     CastValue,
     Evaluated,
     as_dtype,
-    as_traced,
     bound_as_traced,
     cast,
-    common_dtype,
-    fits,
     floats_of,
-    has_range_of_float32,
-    is_input,
-    makes_table,
-    meets_tables,
-    saturated,
-    saturates,
     widened_param,
 )
-from policy.core.precision import canonical_precision
-from policy.eight_bits import scaled_convolution, scaled_matmul
-from policy.programs.dtypes import F32, explicit_sharding, float_dtype, is_floating_dtype
-from policy.programs.jaxprs import Equation, bind, programs_of, runs_any
-from policy.programs.primitives import (
-    BROADCASTS,
-    COMPARISONS,
-    EXACT,
-    FORWARD_ADDITIONS,
-    KEEPS_CONSTANTS,
-    MATMULS,
-    MOVES_COTANGENTS,
-    NARY,
-    PRODUCTS,
-)
+from policy.programs import primitives
+from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
+from policy.programs.jaxprs import Equation, bind, programs_of, runs_any, subprograms
 
-_CHOOSES = EXACT - COMPARISONS
+_CHOOSES = primitives.EXACT - primitives.COMPARISONS
 
 
 @dataclasses.dataclass
@@ -110,7 +91,7 @@ class CastOperation:
         if name == "convert_element_type":
             return self._converted
         traced = {*_dtypes(self.equation.invars), *_dtypes(self.equation.outvars)}
-        if traced != {F32} and name in MOVES_COTANGENTS and self.values[0].yields:
+        if traced != {F32} and name in primitives.MOVES_COTANGENTS and self.values[0].yields:
             return self._moved
         if (traced != {F32} and not self._mixes_float32(traced)) or self._stays_as_traced():
             return functools.partial(self._as_traced, traced)
@@ -132,7 +113,7 @@ class CastOperation:
         if self.category == "fp32":
             return self.values
         narrowed = [value.narrowed_to(self.place.compute) for value in self.values]
-        if self.name in FORWARD_ADDITIONS and narrowed != self.values:
+        if self.name in primitives.FORWARD_ADDITIONS and narrowed != self.values:
             floats = floats_of(narrowed)
             is_wide = common_dtype(floats, self.place.compute) == F32
             if is_wide and not self._meets_tables(floats):
@@ -213,44 +194,41 @@ class CastOperation:
         return "float32", self._traced(narrows=is_half)
 
     def _wide(self) -> Evaluated:
-        if self.is_of_params:
-            return "float32", self._traced(yields=True)
-        if self.place.region == "applies":
+        if self.place.region == "applies" and not self.is_of_params:
             return "float32, read in half", self._traced(narrows=True)
-        return "float32", self._traced()
+        return "float32", self._traced(yields=self.is_of_params)
 
     def _summed_backward(self) -> Evaluated:
-        if self.values[0].yields and self.name in BROADCASTS:
+        if self.values[0].yields and self.name in primitives.BROADCASTS:
             self.values = [widened_param(self.values[0]), *self.values[1:]]
             return self._passed()
         return "widened, then cast", widened_operand(self.equation, self.values)
 
     def _passed(self) -> Evaluated:
         """Moves numbers in the dtype that they have."""
-        if _holds_program(self.equation):
+        if subprograms(self.equation):  # whose dtypes are fixed
             return "as traced", self._traced()
         value, place = self.values[0], self.place
         is_param = value.yields and value.constant is None
         if self.name == "gather" and is_param and value.array.ndim and self.narrows:
-            looked_up = bind(self.equation, [value.array for value in self.values])
-            rows = [CastValue(cast(output, place.compute)) for output in looked_up]
-            return "looked up, then cast", rows
+            (rows,) = bind(self.equation, [value.array for value in self.values])
+            return "looked up, then cast", [CastValue(cast(rows, place.compute))]
         outputs = self._bound([value.array for value in self.values])
         if self.name == "transpose" and is_param:
             axes = tuple(self.equation.params["permutation"])
-            moved = CastValue(outputs[0].array, yields=True, transposed=(value, axes))
-            return "operand dtype", [moved]
+            outputs = [CastValue(outputs[0].array, yields=True, transposed=(value, axes))]
+            return "operand dtype", outputs
         if len(self.values) == len(outputs):
             sources = self.values
         elif len(self.floats) == 1:
             sources = self.floats * len(outputs)
         else:
             return "operand dtype", outputs
-        keeps = self.name in KEEPS_CONSTANTS
+        keeps = self.name in primitives.KEEPS_CONSTANTS
         return "operand dtype", [
             CastValue(
                 output.array,
-                source.yields and (keeps or _fits(source, place.compute)),
+                source.yields and (keeps or not _is_lost(source, place.compute)),
                 source.constant if keeps else None,
                 weak=source.weak,
             )
@@ -259,22 +237,22 @@ class CastOperation:
 
     def _mixed(self) -> Evaluated:
         """Computes in half precision if nothing keeps it in float32."""
-        if _holds_program(self.equation) or not self.floats:
+        if subprograms(self.equation) or not self.floats:  # one holds `x.at[i].apply`
             return "as traced", self._traced()
         half = self.place.compute
         if self.is_of_params:
-            return "float32", self._traced(yields=all(_fits(value, half) for value in self.floats))
+            return "float32", self._traced(
+                yields=not any(_is_lost(value, half) for value in self.floats)
+            )
         dtype = common_dtype(self.floats, half, selects=self.name == "select_n")
         if dtype == F32 and self._meets_tables(self.floats):
             if self.name not in _CHOOSES:
-                outputs = self._traced()
-                for output in outputs:
-                    output.narrows = is_floating_dtype(output.dtype)
-                return "float32, read in half", outputs
+                is_float = bool(_dtypes(self.equation.outvars))
+                return "float32, read in half", self._traced(narrows=is_float)
             dtype = half  # rounded now or afterwards, the numbers are the same
-        shape = self.equation.outvars[0].aval.shape if self.name in NARY else None
+        shape = self.equation.outvars[0].aval.shape if self.name in primitives.NARY else None
         arrays = [self._operand(value, dtype, shape) for value in self.values]
-        is_product = self.name in PRODUCTS and dtype != F32
+        is_product = self.name in primitives.PRODUCTS and dtype != F32
         if is_product and any(is_broadcast(value, shape) for value in self.values):
             return str(dtype), broadcast_product(self.equation, self.values, arrays, dtype)
         return str(dtype), self._bound(arrays)
@@ -288,11 +266,9 @@ class CastOperation:
             return value.array
         if value.constant is not None and saturates(value.constant, dtype):
             return saturated(value.array, dtype)
-        if dtype == F32 or self.name in PRODUCTS or shape is None or not is_broadcast(value, shape):
+        if dtype == F32 or self.name in primitives.PRODUCTS or not is_broadcast(value, shape):
             return as_dtype(value, dtype)
-        return repeated(
-            as_dtype(value, F32), shape, dtype, explicit_sharding(self.equation.outvars[0].aval)
-        )
+        return repeated(as_dtype(value, F32), self.equation.outvars[0].aval, dtype)
 
     def _bound(self, arrays: Sequence[Any]) -> list[CastValue]:
         try:
@@ -303,7 +279,7 @@ class CastOperation:
 
 def opaque_kind(equation: Equation) -> str:
     """Returns the word of reports for an equation that is left as it was traced."""
-    has_matmul = any(runs_any(program, MATMULS) for program in programs_of(equation))
+    has_matmul = any(runs_any(program, primitives.MATMULS) for program in programs_of(equation))
     return OPAQUE_MATMUL if has_matmul else "opaque"
 
 
@@ -311,111 +287,104 @@ def _dtypes(atoms: Sequence[Any]) -> set[Any]:
     return {dtype for atom in atoms if (dtype := float_dtype(atom.aval)) is not None}
 
 
-def _holds_program(equation: Equation) -> bool:
-    """Returns whether an equation holds a program, whose dtypes are fixed.
+# --------------------------------------------------------------------------------------------------
+# Half precision and float32 in one operation: tables, numbers and constants
+# --------------------------------------------------------------------------------------------------
 
-    One is the scatter of `x.at[i].apply`.
+
+def fits(constant: Any, dtype: DTypeLike) -> bool:
+    """Returns whether a number neither overflows nor vanishes in `dtype`."""
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = np.asarray(constant).astype(dtype)
+    return bool(np.isinf(narrow) == np.isinf(constant) and (narrow == 0) == (constant == 0))
+
+
+def saturates(constant: Any, dtype: DTypeLike) -> bool:
+    """Returns whether a number overflows in `dtype` by rounding alone.
+
+    For example, float32's lowest number becomes -inf in bfloat16.
     """
-    return any(True for _ in programs_of(equation))
+    finite = bool(np.isfinite(constant)) and has_range_of_float32(dtype)
+    return finite and abs(float(constant)) > float(jnp.finfo(dtype).max)
 
 
-def _fits(value: CastValue, dtype: np.dtype) -> bool:
-    return value.constant is None or fits(value.constant, dtype)
+def saturated(array: Any, dtype: DTypeLike) -> Any:
+    """Casts `array` to `dtype`, clamped to its finite range."""
+    limits = jnp.finfo(dtype)
+    return cast(lax.clamp(array.dtype.type(limits.min), array, array.dtype.type(limits.max)), dtype)
 
 
-def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> Evaluated:
-    """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
-    if _is_outer_product(equation, values):
-        return "float32", [_outer_product(equation, values)]
-    params, dtype = dict(equation.params), place.compute
-    precision = params.get("precision")
-    is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
-    if is_algorithm:  # the algorithm names the dtypes of its operands
-        return "author's algorithm", bound_as_traced(equation, values)
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype
-    if precision is None and place.precision is not None:
-        params["precision"] = canonical_precision(place.precision)
-    arrays = [
-        as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
+def has_range_of_float32(dtype: DTypeLike) -> bool:
+    return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
+
+
+def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = False) -> np.dtype:
+    """Returns the dtype for mixing float32 values of the trace: `half` or float32.
+
+    It is `half` if one value is half already and every other yields: params and constants always,
+    scalars, and weak values of the shape of a half one, if `half` has float32's range. A constant
+    that overflows or vanishes in `half` keeps the operation in float32, except in an operation that
+    `selects`, where the lowest number of `half` can replace a mask's `finfo(float32).min`.
+    """
+    shapes = [value.array.shape for value in values if value.dtype == half]
+    if not shapes:
+        return F32
+    for value in values:
+        if value.dtype == half:
+            continue
+        if _is_lost(value, half) and not (selects and saturates(value.constant, half)):
+            return F32
+        if not (value.yields or (_follows(value, shapes) and has_range_of_float32(half))):
+            return F32
+    return np.dtype(half)
+
+
+def meets_tables(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether half-precision activations meet nothing that widens them.
+
+    These are tables, scalars, and inputs of the shape of an activation. Mixed in float32, they make
+    an activation, to be half precision for what reads it.
+    """
+    shapes = [value.array.shape for value in values if value.dtype == half]
+    return bool(shapes) and all(
+        value.dtype == half
+        or (not _is_lost(value, half) and (_is_table(value) or _follows(value, shapes)))
         for value in values
-    ]
-    weights = [side for side, value in enumerate(values) if value.yields]
-    by = place.matmul if len(weights) == 1 else None
-    if by is not None and _may_be_scaled(equation, arrays, weights[0]):
-        product = _scaled(equation, arrays, by, weights[0], dtype)
-        return str(by.operands), [CastValue(cast(product, dtype))]
-    return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+    )
 
 
-def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
-    """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
-    without a contraction.
+def makes_table(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether an operation on float32 values makes a table."""
+    return all(_is_table(value) and not _is_lost(value, half) for value in values)
+
+
+def is_input(values: Sequence[CastValue], half: Any) -> bool:
+    """Returns whether an operation shifts or scales inputs of a module's call by tables."""
+    return any(value.weak for value in values) and all(
+        value.weak or (_is_table(value) and not _is_lost(value, half)) for value in values
+    )
+
+
+def _is_table(value: CastValue) -> bool:
+    return value.is_table or value.yields
+
+
+def _is_lost(value: CastValue, half: Any) -> bool:
+    return value.constant is not None and not fits(value.constant, half)
+
+
+def _follows(value: CastValue, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a value that is no table follows half-precision ones of some shapes."""
+    return value.array.ndim == 0 or (value.weak and value.array.shape in shapes)
+
+
+def fits_in_range(array: Any, dtype: DTypeLike) -> bool:
+    """Returns whether an array is known, and none of its finite numbers overflows in `dtype`.
+
+    Returns False if all of its numbers vanish.
     """
-    return (
-        equation.primitive.name == "dot_general"
-        and not any(equation.params["dimension_numbers"][0])
-        and equation.params.get("out_sharding") is None
-        and all(value.is_table or value.yields for value in values)
-    )
-
-
-def _outer_product(equation: Equation, values: Sequence[CastValue]) -> CastValue:
-    """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
-    batch = equation.params["dimension_numbers"][1]
-    a, b = (
-        jnp.moveaxis(array, axes, range(len(axes)))
-        for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
-    )
-    shared, rank = len(batch[0]), equation.outvars[0].aval.ndim
-    a = lax.expand_dims(a, range(a.ndim, rank))
-    b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
-    return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))
-
-
-# --------------------------------------------------------------------------------------------------
-# 8 bits
-# --------------------------------------------------------------------------------------------------
-
-
-def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
-    """Returns whether a matmul or convolution runs in 8 bits, of which one operand is a parameter.
-
-    Those of a backward pass that was traced do not: backward of operations in 8 bits has its own.
-
-    Args:
-      arrays: the operands.
-      weight: the operand that is a parameter, by index.
-    """
-    name, params = equation.primitive.name, equation.params
-    is_one = name == "dot_general" or (
-        name == "conv_general_dilated"
-        and weight == 1
-        and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], params["batch_group_count"])
-    )
-    return (
-        is_one
-        and params.get("out_sharding") is None
-        and "transpose(" not in str(equation.source_info.name_stack)
-    )
-
-
-def _scaled(
-    equation: Equation,
-    arrays: Sequence[Any],
-    by: scaled_matmul.ScaledMatmul,
-    weight: int,
-    dtype: np.dtype,
-) -> jax.Array:
-    """Returns the result of a matmul in 8 bits in `dtype`, or of a convolution in float32."""
-    if equation.primitive.name == "conv_general_dilated":
-        options = {name: equation.params[name] for name in scaled_convolution.OPTIONS}
-        return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
-    return scaled_matmul.scaled_dot_general(
-        arrays[0],
-        arrays[1],
-        equation.params["dimension_numbers"],
-        by,
-        weight="rhs" if weight else "lhs",
-        dtype=dtype,
-    )
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return False
+    numbers = np.abs(np.asarray(array).astype(F32))
+    numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
+    return not numbers.size or fits(numbers.max(), dtype)

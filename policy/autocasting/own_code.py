@@ -185,7 +185,7 @@ def run(
         own = OwnCode.traced(call, trees, policy)
         _, consts = opened(own.call.jaxpr)
         of_a_trace = any(isinstance(const, jax.core.Tracer) for const in consts)
-        if key is None or own.call.mutations.changed or of_a_trace:
+        if key is None or own.call.changed or of_a_trace:
             return own.call.returned(own.evaluated(*arguments.arrays))
         own = dataclasses.replace(own, call=dataclasses.replace(own.call, arrays=()))
         program = run_at_once(jax.make_jaxpr(own.evaluated)(*arguments.arrays))

@@ -146,13 +146,9 @@ class Subprogram:
     def given(self, values: Sequence[T]) -> list[T]:
         """Returns those of the equation's operands that the arguments are made of, in their order.
 
-        Raises:
-          ValueError: only the primitive knows which values these are.
+        Nothing is known of them in the roles "combine", "kernel" and "other".
         """
-        if self.operands is None:
-            raise ValueError(
-                f"The operands of a subprogram in the role {self.role!r} are not known."
-            )
+        assert self.operands is not None, self.role
         return [values[i] for i in self.operands]
 
 
@@ -239,17 +235,9 @@ def _axes(equation: Equation) -> tuple[tuple[str, int], ...]:
 
 
 def subprogram(equation: Equation, role: Role) -> Subprogram:
-    """Returns the one program of an equation that has a role.
-
-    Raises:
-      ValueError: the equation holds none in that role, or several.
-    """
-    found = [one for one in subprograms(equation) if one.role == role]
-    if len(found) != 1:
-        raise ValueError(
-            f"{equation.primitive.name} holds {len(found)} programs in the role {role!r}, not one."
-        )
-    return found[0]
+    """Returns the one program of an equation that has a role."""
+    (found,) = (one for one in subprograms(equation) if one.role == role)
+    return found
 
 
 def with_subprograms(equation: Equation, jaxprs: Sequence[Any]) -> dict[str, Any]:
@@ -261,9 +249,7 @@ def with_subprograms(equation: Equation, jaxprs: Sequence[Any]) -> dict[str, Any
             continue
         held = params[one.parameter]
         items = [jaxpr if i == one.place else item for i, item in enumerate(held)]
-        params[one.parameter] = (
-            type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
-        )
+        params[one.parameter] = getattr(held, "_make", type(held))(items)
     return params
 
 
@@ -278,13 +264,12 @@ def opened(jaxpr: Any) -> tuple[OpenJaxpr, list[Any]]:
 
 def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns a jaxpr as an open one whose first arguments are its constants, and these."""
-    consts = opened(jaxpr)[1]
     body: Any = opened(jaxpr)[0]
+    consts = opened(jaxpr)[1]
     if not consts:
         return body, []
-    if body is jaxpr:  # jax 0.12: the constants stand before the invars already
-        return body.replace(consts=(), constvars=(), invars=(*body.constvars, *body.invars)), consts
-    return body.replace(constvars=(), invars=(*body.constvars, *body.invars)), consts
+    merged = {"consts": ()} if body is jaxpr else {}  # jax 0.12: an open jaxpr holds them
+    return body.replace(**merged, constvars=(), invars=(*body.constvars, *body.invars)), consts
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:
@@ -293,16 +278,14 @@ def scan_arity(equation: Equation) -> tuple[int, int]:
     Read from shapes: the parameters that say so were renamed and made private in jax 0.11. An array
     that is scanned over, or stacked, has one axis more outside than in the body.
     """
-    body = next(opened(jaxpr)[0] for jaxpr, *_ in _found(equation))
-    carried = [
-        len(getattr(outer.aval, "shape", ())) == len(getattr(inner.aval, "shape", ()))
-        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
-    ]
-    whole = [
-        len(getattr(outer.aval, "shape", ())) == len(getattr(inner.aval, "shape", ()))
-        for outer, inner in zip(equation.invars, body.invars, strict=True)
-    ]
-    return sum(whole) - sum(carried), sum(carried)
+    body = next(programs_of(equation))
+    carried = _with_same_rank(equation.outvars, body.outvars)
+    return _with_same_rank(equation.invars, body.invars) - carried, carried
+
+
+def _with_same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    ranks = ([len(getattr(v.aval, "shape", ())) for v in variables] for variables in (outer, inner))
+    return sum(a == b for a, b in zip(*ranks, strict=True))
 
 
 def programs_of(equation: Equation) -> Iterator[OpenJaxpr]:
@@ -315,9 +298,10 @@ def bind(
     equation: Equation, arrays: Sequence[Any], params: dict[str, Any] | None = None
 ) -> list[Any]:
     """Returns the outputs of an equation's primitive on other operands, or with other `params`."""
-    given = equation.primitive.get_bind_params(equation.params if params is None else params)
-    outputs = equation.primitive.bind(*arrays, **given)
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
+    primitive = equation.primitive
+    given = primitive.get_bind_params(equation.params if params is None else params)
+    outputs = primitive.bind(*arrays, **given)
+    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 def equations_within(jaxpr: OpenJaxpr, *, once: bool = False) -> Iterator[Equation]:
@@ -351,13 +335,11 @@ def runs_any(jaxpr: OpenJaxpr, names: Collection[str]) -> bool:
 
     Kernels and the functions that reductions apply to two numbers are not looked into.
     """
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in names:
-            return True
-        for one in subprograms(equation):
-            if one.is_run and runs_any(one.body, names):
-                return True
-    return False
+    return any(
+        equation.primitive.name in names
+        or any(one.is_run and runs_any(one.body, names) for one in subprograms(equation))
+        for equation in jaxpr.eqns
+    )
 
 
 def combines_by(equation: Equation, names: Collection[str]) -> bool:

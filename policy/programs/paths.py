@@ -20,39 +20,19 @@ from policy.programs.jaxprs import OpenJaxpr, programs_of
 from policy.programs.marks import AUTOCAST, REGION
 from policy.programs.thread import during, thread
 
+Path = tuple[str, ...]
 
-def parts_of_name(name: str) -> tuple[str, ...]:
+
+def parts_of_name(name: str) -> Path:
     """Returns the parts that slashes divide a module's name into."""
     return tuple(filter(None, name.split("/")))
 
 
-class _Names:
-    """A set of names, each held as its parts."""
-
-    def __init__(self) -> None:
-        self._by_first: dict[str, set[tuple[str, ...]]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        parts = parts_of_name(name)
-        return parts in self._by_first.get(parts[0], ()) if parts else False
-
-    def add(self, name: str) -> None:
-        if parts := parts_of_name(name):
-            self._by_first.setdefault(parts[0], set()).add(parts)
-
-    def clear(self) -> None:
-        self._by_first.clear()
-
-    def first_of(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the longest name that a path begins with; () without one."""
-        found = (name for name in self._by_first.get(path[0], ()) if path[: len(name)] == name)
-        return max(found, key=len, default=())
-
-
-_noted = _Names()
-# Names of whole models on name stacks: those of their classes, or those that they were given.
-_roots = _Names()
-_repeated = _Names()  # names of modules that stand directly in one of the same name
+# Names, each held as its parts. Those of whole models are the names of their classes, or those that
+# they were given; repeated ones are of modules that stand directly in one of the same name.
+_noted: set[Path] = set()
+_roots: set[Path] = set()
+_repeated: set[Path] = set()
 _version = 0  # of all of these
 
 _METHOD = re.compile(r"([^.]+)\.([A-Za-z_]\w*|<lambda>)")
@@ -80,10 +60,11 @@ def note_repeated(names: tuple[str, ...]) -> None:
             _add(name, _repeated)
 
 
-def _add(name: str, names: _Names) -> None:
+def _add(name: str, names: set[Path]) -> None:
     global _version
-    if name not in names:
-        names.add(name)
+    parts = parts_of_name(name)
+    if parts and parts not in names:
+        names.add(parts)
         _version += 1
 
 
@@ -95,29 +76,20 @@ def forget() -> None:
     _version += 1
 
 
-def is_root(name: str) -> bool:
-    """Returns whether a name was noted as a whole model's."""
-    return name in _roots
+def _longest(names: set[Path], path: Path) -> Path:
+    """Returns the longest name that a path begins with; () without one."""
+    lengths = range(len(path), 0, -1) if names else ()
+    return next((path[:length] for length in lengths if path[:length] in names), ())
 
 
-def root_at(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the parts of the whole model's name that a path begins with; () without one."""
-    return _roots.first_of(path)
-
-
-def module_at(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the parts of the module's name that a path begins with."""
-    return _noted.first_of(path) or path[:1]
-
-
-def is_repeated(name: str) -> bool:
+def _is_repeated(name: str) -> bool:
     """Returns whether a module of that name was noted to stand in one of the same name."""
-    return name in _repeated
+    return parts_of_name(name) in _repeated
 
 
-def is_noted(name: str) -> bool:
+def _is_noted(name: str) -> bool:
     """Returns whether a text was noted as the name of a module."""
-    return name in _noted
+    return parts_of_name(name) in _noted
 
 
 def noted() -> int:
@@ -152,15 +124,13 @@ def module_and_method(scope: str, around: Iterable[str]) -> tuple[str, str]:
       around: the names that it stands in. Modules with methods stand in one that is named after its
         class.
     """
-    if is_noted(scope):
+    if _is_noted(scope):
         return scope, ""
     method = _METHOD.fullmatch(scope)
     if method is not None and any(name[:1].isupper() for name in (*around, scope)):
         return method[1], method[2]
     return ("", "") if _UNNAMED.fullmatch(scope) else (scope, "")
 
-
-Path = tuple[str, ...]
 
 # Wrappers that JAX's transformations put around names. Under a derivative the names start again at
 # the root.
@@ -208,11 +178,11 @@ def path_of(name_stack: str, above: Path = (), *, marks: bool = False) -> Path:
 
 
 @functools.lru_cache(maxsize=4096)
-def _path_of(name_stack: str, above: Path, _noted: int) -> Path:
+def _path_of(name_stack: str, above: Path, _version: int) -> Path:
     path, left = (), _names_of(name_stack, above)
     while left:  # `a/b/a/b` is one module, if `a/b` is: its call calls its base class's
-        name = module_at(left)
-        is_again = len(name) > 1 and path[-len(name) :] == name and not is_repeated(joined(name))
+        name = _longest(_noted, left) or left[:1]
+        is_again = len(name) > 1 and path[-len(name) :] == name and name not in _repeated
         path, left = path if is_again else (*path, *name), left[len(name) :]
     return path
 
@@ -229,7 +199,7 @@ def _names_of(name_stack: str, above: Path) -> Path:
         for scope in filter(None, scopes.split("/")):
             module, method = module_and_method(scope, (*above, *path))
             if module and module not in _OF_JAX and module != AUTOCAST:
-                is_root_again = len(path) == 1 and not is_repeated(module)
+                is_root_again = len(path) == 1 and not _is_repeated(module)
                 is_same_call = path[-1:] == [module] and (
                     method or is_root_again or _NUMBERED.fullmatch(module)
                 )
@@ -253,7 +223,7 @@ def divided(path: Path) -> tuple[str, Path] | None:
     if path and _CLASS.fullmatch(path[0]) and not _NUMBERED.fullmatch(path[0]):
         return path[0], path[1:]
     for place in range(len(path)):
-        if root := root_at(path[place:]):
+        if root := _longest(_roots, path[place:]):
             return joined(root), path[place + len(root) :]
     return None
 
@@ -286,14 +256,14 @@ def once(below: Path) -> Path:
     return tuple(
         name
         for i, name in enumerate(below)
-        if not i or name != below[i - 1] or name.isdigit() or is_repeated(name)
+        if not i or name != below[i - 1] or name.isdigit() or _is_repeated(name)
     )
 
 
 def parts_of(text: str) -> list[str]:
     """Returns the names in a path as `spelled` writes it: ``["Net:", "encoder", "layer_0"]``."""
     model, colon, below = text.partition(":")
-    if not colon or not (_CLASS.fullmatch(model) or is_root(model)):
+    if not colon or not (_CLASS.fullmatch(model) or parts_of_name(model) in _roots):
         return list(filter(None, text.split("/")))
     return [f"{model}:", *filter(None, below.split("/"))]
 
@@ -306,12 +276,10 @@ def scanned_path(body: OpenJaxpr, above: Path) -> Path:
       above: the path of the loop's equation.
     """
     paths = list(_paths(body, above))
-    return functools.reduce(_common, paths) if paths else above
-
-
-def _common(one: Path, other: Path) -> Path:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return tuple(name for name, _ in pairs)
+    if not paths:
+        return above
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return tuple(name for name, *_ in shared)
 
 
 def _paths(body: OpenJaxpr, above: Path) -> Iterator[Path]:
@@ -369,11 +337,8 @@ def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
             closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(
                 name_stack, opening.end()
             )
-            if closing is not None and not is_noted(name_stack[start : closing.end()]):
-                wrappers, inside, end = (
-                    tuple(opening[0].split("(")[:-1]),
-                    opening.end(),
-                    closing.start(),
-                )
+            if closing is not None and not _is_noted(name_stack[start : closing.end()]):
+                wrappers = tuple(opening[0].split("(")[:-1])
+                inside, end = opening.end(), closing.start()
         yield wrappers, name_stack[inside:end]
         start = end + len(wrappers) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +13,8 @@ from policy.programs.dtypes import dtype_name, is_floating_dtype
 from policy.programs.jaxprs import Subprogram, opened, subprograms
 from policy.programs.reading.walk import Site, entered, site_of
 
-BranchesTaken = tuple[
-    tuple[int, int], ...
-]  # the conditionals around a node, and which branch of each
+# The conditionals around a node, and which branch of each.
+BranchesTaken = tuple[tuple[int, int], ...]
 
 
 class Value:
@@ -107,20 +106,19 @@ class Graph:
         self.nodes: list[Node] = []
         self._effects: list[Node] = []
         self._inside = inside
+        self._branch: BranchesTaken = ()
         body, consts = opened(jaxpr)
         consts = consts or [None] * len(body.constvars)
         known = [
             Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)
         ]
         self.arguments = [Value(v.aval) for v in body.invars]
-        self.outputs = self._run(body, (*known, *self.arguments), None, ())
+        self.outputs = self._run(body, (*known, *self.arguments), None)
         for value in self.outputs:
             value.is_output = True
         self._drop_dead_code()
 
-    def _run(
-        self, body: Any, args: Sequence[Value], around: Site | None, branch: BranchesTaken
-    ) -> list[Value]:
+    def _run(self, body: Any, args: Sequence[Value], around: Site | None) -> list[Value]:
         values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
 
         def read(atoms: Iterable[Any]) -> list[Value]:
@@ -130,108 +128,89 @@ class Graph:
             ]
 
         for equation in body.eqns:
-            site = site_of(equation, around)
-            outputs = self._equation(site, read(equation.invars), branch)
+            outputs = self._equation(site_of(equation, around), read(equation.invars))
             values.update(zip(equation.outvars, outputs, strict=True))
         return read(body.outvars)
 
-    def _equation(self, site: Site, inputs: list[Value], branch: BranchesTaken) -> list[Value]:
-        name = site.equation.primitive.name
-        is_entered = self._inside is None or name in self._inside
+    def _equation(self, site: Site, inputs: list[Value]) -> list[Value]:
+        is_entered = self._inside is None or site.name in self._inside
         inner = [one for one in subprograms(site.equation) if one.is_run] if is_entered else []
         match inner[0].role if inner else None:
             case None:
-                return self._node(site, name, inputs, branch).makes(site.equation.outvars)
+                return self._node(site, site.name, inputs).makes(site.equation.outvars)
             case "loop" | "cond":
-                return self._loop(site, inner, inputs, branch)
+                return self._loop(site, inner, inputs)
             case "branch":
-                return self._branches(site, inner, inputs, branch)
+                return self._branches(site, inner, inputs)
             case "other":
-                return self._unknown(site, inner, inputs, branch)
+                return self._unknown(site, inner, inputs)
             case "shard" if self._inside is not None:
-                return self._shard(site, inner[0], inputs, branch)
-        return self._call(site, inner[0], inputs, branch)
+                arguments = self._joints(site, "shard", inputs, inner[0].body.invars)
+                results = self._call(site, inner[0], arguments)
+                return self._joints(site, "shards", results, site.equation.outvars)
+        return self._call(site, inner[0], inputs)
 
-    def _node(self, site: Site, name: str, inputs: Sequence[Value], branch: BranchesTaken) -> Node:
-        node = Node(site, name, inputs, branch)
+    def _node(self, site: Site, name: str, inputs: Sequence[Value]) -> Node:
+        node = Node(site, name, inputs, self._branch)
         self.nodes.append(node)
         if site.equation.effects and name not in _JOINTS:
             self._effects.append(node)
         return node
 
-    def _call(
-        self, site: Site, one: Subprogram, arguments: Sequence[Value], branch: BranchesTaken
-    ) -> list[Value]:
+    def _call(self, site: Site, one: Subprogram, arguments: Sequence[Value]) -> list[Value]:
         known = [
             Value(variable.aval, array=const)
             for variable, const in zip(one.body.constvars, one.consts, strict=False)
         ]
-        return self._run(one.body, (*known, *arguments), entered(site, one), branch)
+        return self._run(one.body, (*known, *arguments), entered(site, one))
 
-    def _loop(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
-    ) -> list[Value]:
+    def _loop(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
         loop = next(one for one in inner if one.role == "loop")
         arguments, variables = loop.given(inputs), loop.body.invars
-        joints = functools.partial(self._joints, site, branch)
-        carries = joints("carry", arguments[loop.carry], variables[loop.carry])
-        rows = joints("row", arguments[loop.rows], variables[loop.rows])
+        carries = self._joints(site, "carry", arguments[loop.carry], variables[loop.carry])
+        rows = self._joints(site, "row", arguments[loop.rows], variables[loop.rows])
         for cond in (one for one in inner if one.role == "cond"):
-            goes_on = self._call(site, cond, [*cond.given(inputs)[cond.fixed], *carries], branch)
+            goes_on = self._call(site, cond, [*cond.given(inputs)[cond.fixed], *carries])
             # how often the loop runs decides its results
-            self._effects.append(self._node(site, "carry", goes_on, branch))
-        results = self._call(site, loop, [*arguments[loop.fixed], *carries, *rows], branch)
-        _close(carries, results[: loop.carried])
-        stacked = joints("rows", results[loop.carried :], site.equation.outvars[loop.carried :])
-        return [*results[: loop.carried], *stacked]
+            self._effects.append(self._node(site, "carry", goes_on))
+        results = self._call(site, loop, [*arguments[loop.fixed], *carries, *rows])
+        carried, stacked = results[: loop.carried], results[loop.carried :]
+        for carry, result in zip(carries, carried, strict=True):  # it is made of this result, too
+            assert carry.maker is not None
+            carry.maker.inputs.append(result)
+            result.readers.append(carry.maker)
+        variables = site.equation.outvars[loop.carried :]
+        return [*carried, *self._joints(site, "rows", stacked, variables)]
 
     def _joints(
-        self,
-        site: Site,
-        branch: BranchesTaken,
-        name: str,
-        values: Sequence[Value],
-        variables: Sequence[Any],
+        self, site: Site, name: str, values: Sequence[Value], variables: Sequence[Any]
     ) -> list[Value]:
         pairs = zip(values, variables, strict=True)
-        return [self._node(site, name, [v], branch).makes([x])[0] for v, x in pairs]
+        return [self._node(site, name, [v]).makes([x])[0] for v, x in pairs]
 
-    def _shard(
-        self, site: Site, one: Subprogram, inputs: list[Value], branch: BranchesTaken
-    ) -> list[Value]:
-        arguments = self._joints(site, branch, "shard", inputs, one.body.invars)
-        results = self._call(site, one, arguments, branch)
-        return self._joints(site, branch, "shards", results, site.equation.outvars)
-
-    def _branches(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
-    ) -> list[Value]:
-        each = [
-            self._call(site, one, one.given(inputs), (*branch, (id(site.equation), i)))
-            for i, one in enumerate(inner)
-        ]
+    def _branches(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
+        around, each = self._branch, []
+        for i, one in enumerate(inner):
+            self._branch = (*around, (id(site.equation), i))
+            each.append(self._call(site, one, one.given(inputs)))
+        self._branch = around
         return [
-            self._node(site, "branch", [inputs[0], *choices], branch).makes([variable])[0]
+            self._node(site, "branch", [inputs[0], *choices]).makes([variable])[0]
             for variable, *choices in zip(site.equation.outvars, *each, strict=True)
         ]
 
-    def _unknown(
-        self, site: Site, inner: list[Subprogram], inputs: list[Value], branch: BranchesTaken
-    ) -> list[Value]:
+    def _unknown(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
         """Reads programs whose operands only their primitive knows, each by itself."""
         for one in inner:
             arguments = [Value(variable.aval) for variable in one.body.invars]
-            for value in self._call(site, one, arguments, branch):
-                if value.maker is not None:
-                    self._effects.append(value.maker)
-        return self._node(site, site.name, inputs, branch).makes(site.equation.outvars)
+            results = self._call(site, one, arguments)
+            self._effects += [value.maker for value in results if value.maker is not None]
+        return self._node(site, site.name, inputs).makes(site.equation.outvars)
 
     def _drop_dead_code(self) -> None:
         """Leaves out nodes that no result depends on: JAX's derivatives leave many of them."""
-        waiting = [
-            *self._effects,
-            *(value.maker for value in self.outputs if value.maker is not None),
-        ]
+        makers = (value.maker for value in self.outputs)
+        waiting = [*self._effects, *(maker for maker in makers if maker is not None)]
         while waiting:
             node = waiting.pop()
             if not node.is_live:
@@ -245,14 +224,8 @@ class Graph:
 
     def values(self) -> Iterator[Value]:
         """Yields every value that is read or returned, once."""
-        seen: set[int] = set()
-        for value in (
-            *self.arguments,
-            *(value for node in self.nodes for value in (*node.inputs, *node.outputs)),
-        ):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
+        of_nodes = (value for node in self.nodes for value in (*node.inputs, *node.outputs))
+        yield from dict.fromkeys(itertools.chain(self.arguments, of_nodes))
 
 
 def _literal(atom: jex_core.Literal) -> Value:
@@ -276,11 +249,3 @@ def readers_past(values: Sequence[Value], passes: Callable[[Node], bool]) -> Ite
             fresh = [out for out in node.outputs if id(out) not in seen] if passes(node) else []
             seen.update(map(id, fresh))
             waiting.extend(fresh)
-
-
-def _close(carries: Sequence[Value], results: Sequence[Value]) -> None:
-    """Makes each carry of the body's result for it, too."""
-    for carry, result in zip(carries, results, strict=True):
-        assert carry.maker is not None
-        carry.maker.inputs.append(result)
-        result.readers.append(carry.maker)

@@ -42,15 +42,9 @@ def dependences(graph: Graph, params: Collection[int]) -> dict[int, int]:
         for node in graph.traced:
             on = COTANGENT if is_cotangent(node) and node.name not in AS_IT_IS else 0
             for value in node.inputs:
-                on |= _of(value, found)
+                on |= found.setdefault(id(value), 0)
             found.update((id(out), on) for out in node.outputs)
-    for node in graph.traced:
-        found.update((id(value), _of(value, found)) for value in node.inputs)
     return found
-
-
-def _of(value: Value, found: dict[int, int]) -> int:
-    return found.get(id(value), 0)
 
 
 def is_cotangent(node: Node) -> bool:
@@ -100,13 +94,11 @@ def _was_floating(value: Value) -> bool:
     waiting, seen = [value], {id(value)}
     while waiting:
         maker = waiting.pop().maker
-        if maker is None:
+        is_cast = maker is not None and maker.name == "convert_element_type"
+        if maker is None or not (is_cast or is_joint(maker) or maker.name in MOVES_DATA):
             continue
-        if maker.name == "convert_element_type":
-            if is_inexact_name(maker.inputs[0].dtype):
-                return True
-        elif not is_joint(maker) and maker.name not in MOVES_DATA:
-            continue
+        if is_cast and is_inexact_name(maker.inputs[0].dtype):
+            return True
         fresh = [one for one in maker.inputs if id(one) not in seen]
         seen.update(map(id, fresh))
         waiting.extend(fresh)
@@ -123,16 +115,8 @@ def _is_gradient(node: Node) -> bool:
 CastPlace = tuple[EnclosingEquations, int]
 CodedSide = Literal["input", "weight", "cotangent"]
 
-_OURS = frozenset(
-    os.path.join(OUR_FOLDER, *name.split("/"))
-    for name in (
-        "eight_bits/quantisation.py",
-        "eight_bits/scaled_matmul.py",
-        "eight_bits/scaled_convolution.py",
-        "functions/once_differentiable.py",
-    )
-)
-"""The files that the equations of operations in 8 bits come from."""
+_OURS = os.path.join(OUR_FOLDER, "eight_bits", "")
+"""The folder that the equations of operations in 8 bits come from."""
 
 LIMITS_CODES = ROUNDINGS | MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
@@ -191,7 +175,8 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
     for node in graph.nodes:
         if node.name != "convert_element_type" or not is_eight_bits(node.out.dtype):
             continue
-        if not is_inexact_name(node.inputs[0].dtype) or is_eight_bits(node.inputs[0].dtype):
+        source = node.inputs[0].dtype
+        if not is_inexact_name(source) or is_eight_bits(source):
             continue
         kind = _side(made_of[id(node.inputs[0])])
         if paths := _multiplied_at(node, kind == "cotangent"):
@@ -224,19 +209,17 @@ def _has_codes(jaxpr: OpenJaxpr) -> bool:
 
 
 def _at(site: Site) -> CastPlace:
-    around: list[int] = []
-    outer = site.around
-    while outer is not None:
-        around.append(id(outer.equation))
-        outer = outer.around
-    return tuple(reversed(around)), id(site.equation)
+    if site.around is None:
+        return (), id(site.equation)
+    above, equation = _at(site.around)
+    return (*above, equation), id(site.equation)
 
 
 def _is_of_ours(site: Site | None) -> bool:
     while site is not None:
         file = author_of(site.equation)[0]
         if file:
-            return file in _OURS
+            return file.startswith(_OURS)
         site = site.around
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -84,9 +85,7 @@ def _of_equations(
 
 
 def _programs(value: Any) -> list[Any]:
-    return [
-        one for one in (value if isinstance(value, (tuple, list)) else [value]) if is_jaxpr(one)
-    ]
+    return list(filter(is_jaxpr, value if isinstance(value, (tuple, list)) else [value]))
 
 
 def _place(a: Any, b: Any, above: Path) -> str:
@@ -94,9 +93,8 @@ def _place(a: Any, b: Any, above: Path) -> str:
     path = spelled(_path(b if a is None else a, above))
     sources = ["" if one is None else source_of(one) for one in (a, b)]
     lines = " and ".join(source or "unknown" for source in sources)
-    return (f" at '{path}'." if path else ".") + (
-        f" Source lines: {lines}." if any(sources) else ""
-    )
+    at = f" at '{path}'." if path else "."
+    return f"{at} Source lines: {lines}." if any(sources) else at
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -104,11 +102,9 @@ def _equal(a: Any, b: Any) -> bool:
         return True  # a rule or a thunk, made anew by each trace
     if isinstance(a, (jax.Array, np.ndarray)) or isinstance(b, (jax.Array, np.ndarray)):
         return _equal_arrays(a, b)
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         if bool(a == b):
             return True
-    except (TypeError, ValueError):
-        pass
     return type(a) is type(b) and _ADDRESS.sub("", repr(a)) == _ADDRESS.sub("", repr(b))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -21,20 +22,11 @@ _JAX = tuple(
 OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _OUR_LAYERS = os.path.join(os.path.dirname(os.path.dirname(OUR_FOLDER)), "mpmodules") + os.sep
 # Functions of JAX that are asked for a dtype, by name: a cast below one of them was meant.
-_SUMS = frozenset(
-    (
-        *("sum", "mean", "var", "std", "prod", "average", "cumsum", "cumprod", "trace"),
-        *("nansum", "nanmean", "nanvar"),
-        *("logsumexp", "softmax", "log_softmax", "dot_product_attention"),
-    )
-)
-_CASTS = frozenset(
-    (
-        *("astype", "_astype", "asarray", "array", "convert_element_type", "full", "full_like"),
-        *("view", "stochastic_round"),
-    )
-)
-_ASKED = _CASTS | _SUMS
+_SUMS = {"sum", "mean", "var", "std", "prod", "average", "cumsum", "cumprod", "trace"}
+_SUMS |= {"nansum", "nanmean", "nanvar"}
+_SUMS |= {"logsumexp", "softmax", "log_softmax", "dot_product_attention"}
+_CASTS = {"astype", "_astype", "asarray", "array", "convert_element_type", "full", "full_like"}
+_CASTS |= {"view", "stochastic_round"}
 
 
 def is_promotion(equation: Equation) -> bool:
@@ -48,7 +40,7 @@ def is_promotion(equation: Equation) -> bool:
     inner = [function for _, function in _until_author(equation)]
     if inner[-1:] == ["reraise_with_filtered_traceback"] and is_ours(equation):
         return False
-    return _promotes(author) or (bool(inner) and not _ASKED.intersection(inner))
+    return _promotes(author) or (bool(inner) and not (_CASTS | _SUMS).intersection(inner))
 
 
 def author_of(equation: Equation) -> tuple[str, str]:
@@ -80,11 +72,8 @@ def is_written(equation: Equation) -> bool:
 
 
 def _until_author(equation: Equation) -> Iterator[tuple[str, str]]:
-    """Yields the frames of JAX between an equation and its author, innermost first."""
-    for frame in _frames(equation):
-        if not is_jax_file(frame[0]):
-            return
-        yield frame
+    """Returns the frames of JAX between an equation and its author, innermost first."""
+    return itertools.takewhile(lambda frame: is_jax_file(frame[0]), _frames(equation))
 
 
 def _frames(equation: Equation) -> list[tuple[str, str]]:
@@ -118,14 +107,12 @@ def is_jax_file(file: str) -> bool:
 
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 # Files that trace a call for an inspection tool: its caller is not the author of the code.
-_TOOLS = tuple(
-    os.path.join(OUR_FOLDER, *parts)
-    for parts in (("inspect", ""), ("programs", "tracing", "trace.py"))
+_TOOLS = (
+    os.path.join(OUR_FOLDER, "inspect", ""),
+    os.path.join(OUR_FOLDER, "programs", "tracing", "trace.py"),
 )
 _LIBRARIES = ("flax", "optax", "mpmodules")
-_BASES = frozenset(
-    ("Module", "Scope", "Object", "Pytree")
-)  # of Flax, whose methods call those of layers
+_BASES = ("Module", "Scope", "Object", "Pytree")  # of Flax, whose methods call those of layers
 
 
 def source_of(equation: Equation) -> str:
@@ -190,12 +177,11 @@ def _shortened(name: str) -> str:
 def _owner(file: str) -> Literal["user", "library", "tool"]:
     if file.startswith(_TOOLS):
         return "tool"
-    if is_jax_file(file) or file.startswith((OUR_FOLDER, *_folders())):
-        return "library"
-    is_python = (
-        file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file
+    is_python = file.startswith(_STDLIB) and not (
+        "site-packages" in file or "dist-packages" in file
     )
-    return "library" if is_python else "user"
+    is_library = is_jax_file(file) or file.startswith((OUR_FOLDER, *_folders())) or is_python
+    return "library" if is_library else "user"
 
 
 def _may_be_of_a_layer(file: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -112,19 +113,11 @@ def site_of(equation: Equation, around: Site | None) -> Site:
     place = _place(stack, () if around is None else around.path, noted())
     if around is None:
         return Site(equation, place.path, place.is_backward, 1, (), (), *place.marks)
-    return Site(
-        equation,
-        place.path,
-        place.is_backward or around.is_backward,
-        around.count,
-        around.inside,
-        around.axes,
-        place.marks[0] or around.is_recomputed,
-        place.marks[1] or around.is_placed,
-        place.marks[2] or around.in_island,
-        around.call,
-        around,
-    )
+    inherited = around.is_recomputed, around.is_placed, around.in_island
+    marks = map(operator.or_, place.marks, inherited)
+    is_backward = place.is_backward or around.is_backward
+    enclosing = around.count, around.inside, around.axes
+    return Site(equation, place.path, is_backward, *enclosing, *marks, around.call, around)
 
 
 def _once(stack: str) -> str:
@@ -146,11 +139,8 @@ class _Place(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def _place(stack: str, above: Path, _noted: int) -> _Place:
     path = path_of(stack, above) if stack else above
-    marks = (
-        "rematted_computation" in stack,
-        BOUNDARY in stack or AUTOCAST in stack,
-        ISLAND in stack,
-    )
+    is_placed = BOUNDARY in stack or AUTOCAST in stack
+    marks = "rematted_computation" in stack, is_placed, ISLAND in stack
     if BOUNDARY in stack or ISLAND in stack:
         path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
     return _Place(path, "transpose(" in stack, marks)

@@ -115,9 +115,7 @@ def jit(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
 
     Each value should be one array of the shape that the operand was traced with.
     """
-    program = subprogram(equation, "call")
-    body = Body(run.inside(equation), program, values, run.merge(equation, values))
-    return _bound(run, equation, body, values, lambda closed: (closed, []))
+    return _bound(run, equation, "call", values, lambda closed: (closed, []))
 
 
 def remat(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
@@ -126,20 +124,18 @@ def remat(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     This keeps its policy, whether it was differentiated already, and its recomputations apart from
     the forward pass.
     """
-    body = Body(
-        run.inside(equation), subprogram(equation, "remat"), values, run.merge(equation, values)
-    )
-    return _bound(run, equation, body, values, with_consts_as_arguments)
+    return _bound(run, equation, "remat", values, with_consts_as_arguments)
 
 
 def _bound(
     run: Interpreter[V],
     equation: Equation,
-    body: Body[V],
-    values: Sequence[V],
+    role: Role,
+    values: list[V],
     as_bound: Callable[[Any], tuple[Any, list[Any]]],
 ) -> list[V]:
-    arrays = run.flat(values)
+    program, arrays = subprogram(equation, role), run.flat(values)
+    body = Body(run.inside(equation), program, values, run.merge(equation, values))
     staged = _Staged(body, arrays)
     jaxpr, consts = as_bound(staged.jaxpr)
     results = bind(equation, [*consts, *arrays], with_subprograms(equation, [jaxpr]))
@@ -163,9 +159,7 @@ def scan(
     init = settled(run, given[program.carry], like[: program.carried])
     body = Body(inner, program, [*fixed, *inner.entering([*init, *xs])], like)
     width, rows = len(run.flat(init)), run.flat(xs)
-    scanned = [
-        array for array in rows if array.ndim
-    ]  # a number that stands beside an array has no rows
+    scanned = [array for array in rows if array.ndim]  # a number beside an array has no rows
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
         steps = iter(xs)
@@ -183,19 +177,15 @@ def scan(
 def while_loop(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a while. Notes of its body are the largest of all steps."""
     test, program = subprogram(equation, "cond"), subprogram(equation, "loop")
-    inner, given, tested = (
-        run.inside(equation),
-        program.given(values),
-        test.given(values)[test.fixed],
-    )
-    like, fixed = run.merge(equation, values), given[program.fixed]
+    inner, given = run.inside(equation), program.given(values)
+    tested, fixed = test.given(values)[test.fixed], given[program.fixed]
+    like = run.merge(equation, values)
     init = settled(run, given[program.carry], like)
     entering = inner.entering(init)
     cond = Body(inner, test, [*tested, *entering])
-    body = _Staged(
-        Body(inner, program, [*fixed, *entering], like), [*run.flat(fixed), *run.flat(init)]
-    )
-    zeros = {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in body.notes.items()}
+    steps = Body(inner, program, [*fixed, *entering], like)
+    body = _Staged(steps, [*run.flat(fixed), *run.flat(init)])
+    zeros = _zeros(body.notes)
 
     def step(state: tuple[list[Any], Notes]) -> tuple[list[Any], Notes]:
         outputs, notes = body(*run.flat(fixed), *state[0])
@@ -212,31 +202,28 @@ def while_loop(run: Interpreter[V], equation: Equation, values: list[V]) -> list
 def cond(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     """Rebuilds a conditional. Notes of a branch that was not taken are zero."""
     inner, operands = run.inside(equation), values[1:]
-    branches = [
-        _Staged(Body(inner, one, operands), run.flat(operands)) for one in subprograms(equation)
-    ]
+    arrays = run.flat(operands)
+    branches = [_Staged(Body(inner, one, operands), arrays) for one in subprograms(equation)]
     like = run.merge(equation, values, branches)
     shapes = {key: shape for branch in branches for key, shape in branch.notes.items()}
 
     def merged(branch: _Staged[V]) -> Callable[..., Any]:
         def call(*arrays: Any) -> Any:
             outputs, notes = branch(*arrays)
-            zeros = {
-                key: jax.numpy.zeros(s.shape, s.dtype)
-                for key, s in shapes.items()
-                if key not in notes
-            }
-            return inner.flat(
-                settled(inner, inner.refilled(branch.outputs, outputs), like)
-            ), notes | zeros
+            results = settled(inner, inner.refilled(branch.outputs, outputs), like)
+            absent = {key: shape for key, shape in shapes.items() if key not in notes}
+            return inner.flat(results), notes | _zeros(absent)
 
         return call
 
-    outputs, notes = lax.switch(
-        run.flat(values[:1])[0], [merged(branch) for branch in branches], *run.flat(operands)
-    )
+    which = run.flat(values[:1])[0]
+    outputs, notes = lax.switch(which, list(map(merged, branches)), *arrays)
     run.notes.update(notes)
     return _like(run, like, branches[0].outputs, outputs)
+
+
+def _zeros(notes: Mapping[int, Any]) -> Notes:
+    return {key: jax.numpy.zeros(shape.shape, shape.dtype) for key, shape in notes.items()}
 
 
 def shard_map(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
@@ -272,20 +259,12 @@ def manual_axes(equation: Equation) -> tuple[str, ...]:
     return tuple(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
 
 
-def is_placed(equation: Equation) -> bool:
-    """Returns whether a jit gives shardings for its operands or results."""
-    shardings = (
-        *equation.params.get("in_shardings", ()),
-        *equation.params.get("out_shardings", ()),
-    )
-    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
-
-
 def has_options(equation: Equation) -> bool:
     """Returns whether a jit gives shardings, donates operands, or sets options of the compiler."""
     params = equation.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return (
-        is_placed(equation)
+        any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
         or any(params.get("donated_invars", ()))
         or bool(params.get("compiler_options_kvs"))
     )

@@ -6,7 +6,6 @@ import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Generic, Self, TypeVar
 
 import jax
@@ -124,8 +123,12 @@ class Interpreter(Generic[V]):
 
         last = _last_reads(jaxpr)
         for i, equation in enumerate(jaxpr.eqns):
-            source, settings = contexts_of(equation, self.name_stack_of(equation))
-            with source, settings:
+            # New equations get the source line, the name stack and the settings of this one.
+            info = equation.source_info
+            names = self.name_stack_of(equation) or info.name_stack
+            stack = source_info_util.current_name_stack() + names
+            source = source_info_util.user_context(info.traceback, name_stack=stack)
+            with source, equation.ctx.manager:
                 outputs = self.step(equation, read(equation.invars))
             values.update(zip(equation.outvars, outputs, strict=True))
             for variable in last.get(i, ()):
@@ -202,36 +205,17 @@ def _compiled(primitive: Any, **params: Any) -> _Operation:
     return jax.jit(call)
 
 
-def contexts_of(
-    equation: Equation, name_stack: Any = None
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns contexts in which new equations get the source and the settings of an equation.
-
-    The first is its source line and name stack, the second its settings.
-
-    Args:
-      equation: the equation.
-      name_stack: one in place of the equation's own.
-    """
-    info = equation.source_info
-    name_stack = source_info_util.current_name_stack() + (name_stack or info.name_stack)
-    return source_info_util.user_context(
-        info.traceback, name_stack=name_stack
-    ), equation.ctx.manager
-
-
 def _last_reads(jaxpr: OpenJaxpr) -> dict[int, list[Any]]:
     """Returns the variables that no later equation reads, by equation: their arrays are freed."""
-    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
     last: dict[Any, int] = {}
     for i, equation in enumerate(jaxpr.eqns):
-        for atom in equation.invars:
-            if not isinstance(atom, jex_core.Literal):
-                last[atom] = i
+        last |= {atom: i for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jex_core.Literal):
+            last.pop(atom, None)
     found: dict[int, list[Any]] = {}
     for variable, i in last.items():
-        if variable not in kept:
-            found.setdefault(i, []).append(variable)
+        found.setdefault(i, []).append(variable)
     return found
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -136,17 +136,15 @@ def _shape(aval: Any) -> Any:
 
 def _items(body: Any) -> list[Equation | _Part]:
     """Returns the equations of a program, with those of repeated parts in their parts."""
+    reads = collections.Counter(_variables(body.eqns, body.outvars))
     for depth in range(1, _DEEPEST):
         scopes = functools.partial(_scopes, depth=depth)
         runs = [list(run) for _, run in itertools.groupby(body.eqns, scopes)]
-        rough = collections.Counter(_outline(run) for run in runs if _may_be_part(run, depth))
-        if not any(count > 1 for count in rough.values()):
-            continue
+        outlines = [_outline(run, depth) for run in runs]
+        alike = collections.Counter(filter(None, outlines))
         parts = [
-            _part(body, run, depth)
-            if _may_be_part(run, depth) and rough[_outline(run)] > 1
-            else None
-            for run in runs
+            _part(run, reads, depth) if alike[outline] > 1 else None
+            for run, outline in zip(runs, outlines, strict=True)
         ]
         counts = collections.Counter(part.key for part in parts if part is not None)
         if any(count > 1 for count in counts.values()):
@@ -162,39 +160,27 @@ def _scopes(equation: Equation, depth: int) -> tuple[Any, ...]:
     return equation.source_info.name_stack.stack[:depth]
 
 
-def _may_be_part(run: Sequence[Equation], depth: int) -> bool:
+def _outline(run: Sequence[Equation], depth: int) -> tuple[Any, ...]:
+    """Returns the primitives of a run of equations, or () if it may be no part."""
     scopes = _scopes(run[0], depth)
-    return (
-        len(run) >= _SMALLEST
-        and len(scopes) == depth
-        and all(hasattr(scope, "name") for scope in scopes)
-        and not any(equation.effects for equation in run)
-    )
-
-
-def _outline(run: Sequence[Equation]) -> Hashable:
+    is_named = len(scopes) == depth and all(hasattr(scope, "name") for scope in scopes)
+    if len(run) < _SMALLEST or not is_named or any(equation.effects for equation in run):
+        return ()
     return tuple(equation.primitive for equation in run)
 
 
-def _part(body: Any, run: Sequence[Equation], depth: int) -> _Part:
+def _variables(equations: Iterable[Equation], outputs: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yields the variables that some equations read, and those among some outputs."""
+    atoms = itertools.chain(*(equation.invars for equation in equations), outputs)
+    return itertools.filterfalse(_is_literal, atoms)
+
+
+def _part(run: Sequence[Equation], reads: collections.Counter[Any], depth: int) -> _Part:
+    """Returns a run of equations as a part. `reads` counts all reads of the program."""
     made = {variable for equation in run for variable in equation.outvars}
-    inputs = list(
-        dict.fromkeys(
-            atom
-            for equation in run
-            for atom in equation.invars
-            if not _is_literal(atom) and atom not in made
-        )
-    )
-    inside = set(map(id, run))
-    elsewhere = {
-        atom
-        for equation in body.eqns
-        if id(equation) not in inside
-        for atom in equation.invars
-        if not _is_literal(atom)
-    } | {atom for atom in body.outvars if not _is_literal(atom)}
-    outputs = [v for equation in run for v in equation.outvars if v in elsewhere]
+    own = collections.Counter(_variables(run))
+    inputs = [variable for variable in own if variable not in made]
+    outputs = [v for equation in run for v in equation.outvars if reads[v] > own[v]]
     numbers = {variable: i for i, variable in enumerate(inputs)}
     key = (
         tuple(variable.aval for variable in inputs),

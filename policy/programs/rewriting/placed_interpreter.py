@@ -15,9 +15,8 @@ from policy.programs.rewriting.control_flow import manual_axes
 from policy.programs.rewriting.interpreter import Interpreter
 
 _SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
-EnclosingEquations = tuple[
-    int, ...
-]  # the `id`s of the equations that a program stands in, outermost first
+# The `id`s of the equations that a program stands in, outermost first.
+EnclosingEquations = tuple[int, ...]
 
 
 class ModulePass(NamedTuple):
@@ -107,9 +106,8 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
         is_again = "rematted_computation" in name_stack
         is_backward = "transpose(" in name_stack or self.place.direction == "backward"
         path = module_path(path_of(name_stack, self.place.path), is_backward)
-        return ModulePass(
-            path, "again" if is_again else "backward" if is_backward else self.place.direction
-        )
+        direction = "backward" if is_backward else self.place.direction
+        return ModulePass(path, "again" if is_again else direction)
 
     def inside(self, equation: Equation) -> Self:
         inner = copy.copy(self)
@@ -164,9 +162,8 @@ def _once(path: Path) -> Path:
     for length in range(len(path) // 2, 0, -1):
         for start in range(len(path) - 2 * length + 1):
             middle, end = start + length, start + 2 * length
-            if path[start:middle] == path[middle:end] and not all(
-                map(str.isdigit, path[start:middle])
-            ):
+            is_numbers = all(map(str.isdigit, path[start:middle]))
+            if path[start:middle] == path[middle:end] and not is_numbers:
                 return _once((*path[:middle], *path[end:]))
     return path
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.programs.dtypes import F32, is_half
+from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
@@ -52,8 +52,7 @@ def dtype_of(atom: Any) -> Any:
 
 def widen(array: Any) -> Any:
     """Returns an array in float32 if it is half; any other as it is."""
-    dtype = getattr(array, "dtype", None)
-    return lax.convert_element_type(array, F32) if dtype is not None and is_half(dtype) else array
+    return lax.convert_element_type(array, F32) if holds_half(array) else array
 
 
 def narrowed(array: Any, dtype: DTypeLike) -> Any:
@@ -97,21 +96,18 @@ class Upcast(PlacedInterpreter):
 def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation on widened operands; as traced where it takes none."""
     name = equation.primitive.name
-    half = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.invars)]
+    has_half = any(holds_half(atom.aval) for atom in (*equation.invars, *equation.outvars))
     if name == "convert_element_type" and is_half(equation.params["new_dtype"]):
         array = arrays[0]
         return [lax.convert_element_type(array, F32) if array.dtype != F32 else array]
-    if name == "reduce_precision" and half[0] and keeps(equation, dtype_of(equation.invars[0])):
+    if name == "reduce_precision" and has_half and keeps(equation, dtype_of(equation.invars[0])):
         return list(arrays)
-    has_half = any(half) or any(
-        is_half(dtype) for dtype in map(dtype_of, equation.outvars) if dtype is not None
-    )
     if has_half and (name in HOST or name in READS_BITS):
         return _as_traced(equation, arrays)
     params = {key: _wide_param(value) for key, value in equation.params.items()}
     if name in MATMULS and _are_wide_codes(equation, arrays):
         params["preferred_element_type"] = F32
-        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+        params["precision"] = _HIGHEST
         return bind(equation, [lax.convert_element_type(array, F32) for array in arrays], params)
     if name in MATMULS:
         params["precision"] = _highest(equation)
@@ -151,14 +147,8 @@ def _highest(equation: Equation) -> Any:
     """Returns the precision of full float32, as GPUs and TPUs multiply in fewer bits by default."""
     is_float = any(jnp.issubdtype(dtype, jnp.floating) for dtype in map(dtype_of, equation.invars))
     precision = equation.params.get("precision")
-    if not is_float:
-        return precision
-    highest = lax.Precision.HIGHEST
-    return (
-        (highest, highest)
-        if equation.primitive.name != "ragged_dot_general" or precision
-        else precision
-    )
+    takes_pair = equation.primitive.name != "ragged_dot_general" or precision
+    return _HIGHEST if is_float and takes_pair else precision
 
 
 def _wide_param(value: Any) -> Any:
@@ -170,8 +160,7 @@ def _wide_param(value: Any) -> Any:
     if isinstance(value, tuple) and any(
         is_jaxpr(v) or isinstance(v, (tuple, np.dtype)) for v in value
     ):
-        items = [_wide_param(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return getattr(value, "_make", type(value))([_wide_param(item) for item in value])
     return value
 
 
@@ -196,38 +185,26 @@ def wide_program(program: Any) -> Any:
 
 def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     """Returns the dtypes in an open jaxpr and in the programs inside it."""
-    variables = [
-        *jaxpr.constvars,
-        *jaxpr.invars,
-        *jaxpr.outvars,
-        *(v for e in jaxpr.eqns for v in e.outvars),
-    ]
-    own = [dtype for dtype in map(dtype_of, variables) if dtype is not None]
-    return own + [
-        dtype for e in jaxpr.eqns for program in programs_of(e) for dtype in dtypes_of(program)
-    ]
+    variables = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
+    inner: list[Any] = []
+    for equation in jaxpr.eqns:
+        variables += equation.outvars
+        for program in programs_of(equation):
+            inner += dtypes_of(program)
+    return [dtype for dtype in map(dtype_of, variables) if dtype is not None] + inner
 
 
 def rounds(equation: Equation) -> bool:
     """Returns whether an equation without programs gives another result in float32."""
-    dtypes = [
-        dtype for dtype in map(dtype_of, (*equation.invars, *equation.outvars)) if dtype is not None
-    ]
-    if not any(map(is_half, dtypes)):
-        return _names_half(equation.params)
+    if not any(holds_half(atom.aval) for atom in (*equation.invars, *equation.outvars)):
+        algorithm = str(equation.params.get("precision")).lower()
+        return "f16" in algorithm or "float16" in algorithm  # multiplies float32 in half
     name = equation.primitive.name
     if name in HOST or name in EXACT:
         return False
     if name == "convert_element_type":
         return not _widens(dtype_of(equation.invars[0]), equation.params["new_dtype"])
     return name not in STATES_BITS
-
-
-def _names_half(params: dict[str, Any]) -> bool:
-    """Returns whether a matmul of float32 is told to multiply in half."""
-    precision = params.get("precision")
-    algorithm = "" if precision is None else str(precision).lower()
-    return "f16" in algorithm or "float16" in algorithm
 
 
 def _widens(source: Any, target: Any) -> bool:
@@ -278,14 +255,14 @@ def _of_program(one: Subprogram, arguments: Sequence[bool], apart: Collection[in
 
 def _of_body(body: OpenJaxpr, arguments: Sequence[bool], apart: Collection[int]) -> list[bool]:
     found = dict.fromkeys(body.constvars, False) | dict(zip(body.invars, arguments, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[bool]:
+        return [not hasattr(atom, "val") and found[atom] for atom in atoms]
+
     for equation in body.eqns:
-        outputs = depends(equation, [_found(found, atom) for atom in equation.invars], apart)
+        outputs = depends(equation, read(equation.invars), apart)
         found.update(zip(equation.outvars, outputs, strict=True))
-    return [_found(found, atom) for atom in body.outvars]
-
-
-def _found(found: dict[Any, bool], atom: Any) -> bool:
-    return False if hasattr(atom, "val") else found[atom]
+    return read(body.outvars)
 
 
 def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] = ()) -> bool:
@@ -305,11 +282,8 @@ def is_apart(equation: Equation, given: Sequence[bool], apart: Collection[int] =
 
 def _calls_host(equation: Equation) -> bool:
     """Returns whether there is a callback in one of the programs of an equation."""
-    return any(
-        inner.primitive.name in HOST
-        for one in programs_of(equation)
-        for inner in equations_within(one, once=True)
-    )
+    equations = (inner for one in programs_of(equation) for inner in equations_within(one))
+    return any(inner.primitive.name in HOST for inner in equations)
 
 
 Device = Literal["tpu", "gpu"]

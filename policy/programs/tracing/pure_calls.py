@@ -39,55 +39,14 @@ class _Container:
     @property
     def is_changed(self) -> bool:
         """True if the call added, removed or replaced elements."""
-        after, before = _contents(self.traced), self.before
-        if isinstance(before, list):
-            return len(after) != len(before) or any(
-                a is not b for a, b in zip(after, before, strict=True)
-            )
+        after, before = _copy(self.traced), self.before
         return after.keys() != before.keys() or any(after[k] is not before[k] for k in before)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutations:
-    """The changes of a call.
-
-    Attributes:
-      changed: the caller's containers.
-      contents: what they hold now, without its arrays.
-    """
-
-    changed: Sequence[Any]
-    contents: ArrayTree
-
-    def apply(self, arrays: Sequence[Any]) -> None:
-        """Makes the changes, with the program's results as arrays."""
-        for container, contents in zip(self.changed, self.contents.filled(arrays), strict=True):
-            _put(container, contents)
-
-
-class Containers:
-    """The mutable containers among the arguments of a call that is being traced.
-
-    Args:
-      given: the caller's arguments.
-      traced: those that the call is given, of the same structure.
-    """
-
-    def __init__(self, given: Any, traced: Any):
-        pairs = {id(one): (ours, one) for ours, one in _pairs(given, traced, set(), _DEPTH)}
-        self._all = [_Container(ours, one, _copy(one)) for ours, one in pairs.values()]
-
-    def mutations(self) -> tuple[list[Any], Mutations]:
-        """Returns the arrays in the changes that the call made, and the changes."""
-        changed = [each for each in self._all if each.is_changed]
-        arrays, contents = ArrayTree.divided([_copy(each.traced) for each in changed])
-        return arrays, Mutations([each.given for each in changed], contents)
-
-    def restore(self) -> None:
-        """Puts back the contents of the caller's own containers that the call was given."""
-        for each in self._all:
-            if each.traced is each.given and each.is_changed:
-                _put(each.traced, each.before)
+def _containers(given: Any, traced: Any) -> list[_Container]:
+    """Returns the mutable containers among arguments, which a call is given as `traced`."""
+    pairs = {id(one): (ours, one) for ours, one in _pairs(given, traced, set(), _DEPTH)}
+    return [_Container(ours, one, _copy(one)) for ours, one in pairs.values()]
 
 
 def _pairs(given: Any, traced: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, Any]]:
@@ -118,18 +77,19 @@ def _contents(container: Any) -> Any:
     return container if isinstance(container, (list, dict)) else vars(container)
 
 
-def _copy(container: Any) -> Any:
+def _copy(container: Any) -> dict[Any, Any]:
+    """Returns the elements of a container by place, key or name."""
     contents = _contents(container)
-    return list(contents) if isinstance(contents, list) else dict(contents)
+    return dict(enumerate(contents) if isinstance(contents, list) else contents)
 
 
-def _put(container: Any, contents: Any) -> None:
+def _put(container: Any, contents: dict[Any, Any]) -> None:
     own = _contents(container)
-    if isinstance(own, list):
-        own[:] = contents
-        return
     own.clear()
-    own.update(contents)
+    if isinstance(own, list):
+        own.extend(contents.values())
+    else:
+        own.update(contents)
 
 
 class UnreturnableError(TypeError):
@@ -148,13 +108,15 @@ class PureCall:
       jaxpr: the program.
       arrays: its operands, as they were given.
       result: the result without its arrays.
-      mutations: the changes of the caller's lists, dicts and objects.
+      changed: the caller's lists, dicts and objects that the call changes.
+      contents: what they hold then, without its arrays.
     """
 
     jaxpr: Any
     arrays: Sequence[Any]
     result: ArrayTree
-    mutations: Mutations
+    changed: Sequence[Any]
+    contents: ArrayTree
 
     @classmethod
     def of(
@@ -180,15 +142,18 @@ class PureCall:
 
         def flat(*arrays: Any) -> list[Any]:
             filled, _ = arguments.filled(arrays)
-            containers = Containers(trees, filled)
+            containers = _containers(trees, filled)
             try:
                 dynamic, result = ArrayTree.divided(call(*filled))
                 for leaf in result.static:
                     require_returnable(leaf)
-                written, mutations = containers.mutations()
+                changed = [each for each in containers if each.is_changed]
+                written, contents = ArrayTree.divided([_copy(each.traced) for each in changed])
             finally:
-                containers.restore()
-            noted[:] = result, mutations
+                for each in containers:
+                    if each.traced is each.given and each.is_changed:  # the caller's own
+                        _put(each.traced, each.before)
+            noted[:] = result, [each.given for each in changed], contents
             return [*dynamic, *written]
 
         return cls(jax.make_jaxpr(flat)(*arrays), arguments.arrays, *noted)
@@ -196,7 +161,9 @@ class PureCall:
     def returned(self, results: Sequence[Any]) -> Any:
         """Returns the result of the function, with the results of the program as its arrays."""
         count = sum(self.result.is_array)
-        self.mutations.apply(results[count:])
+        contents = self.contents.filled(results[count:])
+        for container, elements in zip(self.changed, contents, strict=True):
+            _put(container, elements)
         return self.result.filled(results[:count])
 
 

@@ -124,9 +124,8 @@ class ArrayTree:
     def filled(self, arrays: Sequence[Any]) -> Any:
         """Returns the tree with arrays in it."""
         dynamic, fixed = iter(arrays), iter(self.static)
-        return jax.tree.unflatten(
-            self.treedef, [next(dynamic) if i else next(fixed) for i in self.is_array]
-        )
+        leaves = [next(dynamic) if i else next(fixed) for i in self.is_array]
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,22 +150,16 @@ class Arguments(ArrayTree):
 
         It may not be hashable.
         """
-        exact = tuple(
-            leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static
-        )  # -0.0 is not 0.0
+        # -0.0 is not 0.0
+        exact = tuple(leaf.hex() if isinstance(leaf, float) else leaf for leaf in self.static)
         return self.treedef, self.is_array, exact, tuple(map(type, self.static))
 
     def names(self) -> list[str]:
         """Returns the path of each array: ``args[0]['params']['kernel']``, ``kwargs['mask']``."""
-        paths = jax.tree_util.tree_flatten_with_path(
-            jax.tree.unflatten(self.treedef, list(self.is_array))
-        )[0]
+        marks = jax.tree.unflatten(self.treedef, list(self.is_array))
+        paths = [path for path, mark in jax.tree_util.tree_leaves_with_path(marks) if mark]
         kinds = ("args", "kwargs")
-        return [
-            kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:])
-            for p, dynamic in paths
-            if dynamic
-        ]
+        return [kinds[getattr(p[0], "idx", 0)] + jax.tree_util.keystr(p[1:]) for p in paths]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""Matmuls and convolutions, in compute_dtype or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy.autocasting.settings import Place
+from policy.autocasting.values import (
+    CastValue,
+    Evaluated,
+    as_dtype,
+    as_traced,
+    bound_as_traced,
+    cast,
+)
+from policy.core.precision import canonical_precision
+from policy.eight_bits import scaled_convolution, scaled_matmul
+from policy.programs.dtypes import is_floating_dtype
+from policy.programs.jaxprs import Equation, bind
+
+
+def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> Evaluated:
+    """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
+    if _is_outer_product(equation, values):
+        return "float32", [_outer_product(equation, values)]
+    params, dtype = dict(equation.params), place.compute
+    precision = params.get("precision")
+    is_algorithm = precision is not None and not isinstance(precision, (tuple, list, lax.Precision))
+    if is_algorithm:  # the algorithm names the dtypes of its operands
+        return "author's algorithm", bound_as_traced(equation, values)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if precision is None and place.precision is not None:
+        params["precision"] = canonical_precision(place.precision)
+    arrays = [
+        as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
+        for value in values
+    ]
+    weights = [side for side, value in enumerate(values) if value.yields]
+    by = place.matmul if len(weights) == 1 else None
+    if by is not None and _may_be_scaled(equation, arrays, weights[0]):
+        product = _scaled(equation, arrays, by, weights[0], dtype)
+        return str(by.operands), [CastValue(cast(product, dtype))]
+    return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+
+
+def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
+    """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
+    without a contraction.
+    """
+    return (
+        equation.primitive.name == "dot_general"
+        and not any(equation.params["dimension_numbers"][0])
+        and equation.params.get("out_sharding") is None
+        and all(value.is_table or value.yields for value in values)
+    )
+
+
+def _outer_product(equation: Equation, values: Sequence[CastValue]) -> CastValue:
+    """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
+    batch = equation.params["dimension_numbers"][1]
+    a, b = (
+        jnp.moveaxis(array, axes, range(len(axes)))
+        for array, axes in zip(as_traced(equation.invars, values), batch, strict=True)
+    )
+    shared, rank = len(batch[0]), equation.outvars[0].aval.ndim
+    a = lax.expand_dims(a, range(a.ndim, rank))
+    b = lax.expand_dims(b, range(shared, shared + rank - b.ndim))
+    return CastValue(lax.mul(*jnp.broadcast_arrays(a, b)))
+
+
+# --------------------------------------------------------------------------------------------------
+# 8 bits
+# --------------------------------------------------------------------------------------------------
+
+
+def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bool:
+    """Returns whether a matmul or convolution runs in 8 bits, of which one operand is a parameter.
+
+    Those of a backward pass that was traced do not: backward of operations in 8 bits has its own.
+
+    Args:
+      arrays: the operands.
+      weight: the operand that is a parameter, by index.
+    """
+    name, params = equation.primitive.name, equation.params
+    is_one = name == "dot_general" or (
+        name == "conv_general_dilated"
+        and weight == 1
+        and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], params["batch_group_count"])
+    )
+    return (
+        is_one
+        and params.get("out_sharding") is None
+        and "transpose(" not in str(equation.source_info.name_stack)
+    )
+
+
+def _scaled(
+    equation: Equation,
+    arrays: Sequence[Any],
+    by: scaled_matmul.ScaledMatmul,
+    weight: int,
+    dtype: np.dtype,
+) -> jax.Array:
+    """Returns the result of a matmul in 8 bits in `dtype`, or of a convolution in float32."""
+    if equation.primitive.name == "conv_general_dilated":
+        options = {name: equation.params[name] for name in scaled_convolution.OPTIONS}
+        return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
+    return scaled_matmul.scaled_dot_general(
+        arrays[0],
+        arrays[1],
+        equation.params["dimension_numbers"],
+        by,
+        weight="rhs" if weight else "lhs",
+        dtype=dtype,
+    )
