@@ -2,7 +2,7 @@
 """Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in
 its input's dtype.
 
-Imported only where Flax has these (0.12.12 and later).
+Exported only where Flax has these (0.12.12 and later).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from policy.core.casting import cast_array
 from policy.functions.widening import reduction_dtype_of
 
 
-class RoPE(Layer, flax_nnx.RoPE):
+_FLAX_ROPE: Any = getattr(flax_nnx, "RoPE", flax_nnx.Module)
+
+
+class RoPE(Layer, _FLAX_ROPE):
     """`flax.nnx.RoPE` that obeys policies.
 
     Positions, which half precision can't count (bfloat16 has 257 and 256 in one), and their sines
