@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.autocasting.values import CastValue, as_dtype, cast, is_half_value
+from policy.autocasting.values import CastValue, cast
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs.dtypes import F32, explicit_sharding, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
@@ -112,7 +112,7 @@ def broadcast_product(
     """
     result = equation.outvars[0].aval
     a, b = (
-        as_dtype(value, F32) if is_broadcast(value, result.shape) else array
+        value.as_dtype(F32) if is_broadcast(value, result.shape) else array
         for value, array in zip(values, arrays, strict=True)
     )
     compute = _multiplied if equation.primitive.name == "mul" else _divided
@@ -121,7 +121,7 @@ def broadcast_product(
 
 def sums_cotangents(equation: Equation, values: Sequence[CastValue]) -> bool:
     """Returns whether the derivative of an equation that moves half values is a sum."""
-    if not any(map(is_half_value, values)):
+    if not any(value.is_half for value in values):
         return False
     name = equation.primitive.name
     if name == "pad":
@@ -154,7 +154,7 @@ def widened_operand(equation: Equation, values: Sequence[CastValue]) -> list[Cas
         return [cast(o, next(back)) if is_floating_dtype(o.dtype) else o for o in outputs]
 
     def widened(values: Iterable[CastValue]) -> list[Any]:
-        return [as_dtype(one, F32) if is_half_value(one) else one.array for one in values]
+        return [one.as_dtype(F32) if one.is_half else one.array for one in values]
 
     if equation.primitive.name not in COUNTS_TIES:
         return list(map(CastValue, run(*widened(values))))

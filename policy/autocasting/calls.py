@@ -15,18 +15,16 @@ from policy.autocasting.memoization import once_for_all_alike
 from policy.autocasting.values import (
     CastValue,
     as_traced,
+    bound,
     cast,
     floats_of,
-    is_half_value,
     traced_kind,
-    widened_param,
 )
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
-    bind,
     equations_within,
     runs_any,
     subprogram,
@@ -73,7 +71,7 @@ def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[Ca
     if not equation.outvars:
         return False
     shape = equation.outvars[0].aval.shape
-    is_half = [v.narrows or is_half_value(v) for v in floats_of(values) if v.array.shape == shape]
+    is_half = [v.narrows or v.is_half for v in floats_of(values) if v.array.shape == shape]
     if not is_half or not all(is_half) or evaluator.place_of(equation).compute == F32:
         return False
     names = {each.primitive.name for each in equations_within(subprogram(equation, "call").body)}
@@ -96,22 +94,18 @@ def _checkpointed(
 
 def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     program = subprogram(equation, "loop")
-    carry = program.carry
-    values = _carrying_as_traced(equation, values, carry)
+    values = evaluator.saved(equation, _carrying_as_traced(equation, values, program.carry))
     for i in range(len(values))[program.fixed]:
-        if values[i].yields and is_half_value(values[i]):
-            values[i] = widened_param(values[i])  # read in every step
-    before = evaluator.saved(equation, [*values[: carry.start], *values[carry.stop :]])
-    values = [*before[: carry.start], *values[carry], *before[carry.start :]]
-    carried = carries_handed_on(evaluator, equation, values)
+        if values[i].yields and values[i].is_half:
+            values[i] = values[i].widened_param()  # read in every step
+    carried = _carries_handed_on(evaluator, equation, values)
     return control_flow.scan(evaluator, equation, values, carried)
 
 
 def _while(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
     carry = slice(len(values) - len(equation.outvars), len(values))
-    return control_flow.while_loop(
-        evaluator, equation, _carrying_as_traced(equation, values, carry)
-    )
+    values = _carrying_as_traced(equation, values, carry)
+    return control_flow.while_loop(evaluator, equation, values)
 
 
 def _carrying_as_traced(
@@ -123,48 +117,25 @@ def _carrying_as_traced(
 
 
 def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
-    if control_flow.is_for_platforms(
-        equation
-    ):  # the branches of all platforms must return the same dtypes
+    if control_flow.is_for_platforms(equation):  # whose branches must return the same dtypes
         return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
     return control_flow.cond(evaluator, equation, values)
 
 
 def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
+    settings, programs = inside.settings, subprograms(equation)
+    is_told = settings.strict or inside.report is not None
+    narrowed = MATMULS | settings.allow
+    if not is_told and not any(runs_any(one.body, narrowed) for one in programs):
+        return bound(equation, arrays)
     operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
-    if not any(_may_narrow(inside, one.body) for one in subprograms(equation)):
-        return [CastValue(output) for output in bind(equation, arrays)]
-    inputs = list(map(CastValue, operands))
-    branches = [Body(inside, one, inputs, out) for one in subprograms(equation)]
+    branches = [Body(inside, one, list(map(CastValue, operands)), out) for one in programs]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
-    return [
-        CastValue(output)
-        for output in bind(equation, arrays, with_subprograms(equation, rewritten))
-    ]
+    return bound(equation, arrays, with_subprograms(equation, rewritten))
 
 
-def _may_narrow(evaluator: Evaluator, program: OpenJaxpr) -> bool:
-    """Returns whether a program has to be rewritten or reported if its operands are as traced."""
-    settings = evaluator.settings
-    is_told = settings.strict or evaluator.report is not None
-    return is_told or runs_any(program, MATMULS | settings.allow)
-
-
-HANDLERS: Mapping[str, AutocastHandler] = {
-    "jit": _jit,
-    **dict.fromkeys(CALLS, control_flow.call),
-    **dict.fromkeys(REMATS, once_for_all_alike(control_flow.remat)),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": control_flow.shard_map,
-    "custom_jvp_call": once_for_all_alike(custom_jvp),
-    "custom_vjp_call": custom_vjp,
-}
-
-
-def carries_handed_on(
+def _carries_handed_on(
     evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]
 ) -> list[CastValue]:
     """Returns a value like each carry of a scan.
@@ -238,3 +209,16 @@ def _stable(
         if stable == out:
             return out
         out = stable
+
+
+HANDLERS: Mapping[str, AutocastHandler] = {
+    "jit": _jit,
+    **dict.fromkeys(CALLS, control_flow.call),
+    **dict.fromkeys(REMATS, once_for_all_alike(control_flow.remat)),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": control_flow.shard_map,
+    "custom_jvp_call": once_for_all_alike(custom_jvp),
+    "custom_vjp_call": custom_vjp,
+}

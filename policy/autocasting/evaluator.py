@@ -19,12 +19,9 @@ from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import (
     CastValue,
-    as_dtype,
     bound_as_traced,
     cast,
-    is_half_value,
     traced_kind,
-    widened_param,
 )
 from policy.core.scope import Scope, enter
 from policy.programs import marks
@@ -179,7 +176,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def equation(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
         # Widened where it is first read: a report attributes the cast to that module.
-        values = [widened_param(value) if value.is_shared else value for value in values]
+        values = [value.widened_param() if value.is_shared else value for value in values]
         outputs = self._evaluated(equation, values)
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
@@ -189,7 +186,7 @@ class Evaluator(Interpreter[CastValue]):
         Its readers get it in float32 and cast it, so that its cotangents are summed in float32, as
         those of params that are stored in float32.
         """
-        if value.yields and is_half_value(value):
+        if value.yields and value.is_half:
             readers = self.readers.get(variable)
             if readers is not None and readers.total() > 1:
                 return CastValue(value.array, yields=True, is_shared=True)
@@ -281,7 +278,7 @@ def _of_layer(equation: Equation, values: Sequence[CastValue]) -> list[CastValue
 def _handed_on(mark: str, value: CastValue, place: Place) -> CastValue:
     """Evaluates a mark: the value as the code that it is handed to reads it."""
     if mark == marks.KEPT:
-        return CastValue(as_dtype(value, F32))
+        return CastValue(value.as_dtype(F32))
     if value.dtype == F32 or place.compute == F32:
         return CastValue(value.array, narrows=value.dtype == F32 != place.compute)
     return CastValue(cast(value.array, place.compute))

@@ -14,15 +14,15 @@ from policy.autocasting.settings import Place
 from policy.autocasting.values import (
     CastValue,
     Evaluated,
-    as_dtype,
     as_traced,
+    bound,
     bound_as_traced,
     cast,
 )
 from policy.core.precision import canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.programs.dtypes import is_floating_dtype
-from policy.programs.jaxprs import Equation, bind
+from policy.programs.jaxprs import Equation
 
 
 def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> Evaluated:
@@ -39,15 +39,14 @@ def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> E
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
     arrays = [
-        as_dtype(value, dtype) if is_floating_dtype(value.dtype) else value.array
-        for value in values
+        value.as_dtype(dtype) if is_floating_dtype(value.dtype) else value.array for value in values
     ]
     weights = [side for side, value in enumerate(values) if value.yields]
     by = place.matmul if len(weights) == 1 else None
     if by is not None and _may_be_scaled(equation, arrays, weights[0]):
         product = _scaled(equation, arrays, by, weights[0], dtype)
         return str(by.operands), [CastValue(cast(product, dtype))]
-    return str(dtype), [CastValue(output) for output in bind(equation, arrays, params)]
+    return str(dtype), bound(equation, arrays, params)
 
 
 def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:

@@ -15,35 +15,34 @@ standardised data too, such as the targets of a loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from policy.autocasting.second_moments import (
-    COPIES,
-    SUMS,
-    DefinitionChain,
-    Moment,
-    chain_of,
-    is_stored,
-    meeting,
-    operand_copied,
-    repeats,
-    statistics_of,
-)
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
 from policy.programs.primitives import (
+    BROADCASTS,
     ELEMENTWISE,
     FORWARD_ADDITIONS,
+    FORWARDS,
     JOINS_ROOTS,
     MATMULS,
+    OF_MOMENTS,
     PRODUCTS,
     REWRITTEN_INSIDE,
+    SIGN_CHANGES,
     SQUARE_ROOTS,
 )
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
 from policy.programs.reading.matmul_operands import is_cotangent
 
 _ROOTS = SQUARE_ROOTS | {"pow"}
+_SUMS = frozenset(("reduce_sum",))
+_COPIES = FORWARDS | {"row", "rows", "shard", "shards", "branch"}
+"""Copy elements of an operand, some of them or several times."""
+# Primitives allowed between the sum of a second moment and its root.
+_OF_MOMENTS = _COPIES | OF_MOMENTS
+# Operations that are followed back to find whether a value repeats numbers along an axis.
+_DEEPEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +71,8 @@ class Regions:
 
     def within(self, equation: Equation) -> dict[int, Regions]:
         """Returns the regions of the programs of an equation, by identity."""
-        identity = id(equation)
-        return {
-            program: found
-            for (holder, program), found in self.programs.items()
-            if holder == identity
-        }
+        found = self.programs.items()
+        return {program: inner for (holder, program), inner in found if holder == id(equation)}
 
 
 NOWHERE = Regions()
@@ -93,7 +88,7 @@ def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
     """
     if not any(each.primitive.name in _ROOTS for each in equations_within(jaxpr, once=True)):
         return NOWHERE
-    graph, found = Graph(jaxpr, REWRITTEN_INSIDE), _Found()
+    graph, found = Graph(jaxpr, REWRITTEN_INSIDE), _Found(set(), set())
     _note_facts(graph, is_param)
     for node in graph.nodes:
         if node.name in _ROOTS:
@@ -120,16 +115,15 @@ def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
         floats = [value for value in inputs if value.is_float] or inputs
         # A row of a table is an activation, as it is for the evaluator.
         yields = node.name != "gather" and bool(floats) and all(value.yields for value in floats)
-        is_moved = node.name in COPIES or node.name in ELEMENTWISE
+        is_moved = node.name in _COPIES or node.name in ELEMENTWISE
         given = is_moved and all(value.given for value in inputs)
         for output in node.outputs:
             output.yields, output.given = yields, given
 
 
-@dataclasses.dataclass
-class _Found:
-    measures: set[Node] = dataclasses.field(default_factory=set)
-    applies: set[Node] = dataclasses.field(default_factory=set)
+class _Found(NamedTuple):
+    measures: set[Node]
+    applies: set[Node]
 
 
 class _Programs:
@@ -176,31 +170,33 @@ def _look_at(root: Node, found: _Found) -> None:
     is_inverse = _is_inverse(root)
     if is_inverse is None:
         return
-    statistics = statistics_of(root.inputs[0])
+    statistics = _statistics_of(root.inputs[0])
     moments = [moment for moment in statistics.moments if not moment.of.yields]
     is_running = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
     if not moments and not (is_running and root.inputs[0].shape):
         return
     quotients, of_root = _quotients(root, is_inverse)
     for quotient in quotients:
-        numerator = chain_of(quotient.numerator)
-        chosen = next((m for m in moments if meeting(numerator, chain_of(m.of)) is not None), None)
-        affine = _affine(quotient.operation.outputs[0], quotient.is_scaled, False, of_root)
+        numerator = _chain_of(quotient.numerator)
+        chosen = next(
+            (m for m in moments if _meeting(numerator, _chain_of(m.of)) is not None), None
+        )
+        affine = _affine(quotient.operation.out, quotient.is_scaled, False, of_root)
         if chosen is None and not (is_running and _is_centred(numerator, affine, of_root)):
             continue
         is_norm = chosen is not None and not chosen.is_mean
-        is_data = numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.outputs[0])
+        is_data = numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.out)
         if (is_norm or is_data) and not (affine or quotient.is_scaled):
             continue
         found.measures.update((root, *of_root, *statistics.operations))
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
         for moment in moments:
             found.measures.update(moment.operations)
-            squared = chain_of(moment.of)
+            squared = _chain_of(moment.of)
             found.measures.update(
-                squared.operations[: squared.data.index(meeting(squared, numerator) or moment.of)]
+                squared.operations[: squared.data.index(_meeting(squared, numerator) or moment.of)]
             )
-    found.measures -= found.applies
+    found.measures.difference_update(found.applies)
 
 
 def _is_inverse(root: Node) -> bool | None:
@@ -211,35 +207,30 @@ def _is_inverse(root: Node) -> bool | None:
     if root.name != "pow":
         return root.name == "rsqrt"
     exponent = root.inputs[1]
-    while exponent.number is None and exponent.maker is not None and exponent.maker.name in COPIES:
-        exponent = operand_copied(exponent.maker)
+    while exponent.number is None and exponent.maker is not None and exponent.maker.name in _COPIES:
+        exponent = _operand_copied(exponent.maker)
     number = None if exponent.number is None else float(exponent.number)
     return {0.5: False, -0.5: True}.get(number) if number is not None else None
 
 
-def _is_centred(numerator: DefinitionChain, affine: Sequence[Node], of_root: set[Node]) -> bool:
+def _is_centred(numerator: _DefinitionChain, affine: Sequence[Node], of_root: set[Node]) -> bool:
     """Returns whether a stored mean is subtracted.
 
     It is subtracted before the division, or afterwards, divided by the root itself.
     """
     if numerator.data[0].yields:
         return False
-    before = (
-        op
-        for op in numerator.operations
-        if op.name == "sub" and is_stored(op.inputs[1], op.outputs[0].shape)
-    )
-    after = (
-        op
+    return any(
+        op.name == "sub" and _is_stored(op.inputs[1], op.out.shape) for op in numerator.operations
+    ) or any(
+        op.name in FORWARD_ADDITIONS and any(data.maker in of_root for data in op.inputs)
         for op in affine
-        if op.name in FORWARD_ADDITIONS and any(data.maker in of_root for data in op.inputs)
     )
-    return any(True for _ in before) or any(True for _ in after)
 
 
-def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[Node]:
+def _centring(numerator: _DefinitionChain, moments: Iterable[_Moment]) -> list[Node]:
     """Returns the operations of a numerator up to the last subtraction of a mean."""
-    squares = {data for moment in moments for data in chain_of(moment.of).data}
+    squares = {data for moment in moments for data in _chain_of(moment.of).data}
     shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
     last = shared
     for i, operation in enumerate(numerator.operations):
@@ -250,11 +241,11 @@ def _centring(numerator: DefinitionChain, moments: Iterable[Moment]) -> list[Nod
 
 def _is_mean(subtraction: Node, of: set[Value]) -> bool:
     """Returns whether the subtrahend is a stored mean, or computed from sums of the minuend."""
-    mean, shape = subtraction.inputs[1], subtraction.outputs[0].shape
-    if mean.given and mean.number is None and repeats(mean, shape):
+    mean, shape = subtraction.inputs[1], subtraction.out.shape
+    if mean.given and mean.number is None and _repeats(mean, shape):
         return True
-    sums = [operation for operation in statistics_of(mean).operations if operation.name in SUMS]
-    return any(not of.isdisjoint(chain_of(operation.inputs[0]).data) for operation in sums)
+    sums = [operation for operation in _statistics_of(mean).operations if operation.name in _SUMS]
+    return any(not of.isdisjoint(_chain_of(operation.inputs[0]).data) for operation in sums)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,8 +253,7 @@ def _is_mean(subtraction: Node, of: set[Value]) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Quotient:
+class _Quotient(NamedTuple):
     operation: Node
     numerator: Value
     is_scaled: bool
@@ -277,7 +267,7 @@ def _quotients(root: Node, is_inverse: bool) -> tuple[list[_Quotient], set[Node]
     """
     found: list[_Quotient] = []
     before: set[Node] = set()
-    left = [(root.outputs[0], is_inverse, False)]
+    left = [(root.out, is_inverse, False)]
     while left:
         data, is_inverse, is_scaled = left.pop()
         for operation in data.readers:
@@ -301,23 +291,20 @@ def _read(
       The quotient, or None; and (is_inverse, is_scaled) of the result of a step before the
       quotient, or None.
     """
-    name, others = operation.name, [other for other in operation.inputs if other is not data]
-    if name in COPIES:
+    name, shape = operation.name, operation.out.shape
+    others = [other for other in operation.inputs if other is not data]
+    if name in _COPIES:
         return None, (is_inverse, is_scaled)
     if name == "reciprocal" or (name == "integer_pow" and operation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
     if name in JOINS_ROOTS:
-        stored = all(
-            is_stored(other, operation.outputs[0].shape) for other in others if other.is_float
-        )
+        stored = all(_is_stored(other, shape) for other in others if other.is_float)
         return None, (is_inverse, is_scaled) if stored else None
     if name not in PRODUCTS or len(others) != 1:
         return None, None
     other, divides = others[0], name == "div" and operation.inputs[1] is data
-    shape = operation.outputs[0].shape
-    if is_stored(other, shape) or (
-        other.given and data.shape == shape and not repeats(data, shape)
-    ):
+    is_whole = data.shape == shape and not _repeats(data, shape)
+    if _is_stored(other, shape) or (other.given and is_whole):
         return None, (is_inverse != divides, is_scaled or other.number is None)
     if is_inverse if name == "mul" else divides and not is_inverse:
         return _Quotient(operation, other, is_scaled), None
@@ -335,10 +322,9 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
         others = [other for other in operation.inputs if other is not data]
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
-        if operation.name in COPIES or (
-            operation.name in PRODUCTS and is_number and len(readers) == 1
-        ):
-            rest = _affine(operation.outputs[0], is_scaled, is_shifted, of_root)
+        is_scaling = operation.name in PRODUCTS and is_number and len(readers) == 1
+        if operation.name in _COPIES or is_scaling:
+            rest = _affine(operation.out, is_scaled, is_shifted, of_root)
             found += [operation, *rest] if rest else []
         elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
             if operation.name in PRODUCTS and not (is_scaled or is_shifted):
@@ -346,14 +332,14 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
             elif operation.name in FORWARD_ADDITIONS and not is_shifted:
                 after = (True, True)
         if after is not None:
-            found += [operation, *_affine(operation.outputs[0], *after, of_root)]
+            found += [operation, *_affine(operation.out, *after, of_root)]
     return found
 
 
 def _feeds_a_matmul(data: Value) -> bool:
     return any(
         reader.name in MATMULS
-        or (reader.name in COPIES and any(map(_feeds_a_matmul, reader.outputs)))
+        or (reader.name in _COPIES and any(map(_feeds_a_matmul, reader.outputs)))
         for reader in data.readers
     )
 
@@ -365,4 +351,182 @@ def _affects(operation: Node, data: Value, other: Value, of_root: set[Node]) -> 
     """
     if operation.name == "div" and operation.inputs[0] is not data:
         return False
-    return is_stored(other, operation.outputs[0].shape) or other.maker in of_root
+    return _is_stored(other, operation.out.shape) or other.maker in of_root
+
+
+# --------------------------------------------------------------------------------------------------
+# Second moments, and chains of values that move, shift and scale the same numbers
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Moment:
+    """A sum of squares.
+
+    Attributes:
+      of: the squared value.
+      is_mean: whether it is divided by a count, and not taken over all axes.
+      operations: the operations between `of` and the sum.
+    """
+
+    of: Value
+    is_mean: bool
+    operations: list[Node]
+
+
+@dataclasses.dataclass
+class _Statistics:
+    moments: list[_Moment] = dataclasses.field(default_factory=list)
+    operations: list[Node] = dataclasses.field(default_factory=list)
+    has_sums: bool = False
+
+
+def _statistics_of(data: Value) -> _Statistics:
+    """Returns the sums of squares that a value is computed from, and the operations since."""
+    found, seen, left = _Statistics(), set(), [(data, False)]
+    while left:
+        data, is_mean = left.pop()
+        operation = data.maker
+        if operation is None or operation in seen or operation.name not in _OF_MOMENTS:
+            continue
+        seen.add(operation)
+        found.operations.append(operation)
+        if operation.name in _SUMS:
+            found.has_sums = True
+            found.moments += _moment(operation, is_mean)
+            continue
+        for i, operand in enumerate(operation.inputs):
+            if operand.is_float:
+                left.append((operand, is_mean or _divides(operation, i)))
+    return found
+
+
+def _divides(operation: Node, i: int) -> bool:
+    """Returns whether an operation divides its operand `i` or multiplies it by a number.
+
+    A mean does either to its sum.
+    """
+    others = [data for j, data in enumerate(operation.inputs) if j != i]
+    if operation.name == "div":
+        return i == 0
+    return operation.name == "mul" and any(data.number is not None for data in others)
+
+
+def _moment(sum_: Node, is_mean: bool) -> Iterator[_Moment]:
+    data, operations = sum_.inputs[0], []
+    while (operation := data.maker) is not None:
+        operations.append(operation)
+        squared = _squared(operation)
+        if squared is not None:
+            yield _Moment(squared, is_mean and sum_.out.shape != (), operations)
+            return
+        if operation.name in _SUMS:
+            data = operation.inputs[0]
+            continue
+        following = _through(operation)
+        if following is None:
+            return
+        is_mean = is_mean or operation.name == "div"
+        data = following
+
+
+def _squared(operation: Node) -> Value | None:
+    """Returns the value that an operation squares, or None."""
+    name, inputs = operation.name, operation.inputs
+    squares = (
+        name == "square"
+        or (name == "integer_pow" and operation.params["y"] == 2)
+        or (name == "mul" and _unconverted(inputs[0]) is _unconverted(inputs[1]))
+        or (name == "pow" and inputs[1].number == 2)
+    )
+    return inputs[0] if squares else None
+
+
+def _unconverted(data: Value) -> Value:
+    while data.maker is not None and data.maker.name == "convert_element_type":
+        data = data.maker.inputs[0]
+    return data
+
+
+@dataclasses.dataclass
+class _DefinitionChain:
+    """A value and its predecessors.
+
+    Attributes:
+      data: the values, latest first.
+      operations: the operation that computes each value from the next one in `data`.
+    """
+
+    data: list[Value]
+    operations: list[Node]
+
+
+def _chain_of(data: Value) -> _DefinitionChain:
+    chain = _DefinitionChain([data], [])
+    while (operation := data.maker) is not None:
+        following = _through(operation)
+        if following is None:
+            break
+        data = following
+        chain.data.append(data)
+        chain.operations.append(operation)
+    return chain
+
+
+def _through(operation: Node) -> Value | None:
+    """Returns the operand whose numbers an operation moves, scales, shifts or masks.
+
+    Returns None for all other operations.
+    """
+    name, inputs = operation.name, operation.inputs
+    if name in _COPIES and inputs:
+        return _operand_copied(operation)
+    if name in SIGN_CHANGES:
+        return inputs[0]
+    if name == "select_n":
+        cases = [data for data in inputs[1:] if not data.yields]
+        return cases[0] if len(cases) == 1 else None
+    shape = operation.out.shape
+    if name in FORWARD_ADDITIONS:
+        kept = [data for data in inputs if not (data.yields or _repeats(data, shape))]
+    elif name == "mul":
+        kept = [data for data in inputs if not _is_stored(data, shape)]
+    else:
+        return inputs[0] if name == "div" and _is_stored(inputs[1], shape) else None
+    return kept[0] if len(kept) == 1 else None
+
+
+def _operand_copied(operation: Node) -> Value:
+    """Returns the operand that an operation of `_COPIES` copies: of a conditional, a branch's."""
+    return operation.inputs[operation.name == "branch"]
+
+
+def _is_stored(data: Value, shape: tuple[Any, ...]) -> bool:
+    """Returns whether a value is a parameter, a number, or an argument broadcast to `shape`."""
+    return data.yields or (data.given and _repeats(data, shape))
+
+
+def _repeats(data: Value, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool:
+    """Returns whether a value that is read in `shape` repeats numbers."""
+    if data.shape != shape:
+        return True
+    operation = data.maker
+    if operation is None or not depth:
+        return False
+    if operation.name in BROADCASTS and operation.inputs[0].shape != shape:
+        return True
+    if operation.name in _COPIES:
+        return _repeats(_operand_copied(operation), _operand_copied(operation).shape, depth - 1)
+    if operation.name not in ELEMENTWISE:
+        return False
+    floats = [operand for operand in operation.inputs if operand.is_float]
+    return bool(floats) and all(_repeats(operand, shape, depth - 1) for operand in floats)
+
+
+def _meeting(chain: _DefinitionChain, other: _DefinitionChain) -> Value | None:
+    """Returns the first value of a chain that is also in the other, or None.
+
+    Values made of parameters alone are skipped.
+    """
+    of_other = set(other.data)
+    return next((data for data in chain.data if data in of_other and not data.yields), None)

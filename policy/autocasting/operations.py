@@ -26,11 +26,10 @@ from policy.autocasting.settings import Place
 from policy.autocasting.values import (
     CastValue,
     Evaluated,
-    as_dtype,
+    bound,
     bound_as_traced,
     cast,
     floats_of,
-    widened_param,
 )
 from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
@@ -200,7 +199,7 @@ class CastOperation:
 
     def _summed_backward(self) -> Evaluated:
         if self.values[0].yields and self.name in primitives.BROADCASTS:
-            self.values = [widened_param(self.values[0]), *self.values[1:]]
+            self.values = [self.values[0].widened_param(), *self.values[1:]]
             return self._passed()
         return "widened, then cast", widened_operand(self.equation, self.values)
 
@@ -267,12 +266,12 @@ class CastOperation:
         if value.constant is not None and saturates(value.constant, dtype):
             return saturated(value.array, dtype)
         if dtype == F32 or self.name in primitives.PRODUCTS or not is_broadcast(value, shape):
-            return as_dtype(value, dtype)
-        return repeated(as_dtype(value, F32), self.equation.outvars[0].aval, dtype)
+            return value.as_dtype(dtype)
+        return repeated(value.as_dtype(F32), self.equation.outvars[0].aval, dtype)
 
     def _bound(self, arrays: Sequence[Any]) -> list[CastValue]:
         try:
-            return [CastValue(output) for output in bind(self.equation, arrays)]
+            return bound(self.equation, arrays)
         except (TypeError, NotImplementedError):  # the primitive takes no half precision
             return self._traced()
 

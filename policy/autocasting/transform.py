@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
@@ -194,17 +195,12 @@ def _transformed(fn: Any, *, options: _Options, enabled: bool) -> Any:
     require_function(fn, "autocast")
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled should be True or False, but got {enabled!r}.")
-    if not enabled:
-        return _as_traced(fn)
-    return _Autocast(fn, options).wrapper()
-
-
-def _as_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` in an island, which a surrounding autocast leaves in float32."""
+    if enabled:
+        return _Autocast(fn, options).wrapper()
 
     @functools.wraps(fn)
     def island(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(ISLAND):
+        with jax.named_scope(ISLAND):  # which a surrounding autocast leaves in float32
             return fn(*args, **kwargs)
 
     return island
@@ -295,22 +291,17 @@ class _Autocast:
             jaxpr, shape = _traced_in_float32(flat, arrays)
             args, kwargs = arguments.filled(arrays)
             marks = parameters(self.fn, self.options.params, args, kwargs)
-            params = [
-                mark
-                for mark, is_dynamic in zip(marks, arguments.is_array, strict=True)
-                if is_dynamic
-            ]
+            states = other_state(args, kwargs, self.options.states)
+            params = list(itertools.compress(marks, arguments.is_array))
+            is_state = itertools.compress(states, arguments.is_array)
             warn_of_optimizer(args, kwargs)
             if report is not None:
                 report.note_parameters(arguments.names(), params)
-            # A report records each equation at its path, and rules may distinguish the paths inside
-            # it.
+            # A report notes each equation at its path, and rules may tell the paths inside apart.
             shares = report is None and settings.rules is None and settings.normalises is None
             body, consts = opened(outlined(jaxpr) if shares else jaxpr)
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
-            states = other_state(args, kwargs, self.options.states)
-            is_state = [s for s, is_one in zip(states, arguments.is_array, strict=True) if is_one]
             values = [
                 CastValue(
                     array if _is_key(array) else jnp.asarray(array),
@@ -325,11 +316,8 @@ class _Autocast:
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code
             places.check(settings.normalises)
-            leaves, structure = jax.tree.flatten(shape)
-            results = [
-                _like(output.array, leaf) for output, leaf in zip(outputs, leaves, strict=True)
-            ]
-            return jax.tree.unflatten(structure, results)
+            results = jax.tree.unflatten(jax.tree.structure(shape), [one.array for one in outputs])
+            return jax.tree.map(_like, results, shape)
 
         rewritten.__name__ = _name_of(self.fn)
         return rewritten
@@ -341,10 +329,8 @@ def _traced_in_float32(flat: Callable[..., Any], arrays: Sequence[Any]) -> tuple
     The results have the dtypes that the function gives them for its arguments as they are. A
     function that refuses half precision, such as an FFT, returns what it returns for float32.
     """
-    wide = [
-        jax.eval_shape(lambda a: a.astype(F32), array) if _is_half(array) else array
-        for array in arrays
-    ]
+    widened = functools.partial(jax.eval_shape, lambda array: array.astype(F32))
+    wide = [widened(array) if _is_half(array) else array for array in arrays]
     jaxpr, shape = make_jaxpr(flat, return_shape=True)(*wide)
     if any(map(_is_half, arrays)):
         with contextlib.suppress(TypeError, ValueError, NotImplementedError):

@@ -58,6 +58,34 @@ class CastValue:
     def dtype(self) -> Any:
         return self.array.dtype
 
+    @property
+    def is_half(self) -> bool:
+        return is_floating_dtype(self.dtype) and self.dtype.itemsize < F32.itemsize
+
+    def as_dtype(self, dtype: np.dtype) -> Any:
+        """Returns the array in `dtype`.
+
+        A half-precision value is widened once for all readers, so that its cotangents are summed in
+        float32 and rounded once. A float32 value is narrowed at each use, for the same reason.
+        """
+        if self.dtype == dtype:
+            return self.array
+        if self.dtype.itemsize >= dtype.itemsize:
+            if self.transposed is not None:
+                # Cast, then transposed, as an author writes it: XLA folds a transposition that
+                # stands beside a matmul into it, also the one of the gradient. Past a cast it
+                # can't, and XLA:CPU then multiplies in another order.
+                source, axes = self.transposed
+                return lax.transpose(source.as_dtype(dtype), axes)
+            return cast(self.array, dtype)
+        if self.widened is None or self.widened.dtype != dtype:
+            self.widened = cast(self.array, dtype)
+        return self.widened
+
+    def widened_param(self) -> CastValue:
+        """Returns a param in float32, so that its cotangents are summed there."""
+        return CastValue(self.as_dtype(F32), yields=True)
+
     def narrowed_to(self, dtype: np.dtype) -> CastValue:
         """Returns the value as readers outside of its normalisation get it, in a half `dtype`."""
         if not self.narrows or dtype == F32:
@@ -81,10 +109,6 @@ def floats_of(values: Sequence[CastValue]) -> list[CastValue]:
     return [value for value in values if is_floating_dtype(value.dtype)]
 
 
-def is_half_value(value: CastValue) -> bool:
-    return is_floating_dtype(value.dtype) and value.dtype.itemsize < F32.itemsize
-
-
 def cast(array: Any, dtype: DTypeLike) -> Any:
     """Casts `array` to `dtype`; returns it unchanged if it has that dtype."""
     if array.dtype == dtype:
@@ -93,42 +117,23 @@ def cast(array: Any, dtype: DTypeLike) -> Any:
         return lax.convert_element_type(array, dtype)
 
 
-def as_dtype(value: CastValue, dtype: np.dtype) -> Any:
-    """Returns `value` in `dtype`.
-
-    A half-precision value is widened once for all readers, so that its cotangents are summed in
-    float32 and rounded once. A float32 value is narrowed at each use, for the same reason.
-    """
-    if value.array.dtype == dtype:
-        return value.array
-    if value.array.dtype.itemsize >= dtype.itemsize:
-        if value.transposed is not None:
-            # Cast, then transposed, as an author writes it: XLA folds a transposition that stands
-            # beside a matmul into it, also the one of the gradient. Past a cast it can't, and
-            # XLA:CPU then multiplies in another order.
-            source, axes = value.transposed
-            return lax.transpose(as_dtype(source, dtype), axes)
-        return cast(value.array, dtype)
-    if value.widened is None or value.widened.dtype != dtype:
-        value.widened = cast(value.array, dtype)
-    return value.widened
-
-
-def widened_param(value: CastValue) -> CastValue:
-    """Returns a param in float32, so that its cotangents are summed there."""
-    return CastValue(as_dtype(value, F32), yields=True)
-
-
 def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
     """Returns the arrays of values in the dtypes that they were traced with."""
     return [
-        as_dtype(value, dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
+        value.as_dtype(dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
         for atom, value in zip(atoms, values, strict=True)
     ]
 
 
+def bound(
+    equation: Equation, arrays: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[CastValue]:
+    """Evaluates an equation on arrays."""
+    return list(map(CastValue, bind(equation, arrays, params)))
+
+
 def bound_as_traced(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
-    return [CastValue(output) for output in bind(equation, as_traced(equation.invars, values))]
+    return bound(equation, as_traced(equation.invars, values))
 
 
 def traced_kind(variable: Any) -> CastValue:

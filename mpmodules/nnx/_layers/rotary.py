@@ -21,7 +21,6 @@ from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.core.casting import cast_array
 from policy.functions.widening import reduction_dtype_of
 
-
 _FLAX_ROPE: Any = getattr(flax_nnx, "RoPE", flax_nnx.Module)
 
 
