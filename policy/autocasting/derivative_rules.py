@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
@@ -46,10 +45,8 @@ def custom_jvp(
         run = Body(inside, rule, [*values, *[CastValue(t) for t in moved]])
         outputs = run.arrays(*primals, *moved)
         half = len(outputs) // 2
-        return (
-            _of_dtypes(body, outputs[:half], primals),
-            _of_dtypes(body, outputs[half:], primals),
-        )
+        given, moved = outputs[:half], outputs[half:]
+        return _of_dtypes(body, given, primals), _of_dtypes(body, moved, primals)
 
     results = function(*arrays)
     return evaluator.refilled(body.outputs, results)
@@ -163,10 +160,9 @@ def _of_dtypes(body: Body[CastValue], outputs: Sequence[Any], given: Sequence[An
     """Returns the results of a rule, or their tangents, in the dtypes of those of the function."""
     if not body.outputs:  # an eager derivative asks for the rule alone
         jax.eval_shape(body.arrays, *given)
-    return [
-        cast(output, known.dtype) if _is_inexact(known) else output
-        for output, known in zip(outputs, body.outputs, strict=True)
-    ]
+    floats = _floats([known.array for known in body.outputs])
+    dtypes = [known.dtype if i in floats else None for i, known in enumerate(body.outputs)]
+    return _in(dtypes, outputs)
 
 
 def _in(dtypes: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -178,11 +174,8 @@ def _dtypes(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
-    return [i for i, array in enumerate(arrays) if _is_inexact(array)]
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jax.numpy.issubdtype(array.dtype, np.inexact))
+    inexact = jax.numpy.inexact
+    return [i for i, array in enumerate(arrays) if jax.numpy.issubdtype(array.dtype, inexact)]
 
 
 def _filled(arrays: Sequence[Any], floats: Sequence[int], given: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ policies themselves.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import numpy as np
 
 from policy.autocasting.calls import HANDLERS
 from policy.autocasting.evaluator import Evaluator
@@ -26,7 +28,7 @@ from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.rewriting.interpreter import run_at_once
 from policy.programs.rewriting.outlining import outlined
 from policy.programs.tracing.pure_calls import PureCall, UnreturnableError
-from policy.programs.tracing.trace import Arguments, is_array, is_eager
+from policy.programs.tracing.trace import Arguments, ArrayTree, is_eager
 
 CANNOT_BE_TRACED = (
     UnreturnableError,
@@ -64,15 +66,8 @@ class OwnCode:
         Raises:
           the errors in `CANNOT_BE_TRACED`.
         """
-        kinds = [
-            kind
-            for kind, tree in enumerate(trees)
-            for leaf in jax.tree.leaves(tree)
-            if is_array(leaf)
-        ]
-
-        given = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
-        is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in given]
+        kinds = [kind for kind, tree in enumerate(trees) for _ in _arrays(tree)]
+        is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in _arrays(trees[2])]
 
         def in_float32(arrays: Sequence[Any]) -> list[Any]:
             return [
@@ -83,8 +78,7 @@ class OwnCode:
         scope = dataclasses.replace(current_scope(), traces_own_code=True)
 
         def inside(*trees: Any) -> Any:
-            inputs = [leaf for leaf in jax.tree.leaves(trees[2]) if is_array(leaf)]
-            wide = [x for x, is_one in zip(inputs, is_wide, strict=True) if is_one]
+            wide = list(itertools.compress(_arrays(trees[2]), is_wide))
             with enter(scope), marks.noting_wide_results(wide):
                 return call(*trees)
 
@@ -103,17 +97,15 @@ class OwnCode:
         given = dict(zip(body.invars, arrays, strict=True))
         result = self.call.result
         outputs = sum(result.is_array[: result.treedef.children()[0].num_leaves])
-        values = [
-            CastValue(
-                _narrow(array, variable),
-                kind == 0,
-                weak=kind == 2 and self.policy.cast_inputs,
-                is_table=kind == 1 and is_fixed,
-            )
-            for array, variable, kind, is_fixed in zip(
-                arrays, body.invars, self.kinds, is_unwritten(body, outputs), strict=True
-            )
-        ]
+        values = []
+        is_fixed = is_unwritten(body, outputs)
+        for array, variable, kind, is_buffer in zip(
+            arrays, body.invars, self.kinds, is_fixed, strict=True
+        ):
+            is_wide = array.dtype == np.float64 and variable.aval.dtype == F32
+            array = cast(array, F32) if is_wide else array
+            weak, is_table = kind == 2 and self.policy.cast_inputs, kind == 1 and is_buffer
+            values.append(CastValue(array, kind == 0, weak=weak, is_table=is_table))
         evaluator = Evaluator(settings, places, HANDLERS, scope=self.scope)
         evaluated = evaluator.run(body, list(map(evaluator.constant, consts)), values)
 
@@ -132,13 +124,8 @@ def _is_float(array: Any) -> bool:
     return dtype is not None and dtype.itemsize >= 2
 
 
-def _narrow(array: Any, variable: Any) -> Any:
-    """Returns a float64 operand as the float32 that it was traced as, others unchanged."""
-    dtype = float_dtype(array)
-    is_wide = (
-        dtype is not None and dtype.itemsize > F32.itemsize and float_dtype(variable.aval) == F32
-    )
-    return cast(array, F32) if is_wide else array
+def _arrays(tree: Any) -> list[Any]:
+    return ArrayTree.divided(tree)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,18 +134,11 @@ def _narrow(array: Any, variable: Any) -> Any:
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType)
 
-
 _kept: Recent[tuple[Callable[..., list[Any]], PureCall]] = Recent(256)
 """Evaluated programs, and the calls that they are of, without their operands."""
 
 
-def run(
-    call: ModuleCall,
-    trees: Sequence[Any],
-    policy: Policy,
-    *,
-    key: Hashable,
-) -> Any:
+def run(call: ModuleCall, trees: Sequence[Any], policy: Policy, *, key: Hashable) -> Any:
     """Runs ``call(params, others, inputs)``, a user's own code, under a policy.
 
     Outside of `jax.jit`, the program is kept for calls with the same key, structure and shapes.
@@ -199,9 +179,8 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
 
     It may not be hashable.
     """
-    if key is None or not all(isinstance(leaf, _SIMPLE) for leaf in arguments.static):
-        return None
-    if not all(map(is_eager, arguments.arrays)):
+    is_simple = all(isinstance(leaf, _SIMPLE) for leaf in arguments.static)
+    if key is None or not is_simple or not all(map(is_eager, arguments.arrays)):
         return None
     avals = tuple(map(jax.typeof, arguments.arrays))
     config: Any = jax.config

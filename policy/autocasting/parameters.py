@@ -34,17 +34,12 @@ def parameters(
     fn: Any, params: ParamsArgument, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[bool]:
     """Returns, for each leaf of ``(args, kwargs)``, whether it is a parameter."""
-    everything = (args, kwargs)
     if callable(params):
-        return [bool(params(leaf)) for leaf in jax.tree.leaves(everything)]
+        return [bool(params(leaf)) for leaf in jax.tree.leaves((args, kwargs))]
     if params is None:
         return _inferred(args, kwargs)
     named = [params] if isinstance(params, (int, str)) else list(params)
-    positions = {
-        _position(fn, name, args)
-        for name in named
-        if not (isinstance(name, str) and name in kwargs)
-    }
+    positions = {_position(fn, name, args) for name in named if name not in kwargs}
     return [
         *(i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)),
         *(name in named for name, arg in sorted(kwargs.items()) for _ in jax.tree.leaves(arg)),

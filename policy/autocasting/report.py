@@ -88,11 +88,8 @@ class Report:
         width = max((len(record.path) for record in self.records), default=0)
         kind = max((len(record.primitive) for record in self.records), default=0)
         for record, count in self.records.items():
-            dtypes = ", ".join(record.dtypes)
-            yield (
-                f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}  "
-                f"{record.done} -> {dtypes}"
-            )
+            operation = f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}"
+            yield f"{operation}  {record.done} -> {', '.join(record.dtypes)}"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

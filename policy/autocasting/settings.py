@@ -147,11 +147,9 @@ class Places:
         """Returns the half-precision output dtype that a rule gives to this very path, or None."""
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
-        for name, model in _names(without_marks(path)) if path else ():
-            policy = rules.match(name, model=model) if rules is not None else None
-            if policy is not None:
-                return policy.output_dtype if policy.output_dtype.itemsize < F32.itemsize else None
-        return None
+        policy = _match(rules, without_marks(path)) if path else None
+        is_half = policy is not None and policy.output_dtype.itemsize < F32.itemsize
+        return policy.output_dtype if is_half else None
 
     def check(self, rules: PolicyRules | None) -> None:
         """Raises if a rule matched no path."""
@@ -180,9 +178,12 @@ def _names(path: Path) -> list[tuple[str, str]]:
 
 def _rule_policy(rules: PolicyRules | None, path: Path) -> Policy | None:
     """Returns the policy of the rule that matches the path, or the nearest path above it."""
-    for length in range(len(path), 0, -1) if rules else ():
-        for name, model in _names(path[:length]):
-            policy = rules.match(name, model=model) if rules is not None else None
-            if policy is not None:
-                return policy
-    return None
+    lengths = range(len(path), 0, -1) if rules else ()
+    found = (_match(rules, path[:length]) for length in lengths)
+    return next((policy for policy in found if policy is not None), None)
+
+
+def _match(rules: PolicyRules | None, path: Path) -> Policy | None:
+    """Returns the policy of the rule that matches this very path, or None."""
+    found = (rules.match(name, model=model) for name, model in _names(path)) if rules else ()
+    return next((policy for policy in found if policy is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,29 +24,17 @@ from policy.programs.primitives import (
     of_kinds,
 )
 
-OPERATION_KINDS = (
-    "dot",
-    "convolution",
-    "reduction",
-    "scatter-add",
-    "transcendental",
-    "collective",
-    "cast",
-    "opaque",
-    "other",
-)
-
-
 _KINDS = {
     "dot": DOTS,
     "convolution": CONVOLUTIONS,
+    "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
     "scatter-add": of_kinds("scatter-sum"),
     "transcendental": TRANSCENDENTALS,
     "collective": of_kinds("collective-reduce", "collective-move"),
     "cast": CASTS,
     "opaque": of_kinds("kernel", "attention-bwd", "linalg", "fft"),
-    "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
 }
+OPERATION_KINDS = (*_KINDS, "other")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
@@ -131,12 +120,8 @@ def bytes_of(equation: Equation) -> int:
 
 def array_bytes(aval: Any) -> int:
     """Returns the size of an array in bytes; 0 for non-arrays."""
-    dtype = getattr(aval, "dtype", None)
-    return (
-        0
-        if dtype is None
-        else size(getattr(aval, "shape", ())) * int(getattr(dtype, "itemsize", 0))
-    )
+    itemsize = int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+    return size(getattr(aval, "shape", ())) * itemsize
 
 
 def flops_of(equation: Equation) -> int:
@@ -149,18 +134,14 @@ def flops_of(equation: Equation) -> int:
     name = equation.primitive.name
     kind = kind_of(name)
     counted = ("int8", "uint8") if kind in ("dot", "convolution") else ()
-    numbers = [
-        atom.aval
-        for atom in equation.invars
-        if is_inexact_name(dtype_name_of(atom)) or dtype_name_of(atom) in counted
-    ]
+    dtypes = map(dtype_name_of, equation.invars)
+    are_numbers = [is_inexact_name(dtype) or dtype in counted for dtype in dtypes]
+    numbers = [atom.aval for atom in itertools.compress(equation.invars, are_numbers)]
     if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))
-    if kind == "dot":
-        return _dot(equation, result)
-    if kind == "convolution":
-        return _convolution(equation, result)
+    if kind in ("dot", "convolution"):
+        return (_dot if kind == "dot" else _convolution)(equation, result)
     if name in WINDOWED:
         return result * size(equation.params["window_dimensions"])
     if kind == "scatter-add":
@@ -178,18 +159,15 @@ def _dot(equation: Equation, result: int) -> int:
     (contracted, _), _ = numbers
     left = equation.invars[0].aval.shape
     if equation.primitive.name == "ragged_dot_general" and len(equation.outvars[0].aval.shape) > 2:
-        result = result // max(
-            int(equation.outvars[0].aval.shape[0]), 1
-        )  # each row is of one group
+        result //= max(int(equation.outvars[0].aval.shape[0]), 1)  # each row is of one group
     return 2 * result * size([left[axis] for axis in contracted])
 
 
 def _convolution(equation: Equation, result: int) -> int:
     kernel = equation.invars[1].aval.shape
     numbers = equation.params["dimension_numbers"]
-    outputs = kernel[numbers.rhs_spec[0]]
-    dilation = size(
-        equation.params.get("lhs_dilation") or ()
-    )  # zeros between the rows are not multiplied
+    outputs = size((kernel[numbers.rhs_spec[0]],))
+    # zeros between the rows are not multiplied
+    dilation = size(equation.params.get("lhs_dilation") or ())
     batches = equation.params.get("batch_group_count", 1)
-    return 2 * result * size(kernel) // max(size((outputs,)) * dilation * batches, 1) * batches
+    return 2 * result * size(kernel) // max(outputs * dilation * batches, 1) * batches

@@ -9,7 +9,8 @@ A primitive is added as one name, or one row, to the kind that it belongs to.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 # Autocast's category -> kind -> rows, `name: trait trait`. Names without traits stand first. A
@@ -315,23 +316,16 @@ class Primitive(NamedTuple):
     traits: tuple[str, ...] = ()
 
 
-def _rows(category: str, kind: str) -> list[Primitive]:
-    rows: list[Primitive] = []
-    has_traits = False
-    for word in _TABLE[category][kind].split():
-        if word.endswith(":"):
-            has_traits = True
-            rows.append(Primitive(word[:-1], category, kind))
-        elif has_traits:
-            rows[-1] = rows[-1]._replace(traits=(*rows[-1].traits, word))
-        else:
-            rows.append(Primitive(word, category, kind))
-    return rows
+def _rows(category: str, kind: str) -> Iterator[Primitive]:
+    plain, *others = re.split(r"(\S+):", _TABLE[category][kind])
+    yield from (Primitive(name, category, kind) for name in plain.split())
+    for name, traits in zip(others[::2], others[1::2], strict=True):
+        yield Primitive(name, category, kind, tuple(traits.split()))
 
 
-_KINDS = tuple((category, kind) for category, kinds in _TABLE.items() for kind in kinds)
-
-PRIMITIVES: tuple[Primitive, ...] = tuple(row for place in _KINDS for row in _rows(*place))
+PRIMITIVES: tuple[Primitive, ...] = tuple(
+    row for category, kinds in _TABLE.items() for kind in kinds for row in _rows(category, kind)
+)
 """All rows of the table."""
 
 CATEGORIES = tuple(_TABLE)
@@ -396,13 +390,8 @@ MINMAX = of_kinds("minmax")
 SIGN_CHANGES = of_kinds("sign")
 """Change the sign of numbers at most."""
 
-NARY = ADDITIONS.union(
-    PRODUCTS,
-    COMPARISONS,
-    MINMAX,
-    of_kinds("arith", "compare-total", "complex"),
-    {"pow"},
-)
+_OTHER_NARY = of_kinds("arith", "compare-total", "complex") | {"pow"}
+NARY = ADDITIONS | PRODUCTS | COMPARISONS | MINMAX | _OTHER_NARY
 """Elementwise functions of several operands, each of which may be broadcast from size 1."""
 
 ROOTS = of_kinds("root") | {"pow"}
@@ -589,9 +578,7 @@ SAVED = _with("saved")
 """Reductions and collectives: smaller than their operand, or an exchange to have again."""
 
 HLO_COLLECTIVES: dict[str, str] = {
-    row.name: next(trait for trait in row.traits if "-" in trait)
-    for row in PRIMITIVES
-    if any("-" in trait for trait in row.traits)
+    row.name: trait for row in PRIMITIVES for trait in row.traits if "-" in trait
 }
 """The collective of XLA's that a primitive becomes, by the primitive's name."""
 
