@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from flax import nnx as flax_nnx
+from typing import Any, cast
 
-from mpmodules.calls.references import is_reference
-from mpmodules.serialization import register_states
-from mpmodules.tracing.linen_names import noting_modules
-from mpmodules.tracing.nnx_lowering import is_no_parameter, lowered
+import jax
+import numpy as np
+from flax import nnx as flax_nnx
+from flax import serialization
+
+from mpmodules.calls.boundary import is_reference
+from mpmodules.tracing.names import noting_modules
+from mpmodules.tracing.nnx_pure_calls import is_no_parameter, lowered
+from policy.grads.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from policy.optim.state import Layout
 from policy.programs.frameworks import FRAMEWORKS
 
 
@@ -25,3 +31,69 @@ def register() -> None:
     """Makes Flax known to `policy`, and our states to Flax's serialization."""
     FRAMEWORKS.append(_Flax())
     register_states()
+
+
+def _names(loss_scale: DynamicLossScale) -> list[str]:
+    return [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(loss_scale)]
+
+
+def _loss_scale_to(loss_scale: DynamicLossScale) -> dict[str, Any]:
+    return {name: getattr(loss_scale, name) for name in _names(loss_scale)}
+
+
+def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> DynamicLossScale:
+    names = _names(target)
+    if set(state) != set(names):
+        raise ValueError(
+            f"The saved loss scale should have {', '.join(names)}, but got "
+            f"{', '.join(sorted(state)) or 'nothing'}: restore it into a loss scale of the same "
+            "kind and hysteresis."
+        )
+    return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in names])
+
+
+def _text(layout: Layout) -> str:
+    return f"master_weights={layout.master_weights!r}, params {', '.join(layout.dtypes or ())}"
+
+
+def _layout_to(layout: Layout) -> dict[str, Any]:
+    # as numbers: what maps over a state dict expects arrays
+    texts = {"master_weights": layout.master_weights, "dtypes": ",".join(layout.dtypes or ())}
+    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}
+
+
+def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
+    mode, dtypes = (
+        bytes(np.asarray(state[name], np.uint8)).decode() for name in ("master_weights", "dtypes")
+    )
+    saved = Layout(cast("Any", mode), tuple(dtypes.split(",")) if dtypes else None)
+    if (saved.storage, saved.dtypes) != (target.storage, target.dtypes):
+        raise ValueError(
+            f"The optimizer state was saved with {_text(saved)}, and can't be restored into one "
+            f"with {_text(target)}. Restore it into a state of the transform that saved it, "
+            "then migrate that with convert(state, params, to=tx)."
+        )
+    return target
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _the_target(target: Any, state: dict[str, Any]) -> Any:
+    if state:
+        raise ValueError(
+            f"The saved loss scale has {', '.join(sorted(state))}, but it is restored into a "
+            f"{type(target).__name__}, which has no such fields: restore it into a loss scale of "
+            "the kind that was saved."
+        )
+    return target
+
+
+def register_states() -> None:
+    """Makes `flax.serialization` save and restore the classes in a `MixedPrecisionState`."""
+    register = serialization.register_serialization_state
+    register(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
+    register(Layout, _layout_to, _layout_from, override=True)
+    for fixed in (NoOpLossScale, StaticLossScale):
+        register(fixed, _nothing, _the_target, override=True)

@@ -19,8 +19,7 @@ import jax
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
 
 import policy as policy_package
-from mpmodules.calls.boundary import cast_outputs, is_pair
-from mpmodules.calls.references import is_reference
+from mpmodules.calls.boundary import cast_outputs, is_pair, is_reference
 from mpmodules.functions.promotion import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.casting import cast_array, is_floating

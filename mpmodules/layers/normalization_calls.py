@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpmodules.calls.boundary import LayerCall
-from mpmodules.calls.defined_in import is_flax
+from mpmodules.calls.classes import is_flax
 from mpmodules.functions.functional import broadcast_like, is_half, is_wider, widen
 from mpmodules.functions.moments import Region, shift_of
 from mpmodules.functions.normalization import normalize

@@ -12,15 +12,26 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
-from mpmodules.calls.defined_in import is_upstream
-from mpmodules.calls.layer_classes import CALLERS, calls_users, crossing_of, is_library, is_ours
-from mpmodules.calls.scan_errors import explain_scan
-from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.linen._half_states import put_back_for_layer, states_made_in_float32
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs, explain_scan
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import (
+    CALLERS,
+    calls_users,
+    crossing_of,
+    is_library,
+    is_ours,
+    is_upstream,
+)
 from mpmodules.linen._own_code import call_traced
-from mpmodules.linen._resolution import effective_policy, fields_set, model_of, plain_fields, where
-from mpmodules.linen._unmatched_rules import check_rules
+from mpmodules.linen._resolution import (
+    check_rules,
+    effective_policy,
+    fields_set,
+    model_of,
+    plain_fields,
+    where,
+)
+from mpmodules.tracing.linen_pure_calls import put_back_for_layer, states_made_in_float32
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.requested_dtypes import note_obeyed

@@ -14,17 +14,22 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
+from mpmodules.calls.arguments import (
+    explain,
+    is_written_by_user,
+    policy_given,
+    require_dtypes,
+    require_keep_inputs,
+    require_keep_params,
+)
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.constructors import explain, policy_given, require_dtypes, require_keep_inputs
-from mpmodules.calls.defined_in import module_of
-from mpmodules.calls.layer_classes import register_layer
-from mpmodules.calls.own_parameters import is_written_by_user, require_keep_params
-from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import module_of, register_layer
 from mpmodules.layers.docstrings import extend_docstring
-from mpmodules.linen import _own_parameters as own_parameters
 from mpmodules.linen._call import install_boundaries, outermost
-from mpmodules.linen._init_policy import note_policy, warn_where_missing
-from mpmodules.linen._own_code import call_traced, wrapped_once
+from mpmodules.linen._own_code import call_traced, check_names, wrapped_once
+from mpmodules.linen._own_code import param as own_param
+from mpmodules.linen._resolution import note_policy, warn_where_missing
 from mpmodules.linen._summary import tabulate_method
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
@@ -174,10 +179,10 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         tabulate = flax_nn.nowrap(tabulate_method)
 
         @flax_nn.nowrap
-        @functools.wraps(own_parameters.param)
+        @functools.wraps(own_param)
         def param(self, *args: Any, **kwargs: Any) -> Any:
             if is_written_by_user(type(self), flax_nn.Module):
-                return own_parameters.param(self, *args, **kwargs)
+                return own_param(self, *args, **kwargs)
             kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
             return super().param(*args, **kwargs)
 
@@ -199,7 +204,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
                 outputs = call_traced(self, method, args, kwargs, effective, plainly=plainly)
             if type(self).keep_params and fun.__name__ != "setup" and self.scope is not None:
-                own_parameters.check_names(self)
+                check_names(self)
             return outputs
 
         @flax_nn.nowrap

@@ -1,23 +1,33 @@
-"""Outermost calls of linen modules: own code is traced as a pure function and evaluated."""
+"""A user's own code in linen modules: its outermost calls are traced as pure functions, and its
+parameters stored and read as the policy says.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+import inspect
+import types
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
 import jax
+import numpy as np
+from flax.core import Scope, meta
+from jax.typing import DTypeLike
 
 from mpmodules.calls import own_code
-from mpmodules.calls.layer_classes import crossing_of
-from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.linen._half_states import made_as_stored
-from mpmodules.linen._instances import key_of
-from mpmodules.linen._pure_calls import Method, lifted
+from mpmodules.calls.arguments import warn_of_unknown_names
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import crossing_of
+from mpmodules.linen._resolution import effective_policy, where
+from mpmodules.tracing.linen_pure_calls import Method, lifted, made_as_stored
+from policy.core.casting import cast_floating, is_floating
+from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import current_scope, enter, multiplying
+from policy.programs import marks
 
 
 def call_traced(
@@ -84,3 +94,143 @@ def _key(module: Any, method: Method) -> Hashable:
         return "linen", method, key_of(module), bool(calls.paths)
     except (TypeError, RecursionError):  # the second of an object that holds itself in a dict
         return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters that a module creates itself, with `self.param`
+# --------------------------------------------------------------------------------------------------
+
+
+def param(
+    self: Any,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    unbox: bool = True,
+    compute_dtype: DTypeLike | None = None,
+    **init_kwargs: Any,
+) -> Any:
+    """Declares a parameter. Under a policy, it is stored in param_dtype.
+
+    Args:
+      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy,
+        floating results of `init_fn` are stored in param_dtype.
+      unbox: whether a boxed value is returned without its box. Boxed ones are returned as stored.
+      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force.
+
+    Returns:
+      The parameter: float32 in code that a half-precision policy evaluates, else as stored. Its
+      gradient is summed in float32 and returned in the dtype that it is stored in.
+    """
+    cls = type(self)
+    is_kept = name in cls.keep_params
+    policy = effective_policy(self, current_scope()).policy
+    if policy is not None and not is_kept and not self.has_variable("params", name):
+        init_fn = _cast_after(init_fn, policy)
+    stored = flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+    if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
+        return stored
+    if current_scope().traces_own_code:
+        return jax.tree.map(lambda x: _in_trace(x, is_kept, compute_dtype), stored)
+    return (
+        stored if compute_dtype is None or not calls.paths else cast_floating(stored, compute_dtype)
+    )
+
+
+def _in_trace(value: Any, is_kept: bool, dtype: DTypeLike | None) -> Any:
+    """Returns a parameter as code that is traced in float32 reads it."""
+    if not is_floating(value):
+        return value
+    if is_kept or dtype is not None:
+        return marks.read_in(value, dtype)
+    return marks.returned_if_half(value)
+
+
+def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Returns the initialiser with its floating results, boxed ones too, in param_dtype."""
+    return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), policy.param_dtype)
+
+
+def check_names(module: Any) -> None:
+    """Warns of names in `keep_params` that a module, just initialised, has no parameter of."""
+    if module.is_initializing():
+        warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
+
+
+def own_params(module: Any) -> dict[str, Any]:
+    """Returns the floating parameters that a bound module holds itself, as stored.
+
+    Those of modules in it are none.
+    """
+    params = module.scope.variables().get("params", {})
+    return {
+        name: value
+        for name, value in params.items()
+        if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
+
+
+def key_of(value: Any) -> Hashable:
+    """Returns a key of a bound module, or of a static value: equal where the code of both runs
+    alike, on other variables.
+
+    Raises:
+      TypeError: it holds arrays, variables, or values that are not hashable.
+    """
+    return _key_of(value, {})
+
+
+class _Bare(flax_nn.Module):
+    """A module without fields or code of its own."""
+
+
+FLAX_STATE = frozenset(vars(_Bare(parent=None)))
+
+
+_HELD = (jax.Array, np.ndarray, flax_nn.Variable, Scope)
+
+
+def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
+    if isinstance(value, _HELD) or inspect.ismethod(value):
+        raise TypeError(f"{type(value).__name__} is not static.")
+    if isinstance(value, str | type | types.ModuleType | None):
+        return value
+    if isinstance(value, float):  # 1, 1.0 and True are equal, and -0.0 is 0.0
+        return float, value.hex()
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_key_of(item, seen) for item in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _key_of(item, seen)) for key, item in value.items())
+    if isinstance(value, set):
+        return set, frozenset(value)
+    if isinstance(value, functools.partial):
+        return functools.partial, _key_of((value.func, value.args, value.keywords), seen)
+    is_module = isinstance(value, flax_nn.Module)
+    by_value = type(value).__hash__ not in (None, object.__hash__)
+    if not is_module and (by_value or callable(value) or not hasattr(value, "__dict__")):
+        return type(value), value
+    if id(value) in seen:
+        return type(value), seen[id(value)]
+    seen[id(value)] = len(seen)
+    if is_module:
+        return _of_module(value, seen)
+    return type(value), _key_of(vars(value), seen)  # an object whose attributes may change
+
+
+def _of_module(module: Any, seen: dict[int, int]) -> Hashable:
+    scope, state = module.scope, module._state
+    place = None if scope is None else (scope.path, scope.name)
+    flaxs = FLAX_STATE | {"scope"}
+    parts = [
+        {name: value for name, value in vars(module).items() if name not in flaxs},
+        (module.name, state.in_compact_method, state.in_setup, int(state.setup_called)),
+        state.autoname_cursor,
+    ]
+    if scope is not None:
+        parts += [scope.mutable, scope.flags, scope.rng_counters]
+    return type(module), place, _key_of(parts, seen)

@@ -1,24 +1,32 @@
-"""Policies for linen models that know nothing of us: subclasses whose calls adopt Flax's layers."""
+"""Policies for linen models that know nothing of us: subclasses whose calls run Flax's layers as
+ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules.calls.instance_methods import InstanceMethod
-from mpmodules.calls.layer_classes import is_ours, layer_class
-from mpmodules.calls.port_options import OwnCode, PortOptions, not_a_model, port_options
-from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.linen._adoption import Adopter, adopting, adopting_class
-from mpmodules.linen._call import NOT_BOUNDARIES, is_layers, outermost, run_method
-from mpmodules.linen._instances import fields_of, state_of
-from mpmodules.linen._own_code import call_traced, wrapped_once
+from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import LAYER_OF, InstanceMethod, is_ours, is_upstream, layer_class
+from mpmodules.linen._call import (
+    NOT_BOUNDARIES,
+    is_innermost,
+    is_layers,
+    outermost,
+    run_method,
+    run_setup,
+)
+from mpmodules.linen._own_code import FLAX_STATE, call_traced, own_params, wrapped_once
 from mpmodules.linen._summary import tabulate_method
+from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import RulesLike, Scope, Source, current_scope, enter
 
@@ -87,20 +95,10 @@ def apply_policy(
     return rebuild(base, options, fields, state)
 
 
-# --------------------------------------------------------------------------------------------------
-# The instance
-# --------------------------------------------------------------------------------------------------
-
-
 def rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dict[str, Any]) -> Any:
     ported = _ported_class(base, options)(**fields, parent=None)
     vars(ported).update(state)
     return ported
-
-
-# --------------------------------------------------------------------------------------------------
-# The class
-# --------------------------------------------------------------------------------------------------
 
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
@@ -283,3 +281,272 @@ def _taking_methods(entry: Callable[..., Any], others: dict[str, Any]) -> Callab
         return entry(self, *args, method=method, **kwargs)
 
     return call
+
+
+# --------------------------------------------------------------------------------------------------
+# Flax's layers called as ours
+# --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def adopting_class(cls: type) -> type | None:
+    """Returns our class for instances of a Flax layer `cls`, or of a subclass of one.
+
+    Returns None of other classes.
+    """
+    for base in cls.__mro__:
+        ours = LAYER_OF.get(base)
+        if ours is not None and hasattr(ours, "_call_layer"):
+            return ours if base is cls else _combined(cls, ours)
+    return None
+
+
+def _combined(cls: Any, ours: type) -> type:
+    """Makes our class for instances of `cls`, a user's subclass of a Flax layer.
+
+    Looked up on it, methods are those of `cls`; instances run them inside of our boundary.
+    """
+    combined: Any = type(
+        cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+    for name in dir(cls):
+        shown, run = inspect.getattr_static(cls, name), inspect.getattr_static(combined, name)
+        special = name.startswith("__") and name != "__call__"
+        if (
+            run is not shown
+            and not special
+            and inspect.isfunction(run)
+            and inspect.isfunction(shown)
+        ):
+            setattr(combined, name, InstanceMethod(shown, run))
+    constructor = cls.__init__
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *args: Any, dtype_policy: Any = None, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        object.__setattr__(self, "dtype_policy", dtype_policy)
+
+    combined.__init__ = __init__
+    return combined
+
+
+@contextlib.contextmanager
+def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
+    """Yields an instance of `cls`, our class for a bound Flax layer, that stands in for the layer.
+
+    The policy decides each of its dtypes that is not in `keep`.
+    """
+    given = vars(module)
+    fields: dict[str, Any] = dict.fromkeys({"dtype", "param_dtype"}.intersection(given) - set(keep))
+    if given.get("use_fast_variance") is True:
+        fields["use_fast_variance"] = None  # nor can this one
+    # A model that is a layer itself carries its policy, so that its call is a boundary.
+    fields["dtype_policy"] = getattr(type(module), "_ported_policy", None)
+    with contextlib.ExitStack() as parts:
+        for name in getattr(cls, "_adopts_fields", ()):  # asked something before they are called
+            part = given.get(name)
+            ours = None if is_ours(type(part)) else adopting_class(type(part))
+            if ours is not None:
+                fields[name] = parts.enter_context(seen_as(part, ours, keep))
+        yield parts.enter_context(stand_in(module, cls, fields))
+
+
+class Adopter:
+    """A method interceptor that makes Flax's layers, and on demand all of Flax's modules, obey
+    policies.
+
+    Of those in force, the innermost acts.
+
+    Args:
+      keep: which of `dtype` and `param_dtype` were given to the layers by hand, and hold.
+      is_of_a_port: whether modules that are no layers are boundaries too, and their parameters
+        follow the policy. Otherwise layers alone are adopted.
+    """
+
+    def __init__(self, keep: Collection[str], *, is_of_a_port: bool = False):
+        self.keep, self.is_of_a_port = keep, is_of_a_port
+
+    def __call__(
+        self,
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: Any,
+    ) -> Any:
+        module, method = context.module, context.orig_method.func
+        if calls.adopters[-1] is not self:
+            return next_fun(*args, **kwargs)
+        is_known = is_ours(type(module))
+        ours = None if is_known else adopting_class(type(module))
+        if ours is not None and not _is_of_class(method, type(module), context.method_name):
+            return next_fun(*args, **kwargs)  # Flax's own, around calls of the layer
+        if ours is not None:
+            with seen_as(module, ours, self.keep) as seen:
+                method = self._method(next_fun, seen, context)
+                return _run(seen, method, args, kwargs, context)
+        if is_known:
+            # A method of ours comes with its boundary around it.
+            if "_policy_boundary" in vars(method) or is_innermost(module):
+                return next_fun(*args, **kwargs)
+            return _run(module, self._method(next_fun, module, context), args, kwargs, context)
+        if not self.is_of_a_port or module.scope is None:
+            return next_fun(*args, **kwargs)
+        return _run(module, self._foreign_method(next_fun, context), args, kwargs, context)
+
+    def _method(
+        self, next_fun: Callable[..., Any], instance: Any, context: Any
+    ) -> Callable[..., Any]:
+        """Returns the method that was called, as one of `instance`, the module or its stand-in."""
+        method = _code_of(context.orig_method.func, instance)
+        if next_fun is context.orig_method:
+            return method
+        run = functools.partial(method, instance)
+        for interceptor in flax_nn.module._global_interceptor_stack:
+            if interceptor is self:
+                break
+            run = functools.partial(_intercepted, interceptor, run, context)
+        return _method_of(run, instance, method, context)
+
+    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
+        """Returns the method of a module that is no layer, which stores what it makes in
+        param_dtype.
+        """
+        module = context.module
+        method = self._method(next_fun, module, context)
+        if not module.is_mutable_collection("params"):
+            return method
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _params_stored(module):
+                return method(module, *args, **kwargs)
+
+        return _method_of(run, module, context.orig_method.func, context)
+
+
+def _code_of(method: Callable[..., Any], instance: Any) -> Callable[..., Any]:
+    """Returns our layer's code for a method of Flax's; any other method as it is."""
+    ours = layer_class(type(instance)) if is_ours(type(instance)) else None
+    if ours is None:
+        return method
+    flaxs, own = (
+        inspect.unwrap(inspect.getattr_static(cls, method.__name__, method))
+        for cls in (ours._upstream_class, ours)
+    )
+    return own if method is flaxs else method
+
+
+def _is_of_class(method: Callable[..., Any], cls: type, name: str) -> bool:
+    """Returns whether a function is a class's method, or a user's, rather than one that Flax makes
+    to lift a function of modules, as `flax.linen.custom_vjp` does.
+    """
+    if not is_upstream(method):
+        return True
+    return inspect.unwrap(inspect.getattr_static(cls, name, None)) is inspect.unwrap(method)  # type: ignore[arg-type]
+
+
+def _run(
+    module: Any,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Any,
+) -> Any:
+    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys."""
+    name = context.method_name
+    if name == "setup":
+        return run_setup(module, lambda: method(module))
+    if not _is_boundary(name):
+        return method(module, *args, **kwargs)
+    return run_method(module, method, args, kwargs, own_body=is_upstream(context.orig_method.func))
+
+
+def _is_boundary(name: str) -> bool:
+    return name == "__call__" or not (name in NOT_BOUNDARIES or name.startswith("_"))
+
+
+def _intercepted(
+    interceptor: Any, run: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return interceptor(run, args, kwargs, context)
+
+
+def _method_of(
+    run: Callable[..., Any], module: Any, bare: Callable[..., Any], context: Any
+) -> Callable[..., Any]:
+    """Returns the method `bare` that was called, with `run` in its place for `module`."""
+
+    def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        if instance is not module:  # a copy inside a transform: an RNN reads wider parameters so
+            return bare(instance, *args, **kwargs)
+        return run(*args, **kwargs)
+
+    # No more of it: what interceptors are around is not Flax's own.
+    method.__name__ = context.method_name
+    method.__wrapped__ = bare  # type: ignore[attr-defined]
+    return method
+
+
+@contextlib.contextmanager
+def _params_stored(module: Any) -> Iterator[None]:
+    """Stores the parameters that a module of a user's makes in a block in param_dtype."""
+    policy, before = current_scope().policy, {*own_params(module)}
+    yield
+    for name, value in own_params(module).items():
+        if policy is not None and name not in before:
+            module.put_variable("params", name, cast_floating(value, policy.param_dtype))
+
+
+@contextlib.contextmanager
+def adopting(adopter: Adopter) -> Iterator[None]:
+    """Puts an adopter in force for a block."""
+    calls.adopters.append(adopter)
+    try:
+        with flax_nn.intercept_methods(adopter):
+            yield
+    finally:
+        calls.adopters.pop()
+
+
+# --------------------------------------------------------------------------------------------------
+# Instances
+# --------------------------------------------------------------------------------------------------
+
+
+def fields_of(model: flax_nn.Module) -> dict[str, Any]:
+    return {
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(model)
+        if f.init and f.name != "parent"
+    }
+
+
+def state_of(model: flax_nn.Module) -> dict[str, Any]:
+    """Returns the attributes of the instance beside its fields, such as a config."""
+    fields = {f.name for f in dataclasses.fields(model) if f.init}
+    return {name: value for name, value in vars(model).items() if name not in fields | FLAX_STATE}
+
+
+@contextlib.contextmanager
+def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
+
+    What setup and calls leave behind on it is the module's afterwards, whose fields stay as they
+    are. With no fields to change, that is the module itself.
+    """
+    if not fields:
+        yield module
+        return
+    other: Any = object.__new__(cls)
+    namespace = vars(other)
+    namespace.update(vars(module), **fields)
+    before = dict(namespace)
+    try:
+        yield other
+    finally:
+        declared = {field.name for field in dataclasses.fields(other) if field.init}
+        for name, value in namespace.items():
+            if name not in declared and (name not in before or value is not before[name]):
+                object.__setattr__(module, name, value)
+        for child in module._state.children.values():
+            if isinstance(child, flax_nn.Module) and child.parent is other:
+                object.__setattr__(child, "parent", module)

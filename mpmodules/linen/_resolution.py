@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
 import jax.numpy as jnp
 
-from mpmodules.calls.under_way import linen_calls as calls
-from mpmodules.tracing.linen_names import model_name
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.tracing.names import model_name
 from policy.core.policy import Policy, get_policy
+from policy.core.policy_warnings import warn_once
 from policy.core.precedence import Effective, with_explicit_dtypes
-from policy.core.rules import pattern_text
-from policy.core.scope import NO_SOURCE, Scope, Source, require_usable
+from policy.core.rules import PolicyRules, pattern_text
+from policy.core.scope import NO_SOURCE, Scope, Source, current_scope, require_usable
+from policy.programs.paths import joined
 
 
 def effective_policy(module: Any, scope: Scope) -> Effective:
@@ -166,3 +169,70 @@ def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
                 namespace.pop(name, None)
         if outermost:
             namespace.pop("_declared_fields", None)
+
+
+def check_rules(root: Any, rules: PolicyRules) -> None:
+    """Checks the rules in force against the modules called and those that hold variables.
+
+    Class rules are checked only where every module that holds variables was called: a call of one
+    method of many, or of a cached inner jit, says nothing about the classes of the rest.
+    """
+    if not rules.strict or calls.seen is None:
+        return
+    seen: dict[str, set[type]] = {}
+    for path, classes in calls.seen.items():
+        seen.setdefault(joined(path), set()).update(classes)
+    stored: set[str] = set()
+    for collection in root.variables.values():
+        _collect_paths(collection, (), stored)
+    wholes = [
+        path
+        for path, classes in seen.items()
+        if any(getattr(cls, "_is_whole", False) for cls in classes)
+    ]
+    inside = tuple(f"{path}/" if path else "" for path in wholes)
+
+    def can_obey(path: str) -> bool:
+        return path in wholes or not path.startswith(inside)
+
+    called = {path: classes for path, classes in seen.items() if can_obey(path)}
+    stored = set(filter(can_obey, stored))
+    paths: dict[str, Any] = dict.fromkeys(stored) | called
+    model = model_name(root)
+    rules = rules.of_model(model)  # others may be meant for another model in the block
+    rules.check(paths if stored <= set(called) else list(paths), model=model)
+
+
+def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:
+    """Adds the path of each mapping below `tree` that holds something, prefixes included."""
+    if isinstance(tree, Mapping):
+        into.add(joined(path))
+        for name, child in tree.items():
+            _collect_paths(child, (*path, str(name)), into)
+
+
+# By identity: equal models are others, and some hash nothing.
+_initialised: dict[int, tuple[weakref.ref[Any], Policy]] = {}
+
+
+def note_policy(model: Any) -> None:
+    """Notes the policy in force beside a model that was initialised under it."""
+    key, policy = id(model), current_scope().policy
+    _initialised.pop(key, None)
+    if policy is None or model.dtype_policy is not None or hasattr(type(model), "_ported_from"):
+        return
+    if {policy.param_dtype, policy.compute_dtype, policy.output_dtype} != {jnp.dtype(jnp.float32)}:
+        _initialised[key] = weakref.ref(model, lambda _: _initialised.pop(key, None)), policy
+
+
+def warn_where_missing(model: Any) -> None:
+    """Warns of a model that is applied without the policy that it was initialised under."""
+    scope, (_, policy) = current_scope(), _initialised.get(id(model), (None, None))
+    is_meant = scope.traces_own_code or scope.source.kind == "scope"
+    if policy is None or scope.policy is not None or is_meant:
+        return
+    warn_once(
+        f"{type(model).__name__} was initialised under '{policy}', but is applied with no policy "
+        "in force, so its layers compute as Flax's do. Call apply in the same use_policy block, or "
+        "give the model a dtype_policy. If no policy is intended, call it inside use_policy(None)."
+    )

@@ -12,7 +12,8 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
-from mpmodules.calls.layer_classes import layer_class
+from mpmodules.calls.boundary import linen_calls as calls
+from mpmodules.calls.classes import layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
@@ -21,7 +22,6 @@ from mpmodules.calls.summary import (
     with_columns,
     with_signature_of,
 )
-from mpmodules.calls.under_way import linen_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.precedence import Effective

@@ -13,22 +13,23 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs
-from mpmodules.calls.defined_in import is_flax, is_upstream, package_of
-from mpmodules.calls.instance_methods import InstanceMethod
-from mpmodules.calls.layer_classes import (
+from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs, explain_scan
+from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls.classes import (
     CALLERS,
     LAYER_OF,
+    InstanceMethod,
     calls_users,
     crossing_of,
+    is_flax,
     is_ours,
+    is_upstream,
     layer_class,
+    package_of,
 )
-from mpmodules.calls.scan_errors import explain_scan
-from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.nnx._own_code import call_traced
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
-from mpmodules.tracing.nnx_names import PATH, name_scope, note_island
+from mpmodules.tracing.names import PATH, name_scope, note_island
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import LayerCall
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
-from mpmodules.nnx._adoption import adopt_children
 from mpmodules.nnx._module import Module
+from mpmodules.nnx._port import adopt_children
 from mpmodules.nnx._resolution import dtype_arguments, in_complex, viewed
 from policy.core.policy import Policy
 from policy.core.scope import Source

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
-from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.constructors import (
+from mpmodules.calls.arguments import (
     explain,
     policy_set_by_hand,
     refuse_policy_set_by_hand,
     require_keep_inputs,
+    require_keep_params,
 )
-from mpmodules.calls.defined_in import module_of
-from mpmodules.calls.layer_classes import register_layer
-from mpmodules.calls.own_parameters import require_keep_params
-from mpmodules.calls.under_way import nnx_calls as calls
+from mpmodules.calls.boundary import PLAIN, Crossing
+from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls.classes import module_of, register_layer
 from mpmodules.layers.docstrings import extend_docstring
 from mpmodules.nnx._call import install_boundaries
-from mpmodules.nnx._own_parameters import store_in_param_dtype
+from mpmodules.nnx._own_code import store_in_param_dtype
 from mpmodules.nnx._resolution import (
     hold_policy,
     own_policy,

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import inspect
 from typing import Any, TypeVar, cast
 
+import jax
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 
-from mpmodules.calls.port_options import OwnCode, not_a_model, port_options
-from mpmodules.nnx._adoption import adopt, children_of, class_in_port, effective_in_port
-from mpmodules.nnx._resolution import carried
-from mpmodules.tracing.nnx_rebuilding import Rebuilding
+from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
+from mpmodules.calls.classes import LAYER_OF, is_ours, layer_class
+from mpmodules.nnx._call import install_boundaries
+from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
+from mpmodules.nnx._module import Module
+from mpmodules.nnx._resolution import as_instance_of, carried, hold_policy, is_complex, of_rule
+from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
+from policy.core.casting import cast_floating
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
+from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike, Source
+from policy.core.scope import RulesLike, Source, current_scope
 from policy.programs.paths import joined
 
 M = TypeVar("M", bound=flax_nnx.Module)
@@ -118,3 +127,192 @@ def apply_policy(
         held = cast(Policy, effective.policy)
         adopt(copy(module), module, held, effective.source, options)
     return ported
+
+
+def effective_in_port(
+    module: Any, policy: Policy | None, source: Source, options: PortOptions, *, where: str
+) -> Effective:
+    """Returns the policy that a module is to obey, with its own dtype where that is kept."""
+    if policy is None or not (_takes_dtypes(type(module)) and _has_dtypes(module)):
+        return Effective(policy, policy, source)
+    return with_explicit_dtypes(
+        policy,
+        source=source,
+        dtype=_explicit_dtype(module) if options.keep_explicit else None,
+        what=type(module).__name__,
+        where=where,
+    )
+
+
+def class_in_port(node: Any) -> type:
+    """Returns the class that an object of a model has in a port of the model."""
+    is_module = isinstance(node, flax_nnx.Module) and not _is_container(node)
+    return ported_class(type(node)) if is_module else type(node)
+
+
+def adopt(module: Any, given: Any, policy: Policy, source: Source, options: PortOptions) -> None:
+    """Makes one module of a port obey `policy`: its dtype attributes and its own variables.
+
+    Args:
+      module: the module.
+      given: the one that it is a copy of.
+      policy: the policy.
+      source: where the policy comes from.
+      options: those of the port.
+    """
+    if _is_container(module):
+        _cast_variables(module, policy)
+        return
+    if not is_ours(type(given)):
+        _note_explicit(module, _explicit_dtype(given))
+    if not is_ours(type(given)) or given._ported_code is not None:
+        module._ported_code = options.own_code
+    _obey(module, policy, source)
+
+
+def _note_explicit(module: Any, dtype: DTypeLike | None) -> None:
+    """Notes the dtype that a layer was given before it became ours."""
+    if dtype is not None:
+        module._explicit_dtype = dtype
+    if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
+        module.attention_fn = dot_product_attention
+
+
+def _obey(module: Any, policy: Policy | None, source: Source) -> None:
+    """Puts a policy on a module that can carry one."""
+    if policy is not None:
+        is_layer = _takes_dtypes(type(module)) and _has_dtypes(module)
+        if is_layer and not any(is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
+            module.dtype = policy.compute_dtype
+            module.param_dtype = policy.param_dtype
+        _cast_variables(module, policy)
+    if policy is not None or not hasattr(module, "dtype_policy") or module.dtype_policy is not None:
+        hold_policy(module, policy, source)
+
+
+def _cast_variables(module: Any, policy: Policy) -> None:
+    for _, variable in children_of(module):
+        if isinstance(variable, flax_nnx.Param):
+            variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
+        elif isinstance(variable, flax_nnx.Cache):
+            # Keys and values are written into it as they are computed.
+            variable.set_value(cast_floating(variable.get_value(), policy.compute_dtype))
+
+
+def _has_dtypes(module: Any) -> bool:
+    return hasattr(module, "dtype") and hasattr(module, "param_dtype")
+
+
+@functools.cache
+def _takes_dtypes(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's that is built with `dtype` and
+    `param_dtype`.
+    """
+    names = {"dtype", "param_dtype"}
+    return any(
+        names <= set(inspect.signature(base.__init__).parameters)
+        for base in cls.__mro__
+        if base in LAYER_OF
+    )
+
+
+def _explicit_dtype(module: Any) -> Any:
+    """Returns the dtype that a layer was given, or None.
+
+    Flax's Embed fills in its table's where it was given none.
+    """
+    if is_ours(type(module)):
+        return module._explicit_dtype
+    if not _takes_dtypes(type(module)):
+        return None
+    dtype, embedding = getattr(module, "dtype", None), getattr(module, "embedding", None)
+    return None if embedding is not None and dtype == embedding.dtype else dtype
+
+
+def adopt_children(module: Any, policy: Policy | None) -> None:
+    """Makes the Flax layers that a layer of ours has just built obey its policy, and the class
+    rules in force.
+    """
+    rules = current_scope().rules
+    source = module._policy_source.for_those_inside(type(module).__name__)
+    for name, child in list(vars(module).items()):
+        if layer_class(type(child)) is None or is_ours(type(child)):
+            continue
+        rule = rules.rule_for(None, type(child)) if rules else None
+        ours: Any = as_instance_of(ported_class(type(child)), child)
+        _obey(ours, *((policy, source) if rule is None else of_rule(rule)))
+        ours._explicit_dtype = module._explicit_dtype  # it was given what the policy says
+        setattr(module, name, ours)
+
+
+def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the modules and variables that a node holds, in lists, tuples and dicts too, and the
+    keys to each.
+    """
+    held = vars(node)
+    if getattr(node, "_pytree__is_pytree", False):
+        held = {
+            name: held[name]
+            for name, is_data in node._pytree__nodes.items()
+            if is_data and name in held
+        }
+    leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in leaves
+        if _is_child(leaf)
+    ]
+
+
+def _is_child(x: Any) -> bool:
+    return isinstance(x, flax_nnx.Pytree | flax_nnx.Variable)
+
+
+# --------------------------------------------------------------------------------------------------
+# The classes of ported modules: ours for Flax's layers, and subclasses of all others
+#
+# A subclass has the name of its base, derives from it and from a class of ours, and its public
+# methods are boundaries. Looked up on the class, they are the functions of the base: code that asks
+# whether a class overrides a method gets the same answer.
+# --------------------------------------------------------------------------------------------------
+
+
+@one_per_class
+def ported_class(cls: Any) -> Any:
+    """Returns the class of ported modules of a class: itself where it is one of ours."""
+    if is_ours(cls):
+        return cls
+    if cls in LAYER_OF:
+        return LAYER_OF[cls]
+    ported = stand_in(
+        cls, {"_ported_from": cls, "__reduce__": _reduced}, layer_class(cls) or Module
+    )
+    install_boundaries(ported, is_port=True)
+    copyreg.pickle(type(ported), _reduced_class)  # type: ignore[arg-type]
+    return ported
+
+
+def _reduced(module: Any) -> Any:
+    return _empty, (type(module)._ported_from,), module.__getstate__()
+
+
+def _empty(cls: type) -> Any:
+    return object.__new__(ported_class(cls))
+
+
+def _reduced_class(cls: Any) -> Any:
+    """Reduces a class for pickle: one that was made for a port, or else one that is found by name.
+
+    Graph definitions hold classes.
+    """
+    made_from = vars(cls).get("_ported_from")
+    return cls.__qualname__ if made_from is None else (ported_class, (made_from,))
+
+
+def _is_container(module: Any) -> bool:
+    """Returns whether a module can't carry a policy, or has no methods that would obey one.
+
+    A Dict reads every attribute as an item of it, and a linen module in a bridge as a variable.
+    """
+    held = isinstance(module, flax_nnx.Dict | flax_nnx.bridge.ToNNX)
+    return held or type(module) is flax_nnx.List

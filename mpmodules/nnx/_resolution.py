@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
-from mpmodules.calls.constructors import policy_given, require_dtypes
-from mpmodules.calls.layer_classes import is_ours
-from mpmodules.calls.references import is_reference
-from mpmodules.calls.under_way import nnx_calls as calls
+from mpmodules.calls.arguments import policy_given, require_dtypes
+from mpmodules.calls.boundary import LayerCall, is_reference
+from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls.classes import is_ours
 from mpmodules.layers.initializers import half_safe_inits
 from policy.core.policy import Policy
 from policy.core.policy_warnings import warn_once

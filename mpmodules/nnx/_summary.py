@@ -11,8 +11,8 @@ import jax
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
-from mpmodules.calls.instance_methods import InstanceMethod
-from mpmodules.calls.layer_classes import is_ours, layer_class
+from mpmodules.calls.boundary import nnx_calls as calls
+from mpmodules.calls.classes import InstanceMethod, is_ours, layer_class
 from mpmodules.calls.summary import (
     NOT_OURS,
     Cells,
@@ -21,7 +21,6 @@ from mpmodules.calls.summary import (
     with_columns,
     with_signature_of,
 )
-from mpmodules.calls.under_way import nnx_calls as calls
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 

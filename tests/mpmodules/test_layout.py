@@ -10,15 +10,8 @@ import pytest
 import mpmodules
 
 ROOT = Path(mpmodules.__file__).parent
-ONLY_LINEN = {
-    "_init_policy",  # a linen model is no state that could hold its policy
-    "_half_states",  # nnx reads them through its variables
-    "_instances",  # nnx copies a model: `mpmodules.tracing.nnx_rebuilding`
-    "_pure_calls",  # nnx's are `mpmodules.tracing.nnx_pure_calls`
-    "_unmatched_rules",  # nnx checks rules when a model is ported
-}
 # Linen has none of these.
-ONLY_NNX = {"_gradients", "_optimizer", "_layers/ema", "_layers/lora", "_layers/rotary"}
+ONLY_NNX = {"_training", "_layers/ema", "_layers/lora", "_layers/rotary"}
 
 
 def name_of(path: Path) -> str:
@@ -59,7 +52,7 @@ def test_both_wings_have_the_same_files_for_the_same_jobs():
         for wing in ("linen", "nnx")
         if (files := (ROOT / wing).rglob("*.py"))
     )
-    assert linen - nnx == ONLY_LINEN
+    assert linen - nnx == set()
     assert nnx - linen == ONLY_NNX
 
 

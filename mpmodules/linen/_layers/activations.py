@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import LayerCall
-from mpmodules.calls.defined_in import is_flax
+from mpmodules.calls.classes import is_flax
 from mpmodules.functions import activations, functional
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._resolution import fields_set

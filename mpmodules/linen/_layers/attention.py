@@ -12,13 +12,13 @@ import flax.linen as flax_nn
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing, LayerCall
-from mpmodules.calls.under_way import linen_calls as calls
+from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import AttentionCrossing
-from mpmodules.linen._adoption import Adopter, adopting
 from mpmodules.linen._layer import declared_field
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
+from mpmodules.linen._port import Adopter, adopting
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.core.policy import Policy
 from policy.eight_bits.scaled_matmul import shared_operands

@@ -13,9 +13,15 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing, LayerCall
-from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
-from mpmodules.calls.defined_in import is_upstream
+from mpmodules.calls.boundary import (
+    Crossing,
+    LayerCall,
+    LoopCrossing,
+    StepCrossing,
+    indexing_lengths,
+    step_in,
+)
+from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.layers.cell_steps import gru_step, lstm_step, mixed, simple_step

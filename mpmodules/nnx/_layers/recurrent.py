@@ -11,9 +11,15 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing, LayerCall
-from mpmodules.calls.carries import LoopCrossing, StepCrossing, indexing_lengths, step_in
-from mpmodules.calls.defined_in import is_upstream
+from mpmodules.calls.boundary import (
+    Crossing,
+    LayerCall,
+    LoopCrossing,
+    StepCrossing,
+    indexing_lengths,
+    step_in,
+)
+from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import HalfSafe, is_half, widen
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.layers.cell_steps import gru_step, lstm_step, simple_step

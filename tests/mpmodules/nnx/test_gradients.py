@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpmodules.nnx._gradients import grad, value_and_grad
+from mpmodules.nnx._training import grad, value_and_grad
 from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad

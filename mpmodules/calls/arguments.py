@@ -1,19 +1,31 @@
-"""Mistakes in how a module is built: each is refused by its class, the argument, the value and the
+"""Arguments of modules and of `apply_policy`: a wrong one is refused by its name, its value and the
 way out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
+import functools
 import inspect
 import weakref
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from mpmodules.calls.classes import package_of
+from policy.core.callables import shown
 from policy.core.policy import Policy, get_policy
+from policy.core.policy_warnings import warn_once
+from policy.core.rules import PolicyRules
+from policy.core.scope import RulesLike, computes_in_half, require_usable
+
+# --------------------------------------------------------------------------------------------------
+# Constructors
+# --------------------------------------------------------------------------------------------------
+
 
 # Names under which others take a policy, or that a port may have had.
 _NAMES_OF_A_POLICY = (
@@ -176,4 +188,124 @@ def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
         f"{name}.dtype_policy was set to {shown} by hand, but no layer inside obeys that, "
         "because a policy is captured while a module is built. Build it with "
         f"{name}(..., dtype_policy={shown}), or call mpmodules.nnx.apply_policy(model, {shown})."
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Class attributes
+# --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def is_written_by_user(cls: type, upstream: type) -> bool:
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
+    layers.
+
+    Args:
+      cls: a class of modules.
+      upstream: Flax's base class of modules.
+    """
+    return getattr(cls, "_upstream_class", None) is upstream and package_of(cls) != "mpmodules"
+
+
+def require_keep_params(cls: type) -> None:
+    """Refuses a class whose own `keep_params` is no collection of names.
+
+    Raises:
+      TypeError: it is one text, or holds something that is no text.
+    """
+    require_names(cls, "keep_params", vars(cls).get("keep_params", ()), example="scale")
+
+
+def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
+    """Warns of names in a class's `keep_params` that a module of it has no parameter of.
+
+    Args:
+      cls: the class.
+      params: the names of the module's parameters.
+      where: how the message names the module.
+    """
+    keep: Collection[str] = getattr(cls, "keep_params", ())
+    known = sorted(set(params))
+    unknown = sorted(set(keep) - set(known))
+    if unknown:
+        warn_once(
+            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such "
+            f"parameter. It has: {', '.join(known) or 'none'}."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Ports
+# --------------------------------------------------------------------------------------------------
+
+
+OwnCode = Literal["autocast", "keep"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PortOptions:
+    """The arguments of `apply_policy`, checked."""
+
+    policy: Policy
+    rules: PolicyRules | None
+    keep_explicit: bool
+    own_code: Literal["autocast", "keep"]
+
+    @property
+    def beside_policy(self) -> tuple[bool | str, ...]:
+        """Returns the options that change a trace beside the policy and rules, for JAX's caches."""
+        return self.keep_explicit, self.own_code
+
+
+def port_options(
+    policy: Policy | str,
+    rules: RulesLike | None,
+    *,
+    keep_explicit: bool,
+    own_code: OwnCode,
+) -> PortOptions:
+    """Returns the arguments of `apply_policy`, checked.
+
+    `own_code` is "keep" where autocast has nothing to do.
+
+    Raises:
+      ValueError: options contradict each other, `own_code` is neither None, "autocast" nor "keep",
+        or the policy or the rules are malformed.
+    """
+    policy = require_usable(get_policy(policy))
+    rules = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+    for _, rule_policy in rules or ():
+        require_usable(rule_policy)
+    if own_code not in (None, "autocast", "keep"):
+        raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
+    if own_code == "autocast" and keep_explicit:
+        raise ValueError(
+            "own_code='autocast' runs a model's own code in the policy's dtypes, whatever the "
+            "code names: leave out keep_explicit=True, or pass own_code='keep'."
+        )
+    is_kept = own_code == "keep" or keep_explicit or not computes_in_half(policy, rules)
+    return PortOptions(policy, rules, keep_explicit, "keep" if is_kept else "autocast")
+
+
+def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
+    """Returns the error of an `apply_policy` that is handed something else than a model.
+
+    Args:
+      given: the argument.
+      expected: the kind of model that is taken.
+      other: the package whose `apply_policy` takes the models of the other wing.
+    """
+    if isinstance(given, type):
+        return TypeError(
+            f"apply_policy takes {expected} here, but got the class {given.__name__}: make an "
+            "instance of it."
+        )
+    is_model = any(
+        package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__
+    )
+    hint = f"Use {other}.apply_policy" if is_model else "Call apply_policy(model, policy)"
+    return TypeError(
+        f"apply_policy takes {expected} here, but got {shown(given)} of type "
+        f"{type(given).__name__}. {hint}."
     )

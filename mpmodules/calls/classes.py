@@ -1,16 +1,43 @@
-"""Classes of modules that obey policies, and those of ours that stand for Flax's, in both wings."""
+"""Classes of modules: whose they are, which obey policies, and which of ours stand for Flax's."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from flax import linen, nnx
 
 from mpmodules.calls.boundary import PLAIN, Crossing
-from mpmodules.calls.defined_in import is_flax, is_upstream
+
+
+def module_of(definition: Any) -> str:
+    """Returns the name of the Python module that a class or function was defined in, or "" where it
+    does not say.
+    """
+    return getattr(definition, "__module__", None) or ""
+
+
+def package_of(definition: Any) -> str:
+    """Returns the top-level package that a class or function was defined in, or "" where it does
+    not say.
+    """
+    return module_of(definition).partition(".")[0]
+
+
+def is_flax(definition: Any) -> bool:
+    """Returns whether a class or function is Flax's own."""
+    return package_of(definition) == "flax"
+
+
+def is_upstream(definition: Any) -> bool:
+    """Returns whether a class or function is Flax's own, or ours in its place, rather than a
+    user's.
+    """
+    return package_of(definition) in ("flax", "mpmodules")
+
 
 # Our layer for each of Flax's; filled as the layers are defined.
 LAYER_OF: dict[type, type] = {}
@@ -98,3 +125,24 @@ def _cells_of(module: Any) -> Iterator[Callable[..., Any]]:
         yield from _cells_of(module.backward_rnn)
     elif isinstance(module, linen.RNN | nnx.RNN):
         yield type(module.cell).__call__
+
+
+class InstanceMethod:
+    """A method of instances; looked up on the class, it is the function that the base class has.
+
+    Code that asks whether a class overrides a method, as in ``type(self).encode is not
+    Base.encode``, compares the functions of classes. A subclass that only puts something around a
+    method must not look like an override.
+
+    Args:
+      shown: the function of the base class.
+      run: the function that a call on an instance runs.
+    """
+
+    nowrap = True  # Flax wraps the descriptors of a module's class otherwise
+
+    def __init__(self, shown: Callable[..., Any], run: Callable[..., Any]):
+        self._shown, self.run = shown, run
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self._shown if instance is None else types.MethodType(self.run, instance)

@@ -1,27 +1,81 @@
-"""Paths of nnx modules on JAX's name stack, where Flax puts none, noted for `policy` where a call
-is traced.
-
-A trace calls copies of modules, which carry their paths. Copies of our modules enter a name scope
-at their boundary; those of others are of a subclass whose `__call__` does.
+"""Names of models, odd names of modules, and dtype arguments of layers, noted for `policy` where a
+call is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import flax.linen as flax_nn
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules.calls.instance_methods import InstanceMethod
-from mpmodules.calls.layer_classes import remedy_for
-from mpmodules.calls.under_way import nnx_calls as calls
+from mpmodules.calls.boundary import linen_calls, nnx_calls
+from mpmodules.calls.classes import InstanceMethod, remedy_for
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
 from policy.core.requested_dtypes import note_given, note_obeyed, note_remedy
 from policy.programs.paths import joined, note, note_repeated, note_root
+
+# --------------------------------------------------------------------------------------------------
+# Linen
+# --------------------------------------------------------------------------------------------------
+
+
+def model_name(module: flax_nn.Module) -> str:
+    """Returns the name of a model on JAX's name stack."""
+    return joined([module.name or ""]) or type(module).__name__
+
+
+@functools.cache
+def _is_layer_of_flax(cls: type) -> bool:
+    """Returns whether a class is, or derives from, a layer of Flax's that takes dtypes."""
+    return any(
+        base.__module__.startswith("flax.linen.")
+        and {"dtype", "param_dtype"} <= vars(base).get("__annotations__", {}).keys()
+        for base in cls.__mro__
+    )
+
+
+def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    module, outer = context.module, linen_calls.traced
+    if module.name is not None:
+        note(module.name)
+        if module.scope is not None:
+            note_repeated((outer, *module.path))
+    if module.scope is not None:
+        model = model_name(module) if not module.path else linen_calls.traced_model
+        note_remedy(model, joined(module.path), remedy_for(type(module), "linen"))
+        if _is_layer_of_flax(type(module)):
+            note_given(model, joined(module.path), getattr(module, "dtype", None))
+    if outer or module.scope is None:
+        return next_fun(*args, **kwargs)
+    linen_calls.traced = model_name(module)
+    linen_calls.traced_model = "" if module.path else linen_calls.traced
+    if not module.path:
+        note_root(linen_calls.traced)
+    try:
+        return next_fun(*args, **kwargs)
+    finally:
+        linen_calls.traced = outer
+
+
+def noting_modules() -> AbstractContextManager[None]:
+    """Notes the names of the linen modules that are called in a block."""
+    return flax_nn.intercept_methods(_note_module)
+
+
+# --------------------------------------------------------------------------------------------------
+# Nnx: Flax puts no paths on the name stack. A trace calls copies of modules, which carry theirs.
+# Copies of our modules enter a name scope at their boundary; those of others are of a subclass
+# whose `__call__` does.
+# --------------------------------------------------------------------------------------------------
+
 
 # The attribute that holds the path of a copy. Flax takes names that begin so for no items of a
 # Dict, and for no variables.
@@ -62,17 +116,17 @@ def _named_class(cls: Any) -> Any:
 @contextlib.contextmanager
 def name_scope(module: Any) -> Iterator[None]:
     """Enters the scope of the path that a module carries, unless it is the innermost one."""
-    outer, path = calls.path, tuple(vars(module).get(PATH, "").split("/"))
+    outer, path = nnx_calls.path, tuple(vars(module).get(PATH, "").split("/"))
     if path in (("",), outer):
         yield
         return
     relative = path[len(outer) :] if path[: len(outer)] == outer else path
-    calls.path = path
+    nnx_calls.path = path
     try:
         with jax.named_scope("/".join(relative)):
             yield
     finally:
-        calls.path = outer
+        nnx_calls.path = outer
 
 
 def note_island(module: Any, policy: Policy | None) -> None:
