@@ -259,11 +259,7 @@ class PortOptions:
 
 
 def port_options(
-    policy: Policy | str,
-    rules: RulesLike | None,
-    *,
-    keep_explicit: bool,
-    own_code: OwnCode,
+    policy: Policy | str, rules: RulesLike | None, *, keep_explicit: bool, own_code: OwnCode
 ) -> PortOptions:
     """Returns the arguments of `apply_policy`, checked.
 

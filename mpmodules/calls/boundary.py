@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection
@@ -15,15 +16,23 @@ from flax import nnx
 from flax.core import Scope
 from jax.typing import DTypeLike
 
+from mpmodules.calls.classes import LAYER_OF
 from mpmodules.functions.functional import complex_input, is_wider
 from policy.core.casting import cast_array, cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
+from policy.core.scope import current_scope
 from policy.programs.marks import BOUNDARY
 
 # --------------------------------------------------------------------------------------------------
 # References
 # --------------------------------------------------------------------------------------------------
+
+
+_REFERENCES = (
+    *(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef, jax.Ref),
+    *(linen.Module, linen.Variable, Scope),
+)
 
 
 def is_reference(x: Any) -> bool:
@@ -33,17 +42,7 @@ def is_reference(x: Any) -> bool:
     every call and loses the updates of batch statistics. linen Modules, Scopes and Variables are
     references as well.
     """
-    return isinstance(
-        x,
-        nnx.Pytree
-        | nnx.Variable
-        | nnx.State
-        | nnx.GraphDef
-        | linen.Module
-        | linen.Variable
-        | Scope
-        | jax.Ref,
-    )
+    return isinstance(x, _REFERENCES)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,71 +119,126 @@ nnx_calls = _NnxCalls()
 # --------------------------------------------------------------------------------------------------
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 class Crossing:
     """The casts of a kind of modules' calls: every floating input and output is cast.
 
-    Recurrent modules have others, which leave their carries uncast (`mpmodules.calls.boundary`).
+    Recurrent modules have others, which leave their carries uncast.
     """
 
     leading: ClassVar[int] = 0  # how many of the leading arguments are left uncast
     keeps: ClassVar[tuple[str, ...]] = ()  # the names of arguments that are left uncast
-
-    def cast_inputs(
-        self,
-        policy: Policy,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        keep: Collection[str] = (),
-        method: Callable[..., Any],
-    ) -> Arguments:
-        """Casts the floating arrays among a call's arguments to compute_dtype.
-
-        References are passed on by identity, because a copy would lose their holder.
-
-        Args:
-          policy: the policy entered. If its `cast_inputs` is False, nothing is cast.
-          args, kwargs: the call's arguments, without `self`.
-          keep: the names of arguments to leave uncast, beside those of a carry.
-          method: the method, which tells the names of positional arguments; `self` is the first.
-        """
-        if not policy.cast_inputs:
-            return args, kwargs
-        names, kept = (*keep, *self.keeps), set(range(self.leading))
-        if names and len(args) > self.leading:
-            kept |= _kept_positions(method, len(args), names)
-        with jax.named_scope(BOUNDARY):
-
-            def cast(tree: Any) -> Any:
-                return cast_floating(tree, policy.compute_dtype, is_leaf=is_reference)
-
-            new_args = tuple(arg if i in kept else cast(arg) for i, arg in enumerate(args))
-            return new_args, {
-                name: value if name in names else cast(value) for name, value in kwargs.items()
-            }
+    widens_carry: ClassVar[bool] = False  # whether the carry is as wide as the one given
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         """Returns whether a call with these arguments returns a carry, as the first of a pair."""
         return False
 
-    def carry_of(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
-        """Returns whether a call returns a carry, and then the one that it is given, or None."""
-        has_carry = self.returns_carry(module, kwargs)
-        return has_carry, given_carry(args, kwargs) if has_carry else None
-
-    def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a call's outputs with its carry in dtypes at least as wide as those of the one
-        given.
-        """
-        return outputs
-
 
 PLAIN = Crossing()
+
+
+@functools.cache
+def crossing_of(cls: type, method: str) -> Crossing:
+    """Returns the casts of a call of a method of a class.
+
+    Only ``__call__`` takes and returns a carry.
+    """
+    if method != "__call__":
+        return PLAIN
+    ours: list[Any] = [LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF]
+    return next((each._crossing for each in ours if each._crossing is not PLAIN), PLAIN)
+
+
+class MethodCall(NamedTuple):
+    """A call of a method of a module.
+
+    Attributes:
+      module: the module.
+      method: the method without a boundary, whose first argument is the module.
+      args, kwargs: the other arguments.
+      name: the name that the method has in its class.
+      is_upstream: whether it is Flax's own, or ours in its place. The inputs of a user's method on
+        top of a layer are the user's business; the layer's own method is a call inside of it.
+      signature_of: the function whose signature names the arguments, `module` first.
+      is_lifted: whether it is a transformed method of linen, which calls another boundary of the
+        same module inside of the transform: only the casts and the scope are applied here.
+    """
+
+    module: Any
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    is_upstream: bool
+    signature_of: Any
+    is_lifted: bool = False
+
+    def run(self) -> Any:
+        """Calls the method without a boundary."""
+        return self.method(self.module, *self.args, **self.kwargs)
+
+    @property
+    def crossing(self) -> Crossing:
+        """The casts of the call."""
+        return crossing_of(type(self.module), self.name)
+
+    def carry(self) -> tuple[bool, Any]:
+        """Returns whether the call returns a carry, and then the one that it is given, or None."""
+        has_carry = self.crossing.returns_carry(self.module, self.kwargs)
+        return has_carry, given_carry(self.args, self.kwargs) if has_carry else None
+
+    def with_inputs_cast(self, policy: Policy) -> MethodCall:
+        """Returns the call with the floating arrays among its arguments in compute_dtype.
+
+        References are passed on by identity, because a copy would lose their holder. With a policy
+        whose `cast_inputs` is False, nothing is cast.
+        """
+        if not policy.cast_inputs:
+            return self
+        crossing, args = self.crossing, self.args
+        names = (*getattr(type(self.module), "keep_inputs", ()), *crossing.keeps)
+        kept = set(range(crossing.leading))
+        if names and len(args) > crossing.leading:
+            kept |= _kept_positions(self.signature_of, len(args), names)
+
+        def cast(tree: Any) -> Any:
+            return cast_floating(tree, policy.compute_dtype, is_leaf=is_reference)
+
+        with jax.named_scope(BOUNDARY):
+            args = tuple(arg if i in kept else cast(arg) for i, arg in enumerate(args))
+            kwargs = {name: x if name in names else cast(x) for name, x in self.kwargs.items()}
+        return self._replace(args=args, kwargs=kwargs)
+
+
+def run_at_boundary(
+    call: MethodCall,
+    run: Callable[[MethodCall], Any],
+    *,
+    policy: Policy | None,
+    entered: Policy | None,
+) -> Any:
+    """Runs a call with the casts of its boundary.
+
+    Args:
+      call: the call.
+      run: runs it, with its inputs cast.
+      policy: the policy that the module obeys.
+      entered: the same where the call is a boundary, else None.
+    """
+    scope, crossing = current_scope(), call.crossing
+    takes_any = getattr(type(call.module), "_takes_inputs_as_they_come", False)
+    given = call if entered is None or takes_any else call.with_inputs_cast(entered)
+    try:
+        outputs = run(given)
+    except TypeError as error:
+        explain_scan(error)
+        raise
+    if policy is not None and crossing.widens_carry:
+        outputs = with_given_dtypes(outputs, given_carry(given.args, given.kwargs))
+    if entered is None:
+        return outputs
+    has_carry = crossing.returns_carry(call.module, call.kwargs)
+    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
 
 
 def given_carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,12 +335,10 @@ class StepCrossing(Crossing):
 
     leading: ClassVar[int] = 1
     keeps: ClassVar[tuple[str, ...]] = ("carry",)
+    widens_carry: ClassVar[bool] = True
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         return True
-
-    def keep_carry(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_given_dtypes(outputs, given_carry(args, kwargs))
 
 
 class LoopCrossing(Crossing):

@@ -10,8 +10,6 @@ from typing import Any
 
 from flax import linen, nnx
 
-from mpmodules.calls.boundary import PLAIN, Crossing
-
 
 def module_of(definition: Any) -> str:
     """Returns the name of the Python module that a class or function was defined in, or "" where it
@@ -37,6 +35,11 @@ def is_upstream(definition: Any) -> bool:
     user's.
     """
     return package_of(definition) in ("flax", "mpmodules")
+
+
+def is_public(name: str) -> bool:
+    """Returns whether a method of that name is public."""
+    return name == "__call__" or not name.startswith("_")
 
 
 # Our layer for each of Flax's; filled as the layers are defined.
@@ -82,18 +85,6 @@ def layer_class(cls: type) -> Any:
     Returns None for other classes.
     """
     return next((LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF), None)
-
-
-@functools.cache
-def crossing_of(cls: type, method: str) -> Crossing:
-    """Returns the casts of a call of a method of a class.
-
-    Only ``__call__`` takes and returns a carry.
-    """
-    if method != "__call__":
-        return PLAIN
-    ours: list[Any] = [LAYER_OF[base] for base in cls.__mro__ if base in LAYER_OF]
-    return next((each._crossing for each in ours if each._crossing is not PLAIN), PLAIN)
 
 
 # Modules of Flax's that call what they are given.

@@ -19,7 +19,7 @@ import jax
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
 
 import policy as policy_package
-from mpmodules.calls.boundary import cast_outputs, is_pair, is_reference
+from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference
 from mpmodules.functions.promotion import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.casting import cast_array, is_floating
@@ -119,25 +119,38 @@ def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, sou
     return _marked(outputs)  # another policy's: the code around it reads it in its own dtype
 
 
-def run_layer(call: Callable[[], Any], scope: Scope, given_carry: Any) -> Any:
+def run_layer(
+    call: MethodCall,
+    run: Callable[[MethodCall], Any],
+    policy: Policy | None,
+    *,
+    keeps: bool,
+    recorded: Callable[..., None] | None,
+) -> Any:
     """Calls a layer inside of a trace of own code: its dtypes are its policy's.
 
     Args:
-      call: calls it, its inputs cast.
-      scope: the one in force.
-      given_carry: the carry that it is called with, or None.
+      call: the call.
+      run: runs it, its inputs cast.
+      policy: the one that the layer obeys.
+      keeps: whether own code in it runs in the dtypes that it meets.
+      recorded: is told of the module, the arguments and the outputs, for a summary.
     """
-    with enter(dataclasses.replace(scope, traces_own_code=False)), marks.layer():
-        outputs = call()
-    return _marked(outputs, given_carry)
+    with enter(dataclasses.replace(current_scope(), traces_own_code=False)), marks.layer():
+        given = call if policy is None or _comes_wide(call) else call.with_inputs_cast(policy)
+        with keeping() if keeps else contextlib.nullcontext():
+            outputs = run(given)
+        if recorded is not None:
+            recorded(given.module, given.args, given.kwargs, outputs)
+    return _marked(outputs, call.carry()[1])
 
 
-def come_wide(layer: Any, args: tuple[Any, ...]) -> bool:
+def _comes_wide(call: MethodCall) -> bool:
     """Returns whether a layer that widens its input is given a float32 result of another: its
     statistics are then those of unrounded numbers.
     """
-    widens = getattr(type(layer), "_takes_inputs_as_they_come", False)
-    return widens and bool(args) and marks.is_wide_result(args[0])
+    widens = getattr(type(call.module), "_takes_inputs_as_they_come", False)
+    return widens and bool(call.args) and marks.is_wide_result(call.args[0])
 
 
 def _marked(outputs: Any, carry: Any = None) -> Any:
@@ -161,20 +174,18 @@ def _marked_carry(new: Any, given: Any) -> Any:
     )
 
 
-def outputs_of(
-    scope: Scope, policy: Policy, outputs: Any, has_carry: bool, given_carry: Any
-) -> Any:
+def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> Any:
     """Returns the outputs of an outermost call in the dtypes that its caller is to get.
 
     These are output_dtype, and inside of a module's call compute_dtype of the caller.
 
     Args:
+      call: the call.
       scope: the one that it was called in.
       policy: the one that it obeyed.
       outputs: in the dtypes that they were computed in.
-      has_carry: whether the first of a pair of outputs is a carry.
-      given_carry: the carry that it was called with, or None.
     """
+    has_carry, given_carry = call.carry()
     if has_carry and is_pair(outputs):
         outputs = _as_given(outputs[0], given_carry), outputs[1]
     returned = scope.returned(policy)

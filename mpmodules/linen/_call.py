@@ -12,14 +12,14 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs, explain_scan
+from mpmodules.calls.boundary import LayerCall, MethodCall, run_at_boundary
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import (
     CALLERS,
     calls_users,
-    crossing_of,
     is_library,
     is_ours,
+    is_public,
     is_upstream,
 )
 from mpmodules.linen._own_code import call_traced
@@ -42,8 +42,27 @@ from policy.programs.thread import thread
 Method = Callable[..., Any]
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
-NOT_BOUNDARIES = frozenset({"setup", "initialize_carry", "init_cache"})
-_FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
+NOT_ENTERED = frozenset({"initialize_carry", "init_cache"})
+_NOT_BOUNDARIES = (NOT_ENTERED | frozenset(dir(flax_nn.Module))) - {"__call__"}
+
+
+def call_of(
+    module: Any,
+    method: Method,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_upstream: bool = True,
+    is_lifted: bool = False,
+) -> MethodCall:
+    """Returns a call of a method; a `functools.partial` has no name."""
+    name = getattr(method, "__name__", "")
+    return MethodCall(module, method, args, kwargs, name, is_upstream, method, is_lifted)
+
+
+def is_boundary_name(name: str) -> bool:
+    """Returns whether a method of that name is public, and no method of every module."""
+    return is_public(name) and name not in _NOT_BOUNDARIES
 
 
 # --------------------------------------------------------------------------------------------------
@@ -51,14 +70,15 @@ _FLAX_METHODS = frozenset(dir(flax_nn.Module)) - {"__call__"}
 # --------------------------------------------------------------------------------------------------
 
 
-def is_layer(module: Any, method: Method) -> bool:
+def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    return is_ours(type(module)) and is_layers(module, method)
+    return is_ours(type(call.module)) and is_layers(call)
 
 
-def is_layers(module: Any, method: Method) -> bool:
+def is_layers(call: MethodCall) -> bool:
     """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    return is_library(method) and not (isinstance(module, CALLERS) and calls_users(module))
+    module = call.module
+    return is_library(call.method) and not (isinstance(module, CALLERS) and calls_users(module))
 
 
 def _keeps(module: Any) -> bool:
@@ -66,12 +86,12 @@ def _keeps(module: Any) -> bool:
     return getattr(type(module), "own_code", None) == "keep"
 
 
-def outermost(module: Any, method: Method) -> Effective | None:
+def outermost(call: MethodCall) -> Effective | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    scope, name = current_scope(), _name_of(method)
+    scope, module = current_scope(), call.module
     if scope.traces_own_code or scope.keeps_own_code or module.scope is None:
         return None
-    if is_layer(module, method) or _keeps(module) or not _is_boundary_name(name):
+    if _is_layer(call) or _keeps(module) or not is_boundary_name(call.name):
         return None
     effective = effective_policy(module, scope)
     return effective if computes_in_half(effective.policy, scope.rules) else None
@@ -111,63 +131,33 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 
 
-def run_method(
-    module: Any,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    lifted: bool = False,
-    own_body: bool = True,
-) -> Any:
-    """Calls ``method(module, *args, **kwargs)`` under the policy that `module` obeys.
-
-    Args:
-      lifted: `method` is a transformed one, which calls another boundary of the same module inside
-        of the transform: only the casts and the scope are applied here.
-      own_body: `method` is the layer's own. Around a user's method on top of a layer only the
-        fields are set: its inputs are the user's business, and the layer's own method is a call
-        inside.
-    """
-    scope, cls = current_scope(), type(module)
-    if lifted and (effective := outermost(module, method)) is not None:
-        plainly = functools.partial(method, module)
-        return call_traced(module, method, args, kwargs, effective, plainly=plainly)
+def run_method(call: MethodCall) -> Any:
+    """Calls a method under the policy that its module obeys."""
+    module, scope, cls = call.module, current_scope(), type(call.module)
+    if call.is_lifted and (effective := outermost(call)) is not None:
+        return call_traced(call, effective, plainly=functools.partial(call.method, module))
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     policy, is_bare = effective.policy, getattr(cls, "_is_layer", False)
     if thread.asked is not None or calls.recorded is not None:
         _note_obeyed(module, effective)
     with _under_way(module, scope):
         if scope.traces_own_code:
-            return _run_in_trace(
-                module, method, args, kwargs, effective, lifted=lifted, own_body=own_body
-            )
+            return _run_in_trace(call, effective)
         # A bare layer is a boundary only by a policy of its own.
         crosses = scope.crosses(policy if is_bare else effective.base)
         entered = policy if crosses and (effective.source.own or not is_bare) else None
-        if entered is not None and not (is_bare and cls._takes_inputs_as_they_come):
-            args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
-        source = effective.source.for_those_inside(where(module))
         inner = _scope_inside(scope, policy, entered is not None)
-        try:
+        source = effective.source.for_those_inside(where(module))
+
+        def run(given: MethodCall) -> Any:
             with enter(inner, source), multiplying(policy, scope.policy):
-                if own_body and not lifted and getattr(cls, "_dtype_fields", False):
+                if call.is_upstream and not call.is_lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
-                    outputs = module._call_layer(
-                        LayerCall(effective, returns, method, args, kwargs)
-                    )
-                else:
-                    outputs = _run_users(module, method, args, kwargs, effective, lifted=lifted)
-        except TypeError as error:
-            explain_scan(error)
-            raise
-        crossing = crossing_of(cls, _name_of(method))
-        if policy is not None and crossing is not PLAIN:
-            outputs = crossing.keep_carry(outputs, args, kwargs)
-        if entered is None:
-            return outputs
-        has_carry = crossing.returns_carry(module, kwargs)
-        return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
+                    _, method, args, kwargs, *_ = given
+                    return module._call_layer(LayerCall(effective, returns, method, args, kwargs))
+                return _run_users(given, effective)
+
+        return run_at_boundary(call, run, policy=policy, entered=entered)
 
 
 def _note_obeyed(module: Any, effective: Effective) -> None:
@@ -185,70 +175,31 @@ def _scope_inside(scope: Scope, policy: Policy | None, crosses: bool) -> Scope:
     return scope.inside(policy) if crosses else dataclasses.replace(scope, policy=policy)
 
 
-def _run_users(
-    module: Any,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    effective: Effective,
-    *,
-    lifted: bool,
-) -> Any:
+def _run_users(call: MethodCall, effective: Effective) -> Any:
     """Calls a method that is no layer's own: where it is one on top of a layer, with the policy's
     dtypes in the layer's fields.
     """
-    if lifted or not getattr(type(module), "_dtype_fields", False):
-        return method(module, *args, **kwargs)
-    with fields_set(module, plain_fields(module, effective)):
-        return method(module, *args, **kwargs)
+    if call.is_lifted or not getattr(type(call.module), "_dtype_fields", False):
+        return call.run()
+    with fields_set(call.module, plain_fields(call.module, effective)):
+        return call.run()
 
 
-def _run_in_trace(
-    module: Any,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    effective: Effective,
-    *,
-    lifted: bool,
-    own_body: bool,
-) -> Any:
+def _run_in_trace(call: MethodCall, effective: Effective) -> Any:
     """Calls a module in a trace of the code around it."""
-    scope, crossing = current_scope(), crossing_of(type(module), _name_of(method))
+    module, scope, keeps = call.module, current_scope(), _keeps(call.module)
+    if keeps or _is_layer(call):
+        put_back_for_layer(module)
+        recorded = None if calls.recorded is None else calls.recorded.note_run
+        policy = effective.policy
+        return own_code.run_layer(call, run_method, policy, keeps=keeps, recorded=recorded)
 
     def run_own_code() -> Any:
         with states_made_in_float32(module):
-            return _run_users(module, method, args, kwargs, effective, lifted=lifted)
+            return _run_users(call, effective)
 
-    def run_layer() -> Any:
-        policy, given = effective_policy(module, current_scope()).policy, (args, kwargs)
-        if policy is not None and not own_code.come_wide(module, args):
-            given = _cast_inputs(module, policy, method, args, kwargs)
-        with own_code.keeping() if _keeps(module) else contextlib.nullcontext():
-            outputs = run_method(module, method, *given, lifted=lifted, own_body=own_body)
-        if calls.recorded is not None:
-            calls.recorded.note_run(module, *given, outputs)
-        return outputs
-
-    if not _keeps(module) and not is_layer(module, method):
-        source = effective.source.for_those_inside(where(module))
-        return own_code.run_inside(run_own_code, scope, effective.base, source)
-    put_back_for_layer(module)
-    _, carry = crossing.carry_of(module, args, kwargs)
-    return own_code.run_layer(run_layer, scope, carry)
-
-
-def _cast_inputs(
-    module: Any, policy: Policy, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
-    keep = getattr(type(module), "keep_inputs", ())
-    crossing = crossing_of(type(module), _name_of(method))
-    return crossing.cast_inputs(policy, args, kwargs, keep=keep, method=method)
-
-
-def _name_of(method: Method) -> str:
-    """Returns the name of a method; "" of a `functools.partial`, which has none."""
-    return getattr(method, "__name__", "")
+    source = effective.source.for_those_inside(where(module))
+    return own_code.run_inside(run_own_code, scope, effective.base, source)
 
 
 def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
@@ -272,12 +223,6 @@ def run_setup(module: Any, setup: Callable[[], Any]) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def _is_boundary_name(name: str) -> bool:
-    """Returns whether a method of that name is public, and no method of every module."""
-    is_public = name == "__call__" or not name.startswith("_")
-    return is_public and name not in NOT_BOUNDARIES and name not in _FLAX_METHODS
-
-
 def install_boundaries(cls: Any) -> None:
     """Puts the boundary around each public method that `cls` adds, and around its setup.
 
@@ -289,7 +234,7 @@ def install_boundaries(cls: Any) -> None:
     fields = {field.name for field in dataclasses.fields(cls)}
     names = {name for base in cls.__mro__ if base is not object for name in vars(base)}
     for name in names - fields:
-        if not _is_boundary_name(name) and name != "setup":
+        if not is_boundary_name(name) and name != "setup":
             continue
         method = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or hasattr(method, "nowrap"):
@@ -314,15 +259,17 @@ def _bounded(method: Method, lifted: bool) -> Method:
     return bounded
 
 
-def _with_boundary(method: Method, lifted: bool) -> Method:
-    own_body = not lifted and is_upstream(method)
+def _with_boundary(method: Method, is_lifted: bool) -> Method:
+    is_upstreams = not is_lifted and is_upstream(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nn.Module) or self.scope is None:
             # Flax says what is wrong with a call on an unbound module.
             return method(self, *args, **kwargs)
-        return run_method(self, method, args, kwargs, lifted=lifted, own_body=own_body)
+        return run_method(
+            call_of(self, method, args, kwargs, is_upstream=is_upstreams, is_lifted=is_lifted)
+        )
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call

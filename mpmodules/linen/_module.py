@@ -26,7 +26,7 @@ from mpmodules.calls.boundary import PLAIN, Crossing
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import module_of, register_layer
 from mpmodules.layers.docstrings import extend_docstring
-from mpmodules.linen._call import install_boundaries, outermost
+from mpmodules.linen._call import call_of, install_boundaries, outermost
 from mpmodules.linen._own_code import call_traced, check_names, wrapped_once
 from mpmodules.linen._own_code import param as own_param
 from mpmodules.linen._resolution import note_policy, warn_where_missing
@@ -196,13 +196,14 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         def _call_wrapped_method(
             self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            effective, flaxs = outermost(self, fun), super()._call_wrapped_method
+            call, flaxs = call_of(self, fun, args, kwargs), super()._call_wrapped_method
+            effective = outermost(call)
             if effective is None:
                 outputs = flaxs(fun, args, kwargs)
             else:
-                method = wrapped_once(fun)
+                call = call._replace(method=wrapped_once(fun))
                 plainly = lambda *args, **kwargs: flaxs(fun, args, kwargs)  # noqa: E731
-                outputs = call_traced(self, method, args, kwargs, effective, plainly=plainly)
+                outputs = call_traced(call, effective, plainly=plainly)
             if type(self).keep_params and fun.__name__ != "setup" and self.scope is not None:
                 check_names(self)
             return outputs

@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls import own_code
 from mpmodules.calls.arguments import warn_of_unknown_names
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
-from mpmodules.calls.classes import crossing_of
 from mpmodules.linen._resolution import effective_policy, where
 from mpmodules.tracing.linen_pure_calls import Method, lifted, made_as_stored
 from policy.core.casting import cast_floating, is_floating
@@ -30,45 +30,35 @@ from policy.core.scope import current_scope, enter, multiplying
 from policy.programs import marks
 
 
-def call_traced(
-    module: Any,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    effective: Effective,
-    *,
-    plainly: Callable[..., Any],
-) -> Any:
+def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[..., Any]) -> Any:
     """Calls an outermost method, whose own code obeys a policy.
 
     Args:
-      module: the module, bound.
-      method: the function that Flax wraps.
-      args, kwargs: its arguments.
+      call: the call, of the function that Flax wraps.
       effective: the module's policy.
       plainly: calls the method with arguments, without a trace.
     """
-    scope, policy = current_scope(), effective.policy
+    scope, policy, module, name = current_scope(), effective.policy, call.module, call.name
     assert policy is not None
     # The module is cloned for the trace, without the modules around it.
     with enter(dataclasses.replace(scope, policy=policy)), multiplying(policy, scope.policy):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
             with own_code.tracing(), made_as_stored([module.scope]):
-                args, kwargs = own_code.in_float32((args, kwargs))
+                args, kwargs = own_code.in_float32((call.args, call.kwargs))
+                call = call._replace(args=args, kwargs=kwargs)
                 outputs = plainly(*args, **kwargs)
         else:
-            key = _key(module, method)
+            key = _key(module, call.method)
             run = functools.partial(own_code.run, type(module), policy=policy, key=key)
             try:
-                outputs = lifted(method, run)(module, args, kwargs)
+                outputs = lifted(call.method, run)(module, call.args, call.kwargs)
             except own_code.CANNOT_BE_TRACED as error:
                 with enter(scope):
-                    return own_code.run_kept(type(module), error, lambda: plainly(*args, **kwargs))
-    name = getattr(method, "__name__", "")
+                    kept = functools.partial(plainly, *call.args, **call.kwargs)
+                    return own_code.run_kept(type(module), error, kept)
     suffix = "" if name == "__call__" else f".{name}"
     with jax.named_scope(f"{module.name or type(module).__name__}{suffix}"):
-        carry = crossing_of(type(module), name).carry_of(module, args, kwargs)
-        return own_code.outputs_of(scope, policy, outputs, *carry)
+        return own_code.outputs_of(call, scope, policy, outputs)
 
 
 @functools.lru_cache(1024)

@@ -14,10 +14,13 @@ from typing import Any, TypeVar
 import flax.linen as flax_nn
 
 from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import LAYER_OF, InstanceMethod, is_ours, is_upstream, layer_class
 from mpmodules.linen._call import (
-    NOT_BOUNDARIES,
+    NOT_ENTERED,
+    call_of,
+    is_boundary_name,
     is_innermost,
     is_layers,
     outermost,
@@ -82,12 +85,7 @@ def apply_policy(
         raise ValueError(
             "apply_policy takes an unbound model; apply the policy before bind, init or apply."
         )
-    options = port_options(
-        policy,
-        rules,
-        keep_explicit=keep_explicit,
-        own_code=own_code,
-    )
+    options = port_options(policy, rules, keep_explicit=keep_explicit, own_code=own_code)
     base = getattr(type(model), "_ported_from", type(model))
     fields, state = fields_of(model), state_of(model)
     if "dtype_policy" in fields:
@@ -99,10 +97,6 @@ def rebuild(base: type, options: PortOptions, fields: dict[str, Any], state: dic
     ported = _ported_class(base, options)(**fields, parent=None)
     vars(ported).update(state)
     return ported
-
-
-# Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
-_NOT_ENTERED = NOT_BOUNDARIES - {"setup"}
 
 
 class _Port:
@@ -144,22 +138,15 @@ class _Port:
                     return method(module, *args, **kwargs)
                 # No interceptor sees it: the boundary is outside of it, as it is around a method of
                 # ours already.
-                return run_method(module, method, args, kwargs, lifted=True)
+                return run_method(call_of(module, method, args, kwargs, is_lifted=True))
 
-            return self.run(plainly, module, method, args, kwargs)
+            return self.run(call_of(module, method, args, kwargs), plainly)
 
         return call
 
-    def run(
-        self,
-        plainly: Callable[..., Any],
-        module: Any,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls the outermost method of a bound model under scope and adopter; `plainly` calls it
-        without a trace.
+    def run(self, call: MethodCall, plainly: Callable[..., Any]) -> Any:
+        """Runs the outermost call of a bound model under scope and adopter; `plainly` calls the
+        method without a trace.
         """
         around = current_scope()
         scope = dataclasses.replace(
@@ -170,10 +157,10 @@ class _Port:
             in_full_precision=around.in_full_precision,
         )
         with enter(scope, Source("argument", "apply_policy")), adopting(self.adopter):
-            effective = outermost(module, method)
-            if effective is None or (self.is_flaxs_layer and is_layers(module, method)):
-                return plainly(*args, **kwargs)
-            return call_traced(module, method, args, kwargs, effective, plainly=plainly)
+            effective = outermost(call)
+            if effective is None or (self.is_flaxs_layer and is_layers(call)):
+                return plainly(*call.args, **call.kwargs)
+            return call_traced(call, effective, plainly=plainly)
 
 
 def _is_transformed(method: Callable[..., Any]) -> bool:
@@ -196,10 +183,10 @@ def _ported_class(base: Any, options: PortOptions) -> Any:
     def _call_wrapped_method(
         self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.scope is None or port.under_way or getattr(fun, "__name__", "") in _NOT_ENTERED:
+        if self.scope is None or port.under_way or getattr(fun, "__name__", "") in NOT_ENTERED:
             return call_wrapped_method(self, fun, args, kwargs)
         method = wrapped_once(fun)
-        return port.run(functools.partial(method, self), self, method, args, kwargs)
+        return port.run(call_of(self, method, args, kwargs), functools.partial(method, self))
 
     @flax_nn.nowrap
     def _validate_setup(self: Any) -> None:
@@ -246,12 +233,8 @@ def _not_wrapped(base: Any) -> dict[str, Callable[..., Any]]:
     """
     fields = {field.name for field in dataclasses.fields(base)}
     names = {name for cls in base.__mro__ if cls is not object for name in vars(cls)}
-    names -= NOT_BOUNDARIES | fields | (set(dir(flax_nn.Module)) - {"__call__"})
-    methods = {
-        name: inspect.getattr_static(base, name)
-        for name in names
-        if name == "__call__" or name[0] != "_"
-    }
+    names = set(filter(is_boundary_name, names)) - fields
+    methods = {name: inspect.getattr_static(base, name) for name in names}
     return {
         name: method
         for name, method in methods.items()
@@ -455,13 +438,10 @@ def _run(
     name = context.method_name
     if name == "setup":
         return run_setup(module, lambda: method(module))
-    if not _is_boundary(name):
+    if not is_boundary_name(name):
         return method(module, *args, **kwargs)
-    return run_method(module, method, args, kwargs, own_body=is_upstream(context.orig_method.func))
-
-
-def _is_boundary(name: str) -> bool:
-    return name == "__call__" or not (name in NOT_BOUNDARIES or name.startswith("_"))
+    is_upstreams = is_upstream(context.orig_method.func)
+    return run_method(call_of(module, method, args, kwargs, is_upstream=is_upstreams))
 
 
 def _intercepted(

@@ -22,9 +22,7 @@ from mpmodules.nnx._layers.activations import PReLU
 from mpmodules.nnx._layers.attention import MultiHeadAttention
 from mpmodules.nnx._layers.containers import Sequential
 from mpmodules.nnx._layers.convolution import Conv, ConvTranspose
-from mpmodules.nnx._layers.dot_product_attention import (
-    dot_product_attention,
-)
+from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._layers.embedding import Embed
 from mpmodules.nnx._layers.linear import Einsum, Linear, LinearGeneral
 from mpmodules.nnx._layers.lora import LoRA, LoRALinear
@@ -52,10 +50,7 @@ from mpmodules.nnx._summary import tabulate
 from mpmodules.nnx._training import ModelAndOptimizer, Optimizer, grad, value_and_grad
 
 if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
-    from mpmodules.nnx._layers.rotary import (
-        RoPE,
-        dot_product_attention_with_rope,
-    )
+    from mpmodules.nnx._layers.rotary import RoPE, dot_product_attention_with_rope
 
 if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
     from mpmodules.nnx._layers.ema import EMA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import sys
@@ -13,16 +12,16 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import PLAIN, Arguments, LayerCall, cast_outputs, explain_scan
+from mpmodules.calls.boundary import LayerCall, MethodCall, run_at_boundary
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import (
     CALLERS,
     LAYER_OF,
     InstanceMethod,
     calls_users,
-    crossing_of,
     is_flax,
     is_ours,
+    is_public,
     is_upstream,
     layer_class,
     package_of,
@@ -35,27 +34,11 @@ from policy.core.precedence import Effective
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 
-# Public methods of a module that are never a boundary: their dtypes are the carry's and the cache's
-# own.
-NOT_BOUNDARIES = frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
-_FLAX_METHODS = frozenset(dir(flax_nnx.Module)) - {"__call__"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Method:
-    """A public method of a module.
-
-    Attributes:
-      body: the method without a boundary.
-      name: the name that it has in its class.
-      is_upstream: whether it is Flax's own, or ours in its place.
-      signature_of: the function whose signature names the arguments, `self` first.
-    """
-
-    body: Callable[..., Any]
-    name: str
-    is_upstream: bool
-    signature_of: Any
+# Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
+_NOT_BOUNDARIES = (
+    frozenset({"initialize_carry", "init_cache", "set_view", "train", "eval"})
+    | frozenset(dir(flax_nnx.Module))
+) - {"__call__"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -63,36 +46,32 @@ class Method:
 # --------------------------------------------------------------------------------------------------
 
 
-def keeps(module: Any) -> bool:
+def _keeps(module: Any) -> bool:
     """Returns whether a module's own code runs in the dtypes that it meets."""
-    return getattr(type(module), "own_code", None) == "keep" or is_kept_port(module)
+    return getattr(type(module), "own_code", None) == "keep" or _is_kept_port(module)
 
 
-def is_kept_port(module: Any) -> bool:
+def _is_kept_port(module: Any) -> bool:
     """Returns whether a module is part of a port that was asked to keep its own code."""
     return module._ported_code == "keep"
 
 
-def is_layer(module: Any, is_upstream: bool) -> bool:
-    """Returns whether a method is that of a layer which obeys policies itself.
-
-    Args:
-      module: the module.
-      is_upstream: whether the method is Flax's own, or ours in its place.
-    """
-    if not (is_upstream and is_ours(type(module))):
+def _is_layer(call: MethodCall) -> bool:
+    """Returns whether a method is that of a layer which obeys policies itself."""
+    module, cls = call.module, type(call.module)
+    if not (call.is_upstream and is_ours(cls)):
         return False
-    if layer_class(type(module)) is None and package_of(type(module)) != "mpmodules":
+    if layer_class(cls) is None and package_of(cls) != "mpmodules":
         return False
     return not (isinstance(module, CALLERS) and calls_users(module))
 
 
-def _outermost(module: Any, method: Method) -> Policy | None:
+def _outermost(call: MethodCall) -> Policy | None:
     """Returns the policy of a call whose own code is to be traced; None of other calls."""
-    scope, captured = current_scope(), module.dtype_policy
+    scope, captured = current_scope(), call.module.dtype_policy
     if scope.keeps_own_code or not isinstance(captured, Policy):
         return None
-    if is_layer(module, method.is_upstream) or keeps(module):
+    if _is_layer(call) or _keeps(call.module):
         return None
     policy = scope.held(captured)
     return policy if computes_in_half(policy) else None
@@ -115,78 +94,42 @@ def _under_way() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 
 
-def run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a method of `module` under the policy that the module carries.
+def run_method(call: MethodCall) -> Any:
+    """Calls a method under the policy that its module carries.
 
     Every call of a public method of a module that obeys policies comes through here, ours or
     ported.
-
-    Args:
-      module: the module.
-      method: the method.
-      args, kwargs: its arguments.
     """
-    if method.name == "__call__" and PATH in vars(module):
-        with name_scope(module):
-            return _run_outermost_or_inside(module, method, args, kwargs)
-    return _run_outermost_or_inside(module, method, args, kwargs)
+    if call.name == "__call__" and PATH in vars(call.module):
+        with name_scope(call.module):
+            return _run_outermost_or_inside(call)
+    return _run_outermost_or_inside(call)
 
 
-def _run_outermost_or_inside(
-    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_outermost_or_inside(call: MethodCall) -> Any:
     if current_scope().traces_own_code:
         with marks.numbered_call(calls.inside):
-            return _run_in_trace(module, method, args, kwargs)
-    policy = _outermost(module, method)
+            return _run_in_trace(call)
+    policy = _outermost(call)
     if policy is None:
-        with own_code.keeping() if is_kept_port(module) else contextlib.nullcontext():
-            return _run_method(module, method, args, kwargs)
-    plainly = functools.partial(_run_method, module, method, args, kwargs)
-
-    def body(copy: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_method(copy, method, args, kwargs)
-
-    return call_traced(module, method.name, args, kwargs, policy, body=body, plainly=plainly)
+        with own_code.keeping() if _is_kept_port(call.module) else contextlib.nullcontext():
+            return _run_method(call)
+    return call_traced(call, policy, run=run_method, plainly=lambda: _run_method(call))
 
 
-def _run_in_trace(
-    module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_in_trace(call: MethodCall) -> Any:
     """Calls a module in a trace of the code around it."""
-    scope = current_scope()
+    module, scope, keeps = call.module, current_scope(), _keeps(call.module)
     policy = scope.held(module.dtype_policy)
-    if not (is_layer(module, method.is_upstream) or keeps(module)):
-        source = module._policy_source.for_those_inside(type(module).__name__)
-        with _under_way():
-            run = lambda: method.body(module, *args, **kwargs)  # noqa: E731
-            return own_code.run_inside(run, scope, policy, source)
-    crossing = crossing_of(type(module), method.name)
-
-    def run_layer() -> Any:
-        given = args, kwargs
-        if policy is not None and not own_code.come_wide(module, args):
-            given = _cast_inputs(module, policy, method, args, kwargs)
-        with own_code.keeping() if keeps(module) else contextlib.nullcontext():
-            outputs = _run_method(module, method, *given)
-        if calls.recorded is not None:
-            calls.recorded(module, *given, outputs)
-        return outputs
-
-    _, carry = crossing.carry_of(module, args, kwargs)
-    return own_code.run_layer(run_layer, scope, carry)
+    if keeps or _is_layer(call):
+        return own_code.run_layer(call, _run_method, policy, keeps=keeps, recorded=calls.recorded)
+    source = module._policy_source.for_those_inside(type(module).__name__)
+    with _under_way():
+        return own_code.run_inside(call.run, scope, policy, source)
 
 
-def _cast_inputs(
-    module: Any, policy: Policy, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
-    keep = getattr(type(module), "keep_inputs", ())
-    crossing = crossing_of(type(module), method.name)
-    return crossing.cast_inputs(policy, args, kwargs, keep=keep, method=method.signature_of)
-
-
-def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scope, cls = current_scope(), type(module)
+def _run_method(call: MethodCall) -> Any:
+    module, scope, cls = call.module, current_scope(), type(call.module)
     effective = effective_policy(module, scope)
     policy = effective.policy
     if scope.in_full_precision and PATH in vars(module):
@@ -198,42 +141,27 @@ def _run_method(module: Any, method: Method, args: tuple[Any, ...], kwargs: dict
     entered, inner, source = policy if crosses else None, scope, None
     if entered is not None:
         inner, source = scope.inside(entered), effective.source.for_those_inside(cls.__name__)
-        if not (cls._is_layer and cls._takes_inputs_as_they_come):
-            args, kwargs = _cast_inputs(module, entered, method, args, kwargs)
     precise = multiplying(policy, scope.policy if scope.boundary_open else None)
-    with _under_way(), enter(inner, source), precise:
-        try:
-            outputs = _run_body(module, method, effective, crosses, args, kwargs)
-        except TypeError as error:
-            explain_scan(error)
-            raise
-    crossing = crossing_of(cls, method.name)
-    if policy is not None and crossing is not PLAIN:
-        outputs = crossing.keep_carry(outputs, args, kwargs)
-    has_carry = crossing.returns_carry(module, kwargs)
-    if entered is None:
-        return outputs
-    return cast_outputs(scope.returned(entered), outputs, has_carry=has_carry)
+
+    def run(given: MethodCall) -> Any:
+        with _under_way(), enter(inner, source), precise:
+            return _run_body(given, effective, crosses)
+
+    return run_at_boundary(call, run, policy=policy, entered=entered)
 
 
-def _run_body(
-    module: Any,
-    method: Method,
-    effective: Effective,
-    crosses: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _run_body(call: MethodCall, effective: Effective, crosses: bool) -> Any:
     """Runs a method without its boundary.
 
     Flax's own sees a module that computes as the policy says.
     """
-    if not method.is_upstream:
-        return method.body(module, *args, **kwargs)
-    view = in_policy(module, effective.policy)
+    if not call.is_upstream:
+        return call.run()
+    view = in_policy(call.module, effective.policy)
     if view._is_layer:
-        return view._call_layer(LayerCall(effective, crosses, method.body, args, kwargs))
-    return method.body(view, *args, **kwargs)
+        _, method, args, kwargs, *_ = call
+        return view._call_layer(LayerCall(effective, crosses, method, args, kwargs))
+    return call._replace(module=view).run()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +179,7 @@ def install_boundaries(cls: Any, *, is_port: bool = False) -> None:
     """
     owners = {name: base for base in reversed(cls.__mro__) for name in vars(base)}
     for name, owner in owners.items():
-        if not (_is_boundary_name(name) and _computes(owner, name)):
+        if not is_public(name) or name in _NOT_BOUNDARIES or not _computes(owner, name):
             continue
         method = inspect.getattr_static(cls, name)
         if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
@@ -267,15 +195,6 @@ def _computes(owner: type, name: str) -> bool:
     if is_flax(owner):
         return owner in LAYER_OF or name == "__call__"
     return issubclass(owner, flax_nnx.Module) or package_of(owner) not in sys.stdlib_module_names
-
-
-def _is_boundary_name(name: str) -> bool:
-    """Returns whether a method of that name is public, and no method of every module."""
-    return (
-        (name == "__call__" or not name.startswith("_"))
-        and name not in _FLAX_METHODS
-        and name not in NOT_BOUNDARIES
-    )
 
 
 def _is_method(attribute: Any) -> bool:
@@ -294,16 +213,16 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     is_function = inspect.isfunction(method)
     is_upstreams = is_function and is_upstream(method)
 
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(self)(*args, **kwargs)
+
+    body = method if is_function else bound
+
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, flax_nnx.Module):
             return method(self, *args, **kwargs)
-        body = (
-            method
-            if is_function
-            else lambda self, *args, **kwargs: method.__get__(self)(*args, **kwargs)
-        )
-        return run_method(self, Method(body, name, is_upstreams, method), args, kwargs)
+        return run_method(MethodCall(self, body, args, kwargs, name, is_upstreams, method))
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call

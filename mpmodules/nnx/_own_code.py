@@ -5,7 +5,7 @@ parameters stored and read as the policy says.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
 from mpmodules.calls.arguments import is_written_by_user, warn_of_unknown_names
-from mpmodules.calls.boundary import is_reference
+from mpmodules.calls.boundary import MethodCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.calls.classes import crossing_of, layer_class
+from mpmodules.calls.classes import layer_class
 from mpmodules.nnx._resolution import warn_of_scope
-from mpmodules.tracing.nnx_pure_calls import StatefulCall, hashable
+from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
@@ -25,62 +25,35 @@ from policy.programs import marks
 
 
 def call_traced(
-    module: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: MethodCall,
     policy: Policy,
     *,
-    body: Callable[..., Any],
+    run: Callable[[MethodCall], Any],
     plainly: Callable[[], Any],
 ) -> Any:
     """Calls an outermost method, whose own code obeys `policy`.
 
     Args:
-      module: the module.
-      name: the method's name.
-      args, kwargs: its arguments.
+      call: the call.
       policy: the module's.
-      body: the method as a function of a copy of the module, and of the arguments.
-      plainly: calls the method without a trace.
+      run: runs the call of a copy of the module.
+      plainly: runs the call without a trace.
     """
     if not calls.depth:
-        warn_of_scope(module, current_scope())
-    stateful = StatefulCall(body, (module, *args), kwargs)
+        warn_of_scope(call.module, current_scope())
+    cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
+
+    def body(copy: Any, *args: Any, **kwargs: Any) -> Any:  # kept with its program: holds no arrays
+        return run(bare._replace(module=copy, args=args, kwargs=kwargs))
+
+    stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
+    key = "nnx", GraphKey(stateful.graph), call.name, stateful.structure
     try:
-        returned = own_code.run(
-            type(module),
-            stateful.inside(_reading),
-            stateful.trees,
-            policy,
-            key=_key(stateful, name),
-        )
+        inside = stateful.inside(_reading)
+        returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
     except own_code.CANNOT_BE_TRACED as error:
-        return own_code.run_kept(type(module), error, plainly)
-    outputs = stateful.finish(returned)
-    carry = crossing_of(type(module), name).carry_of(module, args, kwargs)
-    return own_code.outputs_of(current_scope(), policy, outputs, *carry)
-
-
-def _key(stateful: StatefulCall, name: str) -> Hashable:
-    return "nnx", _GraphKey(stateful.graph), name, stateful.structure
-
-
-class _GraphKey:
-    """A graphdef as a key: hashed once, and made hashable only where it is not."""
-
-    def __init__(self, graph: Any):
-        self._graph = graph
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self._graph)
-        except TypeError:
-            self._graph = hashable(self._graph)
-            return hash(self._graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _GraphKey) and self._graph == other._graph
+        return own_code.run_kept(cls, error, plainly)
+    return own_code.outputs_of(call, current_scope(), policy, stateful.finish(returned))
 
 
 @contextlib.contextmanager

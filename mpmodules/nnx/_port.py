@@ -93,12 +93,7 @@ def apply_policy(
     """
     if not isinstance(model, flax_nnx.Module):
         raise not_a_model(model, "an nnx module", other="mpmodules.linen")
-    options = port_options(
-        policy,
-        rules,
-        keep_explicit=keep_explicit,
-        own_code=own_code,
-    )
+    options = port_options(policy, rules, keep_explicit=keep_explicit, own_code=own_code)
     rules = options.rules or PolicyRules()
     paths = _paths(model)
     model_name = type(model).__name__

@@ -42,7 +42,9 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
     def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
         before = _copied(module.scope.rng_counters)
-        with _roots_unchecked() as checked:
+        checked = functools.partial(_checking, calls.seen, calls.validates)
+        # No call is a root's meanwhile.
+        with _checking({} if calls.seen is None else calls.seen, False):
             # Flax runs setup here, and again inside.
             start = functools.partial(set_counters, module.scope.rng_counters, before)
             transform = functools.partial(_transform, run=run, checked=checked, start=start)
@@ -92,11 +94,7 @@ class _Given:
 
 
 def _transform(
-    core: Callable[..., Any],
-    *,
-    run: Run,
-    checked: Callable[[], Any],
-    start: Callable[[], None],
+    core: Callable[..., Any], *, run: Run, checked: Callable[[], Any], start: Callable[[], None]
 ) -> Callable[..., Any]:
     """Lifts a function of scopes: its variables and random keys become arguments of a pure one."""
 
@@ -110,7 +108,8 @@ def _transform(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        params, others = _params_and_others(variables)
+        params = _divided(variables, are_params=True)
+        others = _divided(variables, are_params=False)
         stored = half_dtypes(_joined(params, others))
         packed = args[0] if args and isinstance(args[0], _Given) else None
 
@@ -149,21 +148,8 @@ def _transform(
 
 
 @contextlib.contextmanager
-def _roots_unchecked() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Makes no call in a block a root's, and has no setup validated there.
-
-    Yields a context that undoes both.
-    """
-    outer, validates = calls.seen, calls.validates
-    calls.seen, calls.validates = {} if outer is None else outer, False
-    try:
-        yield lambda: _checked(outer, validates)
-    finally:
-        calls.seen, calls.validates = outer, validates
-
-
-@contextlib.contextmanager
-def _checked(seen: dict[str, set[type]] | None, validates: bool) -> Iterator[None]:
+def _checking(seen: dict[tuple[str, ...], set[type]] | None, validates: bool) -> Iterator[None]:
+    """Sets for a block what a root's call has seen, and whether Flax validates setups."""
     before = calls.seen, calls.validates
     calls.seen, calls.validates = seen, validates
     try:
@@ -188,15 +174,13 @@ def set_counters(counters: dict[Any, Any], counts: Mapping[Any, Any]) -> None:
             counters[key] = count
 
 
-def _params_and_others(groups: Any) -> tuple[Any, Any]:
-    """Divides the variables of each scope in each group into `params` and the rest."""
-    params = [[_only(scope, lambda name: name == "params") for scope in group] for group in groups]
-    others = [[_only(scope, lambda name: name != "params") for scope in group] for group in groups]
-    return params, others
+def _divided(groups: Any, *, are_params: bool) -> Any:
+    """Returns the `params` among the variables of each scope in each group, or the others."""
 
+    def of_scope(collections_: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: tree for k, tree in collections_.items() if (k == "params") == are_params}
 
-def _only(collections_: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
-    return {name: tree for name, tree in collections_.items() if keeps(name)}
+    return [list(map(of_scope, group)) for group in groups]
 
 
 def _joined(params: Any, others: Any) -> Any:

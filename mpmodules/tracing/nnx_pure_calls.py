@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -44,7 +46,8 @@ class _Outside:
     value: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Edit:
     """An attribute that a call set or deleted.
 
@@ -61,14 +64,6 @@ class _Edit:
     is_data: bool = False
     value: Any = _NOTHING
     is_dynamic: bool = False
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Edits:
-    """The attributes that a call set or deleted, without values that hold arrays or objects."""
-
-    edits: tuple[_Edit, ...]
 
 
 class _Results:
@@ -132,8 +127,8 @@ class _Pure:
       treedef: the structure of its arguments.
       is_node: for each of their leaves, whether it is a node.
       is_plain: whether the first argument alone is a node, and the others are as they were given.
-      prepared: returns the copies as they are to be called.
-      around: a context for the call, made of the copies.
+      around: makes a context of the copies, for the call.
+      prepared: returns the copies as they are to be called, with the same variables.
       has_states: whether states among the results are trees of arrays.
     """
 
@@ -142,9 +137,9 @@ class _Pure:
     treedef: Any
     is_node: tuple[bool, ...]
     is_plain: bool
-    prepared: Callable[[Any], Any]
-    around: Callable[[Any], AbstractContextManager[Any]]
-    has_states: bool
+    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+    prepared: Callable[[Any], Any] = lambda nodes: nodes
+    has_states: bool = False
 
     def __call__(self, params: Any, rest: Any, inputs: Any) -> Any:
         nodes = self.prepared(flax_nnx.merge(self.graph, params, rest, copy=True))
@@ -156,11 +151,7 @@ class _Pure:
         returned = results.carried(out)
         edits = [edit for i, node in enumerate(known) for edit in _edits(i, node, before[i])]
         values = [results.carried(edit.value) for edit in edits if edit.is_dynamic]
-        told = _Edits(
-            tuple(
-                dataclasses.replace(edit, value=None) if edit.is_dynamic else edit for edit in edits
-            )
-        )
+        told = [dataclasses.replace(e, value=None) if e.is_dynamic else e for e in edits]
         return returned, flax_nnx.from_flat_state(variables), (told, values, results.made)
 
     def _called(self, nodes: tuple[Any, ...], inputs: Any) -> Any:
@@ -187,62 +178,48 @@ class StatefulCall:
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
-        self._is_node = tuple(map(_is_object, leaves))
-        self.nodes = tuple(leaf for leaf, one in zip(leaves, self._is_node, strict=True) if one)
-        self._others = [leaf for leaf, one in zip(leaves, self._is_node, strict=True) if not one]
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_reference)
+        is_node = tuple(map(_is_object, leaves))
+        self.nodes = tuple(filter(_is_object, leaves))
+        self._others = list(itertools.filterfalse(_is_object, leaves))
         # Lists and dicts among the other arguments of a module's method are the caller's.
-        self._is_plain = sum(self._is_node) == 1 and bool(args) and _is_object(args[0])
-        inputs: Any = (args[1:], kwargs) if self._is_plain else self._others
+        is_plain = sum(is_node) == 1 and bool(args) and _is_object(args[0])
+        inputs: Any = (args[1:], kwargs) if is_plain else self._others
         self.graph, params, rest = flax_nnx.split(self.nodes, flax_nnx.Param, ...)
-        self._function = function
         self.trees = params, rest, inputs
+        self._pure = _Pure(function, self.graph, treedef, is_node, is_plain)
 
     @property
     def structure(self) -> Hashable:
         """The structure of the arguments, in which the nodes have their places."""
-        return self._treedef, self._is_node
+        return self._pure.treedef, self._pure.is_node
 
-    def inside(
-        self,
-        around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
-        *,
-        prepared: Callable[[Any], Any] = lambda nodes: nodes,
-        has_states: bool = False,
-    ) -> Callable[..., Any]:
+    def inside(self, **options: Any) -> Callable[..., Any]:
         """Returns the pure function, which calls the function with copies of the nodes.
 
         Args:
-          around: makes a context of the copies, for the call.
-          prepared: returns the copies as they are to be called, with the same variables.
-          has_states: whether states among the results are trees of arrays.
+          **options: `around`, `prepared` and `has_states` of `_Pure`.
 
         Raises (the pure function):
           UnreturnableError: an object that the function returned, or set, can't be told apart from
             the copies that it ran on.
         """
-        return _Pure(
-            self._function,
-            self.graph,
-            self._treedef,
-            self._is_node,
-            self._is_plain,
-            prepared,
-            around,
-            has_states,
-        )
+        return dataclasses.replace(self._pure, **options)
 
     def origins(self) -> tuple[int | None, ...]:
         """Returns the position of the argument that each leaf of `trees` came from.
 
         It is None for keyword arguments.
         """
-        count = self._treedef.num_leaves
-        keys = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self._treedef, range(count)))
+        treedef, is_node = self.structure
+        keys = treedef.unflatten(range(treedef.num_leaves))
         # (args, kwargs): the second key of one of args is its position.
-        of_leaf = [path[1].idx if path[0].idx == 0 else None for path, _ in keys]
-        of_nodes = [i for i, one in zip(of_leaf, self._is_node, strict=True) if one]
-        of_others = [i for i, one in zip(of_leaf, self._is_node, strict=True) if not one]
+        of_leaf = [
+            path[1].idx if path[0].idx == 0 else None
+            for path, _ in jax.tree_util.tree_leaves_with_path(keys)
+        ]
+        of_nodes = list(itertools.compress(of_leaf, is_node))
+        of_others = list(itertools.compress(of_leaf, (not one for one in is_node)))
         params, rest, _ = self.trees
         states = [
             of_nodes[path[0].key]
@@ -258,13 +235,19 @@ class StatefulCall:
         """
         out, state, (told, values, made) = returned
         self._update(state)
-        known, results = _KnownObjects(self.nodes, made), iter(values)
-        for edit in told.edits:
-            _put_in_place(
-                known[edit.index],
-                edit,
-                _given_back(next(results), known) if edit.is_dynamic else edit.value,
-            )
+
+        @functools.cache  # most calls need none
+        def known() -> list[Any]:
+            return [*_objects(self.nodes), *made]
+
+        results = iter(values)
+        for edit in told:
+            value = _given_back(next(results), known) if edit.is_dynamic else edit.value
+            node = known()[edit.index]
+            if value is _NOTHING:
+                delattr(node, edit.name)
+            else:
+                setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
         return _given_back(out, known)
 
     def _update(self, state: Any) -> None:
@@ -276,20 +259,6 @@ class StatefulCall:
         for path, old in _variables(self.nodes) if changed else ():
             if path in changed:
                 old.update_from_state(_as_stored(changed[path], old))
-
-
-class _KnownObjects:
-    """The objects of nodes by their numbers, and new ones after them; listed when one is needed."""
-
-    def __init__(self, nodes: tuple[Any, ...], made: Sequence[Any]):
-        self._nodes, self._made = nodes, made
-
-    @functools.cached_property
-    def _all(self) -> list[Any]:
-        return [*_objects(self._nodes), *self._made]
-
-    def __getitem__(self, index: int) -> Any:
-        return self._all[index]
 
 
 def _is_object(leaf: Any) -> bool:
@@ -330,7 +299,7 @@ def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
         if (
             name in before
             and before[name][0] == treedef
-            and all(map(_is_identical, leaves, before[name][1]))
+            and all(map(operator.is_, leaves, before[name][1]))
         ):
             continue
         for leaf in leaves:
@@ -343,23 +312,12 @@ def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
     return found + [_Edit(index, name) for name in before if name not in after]
 
 
-def _is_identical(a: Any, b: Any) -> bool:
-    return a is b
-
-
-def _put_in_place(node: Any, edit: _Edit, value: Any) -> None:
-    if value is _NOTHING:
-        delattr(node, edit.name)
-    else:
-        setattr(node, edit.name, flax_nnx.data(value) if edit.is_data else value)
-
-
-def _given_back(tree: Any, known: _KnownObjects) -> Any:
+def _given_back(tree: Any, known: Callable[[], list[Any]]) -> Any:
     """Returns a tree with the objects given in the places of their copies."""
 
     def given(leaf: Any) -> Any:
         if isinstance(leaf, _Known):
-            return known[leaf.index]
+            return known()[leaf.index]
         return leaf.value if isinstance(leaf, _Outside) else leaf
 
     return jax.tree.map(
@@ -372,7 +330,7 @@ def _is_same(new: Any, old: Any) -> bool:
     if new.get_raw_value() is old.get_raw_value():
         return True
     (leaves, treedef), (before, structure) = jax.tree.flatten(new), jax.tree.flatten(old)
-    return treedef == structure and all(map(_is_identical, leaves, before))
+    return treedef == structure and all(map(operator.is_, leaves, before))
 
 
 def _as_stored(new: Any, old: Any) -> Any:
@@ -415,7 +373,7 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         return tuple(None if i is None or i < len(owner) else i - len(owner) for i in found)
 
     return Lowered(
-        (hashable(call.graph), call.structure),
+        (GraphKey(call.graph), call.structure),
         call.inside(prepared=named, has_states=True),
         call.trees,
         finish=call.finish,
@@ -425,27 +383,27 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
     )
 
 
-def hashable(graph: Any) -> Any:
-    """Returns a key for a graphdef: itself, or where lists, dicts or sets are static in it, the
-    contents of those.
+class GraphKey:
+    """A graphdef as a key; of lists, dicts and sets that are static in it, the contents count.
 
-    A graphdef that has no key is returned as it is: one of arrays or modules that are static, which
-    may change.
+    One that holds arrays or modules as static data, which may change, has no hash.
     """
-    try:
-        hash(graph)
-        return graph
-    except TypeError:
-        pass
-    try:
-        key = (
-            tuple(graph.nodes),
-            tuple((name, _frozen(attribute)) for name, attribute in graph.attributes),
-        )
-        hash(key)
-        return key
-    except TypeError:
-        return graph
+
+    def __init__(self, graph: Any):
+        self._key = graph
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._key)
+        except TypeError:
+            nodes, attributes = self._key.nodes, self._key.attributes
+            key = tuple(nodes), tuple((name, _frozen(value)) for name, value in attributes)
+            number = hash(key)
+            self._key = key
+            return number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GraphKey) and self._key == other._key
 
 
 def _frozen(value: Any) -> Any:
