@@ -36,8 +36,6 @@ _NAMES_OF_A_POLICY = (
     "output_dtype",
     "mixed_precision",
 )
-_CLASS_ATTRIBUTES = ("keep_inputs", "keep_params")
-
 _checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
 
 
@@ -49,13 +47,13 @@ def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[
     unknown = next(
         (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
     )
-    if unknown in _CLASS_ATTRIBUTES:
+    if unknown in ("keep_inputs", "keep_params"):
         error.args = (
             f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
             "class.",
         )
-    elif unknown in _NAMES_OF_A_POLICY or (
-        unknown and difflib.get_close_matches(unknown, ["dtype_policy"])
+    elif unknown and (
+        unknown in _NAMES_OF_A_POLICY or difflib.get_close_matches(unknown, ["dtype_policy"])
     ):
         error.args = (f"{said}. {_way_out(cls, kwargs[unknown])}",)
     elif "positional argument" in said and (given := [arg for arg in args if _is_policy(arg)]):
@@ -141,15 +139,15 @@ def require_keep_inputs(cls: Any) -> None:
       ValueError: no public method takes an argument of a name in it.
     """
     keep = cls.keep_inputs
-    if not keep or cls in _checked:
+    if cls in _checked:
         return
     require_names(cls, "keep_inputs", keep, example="positions")
     known = _arguments_of(cls)
-    unknown = [] if known is None else [name for name in keep if name not in known]
-    if unknown and known is not None:
+    unknown = [name for name in keep if known is not None and name not in known]
+    if unknown:
         raise ValueError(
             f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
-            f"methods take {', '.join(sorted(known)) or 'no arguments'}."
+            f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
         )
     _checked.add(cls)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
+from jax.typing import DTypeLike
 
 import policy as policy_package
 from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference
@@ -82,6 +83,16 @@ def in_float32(tree: Any) -> Any:
         tree,
         is_leaf=is_reference,
     )
+
+
+def as_read(stored: Any, *, is_kept: bool, dtype: DTypeLike | None) -> Any:
+    """Returns a parameter as own code reads it in a trace: in float32, in the dtype that it is
+    stored in where no policy casts it, or in the one asked for.
+    """
+    if not is_floating(stored):
+        return stored
+    asked = is_kept or dtype is not None
+    return marks.read_in(stored, dtype) if asked else marks.returned_if_half(stored)
 
 
 def keeping() -> Any:

@@ -24,10 +24,8 @@ from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.linen._resolution import effective_policy, where
 from mpmodules.tracing.linen_pure_calls import Method, lifted, made_as_stored
 from policy.core.casting import cast_floating, is_floating
-from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import current_scope, enter, multiplying
-from policy.programs import marks
 
 
 def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[..., Any]) -> Any:
@@ -115,30 +113,21 @@ def param(
     cls = type(self)
     is_kept = name in cls.keep_params
     policy = effective_policy(self, current_scope()).policy
+    init = init_fn
     if policy is not None and not is_kept and not self.has_variable("params", name):
-        init_fn = _cast_after(init_fn, policy)
-    stored = flax_nn.Module.param(self, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        param_dtype = policy.param_dtype
+
+        def init(*args: Any, **kwargs: Any) -> Any:  # boxed results too
+            return cast_floating(init_fn(*args, **kwargs), param_dtype)
+
+    stored = flax_nn.Module.param(self, name, init, *init_args, unbox=unbox, **init_kwargs)
     if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
         return stored
     if current_scope().traces_own_code:
-        return jax.tree.map(lambda x: _in_trace(x, is_kept, compute_dtype), stored)
-    return (
-        stored if compute_dtype is None or not calls.paths else cast_floating(stored, compute_dtype)
-    )
-
-
-def _in_trace(value: Any, is_kept: bool, dtype: DTypeLike | None) -> Any:
-    """Returns a parameter as code that is traced in float32 reads it."""
-    if not is_floating(value):
-        return value
-    if is_kept or dtype is not None:
-        return marks.read_in(value, dtype)
-    return marks.returned_if_half(value)
-
-
-def _cast_after(init_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Returns the initialiser with its floating results, boxed ones too, in param_dtype."""
-    return lambda *args, **kwargs: cast_floating(init_fn(*args, **kwargs), policy.param_dtype)
+        read = functools.partial(own_code.as_read, is_kept=is_kept, dtype=compute_dtype)
+        return jax.tree.map(read, stored)
+    is_stored = compute_dtype is None or not calls.paths
+    return stored if is_stored else cast_floating(stored, compute_dtype)
 
 
 def check_names(module: Any) -> None:

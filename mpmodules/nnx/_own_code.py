@@ -21,7 +21,6 @@ from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
 from policy.core.casting import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
-from policy.programs import marks
 
 
 def call_traced(
@@ -49,7 +48,7 @@ def call_traced(
     stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
     key = "nnx", GraphKey(stateful.graph), call.name, stateful.structure
     try:
-        inside = stateful.inside(_reading)
+        inside = stateful.inside(around=_reading)
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
     except own_code.CANNOT_BE_TRACED as error:
         return own_code.run_kept(cls, error, plainly)
@@ -73,7 +72,10 @@ def _reading(nodes: Any) -> Iterator[None]:
         keep = getattr(type(module), "keep_params", ())
         for name, variable in own_params(module, flax_nnx.Variable):
             stored = variable.get_raw_value()
-            value = _as_read(variable, stored, name in keep)
+            asked = variable.get_metadata().get("compute_dtype")
+            is_param = isinstance(variable, flax_nnx.Param)
+            dtype, is_kept = (asked, name in keep) if is_param else (None, False)
+            value = own_code.as_read(stored, is_kept=is_kept, dtype=dtype)
             if value is not stored:
                 variable.set_raw_value(value)
                 read.append((variable, stored, value))
@@ -81,15 +83,6 @@ def _reading(nodes: Any) -> Iterator[None]:
     for variable, stored, value in read:
         if variable.get_raw_value() is value:
             variable.set_raw_value(stored)
-
-
-def _as_read(variable: Any, stored: Any, is_kept: bool) -> Any:
-    if not hasattr(stored, "dtype"):
-        return stored
-    dtype = variable.get_metadata().get("compute_dtype")
-    if isinstance(variable, flax_nnx.Param) and (is_kept or dtype is not None):
-        return marks.read_in(stored, dtype)
-    return marks.returned_if_half(stored)
 
 
 def own_params(module: Any, kind: type = flax_nnx.Param) -> Iterator[tuple[str, Any]]:
@@ -140,17 +133,8 @@ def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> 
         warn_of_unknown_names(type(module), (name for name, _ in own_params(module)), "the module")
     if policy is None:
         return
-    shared = {id(leaf) for leaf in _variables(arguments)}
+    given = filter(is_reference, jax.tree.leaves(arguments, is_leaf=is_reference))
+    shared = {id(node) for each in given for _, node in flax_nnx.iter_graph(each)}
     for name, param in own_params(module):
         if name not in type(module).keep_params and id(param) not in shared:
             param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))
-
-
-def _variables(tree: Any) -> Iterator[Any]:
-    for leaf in jax.tree.leaves(tree, is_leaf=is_reference):
-        if isinstance(leaf, flax_nnx.Variable):
-            yield leaf
-        elif isinstance(leaf, flax_nnx.Module):
-            yield from (
-                node for _, node in flax_nnx.iter_graph(leaf) if isinstance(node, flax_nnx.Variable)
-            )

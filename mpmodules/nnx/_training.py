@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import optax
 from flax import nnx
-from flax import nnx as flax_nnx
 from jax.typing import ArrayLike
 
 from mpmodules.functions.promotion import mixing_allowed
@@ -76,15 +75,8 @@ def value_and_grad(
       (dtype('float32'), dtype('float32'))
     """
     if f is None:
-        return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            policy=policy,
-            loss_scale=loss_scale,
-            grads=grads,
-            **options,
-        )
+        options |= {"policy": policy, "loss_scale": loss_scale, "grads": grads}
+        return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, **options)
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
             "The loss should take the model as an argument, but got the bound method "
@@ -223,7 +215,7 @@ M = TypeVar("M")
 _MISSING: Any = object()
 
 
-class Optimizer(flax_nnx.Optimizer[M]):
+class Optimizer(nnx.Optimizer[M]):
     """`flax.nnx.Optimizer` that takes `ScaledGradients` too.
 
     ``optimizer = nnx.Optimizer(model, mixed_precision(tx, policy), wrt=nnx.Param)``
@@ -275,7 +267,7 @@ class Optimizer(flax_nnx.Optimizer[M]):
             return super(Optimizer, optimizer).update(model, grads, **kwargs)
 
 
-class ModelAndOptimizer(flax_nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
+class ModelAndOptimizer(nnx.ModelAndOptimizer[M], Optimizer[M]):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`flax.nnx.ModelAndOptimizer` that takes `ScaledGradients` too.
 
     Example:

@@ -1,7 +1,10 @@
-"""Boundaries of lifted classes, of methods as `apply` takes them, and of references to nnx."""
+"""Boundaries of lifted classes, of methods as `apply` takes them, of references to nnx, and of
+inner jits.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as flax_nn
@@ -177,18 +180,6 @@ def test_an_unwrapped_method_is_no_boundary_but_its_layers_obey():
     assert dot.outputs == ("bfloat16",)
 
 
-def test_a_layers_super_call_crosses_once():
-    class Scaled(nn.Dense):
-        @nn.compact
-        def __call__(self, inputs):
-            out = super().__call__(inputs)
-            return out * jnp.asarray(2, out.dtype)
-
-    model = Scaled(3, dtype_policy=MIXED)
-    ops = operations(model.apply, model.init(KEY, X), X)
-    assert casts_of(ops) == [("bfloat16", ()), ("float32", ())]
-
-
 # --- references and modules of Flax's -------------------------------------------------------------
 
 
@@ -230,3 +221,106 @@ def test_our_modules_directly_below_a_composite_of_flax_are_outermost():
         assert jax.eval_shape(scoped.apply, variables, X).dtype == jnp.float32
     assert [op.inputs[0] for op in named(ops, "dot_general")] == ["bfloat16"] * 2
     assert len(boundary_casts(ops)) == 4
+
+
+class Stack(nn.Module):
+    """Scans a function over a block, with the block's own policy."""
+
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        block = Block(dtype_policy=self.policy)
+        scan = nn.scan(
+            lambda block, carry, _: (block(carry), None),
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            length=2,
+        )
+        return scan(block, x, None)[0]
+
+
+def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
+    out = jax.eval_shape(lambda: Stack(dtype_policy="mixed_bfloat16").init_with_output(KEY, X)[0])
+    assert out.dtype == jnp.float32
+
+
+def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
+    model = Stack(policy="p=f32,c=f16,o=f16")
+    with pytest.raises(TypeError, match="carry") as e:
+        jax.eval_shape(lambda: model.init(KEY, X))
+    (advice,) = (note for note in e.value.__notes__ if "casts its outputs" in note)
+    assert "give it its caller's policy, lift its class (nn.scan(Block) in linen)" in advice
+
+
+def test_a_scan_whose_carry_changes_its_shape_is_left_to_jax():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jax.lax.scan(lambda carry, _: (carry[:1], None), nn.Dense(4)(x), None, length=2)
+
+    with pytest.raises(TypeError, match="shapes do not match") as caught:
+        Model().init(KEY, X)
+    assert not any("casts its outputs" in note for note in caught.value.__notes__)
+
+
+def test_the_advice_for_a_scan_works():
+    class Cast(Stack):
+        @nn.compact
+        def __call__(self, x):
+            return super().__call__(x.astype(jnp.float16))
+
+    out = jax.eval_shape(lambda: Cast(policy="p=f32,c=f16,o=f16").init_with_output(KEY, X)[0])
+    assert out.dtype == jnp.float16
+
+
+def test_a_type_error_of_the_models_own_gets_no_advice():
+    class Fails(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            Block(dtype_policy="bf16")(x)
+            raise TypeError("something else")
+
+    with pytest.raises(TypeError, match="something else") as e:
+        Fails().init(KEY, X)
+    assert not any("casts its outputs" in note for note in getattr(e.value, "__notes__", []))
+
+
+AS_BF16, AS_F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
+ABA = ((AS_BF16, "bfloat16"), (AS_F16, "float16"), (AS_BF16, "bfloat16"))
+
+
+@pytest.mark.parametrize("kind", ["nn.jit class", "nn.jit method", "jit of a block"])
+def test_an_inner_jit_follows_the_scope(kind):
+    class Block(nn.Module):
+        def body(self, x):
+            return nn.Dense(3)(x) * 2
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(Block.body)(self, x) if kind == "nn.jit method" else self.body(x)
+
+    cls = nn.jit(Block) if kind == "nn.jit class" else Block
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return cls()(cls()(x))
+
+    model = Net()
+    variables = model.init(KEY, X)
+    run: Any = functools.partial(apply, model)
+    run = jax.jit(run) if kind == "jit of a block" else run
+    for policy, expected in ABA:
+        with use_policy(policy):
+            assert run(variables, X).dtype == expected
+            ops = named(operations(run, variables, X), "dot_general", "mul")
+        assert {op.inputs[0] for op in ops} == {expected}
+
+
+def test_apply_policy_is_not_stale_under_nn_jit():
+    """Flax's interceptors are no part of its jit key; the scope that is entered with ours is."""
+    model = flax_nn.Sequential([flax_nn.jit(flax_nn.Dense)(3)])
+    variables = model.init(KEY, X)
+    for policy, expected in ABA:
+        assert apply(nn.apply_policy(model, policy), variables, X).dtype == expected

@@ -1,71 +1,66 @@
-"""linen's own ways to call a port whose own code multiplies."""
+"""A user's own code in linen modules, and their parameters: entries, lifted classes, variables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
+import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mpmodules.linen import apply_policy
-from policy import audit
+import policy
+from mpmodules import linen as nn
+from policy import audit, use_policy
 from tests.mpmodules.own_code_models import Layers, Net, Projection
-from tests.mpmodules.wings import KEY, MIXED
+from tests.mpmodules.wings import KEY, MIXED, NORMAL, X
+from tests.programs import apply, named, operations
 
 TOKENS = jnp.arange(16).reshape(2, 8)
-X = jax.random.normal(jax.random.key(1), (2, 8, 16))
+TOKEN_VECTORS = jax.random.normal(jax.random.key(1), (2, 8, 16))
 
 
-def share(model: Any, x: Any = X, **options: Any) -> float:
+def share(model: Any, x: Any = TOKEN_VECTORS, **options: Any) -> float:
     """Returns the share of a port's float32 matmuls, forward."""
     variables = jax.eval_shape(lambda: model.init(KEY, x, **options))
     return audit(lambda v: model.apply(v, x, **options), variables).f32_matmul_share
 
 
-class Scans(nn.Module):
+class Scans(flax_nn.Module):
     """Scans over a cell of Flax's, and multiplies by itself."""
 
-    @nn.compact
+    @flax_nn.compact
     def __call__(self, x):
         axes: Any = {"in_axes": 1, "out_axes": 1}
         rngs: Any = {"params": False}
-        cell = nn.scan(nn.GRUCell, variable_broadcast="params", split_rngs=rngs, **axes)(16)
+        cell = flax_nn.scan(flax_nn.GRUCell, variable_broadcast="params", split_rngs=rngs, **axes)(
+            16
+        )
         carry, y = cell(cell.initialize_carry(KEY, x[:, 0].shape), x)
         return Projection(4)(y + carry[:, None])
 
 
 @pytest.mark.parametrize(("model", "carry"), [(Layers(), "bfloat16"), (Scans(), "float32")])
 def test_a_scan_of_layers_hands_on_half_and_a_cell_keeps_its_carry(model, carry):
-    port = apply_policy(model, MIXED)
+    port = nn.apply_policy(model, MIXED)
     with jax.numpy_dtype_promotion("standard"):
-        variables = jax.eval_shape(port.init, KEY, X)
-        equations = jax.make_jaxpr(port.apply)(variables, X).eqns
+        variables = jax.eval_shape(port.init, KEY, TOKEN_VECTORS)
+        equations = jax.make_jaxpr(port.apply)(variables, TOKEN_VECTORS).eqns
         assert share(port) == 0
     scan: Any = next(e for e in equations if e.primitive.name == "scan")
     assert scan.outvars[0].aval.dtype == carry
 
 
-def test_a_method_that_is_jitted_itself():
-    class Model(nn.Module):
-        @nn.jit
-        @nn.compact
-        def __call__(self, x):
-            return Projection(8)(nn.Dense(8)(x))
-
-    assert share(apply_policy(Model(), MIXED)) == 0
-
-
 def test_other_entries_bound_and_inside_of_another_model():
-    class Around(nn.Module):
-        inner: nn.Module
+    class Around(flax_nn.Module):
+        inner: flax_nn.Module
 
-        @nn.compact
+        @flax_nn.compact
         def __call__(self, tokens):
             return self.inner(tokens)
 
-    model = apply_policy(Net(), MIXED)
+    model = nn.apply_policy(Net(), MIXED)
     for method in ("hidden", Net.hidden, lambda net, x: net.block(x)[0]):
         assert share(model, method=method) == 0
     assert share(Around(model), TOKENS) == 0
@@ -73,20 +68,310 @@ def test_other_entries_bound_and_inside_of_another_model():
     assert audit(lambda v: model.bind(v)(TOKENS), variables).f32_matmul_share == 0
 
 
-def test_variables_of_own_code_keep_their_dtype():
-    class Cached(nn.Module):
+ROWS = jnp.ones((2, 4))
+MANY = jnp.zeros(4096, int)
+
+
+class Table(nn.Module):
+    """A hand-written embedding, in setup style."""
+
+    def setup(self) -> None:
+        self.table = self.param("table", nn.initializers.ones, (8, 4))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.table[ids]
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.T
+
+
+def total(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loss of variables: the sum of what the model returns."""
+    return lambda variables: apply(model, variables, *args, **kwargs).astype(jnp.float32).sum()
+
+
+# --- lifted, shared and tied ----------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    table: Table
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.table.T
+
+
+class Tied(nn.Module):
+    def setup(self) -> None:
+        self.words = Table()
+        self.head = Head(self.words)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.words(ids)
+        return self.head(x) + self.words.attend(x).astype(self.head(x).dtype)
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("f32", "float32"), ("mixed_bfloat16", "bfloat16")])
+def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
+    model: Any = Tied()
+    with use_policy("mixed_bfloat16", {"head": rule}):
+        variables = model.init(KEY, MANY)
+        gradient = jax.grad(lambda v: apply(model, v, MANY).sum())(variables)["params"]["words"][
+            "table"
+        ]
+        dots = named(operations(model.apply, variables, MANY), "dot_general")
+    assert [op.inputs for op in dots] == [(dtype,) * 2, ("bfloat16",) * 2, (dtype,) * 2]
+    # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2
+    # x 4096 in each row.
+    np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
+
+
+# --- what stays as it is stored -------------------------------------------------------------------
+
+
+class Kept(nn.Module):
+    keep_params = ("scale",)
+    note: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        boxed: Any = nn.with_partitioning(nn.initializers.ones, (None,))
+        read = {
+            "scale": self.param("scale", nn.initializers.ones, (4,)),
+            "asked": self.param("asked", nn.initializers.ones, (4,), compute_dtype=jnp.float32),
+            "boxed": self.param("boxed", boxed, (4,), unbox=False).value,  # type: ignore[attr-defined]
+            "unboxed": self.param("unboxed", boxed, (4,)),
+            "integers": self.param("integers", lambda key: jnp.arange(3)),
+            "complex": self.param("complex", lambda key: jnp.ones(3, jnp.complex64)),
+            "key": self.param("key", lambda key: key),
+            "tree": self.param("tree", lambda key: {"a": jnp.ones(2)})["a"],
+            "variable": self.variable("stats", "v", jnp.ones, 3).value,
+            "in variables": self.variables["params"]["tree"]["a"],
+            "got": self.get_variable("params", "tree")["a"],
+        }
+        self.note({name: str(value.dtype) for name, value in read.items()})
+        return x
+
+
+@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> None:
+    seen: list[Any] = []
+    model, stored = Kept(seen.append), str(policy.get_policy(text).param_dtype)
+    with use_policy(text):
+        variables: Any = model.init(KEY, ROWS)
+        jax.eval_shape(jax.grad(lambda x: apply(model, variables, x).sum()), ROWS)
+    others = {"integers": "int32", "complex": "complex64", "key": "key<fry>"}
+    floats = dict.fromkeys(seen[0].keys() - others.keys(), "float32")
+    assert len(seen) >= 2
+    for each in seen[1:]:
+        assert each == floats | others
+    made = dict.fromkeys(("boxed", "in variables", "got"), stored)  # which init has just made
+    assert seen[0] == floats | others | made
+    assert variables["params"]["scale"].dtype == jnp.float32
+    assert (
+        variables["params"]["asked"].dtype == variables["params"]["unboxed"].value.dtype == stored
+    )
+
+
+def test_a_read_outside_of_a_call_is_as_stored() -> None:
+    with use_policy("mixed_bfloat16"):
+        bound: Any = Table().bind(Table().init(KEY, MANY))
+        assert bound.table.dtype == jnp.float32
+        assert bound(MANY).dtype == jnp.float32  # the output_dtype, of bfloat16 rows
+        assert bound.table.dtype == jnp.float32
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = bound.tabel
+
+
+# --- the call -------------------------------------------------------------------------------------
+
+
+class Lends(nn.Module):
+    def setup(self) -> None:
+        self.dense, self.scale = nn.Dense(4), self.param("scale", nn.initializers.ones, (1, 4))
+
+    def layer(self) -> nn.Module:
+        return self.dense
+
+    def function(self) -> Any:
+        scale = self.scale
+        return lambda x: self.dense(x) * scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x) * self.scale
+
+
+class Borrows(nn.Module):
+    how: str
+
+    def setup(self) -> None:
+        self.lends = Lends()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.lends(x) + getattr(self.lends, self.how)()(x)
+
+
+@pytest.mark.parametrize("how", ["layer", "function"])
+def test_a_method_may_return_a_module_or_a_function(how: str) -> None:
+    with use_policy("mixed_bfloat16"):
+        variables = Borrows(how).init(KEY, ROWS)
+        gradient = jax.grad(total(Borrows(how), ROWS))(variables)["params"]["lends"]
+    assert (gradient["dense"]["bias"] == 4).all() and gradient["scale"].dtype == jnp.float32
+
+
+HALF = ("bfloat16", "bfloat16")
+
+
+def block(nn: Any) -> Any:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            w, b = self.param("w", NORMAL, (4, 4)), self.param("b", NORMAL, (4,))
+            return nn.Dense(4)(nn.LayerNorm()(x) @ w + jnp.broadcast_to(b, x.shape)), None
+
+        def twice(self, x):
+            return self(self(x)[0])[0]
+
+    return Block
+
+
+LIFTS: dict[str, Any] = {
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "scan": lambda cls: nn.scan(
+        cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+    ),
+    "vmap": lambda cls: nn.vmap(
+        cls, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+    ),
+    "remat scan": lambda cls: LIFTS["scan"](nn.remat(cls)),
+}
+
+
+def lifted(nn: Any, how: str, where: str) -> Any:
+    """Returns a lifted class, or one that has a module of it and a parameter before it."""
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x, *args):
+            x = x * 2 + self.param("position", NORMAL, (1, 4))
+            return LIFTS[how](block(nn))(name="block")(x, *args)
+
+    return Outer if where == "inside" else LIFTS[how](block(nn))
+
+
+@pytest.mark.parametrize("how", LIFTS)
+@pytest.mark.parametrize("where", ["outermost", "inside"])
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_lifted_classes_multiply_in_half_and_sum_gradients_in_float32(way, how, where):
+    plain = lifted(flax_nn, how, where)()
+    args = (jnp.tile(X, (2, 1)),) if how == "vmap" else (jnp.tile(X, (2, 1)), None)
+    variables = plain.init(KEY, *args)
+    model = (
+        lifted(nn, how, where)(dtype_policy=MIXED)
+        if way == "ours"
+        else nn.apply_policy(plain, MIXED)
+    )
+
+    def loss(variables, model=model):
+        return apply(model, variables, *args)[0].astype(jnp.float32).sum()
+
+    ops = operations(jax.grad(loss), variables)
+    assert {op.inputs for op in named(ops, "dot_general")} == {HALF}
+    sums = {op.outputs for op in named(ops, "reduce_sum") if op.is_backward}
+    assert sums == {("float32",)} or (how == "vmap" and where == "outermost" and not sums)
+    out, truth = (apply(each, variables, *args)[0] for each in (model, plain))
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, truth, atol=0.05 * float(jnp.abs(truth).max()))
+
+
+@pytest.mark.parametrize("how", ["jit", "remat"])
+def test_lifted_methods(how):
+    class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            key = Projection(16)(x)
-            seen = self.variable("cache", "seen", jnp.zeros, key.shape, key.dtype)
-            seen.value = seen.value + key
-            self.sow("intermediates", "key", key)
-            return nn.Dense(4)(seen.value)
+            cls = block(nn)
+            return getattr(nn, how)(cls.twice)(cls(), x)
 
-    model = apply_policy(Cached(), MIXED)
-    variables = jax.eval_shape(model.init, KEY, X)
-    _, state = jax.eval_shape(
-        lambda v: model.apply(v, X, mutable=["cache", "intermediates"]), variables
+    model: Any = Outer(dtype_policy=MIXED)
+    dots = named(operations(model.apply, model.init(KEY, X), X), "dot_general")
+    assert len(dots) == 4 and {op.inputs for op in dots} == {HALF}
+
+
+def fresh_cache(nn: Any) -> Any:
+    """Attention's cache without a cast, in a module for each half of a pair of imports."""
+
+    class Writes(nn.Module):
+        how: str
+        in_setup: bool = False
+
+        def setup(self):
+            if self.in_setup:
+                self.made = self.made_there()
+
+        def made_there(self):
+            return self.variable("cache", "keys", jnp.zeros, (8, 4), jnp.bfloat16)
+
+        @nn.compact
+        def __call__(self, x, _=None):
+            cache = self.made if self.in_setup else self.made_there()
+            index = self.variable("cache", "index", lambda: jnp.array(0))
+            key = self.param("key", nn.initializers.ones, (4, 4))
+            for _ in range(2):
+                update = jax.lax.dynamic_update_slice
+                if self.how == "slice":
+                    cache.value = update(cache.value, x @ key, (index.value, 0))
+                else:
+                    cache.value = cache.value.at[index.value].set((x @ key)[0])
+                index.value = index.value + 1
+            return x + cache.value.sum(0, keepdims=True), None
+
+    class Scans(nn.Module):
+        how: str
+
+        @nn.compact
+        def __call__(self, x, _=None):
+            axes = {"params": 0, "cache": 0}
+            body = nn.scan(Writes, axes, split_rngs={"params": True}, length=2)
+            return body(self.how)(x, None)
+
+    class Inside(nn.Module):
+        how: str
+        in_setup: bool = False
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(Writes(self.how, self.in_setup)(x)[0]), None
+
+    return {
+        "alone": Writes,
+        "inside": Inside,
+        "setup": lambda how: Writes(how, True),
+        "inside, setup": lambda how: Inside(how, True),
+        "scan": Scans,
+    }
+
+
+@pytest.mark.parametrize("where", fresh_cache(nn))
+@pytest.mark.parametrize("wing", ["ours", "port"])
+@pytest.mark.parametrize("how", ["slice", "at"])
+def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, wing, where):
+    plain = fresh_cache(flax_nn)[where](how)
+    model = (
+        fresh_cache(nn)[where](how).clone(dtype_policy=MIXED)
+        if wing == "ours"
+        else nn.apply_policy(plain, MIXED)
     )
-    assert state["cache"]["seen"].dtype == variables["cache"]["seen"].dtype == jnp.float32
-    assert state["intermediates"]["key"][0].dtype == jnp.float32
+    variables = model.init(KEY, X[:1])
+    _, fresh = model.apply({"params": variables["params"]}, X[:1], mutable=["cache"])
+    (out, _), state = model.apply(variables, X[:1], mutable=["cache"])
+    structures = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)
+        for tree in (variables["cache"], fresh["cache"], state["cache"])
+    ]
+    assert structures[0] == structures[1] == structures[2] and out.dtype == jnp.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(fresh)} == {"bfloat16", "int32"}
+    for a, b in zip(
+        jax.tree.leaves(fresh["cache"]), jax.tree.leaves(variables["cache"]), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)

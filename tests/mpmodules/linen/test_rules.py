@@ -1,8 +1,15 @@
-"""Rules by path and by class in linen models, and the error of a rule that matches nothing."""
+"""Which policy a linen layer obeys: by rules, where it is shared, bound or called from several
+places, and where none is in force any more.
+
+`tests/mpmodules/test_precedence.py` has the levels of precedence, for both wings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
+import weakref
 from typing import Any
 
 import flax.linen as flax_nn
@@ -11,7 +18,15 @@ import jax.numpy as jnp
 import pytest
 
 from mpmodules import linen as nn
-from policy import PolicyRules, current_policy, use_policy
+from policy import (
+    DtypePolicyWarning,
+    PolicyRules,
+    audit,
+    compare,
+    current_policy,
+    set_policy,
+    use_policy,
+)
 from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
@@ -71,85 +86,64 @@ def at(found: dict[str, set[str]], path: str) -> set[str]:
 
 MIXED = "mixed_bfloat16"
 FIRST, SECOND = ("encoder/layer_0/mlp", "mixed_float16"), (".*/mlp", MIXED)
-
-
 # The policy in force, rules, and the dtypes that layers at the ends of paths multiply in.
-RULES: dict[str, tuple[Any, Any, dict[str, str]]] = {
+RULES: dict[str, tuple[Any, Any, str]] = {
     "a subtree and nothing else": (
         MIXED,
         {"encoder/layer_1": F16},
-        {
-            "layer_0/mlp": "bfloat16",
-            "layer_1/mlp": "float16",
-            "layer_1/attn/query": "float16",
-            "head": "bfloat16",
-        },
+        "layer_0/mlp=bfloat16 layer_1/mlp=float16 layer_1/attn/query=float16 head=bfloat16",
     ),
     "layers that Flax creates inside attention": (
         MIXED,
         [("encoder/layer_0/attn/query", "f32")],
-        {
-            "layer_0/attn/query": "float32",
-            "layer_0/attn/key": "bfloat16",
-            "layer_1/attn/query": "bfloat16",
-        },
+        "layer_0/attn/query=float32 layer_0/attn/key=bfloat16 layer_1/attn/query=bfloat16",
     ),
     "inside attention where no other policy holds": (
         None,
         [(".*/attn/query", MIXED)],
-        {"layer_0/attn/query": "bfloat16", "layer_0/attn/key": "float32"},
+        "layer_0/attn/query=bfloat16 layer_0/attn/key=float32",
     ),
     "a pattern is matched in full, and a lenient one may match nothing": (
         None,
         PolicyRules([("layer_1", BF16), ("encoder/layer", BF16)], strict=False),
-        {"": "float32"},
+        "=float32",
     ),
     "the first that matches wins": (
         "f32",
         [FIRST, SECOND],
-        {"layer_0/mlp": "float16", "layer_1/mlp": "bfloat16"},
+        "layer_0/mlp=float16 layer_1/mlp=bfloat16",
     ),
     "the first that matches wins, in any order": (
         "f32",
         PolicyRules([SECOND, FIRST], strict=False),
-        {"mlp": "bfloat16"},
+        "mlp=bfloat16",
     ),
     "what a rule says holds below until a rule matches there": (
         "f32",
         [("encoder", MIXED), ("encoder/layer_1/mlp", "p=f32,c=f16,o=bf16")],
-        {
-            "layer_0/mlp": "bfloat16",
-            "layer_1/attn/out": "bfloat16",
-            "layer_1/mlp": "float16",
-            "head": "float32",
-        },
+        "layer_0/mlp=bfloat16 layer_1/attn/out=bfloat16 layer_1/mlp=float16 head=float32",
     ),
-    "the root": (None, {"": BF16}, {"": "bfloat16"}),
-    "our class, and its subclasses": ("f32", {nn.Dense: BF16}, {"mlp": "bfloat16"}),
-    "Flax's class": ("f32", {flax_nn.Dense: BF16}, {"mlp": "bfloat16", "query": "float32"}),
+    "the root": (None, {"": BF16}, "=bfloat16"),
+    "our class, and its subclasses": ("f32", {nn.Dense: BF16}, "mlp=bfloat16"),
+    "Flax's class": ("f32", {flax_nn.Dense: BF16}, "mlp=bfloat16 query=float32"),
     "a user's class": (
         "f32",
         [(Layer, MIXED)],
-        {"layer_0/mlp": "bfloat16", "layer_0/attn/out": "bfloat16", "head": "float32"},
+        "layer_0/mlp=bfloat16 layer_0/attn/out=bfloat16 head=float32",
     ),
 }
 
 
 @pytest.mark.parametrize("what", RULES)
 def test_rules_reach(what):
-    policy, rules, expected = RULES[what]
+    policy, rules, text = RULES[what]
+    expected = dict(each.split("=") for each in text.split())
     with use_policy(policy, rules=rules):
         found = compute_dtypes()
-        assert {path: at(found, path) for path in expected} == {
-            path: {dtype} for path, dtype in expected.items()
-        }
+    assert {path: at(found, path) for path in expected} == {
+        path: {dtype} for path, dtype in expected.items()
+    }
     assert current_policy() is None
-
-
-def test_an_inner_scope_without_rules_keeps_the_outer_ones():
-    with use_policy("mixed_bfloat16", rules={"head": "f32"}), use_policy(F16):
-        found = compute_dtypes()
-    assert at(found, "head") == {"float32"} and at(found, "layer_0/mlp") == {"float16"}
 
 
 def test_layers_inside_attention_keep_the_dtypes_given_to_it_where_no_policy_holds():
@@ -249,3 +243,202 @@ def test_an_error_inside_the_model_is_not_hidden_by_the_check():
 
     with use_policy(None, rules={"nose": "f32"}), pytest.raises(RuntimeError, match="on purpose"):
         init(Fails())
+
+
+ROWS = jnp.ones((2, 4))
+
+
+class Wrap(nn.Module):
+    """A module around one layer, made by `make`."""
+
+    make: Any = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make(3, name="layer")(x)
+
+
+def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("first", "second"):
+                x = nn.Dense(4, dtype=jnp.float32, name=name)(x)
+            return x
+
+    with pytest.warns(DtypePolicyWarning) as told:
+        for _ in range(3):
+            jax.eval_shape(lambda: Net(dtype_policy="mixed_bfloat16").init(KEY, ROWS))
+    assert [str(w.message).partition(" has")[0] for w in told] == [
+        "Dense at 'first'",
+        "Dense at 'second'",
+    ]
+
+
+# --- the caller decides ---------------------------------------------------------------------------
+
+
+def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="shared")
+            outs = []
+            for policy in ("p=bf16,c=bf16,o=bf16", F16, "f32", BF16):
+                with use_policy(policy):
+                    outs.append(layer(x))
+            return outs
+
+    out, variables = jax.eval_shape(lambda: Net().init_with_output(KEY, ROWS))
+    assert [o.dtype.name for o in out] == ["bfloat16", "float16", "float32", "bfloat16"]
+    # its first caller decides what its parameters are stored in
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
+
+
+def test_resolution_does_not_outlive_the_call():
+    layer = nn.Dense(3)
+    variables = layer.init(KEY, ROWS)
+    bound = layer.bind(variables)
+    for policy, expected in ((BF16, "bfloat16"), (F16, "float16"), (None, "float32")):
+        with use_policy(policy):
+            assert bound(ROWS).dtype == expected
+    assert (bound.dtype, bound.param_dtype) == (None, None)
+    with use_policy(BF16), pytest.raises(Exception, match="shape"):
+        bound(jnp.ones((2, 5)))
+    assert (bound.dtype, bound.param_dtype) == (None, None)
+
+
+class Parent(nn.Module):
+    def setup(self):
+        self.block = Wrap()
+        self.embed = nn.Embed(5, 4)
+
+    def __call__(self, x):
+        return self.block(x) + self.embed(jnp.arange(2)).sum(-1, keepdims=True)
+
+
+def test_a_bound_submodule_called_by_itself_obeys_its_parent_and_the_rules_in_force():
+    for policy, rules in (("mixed_bfloat16", None), (None, {"block": BF16})):
+        model = Parent(dtype_policy=policy)
+        bound = model.bind(model.init(KEY, ROWS))
+        with use_policy(None, rules=rules) if rules else contextlib.nullcontext():
+            (dot,) = named(operations(lambda x, bound=bound: bound.block(x), ROWS), "dot_general")
+        assert dot.inputs == ("bfloat16", "bfloat16")
+        if policy:  # nothing is open: its call is a boundary, and a bare layer's is none
+            assert bound.block(ROWS).dtype == jnp.float32
+            assert bound.embed(jnp.arange(2)).dtype == jnp.bfloat16
+
+
+def test_an_open_call_wins_over_the_parent_chain():
+    class Borrows(nn.Module):
+        layer: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Owner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="owned")
+            return Borrows(layer, dtype_policy=F16)(x), layer(x)
+
+    out, variables = jax.eval_shape(lambda: Owner(dtype_policy=BF16).init_with_output(KEY, ROWS))
+    assert {o.dtype.name for o in out} == {"bfloat16"}  # the second boundary is the owner's
+    dots = named(operations(Owner(dtype_policy=BF16).apply, variables, ROWS), "dot_general")
+    assert [dot.inputs[0] for dot in dots] == ["float16", "bfloat16"]
+
+
+def test_a_sequential_stands_for_flaxs_class_in_isinstance_and_the_other_way_round():
+    assert isinstance(nn.Dense(3), flax_nn.Dense) and isinstance(flax_nn.Dense(3), nn.Dense)
+    assert isinstance(flax_nn.Dense(3), nn.Module) and isinstance(nn.Dense(3), flax_nn.Module)
+    assert not isinstance(flax_nn.Dense(3), nn.Conv)
+    assert issubclass(flax_nn.Dense, nn.Dense) and not issubclass(flax_nn.Dense, Wrap)
+    assert not isinstance(flax_nn.Dense(3), Wrap)
+
+
+TEXT = (
+    r"^Small was initialised under 'params=float32,compute=bfloat16,.*', but is applied with no "
+    r"policy in force, so "
+)
+
+
+class Small(nn.Module):
+    width: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+
+def initialised(policy="mixed_bfloat16", **fields):
+    model = Small(**fields)
+    with use_policy(policy):
+        return model, model.init(jax.random.key(0), ROWS)
+
+
+def test_apply_without_the_policy_of_init_warns_once_for_a_class():
+    model, variables = initialised()
+    other, _ = initialised(width=3)
+    with pytest.warns(DtypePolicyWarning, match=TEXT) as told:
+        model.apply(variables, ROWS)
+        model.apply(variables, ROWS)
+        jax.jit(model.apply)(variables, ROWS)
+        other.apply(variables, ROWS)
+    assert len(told) == 1
+
+
+def test_a_traced_init_and_the_global_policy_count():
+    for make in (jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)):
+        model = Small()
+        set_policy("mixed_bfloat16")
+        make(model.init)(jax.random.key(0), ROWS)
+        variables = Small().init(jax.random.key(0), ROWS)
+        model.apply(variables, ROWS)
+        set_policy(None)
+        text = r"If no policy is intended, call it inside use_policy\(None\)\."
+        with pytest.warns(DtypePolicyWarning, match=text):
+            model.apply(variables, ROWS)
+
+
+def test_a_block_around_the_call_is_an_answer_whatever_it_says():
+    model, variables = initialised()
+    for policy in (None, "float32", "mixed_bfloat16", "float16"):
+        with use_policy(policy):
+            model.apply(variables, ROWS)
+            jax.jit(lambda v, x: model.apply(v, x))(variables, ROWS)
+
+
+def test_models_that_no_policy_made_are_silent():
+    _, variables = initialised()
+    Small().apply(variables, ROWS)  # another instance
+    model, _ = initialised()
+    model.init(jax.random.key(0), ROWS)  # made again, without
+    model.apply(variables, ROWS)
+    model, _ = initialised("float32")  # which computes as no policy does
+    model.apply(variables, ROWS)
+
+
+def test_models_that_carry_their_policy_are_silent():
+    own = Small(dtype_policy="mixed_bfloat16")
+    ported = nn.apply_policy(Small(), "mixed_bfloat16")
+    for model in (own, ported):
+        with use_policy("float16"):
+            variables = model.init(jax.random.key(0), ROWS)
+        assert jax.eval_shape(model.apply, variables, ROWS).dtype == jnp.float32
+
+
+def test_summaries_and_reports_are_silent():
+    model, variables = initialised()
+    with use_policy("mixed_bfloat16"):
+        Small().tabulate(jax.random.key(0), ROWS)
+        audit(model.apply, variables, ROWS)
+    compare(model.apply, variables, ROWS, policy="mixed_bfloat16")
+
+
+def test_nothing_is_kept_of_a_model_that_is_gone():
+    model, _ = initialised()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

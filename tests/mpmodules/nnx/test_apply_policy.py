@@ -2,11 +2,12 @@
 all.
 """
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
-# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
+from __future__ import annotations
+
+import pickle
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from flax import nnx as flax_nnx
 from mpmodules import get_policy, nnx, use_policy
 from mpmodules.nnx import apply_policy
 from policy import DtypePolicyWarning
+from tests.mpmodules.wings import NnxModel
+from tests.programs import named
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 MIXED, HALF, FULL = get_policy("mixed_bfloat16"), get_policy("bf16"), get_policy("f32")
@@ -97,22 +100,16 @@ def test_rules_by_path_reach_lists_dicts_sequentials_and_layers_inside_attention
         "embed": "p=bf16,c=bf16",
     }
     found = policies(apply_policy(model, "mixed_bfloat16", rules))
-    expected = {
-        "": MIXED,
-        "embed": get_policy("p=bf16,c=bf16"),
-        "blocks/0": MIXED,
-        "blocks/0/attn": MIXED,
-        "blocks/0/attn/query": FULL,
-        "blocks/0/attn/key": get_policy("f16"),
-        "blocks/0/mlp/layers/0": MIXED,
-        "blocks/0/mlp/layers/2": get_policy("p=bf16,c=f32"),
-        "blocks/1": get_policy("f16"),
-        "blocks/1/attn/query": get_policy("f16"),
-        "blocks/1/mlp/layers/2": get_policy("f16"),
-        "heads/a": MIXED,
-        "heads/b": FULL,
+    others = {
+        "embed": "p=bf16,c=bf16",
+        "blocks/0/attn/query": "f32",
+        "blocks/0/attn/key": "f16",
+        "blocks/0/mlp/layers/2": "p=bf16,c=f32",
+        "heads/b": "f32",
     }
-    assert {path: found[path] for path in expected} == expected
+    for path, policy in found.items():
+        inherited = "f16" if path.startswith("blocks/1") else MIXED
+        assert policy == get_policy(others.get(path, inherited)), path
     assert apply_policy(model, "f32", [("", "bf16")]).dtype_policy == HALF  # the root
 
 
@@ -141,15 +138,10 @@ def test_a_change_of_mind_goes_anywhere_from_anywhere(model):
     theirs = apply_policy(model, "mixed_bfloat16", {"heads/b": "f32", "blocks": "f16"})
     kernel = theirs.heads.a.kernel[...]
     assert theirs.heads.a.kernel.get_value() is model.heads.a.kernel.get_value()  # no copy
-    for text, param, out in (
-        ("bf16", BF16, BF16),
-        ("mixed_float16", F32, F32),
-        ("f32", F32, F32),
-        ("f16", F16, F16),
-    ):
+    for text, dtype in (("bf16", BF16), ("mixed_float16", F32), ("f32", F32), ("f16", F16)):
         theirs = apply_policy(theirs, text)
-        assert theirs.heads.a.kernel.dtype == param
-        assert [x.dtype for x in theirs(IDS)] == [out, out]
+        assert theirs.heads.a.kernel.dtype == dtype
+        assert [x.dtype for x in theirs(IDS)] == [dtype, dtype]
         assert set(policies(theirs).values()) == {get_policy(text)}  # the rules are forgotten
     np.testing.assert_allclose(theirs.heads.a.kernel[...].astype(F32), kernel, rtol=2**-7)
 
@@ -169,9 +161,8 @@ def test_a_shared_variable_stays_shared_and_is_cast_once():
     tied = apply_policy(theirs, "bf16")
     assert tied.head.kernel is tied.embed.embedding is tied.table["again"]
     assert tied.head.kernel.dtype == BF16 and theirs.head.kernel.dtype == F32
-    assert flax_nnx.to_flat_state(flax_nnx.state(tied)).paths == (
-        flax_nnx.to_flat_state(flax_nnx.state(theirs)).paths
-    )
+    paths = [flax_nnx.to_flat_state(flax_nnx.state(model)).paths for model in (tied, theirs)]
+    assert paths[0] == paths[1]
 
 
 def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
@@ -184,14 +175,11 @@ def test_keep_explicit_keeps_a_dtype_that_a_layer_was_built_with():
         )
 
     for module in (flax_nnx, nnx):
-        assert {layer.dtype for layer in apply_policy(build(module), MIXED).layers} == {
-            jnp.dtype(BF16)
-        }
+        assert all(layer.dtype == BF16 for layer in apply_policy(build(module), MIXED).layers)
         kept = build(module)
         for policy, found in ((MIXED, BF16), ("f32", F32), ("bf16", BF16)):
-            with pytest.warns(
-                DtypePolicyWarning, match="^Linear at 'layers/0' has an explicit dtype=float16"
-            ):
+            text = "^Linear at 'layers/0' has an explicit dtype=float16"
+            with pytest.warns(DtypePolicyWarning, match=text):
                 kept = apply_policy(kept, policy, keep_explicit=True)
             assert [layer.dtype for layer in kept.layers] == [F16, found, found]
     with use_policy("mixed_bfloat16"):  # which is no dtype that was given
@@ -206,9 +194,8 @@ def test_an_attention_fn_of_the_user_s_own_stays_in_place():
         calls.append(query.dtype)
         return value
 
-    layer = flax_nnx.MultiHeadAttention(
-        2, 4, decode=False, attention_fn=mine, rngs=flax_nnx.Rngs(0)
-    )
+    options = {"decode": False, "attention_fn": mine}
+    layer = flax_nnx.MultiHeadAttention(2, 4, rngs=flax_nnx.Rngs(0), **options)
     apply_policy(layer, "mixed_bfloat16")(np.ones((1, 3, 4), np.float32))
     assert calls == [BF16]
 
@@ -279,3 +266,92 @@ def test_a_model_with_a_metaclass_of_its_own_is_adopted():
     theirs = apply_policy(Theirs(rngs=flax_nnx.Rngs(0)), "mixed_bfloat16")
     assert theirs(np.ones((2, 4), np.float32)).dtype == F32
     assert isinstance(type(theirs), Meta)
+
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+
+
+class Plain(flax_nnx.Module, pytree=False):
+    def __init__(self, *, rngs):
+        layer = lambda: flax_nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
+        norms = [flax_nnx.LayerNorm(4, rngs=rngs)]
+        self.blocks = [{"linear": layer(), "norms": norms}, {"linear": layer()}]
+        self.pair = (layer(), [layer()])
+        self.shared = {"head": self.pair[0]}
+        self.scales = [flax_nnx.Param(jnp.ones(4))]
+        self.sizes = [1, "two"]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block["linear"](x)
+            for norm in block.get("norms", []):
+                x = norm(x)
+        x = self.pair[1][0](flax_nnx.relu(self.pair[0](x)))
+        return self.shared["head"](x * self.scales[0][...].astype(x.dtype)[None])
+
+
+def plain():
+    return Plain(rngs=flax_nnx.Rngs(0))
+
+
+def test_the_state_and_the_structure_of_the_graph_stay():
+    model = plain()
+    before = flax_nnx.state(model)
+    model = apply_policy(model, MIXED)
+    after = flax_nnx.state(model)
+    assert isinstance(model, Plain)
+    assert len(jax.tree.leaves(after)) == 11
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    again = flax_nnx.graphdef(apply_policy(plain(), MIXED))
+    assert flax_nnx.graphdef(model) == again != flax_nnx.graphdef(plain())
+    copies = flax_nnx.merge(*flax_nnx.split(model)), pickle.loads(pickle.dumps(model))
+    for twin in (*copies, flax_nnx.clone(model)):
+        assert type(twin) is type(model) and twin.pair[0] is twin.shared["head"]
+        np.testing.assert_array_equal(twin(X), model(X))
+
+
+def test_layers_in_nested_lists_tuples_and_dicts_obey_rules_by_their_paths():
+    rules = {"blocks/0/linear": "f32", "blocks/0/norms/0": "f16", "pair/1/0": "bf16"}
+    model = apply_policy(plain(), MIXED, rules)
+    assert model.blocks[0]["linear"].dtype_policy == FULL
+    assert model.blocks[0]["norms"][0].dtype_policy == get_policy("f16")
+    assert model.blocks[1]["linear"].dtype_policy == model.pair[0].dtype_policy == MIXED
+    assert model.pair[1][0].kernel.dtype == BF16 and model.blocks[1]["linear"].kernel.dtype == F32
+    assert model(X).dtype == F32
+    text = r"Modules seen: blocks/0/linear, blocks/0/norms/0, .*pair/0, pair/1/0, shared"
+    with pytest.raises(ValueError, match=text):
+        apply_policy(plain(), MIXED, {"blocks/2": "f32"})
+
+
+@pytest.mark.parametrize("path", ["pair/0", "shared/head"])
+def test_a_shared_layer_stays_one_and_obeys_a_rule_of_each_of_its_paths(path):
+    model = apply_policy(plain(), "bf16", {path: "f32"})
+    assert model.pair[0] is model.shared["head"]
+    assert model.pair[0].dtype_policy == FULL
+    assert model.scales[0].dtype == BF16  # a parameter in a list
+
+
+def test_a_list_of_layers_below_a_module_that_is_a_pytree():
+    class Outer(flax_nnx.Module):
+        def __init__(self):
+            self.nets = flax_nnx.List([plain()])
+
+        def __call__(self, x):
+            return self.nets[0](x)
+
+    outer = apply_policy(Outer(), MIXED, {"nets/0/blocks/1/linear": "f32"})
+    assert outer.nets[0].blocks[1]["linear"].dtype_policy == FULL
+    assert len(jax.tree.leaves(flax_nnx.state(outer))) == 11
+    assert outer(X).dtype == F32 and isinstance(outer.nets[0].pair[0], nnx.Linear)
+
+
+def test_one_that_derives_from_a_layer_runs_as_ours_does():
+    class Dense(flax_nnx.Linear, pytree=False):
+        def __init__(self, *, rngs):
+            super().__init__(4, 4, rngs=rngs)
+            self.notes = [1, 2]
+
+    layer = NnxModel(apply_policy(Dense(rngs=flax_nnx.Rngs(0)), MIXED))
+    assert isinstance(layer.instance, Dense) and layer(X).dtype == F32
+    (dot,) = named(layer.operations(X), "dot_general")
+    assert dot.outputs == ("float32",)  # the accumulator

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,12 +64,9 @@ def test_a_model_a_method_and_a_function_of_one_are_near_float32_and_change_its_
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=1e-2)
     assert model.norm.mean[...].dtype == jnp.float32
     assert model.drop.rngs.count[...] == plain.drop.rngs.count[...] > 0
-    np.testing.assert_allclose(
-        autocast(model.encode, "mixed_bfloat16")(X), plain.encode(X), atol=0.1
-    )
-    np.testing.assert_allclose(
-        autocast(loss_fn, "mixed_bfloat16")(model, X), loss_fn(plain, X), rtol=0.05
-    )
+    encoded, loss = (autocast(f, "mixed_bfloat16") for f in (model.encode, loss_fn))
+    np.testing.assert_allclose(encoded(X), plain.encode(X), atol=0.1)
+    np.testing.assert_allclose(loss(model, X), loss_fn(plain, X), rtol=0.05)
 
 
 def test_new_weights_are_seen_without_another_trace(model):
@@ -91,19 +89,15 @@ def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
     inside = flax_nnx.grad(autocast(loss_fn, "mixed_bfloat16"))(flax_nnx.clone(model), X)
     outside = autocast(flax_nnx.grad(loss_fn), "mixed_bfloat16")(flax_nnx.clone(model), X)
     for found in (inside, outside):
-        whole = [
-            np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, truth)
-        ]
+        whole = [jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, truth)]
         assert {g.dtype.name for g in jax.tree.leaves(found)} == {"float32"}
         assert np.linalg.norm(whole[0] - whole[1]) < 0.05 * np.linalg.norm(whole[1])
 
 
 def dots(model: Any, fn: Any) -> list[Operation]:
     graph, state = flax_nnx.split(model)
-    return named(
-        operations(lambda state: fn(flax_nnx.merge(graph, state, copy=True), X), state),
-        "dot_general",
-    )
+    run = lambda state: fn(flax_nnx.merge(graph, state, copy=True), X)  # noqa: E731
+    return named(operations(run, state), "dot_general")
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -114,9 +108,8 @@ def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differenti
     assert {op.inputs for op in found} == {("float32", "float32"), ("bfloat16", "bfloat16")}
     assert len(wide) == (3 if differentiated else 1)
     assert all("layers/1/up" in op.path for op in wide)
-    with pytest.raises(
-        ValueError, match=r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"
-    ):
+    text = r"Rule 'layers/1/upp' matched no module\. Modules seen: .*layers/1/up"
+    with pytest.raises(ValueError, match=text):
         autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/upp": "f32"})(model, X)
 
 

@@ -1,16 +1,17 @@
 """The policy is captured when a module is built: a static attribute, in the graph definition and
-never in the state.
+never in the state, that no hand sets.
 """
 
-# What Flax returns is typed as Flax's own class: the attributes that ours add, and NumPy inputs,
-# are unknown to it.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
+from __future__ import annotations
 
 import copy
 import inspect
 import pickle
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,8 @@ def test_a_class_rule_in_force_holds_for_the_class_and_what_it_builds(cls, expec
 
 
 def test_path_rules_around_construction_are_refused_with_a_pointer():
-    with (
-        use_policy("f32", rules={"head": "bf16"}),
-        pytest.raises(
-            ValueError, match=r"^Building Linear under .*: path rules can't apply here, "
-        ),
-    ):
+    text = r"^Building Linear under .*: path rules can't apply here, "
+    with use_policy("f32", rules={"head": "bf16"}), pytest.raises(ValueError, match=text):
         nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
 
@@ -93,18 +90,6 @@ def test_a_module_built_in_a_call_obeys_the_caller():
     lazy = Lazy(dtype_policy="mixed_bfloat16")
     assert lazy(X).dtype == jnp.float32
     assert lazy.linear.dtype_policy == MIXED
-
-
-def test_a_child_built_before_its_parent_obeys_what_was_in_force_then():
-    class Holder(nnx.Module):
-        def __init__(self, child):
-            self.child = child
-
-    with use_policy("mixed_bfloat16"):
-        child = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    with use_policy("float32"):
-        holder = Holder(child)
-    assert (holder.dtype_policy, holder.child.dtype_policy) == (FULL, MIXED)
 
 
 def test_a_container_takes_children_that_obey_its_policy_or_carry_their_own_and_no_others():
@@ -178,18 +163,10 @@ def test_a_user_s_subclass_of_a_layer_needs_no_dtype_in_its_init():
 
     with use_policy("bf16"):
         layer = Scaled(4, rngs=nnx.Rngs(0))
-    assert (layer.dtype_policy, layer.kernel.dtype, layer.gate.kernel.dtype) == (
-        HALF,
-        jnp.bfloat16,
-        jnp.bfloat16,
-    )
-    assert layer.scale.kernel.dtype == jnp.float32
+    assert layer.dtype_policy == HALF and layer.scale.kernel.dtype == jnp.float32
+    assert layer.kernel.dtype == layer.gate.kernel.dtype == jnp.bfloat16
     given = Scaled(4, dtype_policy="mixed_bfloat16", rngs=nnx.Rngs(0))
-    assert (given.dtype_policy, given.dtype, given.gate.dtype_policy) == (
-        MIXED,
-        jnp.bfloat16,
-        MIXED,
-    )
+    assert given.dtype_policy == given.gate.dtype_policy == MIXED and given.dtype == jnp.bfloat16
     assert given(X).dtype == jnp.float32
 
 
@@ -229,10 +206,8 @@ def test_dataclass_modules_take_a_policy():
         model = Data(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     assert model.dtype_policy == MIXED
     assert model(X).dtype == jnp.float32
-    given = Data(
-        linear=nnx.Linear(4, 4, dtype_policy="bf16", rngs=nnx.Rngs(0)),
-        dtype_policy="mixed_bfloat16",
-    )
+    layer = nnx.Linear(4, 4, dtype_policy="bf16", rngs=nnx.Rngs(0))
+    given = Data(linear=layer, dtype_policy="mixed_bfloat16")
     assert given(X).dtype == jnp.float32
 
 
@@ -270,25 +245,18 @@ def test_multiple_inheritance_with_a_flax_module_is_one_of_ours():
 def test_isinstance_holds_across_the_port():
     ours, theirs = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), flax_nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     for layer in (ours, theirs):
-        assert isinstance(layer, nnx.Module)
-        assert isinstance(layer, flax_nnx.Module)
-        assert isinstance(layer, nnx.Linear)
-        assert isinstance(layer, flax_nnx.Linear)
+        for cls in (nnx.Module, flax_nnx.Module, nnx.Linear, flax_nnx.Linear):
+            assert isinstance(layer, cls)
         assert not isinstance(layer, nnx.Conv)
     assert isinstance(nnx.List([ours]), nnx.Module)
-    assert issubclass(flax_nnx.Linear, nnx.Linear)
-    assert not issubclass(flax_nnx.Linear, Net)
-    assert not isinstance(ours, Net)
-    assert not isinstance(X, nnx.Module)
+    assert issubclass(flax_nnx.Linear, nnx.Linear) and not issubclass(flax_nnx.Linear, Net)
+    assert not isinstance(ours, Net) and not isinstance(X, nnx.Module)
 
 
-@pytest.mark.parametrize(
-    ("policy", "told"),
-    [
-        ("mixed_bfloat16", "under 'params=float32,compute=bfloat16,output=float32'"),
-        (None, "under no policy"),
-    ],
-)
+TOLD = {MIXED: f"under '{MIXED}'", None: "under no policy"}
+
+
+@pytest.mark.parametrize(("policy", "told"), TOLD.items())
 def test_a_scope_around_a_call_changes_no_layer_and_warns_once(policy, told):
     net = Net(dtype_policy=policy, rngs=nnx.Rngs(0))
     expected = str(jax.make_jaxpr(lambda x: net(x))(X))
@@ -318,3 +286,26 @@ def test_a_method_that_init_calls_does_not_warn_that_the_module_has_no_policy():
         assert Built(rngs=nnx.Rngs(0), dtype_policy="bf16").dtype_policy == HALF
         with pytest.warns(DtypePolicyWarning, match="^Sequential was built under no policy"):
             plain(X)  # another module does
+
+
+@pytest.mark.parametrize("given", ["bf16", get_policy("mixed_float16"), None])
+@pytest.mark.parametrize("built_under", [None, "mixed_bfloat16"])
+def test_it_is_refused_at_a_model_and_at_a_layer_which_stay_as_they_were(built_under, given):
+    with use_policy(built_under):
+        model = Net(rngs=nnx.Rngs(0))
+    before = model.dtype_policy
+    for module in (model, model.linear):
+        with pytest.raises(ValueError, match=r"by hand.*nnx\.apply_policy\(model, '?(None|\w)"):
+            module.dtype_policy = given
+        assert module.dtype_policy == before
+    model(X)
+
+
+def test_a_part_that_is_built_keeps_its_policy_in_the_constructor_of_another():
+    class Late(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.net = Net(rngs=rngs)
+            self.net.dtype_policy = None
+
+    with pytest.raises(ValueError, match="by hand"):
+        Late(nnx.Rngs(0), dtype_policy="bf16")

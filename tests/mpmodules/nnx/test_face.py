@@ -43,25 +43,6 @@ def test_display_repr_and_tabulate_show_the_policy_and_do_not_fail(net, capsys):
     assert "BatchNorm" in capsys.readouterr().out
 
 
-def test_tabulate_shows_ours_as_it_shows_flax_s():
-    def table(module, **options):
-        class Net(module.Module):
-            def __init__(self, *, rngs):
-                # Classes of this test's own: tabulate leaves every inherited method behind on the
-                # classes that it saw.
-                self.linear = type("Linear", (module.Linear,), {})(4, 4, rngs=rngs)
-                self.norm = type("LayerNorm", (module.LayerNorm,), {})(4, rngs=rngs)
-
-            def __call__(self, x):
-                return self.norm(self.linear(x))
-
-        return flax_nnx.tabulate(Net(rngs=module.Rngs(0), **options), jnp.asarray(X[0]))
-
-    assert table(nnx) == table(flax_nnx)
-    assert table(nnx, dtype_policy="mixed_bfloat16") == table(flax_nnx)  # float32 to its code
-    assert "bfloat16" in table(nnx, dtype_policy="bfloat16")  # its parameters and outputs
-
-
 def test_train_eval_view_and_set_attributes_reach_our_layers(net):
     net.eval()
     assert net.norm.use_running_average

@@ -1,60 +1,75 @@
-"""nnx's own ways to call, copy and differentiate a port whose own code multiplies."""
+"""A user's own code in nnx modules, and their parameters: calls, copies, gradients, transforms."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
 
-from mpmodules.nnx import Module, apply_policy
-from policy import audit
+import policy
+from mpmodules import nnx
+from policy import DtypePolicyWarning, audit
 from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
+from tests.mpmodules.wings import MIXED, WINGS, Text, X, dense, layer_norm, weight
+from tests.programs import named, operations
 
 TOKENS = jnp.arange(16).reshape(2, 8)
-X = jax.random.normal(jax.random.key(1), (2, 8, 16))
-MIXED = "mixed_bfloat16"
+TOKEN_VECTORS = jax.random.normal(jax.random.key(1), (2, 8, 16))
 
 
 def ported(model):
-    return apply_policy(model, MIXED)
+    return nnx.apply_policy(model, MIXED)
 
 
 def loss(model, x):
     return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
 
 
-def share(model, x=X):
+def share(model, x=TOKEN_VECTORS):
     return audit(loss, model, x, backward=True).f32_matmul_share
 
 
 def test_parts_of_a_model_and_ports_in_other_models():
-    class Outer(Module):
+    class Outer(nnx.Module):
         def __init__(self, inner):
             self.inner = inner
 
         def __call__(self, x):
             return self.inner(x)
 
-    rngs = nnx.Rngs(0)
-    foreign = NnxProjection(16, 8, rngs), nnx.Linear(8, 8, rngs=rngs), NnxProjection(8, 4, rngs)
+    rngs = flax_nnx.Rngs(0)
+    foreign = (
+        NnxProjection(16, 8, rngs),
+        flax_nnx.Linear(8, 8, rngs=rngs),
+        NnxProjection(8, 4, rngs),
+    )
     for model in (
         ported(NnxNet(rngs)).block,
-        ported(nnx.Sequential(*foreign)),
+        ported(flax_nnx.Sequential(*foreign)),
         Outer(ported(NnxBlock(rngs))),
-        nnx.Sequential(ported(NnxBlock(rngs))),
+        flax_nnx.Sequential(ported(NnxBlock(rngs))),
     ):
         assert share(model) == 0
 
 
-class Stateful(nnx.Module):
+class Stateful(flax_nnx.Module):
     """Changes all kinds of state in its calls."""
 
     def __init__(self, rngs):
         self.own, self.calls, self.mode = NnxProjection(16, 4, rngs), 0, "new"
-        self.empty, self.none = nnx.Variable({}), nnx.Variable(None)
-        self.pair, self.raw = nnx.Variable((jnp.zeros(2), jnp.zeros(3))), nnx.data(jnp.zeros(2))
+        self.empty, self.none = flax_nnx.Variable({}), flax_nnx.Variable(None)
+        self.pair, self.raw = (
+            flax_nnx.Variable((jnp.zeros(2), jnp.zeros(3))),
+            flax_nnx.data(jnp.zeros(2)),
+        )
 
     def __call__(self, x):
         first, second = self.pair.get_value()
@@ -64,24 +79,325 @@ class Stateful(nnx.Module):
 
 
 def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
-    half, wide = ported(Stateful(nnx.Rngs(0))), Stateful(nnx.Rngs(0))
+    half, wide = ported(Stateful(flax_nnx.Rngs(0))), Stateful(flax_nnx.Rngs(0))
     for model in (half, wide):
-        model(X)
-        nnx.jit(lambda model: model(X))(model)
+        model(TOKEN_VECTORS)
+        flax_nnx.jit(lambda model: model(TOKEN_VECTORS))(model)
     assert (half.calls, half.mode) == (wide.calls, wide.mode) == (2, "used")
     for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True
+        jax.tree.leaves(flax_nnx.state(half)), jax.tree.leaves(flax_nnx.state(wide)), strict=True
     ):
         assert ours.dtype == theirs.dtype and jnp.array_equal(ours, theirs)
     assert half.pair.get_value()[1][0] == half.raw[0] == 2 and half.none.get_value() is None
 
 
 def test_no_tracer_is_leaked_no_parameter_touched_and_a_closed_over_model_differentiated():
-    model = ported(NnxProjection(16, 4, nnx.Rngs(0)))
-    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    model = ported(NnxProjection(16, 4, flax_nnx.Rngs(0)))
+    before = jax.tree.leaves(flax_nnx.state(model, flax_nnx.Param))
     with jax.checking_leaks():  # raises where a tracer outlives its trace
-        out = model(X)
-    assert error(out, jnp.dot(X, model.w[...])) < 0.01
-    assert all(map(operator.is_, before, jax.tree.leaves(nnx.state(model, nnx.Param))))
-    gradient = jax.grad(lambda x: jnp.sum(model(x)))(X)
-    assert error(gradient, jnp.broadcast_to(model.w[...].sum(axis=1), X.shape)) < 0.01
+        out = model(TOKEN_VECTORS)
+    assert error(out, jnp.dot(TOKEN_VECTORS, model.w[...])) < 0.01
+    assert all(map(operator.is_, before, jax.tree.leaves(flax_nnx.state(model, flax_nnx.Param))))
+    gradient = jax.grad(lambda x: jnp.sum(model(x)))(TOKEN_VECTORS)
+    assert error(gradient, jnp.broadcast_to(model.w[...].sum(axis=1), TOKEN_VECTORS.shape)) < 0.01
+
+
+ROWS = jnp.ones((2, 4))
+MANY = jnp.zeros(4096, int)
+
+
+class Table(nnx.Module):
+    def __init__(self) -> None:
+        self.table = nnx.Param(jnp.ones((8, 4)))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.table[ids]
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.T
+
+
+READS: dict[str, Any] = {
+    "[...]": lambda p: p[...],
+    "[rows]": lambda p: p[:2],
+    "get_value": lambda p: p.get_value(),
+    "matmul": lambda p: p @ jnp.ones((4, 4), p[...].dtype),
+    "times": lambda p: p * 2,
+    "attribute": lambda p: p.T,
+    "method": lambda p: p.reshape(-1),
+    "sum": lambda p: p.sum(),
+    "asarray": jnp.asarray,
+    "jnp": lambda p: jnp.add(p, 1),
+    "negative": lambda p: -p,
+    "dtype": lambda p: p,
+}
+
+
+@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+def test_each_way_to_read_gives_float32(text: str) -> None:
+    class Reads(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            seen.append({how: read(self.w).dtype.name for how, read in READS.items()})
+            return x
+
+    seen: list[Any] = []
+    model = Reads(dtype_policy=text)
+    model(ROWS)
+    jax.eval_shape(lambda x: model(x), ROWS)
+    assert seen == [dict.fromkeys(READS, "float32")] * len(seen) and seen
+    stored = policy.get_policy(text).param_dtype
+    assert {read(model.w).dtype for read in READS.values()} == {stored}  # outside of a call
+
+
+@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
+def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> None:
+    class Kept(nnx.Module):
+        keep_params = ("scale",)
+
+        def __init__(self) -> None:
+            self.scale, self.stat = nnx.Param(jnp.ones(4)), nnx.BatchStat(jnp.ones(4))
+            self.asked = nnx.Param(jnp.ones(4), compute_dtype=jnp.float32)
+            self.list = nnx.List([nnx.Param(jnp.ones(2))])
+            self.integers, self.key = nnx.Param(jnp.arange(2)), nnx.Param(jax.random.key(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            read = (self.scale, self.stat, self.asked, self.list[0], self.integers, self.key)
+            seen.append([str(value[...].dtype) for value in read])
+            return x
+
+    seen: list[Any] = []
+    model = Kept(dtype_policy=text)
+    model(ROWS)
+    jax.eval_shape(lambda x: model(x), ROWS)
+    assert seen == [["float32"] * 4 + ["int32", "key<fry>"]] * len(seen) and seen
+    assert model.scale.dtype == jnp.float32
+    assert model.list[0].dtype == policy.get_policy(text).param_dtype
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+class Head(nnx.Module):
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.T
+
+
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.words = Table()
+        self.head = Head(self.words.table)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.words(ids)
+        y = self.head(x)
+        return y + (x @ self.words.table.T).astype(y.dtype)
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("f32", "float32"), ("mixed_bfloat16", "bfloat16")])
+def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
+    model = nnx.apply_policy(Tied(), "mixed_bfloat16", {"head": rule})
+    gradient = flax_nnx.grad(lambda m: m(MANY).sum())(model)["head"]["table"].get_value()
+    dots = named(operations(lambda x: model(x), MANY), "dot_general")
+    assert [op.inputs for op in dots] == [(dtype,) * 2, ("bfloat16",) * 2]
+    np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
+
+
+def test_a_parameter_that_a_method_writes_back_is_averaged_in_float32() -> None:
+    class Average(nnx.Module):
+        def __init__(self) -> None:
+            self.average, self.w = nnx.Param(jnp.zeros(())), nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.average[...] = 0.999 * self.average[...] + 0.001 * 1.2345678
+            return x @ self.w
+
+    model, plain = Average(dtype_policy="mixed_bfloat16"), Average()
+    for call in (lambda m: m(ROWS), flax_nnx.jit(lambda m: m(ROWS))) * 2:
+        assert call(model).dtype == call(plain).dtype == jnp.float32
+    assert model.average[...] == plain.average[...]
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+class Linear(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((4, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w
+
+
+class Lends(nnx.Module):
+    """Hands out what it holds, and makes more of it."""
+
+    def __init__(self) -> None:
+        self.w, self.layer = nnx.Param(jnp.ones((1, 4))), nnx.List([Linear()])
+        self.count = nnx.Variable(jnp.array(0))
+
+    def child(self) -> Any:
+        return {"layer": self.layer[0], "w": self.w}
+
+    def function(self) -> Any:
+        def call(x: jax.Array) -> jax.Array:
+            self.count[...] += 1
+            return x * self.w
+
+        return call
+
+    def parts(self) -> Any:
+        return flax_nnx.split(self)
+
+    def adopt(self, other: Any) -> Any:
+        self.other = other
+        del self.count
+        return other
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not hasattr(self, "new"):
+            self.new, self.cache = Linear(), nnx.Cache(jnp.zeros(3))
+            self.layer.append(self.new)
+        self.cache = nnx.Cache(self.cache[...] + 1)
+        return self.layer[1](x) * self.w
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, lambda f: lambda m: flax_nnx.grad(lambda m: (f(m), m(ROWS).sum())[1])(m)],
+    ids=["eager", "grad"],
+)
+def test_a_module_holds_the_very_objects_that_its_methods_return_and_make(wrap: Any) -> None:
+    def call(model: Any) -> None:
+        found, other = model.child(), Linear()
+        assert found["layer"] is model.layer[0] and found["w"] is model.w
+        assert model.adopt(other) is other is model.other and not hasattr(model, "count")
+        for _ in range(2):
+            assert model(ROWS).shape == ROWS.shape
+        assert type(model.new) is Linear and model.layer[1] is model.new and len(model.layer) == 2
+        assert (model.cache[...] == 2).all()
+
+    wrap(call)(Lends(dtype_policy="mixed_bfloat16"))
+
+
+def test_functions_and_graphs_that_a_method_returns_are_of_the_module_itself() -> None:
+    model = Lends(dtype_policy="mixed_bfloat16")
+    with pytest.warns(DtypePolicyWarning, match="Lends can't be traced, .*returns a function, "):
+        call = model.function()
+    model.w.set_value(jnp.full((1, 4), 3.0))
+    assert call(ROWS)[0, 0] == 3 and int(model.count[...]) == 1
+    with pytest.warns(DtypePolicyWarning, match="Lends can't be traced, .*returns a GraphDef, "):
+        assert model.parts()[0] == flax_nnx.split(model)[0]
+    table = nnx.Param(jnp.ones((8, 4)))  # handed in: not the module's to cast
+    head = Head(table, dtype_policy="bfloat16")
+    assert head.table is table and table.dtype == jnp.float32
+
+
+HALF = ("bfloat16", "bfloat16")
+
+
+def test_calls_without_jit_are_traced_once():
+    runs = []
+
+    def call(self, x):
+        runs.append(type(x).__name__)
+        return self.layer(x) @ self.w
+
+    model = WINGS["nnx"].ours(Text(call, layer=dense(4, 4), w=weight(4, 4)), MIXED).instance
+    outs = [model(X) for _ in range(4)]
+    assert len(runs) == 1
+    np.testing.assert_array_equal(outs[0], outs[-1])
+    model(X[:2])
+    assert len(runs) == 2
+    for _ in range(3):
+        flax_nnx.grad(lambda m: m(X).sum())(model)
+    assert len(runs) <= 4
+
+
+class Counter(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer, self.calls = nnx.Linear(4, 4, rngs=rngs), 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+class Outer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner = Counter(rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(self.inner(x))
+
+
+def test_a_counter_in_python_counts_each_call():
+    model, outer = (cls(dtype_policy=MIXED, rngs=nnx.Rngs(0)) for cls in (Counter, Outer))
+    for i in range(1, 4):
+        model(X)
+        outer(X)
+        assert (model.calls, outer.inner.calls) == (i, 2 * i)
+
+
+BLOCK = Text(
+    lambda self, x: self.layer(self.norm(x) @ self.w + self.b[None]),
+    norm=layer_norm(4),
+    layer=dense(4, 4),
+    w=weight(4, 4),
+    b=weight(4),
+)
+
+
+def stacked(modules: Any, rngs: Any) -> Any:
+    make = nnx.vmap(lambda rngs: BLOCK.nnx(modules, rngs), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=3)(make)(rngs)
+
+
+CARRIED: dict[str, Any] = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+RUNS: dict[str, Any] = {
+    "jit": nnx.jit(lambda block, x: block(x)),
+    "remat": nnx.remat(lambda block, x: block(x)),
+    "scan": nnx.scan(lambda block, x: block(x), **CARRIED),
+    "scan of remat": nnx.scan(nnx.remat(lambda block, x: block(x)), **CARRIED),
+    "vmap": nnx.vmap(lambda block, x: block(x), in_axes=(0, None), out_axes=0),
+}
+
+
+def around(modules: Any, how: str) -> Any:
+    class Around(modules.Module):
+        def __init__(self, *, rngs):
+            one = how in ("jit", "remat")
+            self.blocks = BLOCK.nnx(modules, rngs) if one else stacked(modules, rngs)
+            self.position = nnx.Param(jnp.ones((1, 4)))
+
+        def __call__(self, x):
+            return RUNS[how](self.blocks, x * 2 + self.position)
+
+    return Around
+
+
+@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize("where", ["outermost", "inside"])
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_transformations_of_nnx_multiply_in_half_and_sum_gradients_in_float32(way, how, where):
+    wide = around(flax_nnx, how)(rngs=nnx.Rngs(0))
+    half = (
+        around(nnx, how)(rngs=nnx.Rngs(0), dtype_policy=MIXED)
+        if way == "ours"
+        else nnx.apply_policy(wide, MIXED)
+    )
+    call = (lambda m, x: m(x)) if where == "inside" else (lambda m, x: RUNS[how](m.blocks, x))
+    out, truth = (call(model, X) for model in (half, wide))
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, truth, atol=0.05 * float(jnp.abs(truth).max()))
+    graph, params, rest = flax_nnx.split(half, flax_nnx.Param, ...)
+    loss = lambda p: call(flax_nnx.merge(graph, p, rest, copy=True), X).sum()  # noqa: E731
+    ops = operations(jax.grad(loss), params)
+    assert {op.inputs for op in named(ops, "dot_general")} == {HALF}
+    assert {op.outputs for op in named(ops, "reduce_sum") if op.is_backward} == {("float32",)}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}

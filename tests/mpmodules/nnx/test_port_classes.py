@@ -95,12 +95,9 @@ class Net(flax_nnx.Module):
     def __init__(self, *, rngs):
         self.graph = Other(rngs=rngs)
         self.gate = Gated(4, 4, rngs=rngs)
-        self.heads = flax_nnx.Dict(
-            a=flax_nnx.Linear(4, 2, rngs=rngs), b=flax_nnx.Linear(4, 2, rngs=rngs)
-        )
-        self.norms = flax_nnx.List(
-            [flax_nnx.LayerNorm(4, rngs=rngs), flax_nnx.BatchNorm(4, rngs=rngs)]
-        )
+        self.heads = flax_nnx.Dict({name: flax_nnx.Linear(4, 2, rngs=rngs) for name in "ab"})
+        norms = flax_nnx.LayerNorm, flax_nnx.BatchNorm
+        self.norms = flax_nnx.List([norm(4, rngs=rngs) for norm in norms])
         self.attn = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
         self.rnn = flax_nnx.RNN(flax_nnx.LSTMCell(4, 4, rngs=rngs))
         self.block = flax_nnx.Sequential(flax_nnx.Linear(4, 4, rngs=rngs), flax_nnx.relu)
@@ -124,11 +121,8 @@ def net(built):
 
 
 def types_of(model):
-    return {
-        path: type(node)
-        for path, node in flax_nnx.iter_graph(model)
-        if isinstance(node, flax_nnx.Pytree)
-    }
+    graph = flax_nnx.iter_graph(model)
+    return {path: type(node) for path, node in graph if isinstance(node, flax_nnx.Pytree)}
 
 
 def test_layers_are_ours_and_other_modules_are_of_subclasses_of_the_same_name(net):
@@ -155,12 +149,8 @@ def test_no_class_of_flax_s_or_of_a_user_s_changes(net):
     classes = {base for cls in types_of(net).values() for base in cls.__mro__ if base is not object}
     assert {Net, Gated, Other, Convolved, Mixin, flax_nnx.Linear, flax_nnx.Module} <= classes
     before = {cls: dict(vars(cls)) for cls in classes}
-    functions = {
-        value: dict(vars(value))
-        for attributes in before.values()
-        for value in attributes.values()
-        if inspect.isfunction(value)
-    }
+    values = [value for attributes in before.values() for value in attributes.values()]
+    functions = {value: dict(vars(value)) for value in values if inspect.isfunction(value)}
     model = apply_policy(net, MIXED)
     model(X)
     flax_nnx.grad(lambda model: model(X).sum())(model)
@@ -397,11 +387,8 @@ def test_transformed_methods_and_classes_of_any_module_are_ported():
 
 def test_summaries_and_representations_have_the_names_of_the_model_s_own_classes():
     rngs = flax_nnx.Rngs(0)
-    parts = (
-        Gated(4, 4, rngs=rngs),
-        Other(rngs=rngs),
-        flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs),
-    )
+    attention = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+    parts = Gated(4, 4, rngs=rngs), Other(rngs=rngs), attention
     model = apply_policy(flax_nnx.Sequential(*parts), MIXED)
     options = {"console_kwargs": {"width": 300, "no_color": True, "force_terminal": False}}
     table = nnx.tabulate(model, X, **options)

@@ -1,4 +1,6 @@
-"""LoRA and LoRALinear: what the policy says comes out, and the low-rank part follows it."""
+"""LoRA's layers, and cells under class rules or stacked by nnx's transformations."""
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -10,18 +12,17 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx
 from policy import get_policy, use_policy
+from tests.mpmodules.recurrent_cells import HIDDEN, WIDTH, dtypes, matmul_dtypes, sequence
 from tests.programs import named, operations
 
 X = jax.random.normal(jax.random.key(0), (3, 8))
 
 
 def build(layers, name, **kwargs) -> Any:
+    kwargs |= {"b_initializer": flax_nnx.initializers.normal(), "rngs": flax_nnx.Rngs(0)}
     if name == "LoRA":
-        return layers.LoRA(
-            8, 2, 4, b_initializer=flax_nnx.initializers.normal(), rngs=flax_nnx.Rngs(0), **kwargs
-        )
-    initializer = {"b_initializer": flax_nnx.initializers.normal()}
-    return layers.LoRALinear(8, 4, lora_rank=2, rngs=flax_nnx.Rngs(0), **initializer, **kwargs)
+        return layers.LoRA(8, 2, 4, **kwargs)
+    return layers.LoRALinear(8, 4, lora_rank=2, **kwargs)
 
 
 def state(model):
@@ -83,19 +84,14 @@ def test_explicit_dtypes_of_the_low_rank_part_are_obeyed():
 @pytest.mark.parametrize(("name", "over"), (("LoRA", ""), ("LoRA", "a layer"), ("LoRALinear", "")))
 def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(name, over):
     def make(policy):
-        base = (
-            {"base_module": nnx.Linear(8, 4, rngs=flax_nnx.Rngs(1), dtype_policy=policy)}
-            if over
-            else {}
-        )
-        return build(nnx, name, dtype_policy=policy, **base)
+        base = nnx.Linear(8, 4, rngs=flax_nnx.Rngs(1), dtype_policy=policy)
+        return build(nnx, name, dtype_policy=policy, **({"base_module": base} if over else {}))
 
+    rounded_to_half = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
     half, full = make("mixed_bfloat16"), make("float32")
     for layer in (half, full):
-        flax_nnx.update(
-            layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state(layer))
-        )
-    x = X.astype(jnp.bfloat16).astype(jnp.float32)
+        flax_nnx.update(layer, jax.tree.map(rounded_to_half, state(layer)))
+    x = rounded_to_half(X)
     graph, params = flax_nnx.split(half)
     total = lambda params, x: flax_nnx.merge(graph, params, copy=True)(x).sum()  # noqa: E731
     forward = named(operations(lambda x: half(x), x), "dot_general")
@@ -108,6 +104,41 @@ def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(n
     assert {dtype for op in backward for dtype in op.inputs} == {"bfloat16"}
     lora = full if name == "LoRA" else full.lora
     between, base = x @ lora.lora_a[...], full(x) - x @ lora.lora_a[...] @ lora.lora_b[...]
-    rounded = between.astype(jnp.bfloat16).astype(jnp.float32) @ lora.lora_b[...]
-    base = full.base_module(x).astype(jnp.bfloat16).astype(jnp.float32) if over else base
+    rounded = rounded_to_half(between) @ lora.lora_b[...]
+    base = rounded_to_half(full.base_module(x)) if over else base
     np.testing.assert_allclose(half(x), base + rounded, rtol=0, atol=2e-6)
+
+
+def test_class_rules_in_a_scope_reach_a_cell_that_is_built_there():
+    with use_policy("bfloat16", {nnx.GRUCell: "float32"}):
+        rnn: Any = nnx.RNN(nnx.GRUCell(WIDTH, HIDDEN, rngs=nnx.Rngs(0)))
+    assert dtypes(flax_nnx.state(rnn, flax_nnx.Param)) == {"float32"}
+    assert rnn.cell.dense_i.dtype == jnp.float32
+
+
+def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
+    class Stack(nnx.Module):
+        def __init__(self) -> None:
+            @flax_nnx.vmap(in_axes=0, out_axes=0)
+            def build(key: Any) -> Any:
+                return nnx.RNN(nnx.GRUCell(HIDDEN, HIDDEN, rngs=flax_nnx.Rngs(key)))
+
+            self.rnns = build(jax.random.split(jax.random.key(0), 2))
+
+        def __call__(self, x: Any) -> Any:
+            @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
+            @flax_nnx.remat
+            def layers(rnn: Any, x: Any) -> Any:
+                return rnn(x)
+
+            return layers(self.rnns, x)
+
+    x = sequence()[..., :HIDDEN]
+    with use_policy("mixed_bfloat16"):
+        graph, params, rest = flax_nnx.split(Stack(), flax_nnx.Param, ...)
+    call = lambda params, x: flax_nnx.merge(graph, params, rest, copy=True)(x)  # noqa: E731
+    assert matmul_dtypes(call, params, x) == {"bfloat16"}
+    y = jax.jit(call)(params, x)
+    assert (y.dtype, y.shape) == (jnp.float32, x.shape)
+    loss = lambda params: jnp.square(call(params, x)).sum()  # noqa: E731
+    assert dtypes(jax.eval_shape(jax.grad(loss), params)) == {"float32"}

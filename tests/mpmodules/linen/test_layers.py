@@ -1,17 +1,22 @@
-"""What linen's cells have alone: rules of parts without modules, and lifted cells."""
+"""What linen's layers have alone: rules of parts, lifted cells, and Flax's fp8 matmuls."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import flax.linen
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+from mpmodules import linen as nn
 from mpmodules import linen as our_nn
 from mpmodules.linen import apply_policy
-from policy import use_policy
+from policy import apply_gradients, loss_scale_of, mixed_precision, use_policy, value_and_grad
 from tests.mpmodules.recurrent_cells import (
     BATCH,
     HIDDEN,
@@ -116,3 +121,67 @@ def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
         for rnn in (our_nn.RNN(rematerialised(HIDDEN)), our_nn.remat(our_nn.RNN)(cell(HIDDEN))):
             assert dtypes(jax.eval_shape(rnn.apply, plain.params, x)) == {"float32"}
             assert_close(gradients(rnn), expected, atol=2**-5)
+
+
+OWG = "_overwrite_with_gradient"
+SQUARE = jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)), jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def case() -> Any:
+    model = nn.Dense(16, dot_general_cls=flax.linen.Fp8DirectDotGeneralOp)
+    apply: Any = model.apply
+    with use_policy("mixed_bfloat16"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variables = model.init(jax.random.key(0), SQUARE)
+
+    def loss_fn(variables, x, factor=1.0):
+        with use_policy("mixed_bfloat16"):
+            return jnp.square(apply(variables, x).astype(jnp.float32)).mean() * factor
+
+    return variables, loss_fn
+
+
+def equal(a, b):
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("grads", ["float32", "compute"])
+def test_the_collection_takes_the_value_that_plain_jax_gives_it(case, grads):
+    variables, loss_fn = case
+    tx = mixed_precision(
+        optax.adamw(1e-2, weight_decay=0.1),
+        "mixed_bfloat16",
+        loss_scale="dynamic",
+        clip_global_norm=1e-3,
+    )
+    opt_state = tx.init(variables)
+    assert len(jax.tree.leaves(opt_state.inner)) == 5  # a count, two moments of kernel and bias
+
+    @jax.jit
+    def step(variables, opt_state, factor):
+        differentiated = value_and_grad(loss_fn, loss_scale=loss_scale_of(opt_state), grads=grads)
+        return apply_gradients(
+            tx, variables, opt_state, differentiated(variables, SQUARE, factor)[1]
+        )
+
+    new, after, finite = step(variables, opt_state, 1.0)
+    assert finite
+    expected = jax.grad(loss_fn)(variables, SQUARE)[OWG]
+    # the scales of the operands are plain JAX's; that of the output's gradient follows the loss
+    # scale
+    for (path, ours), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(new[OWG]), jax.tree.leaves(expected), strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        if "output_grad" not in jax.tree_util.keystr(path):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert not equal(new[OWG], variables[OWG])
+    assert not equal(new["params"], variables["params"])
+
+    skipped, after, finite = step(new, after, np.nan)
+    assert not finite
+    assert equal(skipped, new)  # the collection keeps its old value too
+    assert after.skipped == 1

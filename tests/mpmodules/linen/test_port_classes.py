@@ -1,4 +1,6 @@
-"""The class that a port makes: constructor, state and methods are those of the model's."""
+"""The class that a port makes: constructor, state and methods are those of the model's. Parameters
+of modules inside of it that are no layers.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpmodules import linen as our_nn
 from policy import current_policy, use_policy
+from tests.mpmodules.wings import dtypes
 from tests.programs import apply, boundary_casts, named, operations
 
 apply_policy = our_nn.apply_policy
@@ -45,13 +49,10 @@ def registered(cls: Any) -> Any:
 
     @functools.wraps(constructor)
     def init(self, *args, **kwargs):
-        fields = [
-            field
-            for field in dataclasses.fields(self)
-            if field.name not in ("name", "parent", "dtype")
-        ]
-        config = {field.name: getattr(self, field.name, None) for field in fields}
-        config |= {field.name: value for field, value in zip(fields, args, strict=False)}
+        names = [field.name for field in dataclasses.fields(self)]
+        fields = [name for name in names if name not in ("name", "parent", "dtype")]
+        config = {name: getattr(self, name, None) for name in fields}
+        config |= dict(zip(fields, args, strict=False))
         self.register(**config | {name: value for name, value in kwargs.items() if name in config})
         constructor(self, *args, **kwargs)
 
@@ -187,20 +188,8 @@ class Overriding(Base):
         return 2 * x
 
 
-METHODS = [
-    "__call__",
-    "setup",
-    "encode",
-    "message",
-    "named",
-    "saved",
-    "_private",
-    "apply",
-    "init",
-    "bind",
-    "tabulate",
-]
 OF_A_LAYER = ("__call__", "setup", "apply", "init", "bind", "tabulate")
+METHODS = (*OF_A_LAYER, "encode", "message", "named", "saved", "_private")
 MODELS = [(model, METHODS) for model in (Base(), Plain(), Overriding(), nn.remat(Base)())]
 MODELS += [(nn.Dense(3), OF_A_LAYER), (our_nn.Dense(3), OF_A_LAYER)]
 
@@ -364,3 +353,128 @@ def test_a_ported_model_ignores_the_scope_around_it_and_leaves_none_behind():
     with use_policy("f16"):
         assert matmul_dtypes(ported, X) == {"bfloat16"}
     assert current_policy() is None
+
+
+keeping = functools.partial(
+    our_nn.apply_policy, own_code="keep"
+)  # what autocast does is no matter here
+HALF = "p=f16,c=bf16,o=f32"
+
+
+def initialised(model: Any) -> dict[str, str]:
+    """Dtypes of the variables that `model.init` makes, by path, collections included."""
+    return dtypes(jax.eval_shape(model.init, KEY, X))
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+class Kernel(nn.Module):
+    """A matmul with parameters of its own, and with some that no policy is for."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], 4))
+        self.param("steps", lambda key: jnp.zeros((), jnp.int32))
+        self.param("phase", lambda key: jnp.ones((2,), jnp.complex64))
+        self.variable("batch_stats", "mean", jnp.zeros, (4,))
+        return x @ kernel.astype(x.dtype)
+
+
+class InSetup(nn.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.orthogonal(), (4, 4))
+        self.bias = self.variable("params", "bias", lambda: jnp.zeros((4,)))
+
+    def __call__(self, x):
+        return x @ self.kernel.astype(x.dtype) + self.bias.value.astype(x.dtype)[None]
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones_init(), ("in", "out"))
+        kernel: Any = self.param(name="kernel", init_fn=init, shape=(4, 4))  # type: ignore[call-overload]
+        return x @ kernel.astype(x.dtype)
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, carry, _):
+        return Kernel()(carry), None
+
+
+STACKED: Any = {
+    "variable_axes": {"params": 0, "batch_stats": 0},
+    "split_rngs": {"params": True},
+}
+LIFTED: dict[str, Any] = {
+    "scan": nn.scan(Step, length=3, **STACKED),
+    "remat": nn.remat(Kernel),
+    "vmap": nn.vmap(Kernel, **STACKED),
+    "jit": nn.jit(Kernel),
+}
+
+
+class Lifts(nn.Module):
+    lift: str
+
+    @nn.compact
+    def __call__(self, x):
+        block = LIFTED[self.lift]()
+        return block(x, None)[0] if self.lift == "scan" else block(x)
+
+
+class Holds(nn.Module):
+    part: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(self.part(x))
+
+
+MAKERS = {"compact": Kernel(), "setup": InSetup(), "boxed": Boxed(), "inside": Holds(InSetup())}
+MAKERS |= {lift: Lifts(lift) for lift in LIFTED}
+MAKERS |= {f"root {lift}": LIFTED[lift]() for lift in LIFTED if lift != "scan"}
+
+
+def expected(name: str, dtype: str) -> str:
+    others = {"steps": "int32", "phase": "complex64"}
+    return next(
+        (kind for part, kind in others.items() if part in name),
+        "float32" if "stats" in name else dtype,
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_parameters_that_a_module_creates_itself_come_in_param_dtype(name):
+    model = MAKERS[name]
+    plain = initialised(model)
+    assert "float32" in plain.values()
+    for policy, dtype in ((HALF, "float16"), ("bfloat16", "bfloat16"), (MIXED, "float32")):
+        port = keeping(model, policy)
+        assert initialised(port) == {name: expected(name, dtype) for name in plain}
+    assert matmul_dtypes(keeping(model, "bfloat16"), X) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["compact", "setup", "boxed", "scan", "vmap"])
+def test_their_values_are_those_of_the_initialisers_in_float32_rounded(name):
+    maker = MAKERS[name]
+    plain, half, mixed = (
+        model.init(KEY, X) for model in (maker, keeping(maker, HALF), keeping(maker, MIXED))
+    )
+    assert jax.tree.structure(plain) == jax.tree.structure(half)
+    for written, rounded, same in zip(*map(jax.tree.leaves, (plain, half, mixed)), strict=True):
+        np.testing.assert_array_equal(rounded, written.astype(rounded.dtype))
+        np.testing.assert_array_equal(same, written)
+
+
+def test_parameters_that_apply_is_given_stay_as_they_are():
+    variables = Kernel().init(KEY, X)
+    model = keeping(Kernel(), "bf16")
+    _, updated = model.apply(variables, X, mutable=["params"])
+    assert dtypes(updated["params"])["kernel"] == "float32"
+    given: Any = jax.tree.map(lambda leaf: leaf, updated)
+    np.testing.assert_array_equal(given["params"]["kernel"], variables["params"]["kernel"])
+    _, made = jax.eval_shape(lambda: model.apply({}, X, mutable=True, rngs={"params": KEY}))
+    assert dtypes(made["params"])["kernel"] == "bfloat16"
