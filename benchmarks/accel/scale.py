@@ -154,7 +154,7 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
 def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
     """Lowers a whole train step for the place's chips."""
     target = Target(place.target)
-    mesh = target.mesh(place.mesh, AXES)
+    mesh = target.mesh(dict(zip(AXES, place.mesh, strict=True)))
     scope = contextlib.nullcontext() if variant.policy is None else use_policy(variant.policy)
     with jax.set_mesh(mesh), scope:
         rows = NamedSharding(mesh, PartitionSpec(AXES))

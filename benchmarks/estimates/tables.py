@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import policy
-from policy.inspect.estimate.candidates import RowLike
 from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.steps import RowLike
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = ("v5e:1x1", "v5e:16x16", "h100:8")

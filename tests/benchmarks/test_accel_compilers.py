@@ -13,8 +13,8 @@ from benchmarks.accel.program import measure, placed
 from benchmarks.layers import layer
 from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo import costs as hlo
+from policy.inspect.hlo.costs import turns
 from policy.inspect.hlo.text import parse
-from policy.inspect.hlo.trip_counts import turns
 from tests.benchmarks.accelerators import target
 
 W, X = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)

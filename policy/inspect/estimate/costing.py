@@ -1,34 +1,54 @@
-"""The costs of a step that is compiled for a target, as a row of an estimate."""
+"""The costs of a step that is lowered and compiled for a target, as a row of an estimate."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
+import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 
 from policy.inspect.audit.audit import operations_of
 from policy.inspect.audit.operations import Operation, is_matmul_operation, widest_dtype
 from policy.inspect.audit.report import Audit
-from policy.inspect.estimate.candidates import Candidate
-from policy.inspect.estimate.compilation import CompiledStep, compiled_step
-from policy.inspect.estimate.lowering import host_callbacks, lowered_step
-from policy.inspect.estimate.placement import Placement, placed_arrays, specs_of
-from policy.inspect.estimate.roofline import compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.audit.states import states_of
+from policy.inspect.estimate.chips import compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.estimate.placement import Placement, placed_arrays
 from policy.inspect.estimate.rows import Exchange, PolicyCost
-from policy.inspect.estimate.steps import MadeCall, Step, name_of
+from policy.inspect.estimate.steps import Candidate, MadeCall, Step, name_of
+from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.costs import Costs, costs_of
-from policy.inspect.hlo.module_paths import by_spelled_path
+from policy.inspect.hlo.dump import compiled_with_dump
+from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
+from policy.inspect.hlo.provenance import by_spelled_path
+from policy.programs.jaxprs import maker_of
 from policy.programs.paths import Path
+from policy.programs.primitives import HOST, KERNELS
 from policy.programs.reading.graph import Graph
+from policy.programs.reading.walk import walk
 
 _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
     "inputs, which XLA does not plan."
 )
+_PACKAGES = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
+}
+# Passes of bfloat16 on a TPU, for float32. A TPU splits operands by their own precisions.
+_PASSES = {
+    "high, default": " x2",
+    "high": " x3",
+    "highest, default": " x3",
+    "highest, high": " x5",
+    "highest": " x6",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +83,7 @@ def compiled_row(
       TypeError, ValueError: as `policy.estimate` does.
     """
     target, arrays = placement.target, step.traced.arguments.arrays
-    specs = specs_of(shardings, call.args, arrays, step.names, step.origins)
-    placed = placed_arrays(placement, arrays, specs, step.names)
+    placed = placed_arrays(placement, shardings, call.args, arrays, step.names, step.origins)
     with placement.scope():
         lowered, notes = lowered_step(step, placed, target, name_of(call.fn))
     program = compiled_step(lowered, target, step.names)
@@ -72,88 +91,220 @@ def compiled_row(
     # kernels than the compiler's.
     is_final = program.text and not program.is_exhausted
     costs = costs_of(program.text, kernel_time(target.chip)) if is_final else None
-    shared = sum(_bytes_on_a_device(placed[i]) for i, _ in step.repeated)
-    cost = _cost(row, step, program, placement, costs, program.arguments - shared)
+    cost = _cost(row, step, program, placement, sum(_bytes_of(placed[i]) for i in step.repeated))
+    if costs is not None:
+        cost = _with_costs(cost, costs, target)
     notes = [*notes, *([_SCRATCH] if program.scratch else [])]
     return CompiledRow(cost, {} if costs is None else costs.by_path, notes)
 
 
-def _bytes_on_a_device(array: jax.ShapeDtypeStruct) -> int:
+def _bytes_of(array: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of an array on one device."""
     sharding = array.sharding
     shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize
 
 
 def _cost(
-    row: Candidate,
-    step: Step,
-    program: CompiledStep,
-    placement: Placement,
-    costs: Costs | None,
-    arguments: int,
+    row: Candidate, step: Step, program: CompiledStep, placement: Placement, shared: int
 ) -> PolicyCost:
-    chip = placement.target.chip
+    """Returns the memory and the FLOPs of a row; `shared` bytes of arguments are given twice."""
     written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
-    callbacks = [f"time on the host of {name}" for name in host_callbacks(step.traced.jaxpr)]
-    cost = PolicyCost(
+    use = program.memory
+    arguments, temporaries = use.arguments - shared, use.temporaries + program.scratch
+    code = max(program.code, use.constants)
+    return PolicyCost(
         name=row.name,
         policy=row.policy_text,
         route=step.route,
-        memory=arguments + program.temporaries + program.outputs + program.code,
+        memory=arguments + temporaries + use.outputs + code,
         capacity=placement.capacity,
         arguments=arguments,
-        temporaries=program.temporaries,
-        outputs=program.outputs,
-        code=program.code,
+        temporaries=temporaries,
+        outputs=use.outputs,
+        code=code,
         flops=written.flops_by_dtype,
-        matmul_flops=_matmul_flops(written.operations, chip.platform),
-        uncounted=tuple(callbacks),
-        buffers=program.buffers,
+        matmul_flops=matmul_flops(written.operations, placement.target.platform),
+        uncounted=tuple(f"time on the host of {name}" for name in _callbacks(step.traced.jaxpr)),
+        buffers=use.buffers,
         compile_seconds=program.seconds,
         is_exhausted=program.is_exhausted,
     )
-    if costs is None:
-        return cost
+
+
+def _with_costs(cost: PolicyCost, costs: Costs, target: Target) -> PolicyCost:
+    collectives = costs.collectives.items()
     return dataclasses.replace(
         cost,
         bytes=costs.bytes,
-        cycles=costs.time if chip.clock else None,
-        compute_seconds=compute_seconds(chip, costs),
+        cycles=costs.time if target.chip.clock else None,
+        compute_seconds=compute_seconds(target.chip, costs),
         collectives=tuple(
-            Exchange(*kind, size, exchange_seconds(chip, {kind: size}))
-            for kind, size in costs.collectives.items()
+            Exchange(*kind, size, exchange_seconds(target.chip, {kind: size}))
+            for kind, size in collectives
         ),
         kernels=costs.kernels,
-        uncounted=tuple(dict.fromkeys([*costs.uncounted, *callbacks])),
+        uncounted=tuple(dict.fromkeys([*costs.uncounted, *cost.uncounted])),
         cost_by_path=by_spelled_path(costs.by_path),
     )
 
 
-def _matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, float]:
-    """Returns FLOPs of matmuls by what a device multiplies, the largest first."""
+def matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, float]:
+    """Returns FLOPs of matmuls by what a device multiplies, the largest first; see `PolicyCost`."""
     total: Counter[str] = Counter()
     for operation in operations:
-        if is_matmul_operation(operation) and operation.flops:
-            total[_multiplied(operation, platform)] += operation.flops
+        if not is_matmul_operation(operation) or not operation.flops:
+            continue
+        multiplied = widest_dtype(operation.operands)
+        if operation.precision and platform == "cuda":
+            # The higher precision holds for both operands.
+            is_tf32 = operation.precision in ("default", "high", "high, default")
+            multiplied = "tf32" if is_tf32 else "float32"
+        elif operation.precision and platform != "cpu":
+            multiplied = f"float32{_PASSES.get(operation.precision, '')}"
+        total[multiplied] += operation.flops
     return dict(total.most_common())
 
 
-# Passes of bfloat16 on a TPU, for float32. A TPU splits operands by their own precisions.
-_PASSES = {
-    "high, default": " x2",
-    "high": " x3",
-    "highest, default": " x3",
-    "highest, high": " x5",
-    "highest": " x6",
-}
+# --------------------------------------------------------------------------------------------------
+# Lowering
+# --------------------------------------------------------------------------------------------------
 
 
-def _multiplied(operation: Operation, platform: str) -> str:
-    """Returns the dtype that a matmul multiplies; see `PolicyCost.matmul_flops`."""
-    if not operation.precision or platform == "cpu":
-        return widest_dtype(operation.operands)
-    if platform == "cuda":
-        # The higher precision holds for both operands.
-        is_tf32 = operation.precision in ("default", "high", "high, default")
-        return "tf32" if is_tf32 else "float32"
-    return f"float32{_PASSES.get(operation.precision, '')}"
+def lowered_step(
+    step: Step, placed: Sequence[jax.ShapeDtypeStruct], target: Target, name: str
+) -> tuple[Any, list[str]]:
+    """Lowers a step, and returns remarks that JAX makes of it.
+
+    Arrays that the step returns in the place of arguments, as params and state, keep the shardings
+    of those.
+
+    Args:
+      step: the traced step.
+      placed: the shapes and shardings of its arrays.
+      target: the target to lower for.
+      name: of the function.
+
+    Raises:
+      ValueError: the step can't be lowered for the target.
+    """
+    jaxpr = step.traced.jaxpr
+    run = jex_core.jaxpr_as_fun(jaxpr)
+    # JAX hands on an argument that is returned as it is; the program doesn't copy it.
+    made = [i for i in range(len(jaxpr.out_avals)) if maker_of(jaxpr, i) is not None]
+
+    def program(*arrays: Any) -> Any:
+        outputs = run(*arrays)
+        return [outputs[i] for i in made]
+
+    program.__name__ = program.__qualname__ = name
+    kept = {state.output: placed[state.argument].sharding for state in states_of(step.traced)}
+    jitted = jax.jit(
+        program,
+        donate_argnums=step.donated,
+        out_shardings=[kept.get(i) for i in made],
+        keep_unused=True,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            lowered = jitted.trace(*placed).lower(lowering_platforms=(target.platform,))
+        except Exception as error:  # of any kernel's or callback's lowering
+            raise ValueError(
+                f"{name} can't be lowered for {target.name}: {_reason(error, jaxpr)}"
+            ) from error
+    remarks = map(_first_line, (one.message for one in caught))
+    return lowered, [one for one in remarks if "donated buffers were not usable" in one]
+
+
+def _callbacks(jaxpr: Any) -> list[str]:
+    """Returns the names of a program's callbacks to the host."""
+    return sorted({site.name for site in walk(jaxpr) if site.name in HOST})
+
+
+def _reason(error: Exception, jaxpr: Any) -> str:
+    said = f"{_first_line(error).rstrip('.')}."
+    callbacks = _callbacks(jaxpr)
+    if callbacks:
+        said += (
+            f" It calls back to the host ({', '.join(callbacks)}), which JAX lowers for a GPU only "
+            "on a machine with one: leave the callback out of the step."
+        )
+    kernels = sorted({site.name for site in walk(jaxpr) if site.name in KERNELS})
+    if kernels:
+        said += f" It runs kernels ({', '.join(kernels)}), which are written for one platform."
+    if "incompatible devices" in said:
+        said += " The step takes several devices: give mesh= or shardings= to spread its arrays."
+    return said
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Compilation
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A program as a compiler made it, of one device.
+
+    Attributes:
+      text: its HLO, also where the compiler ran out of memory.
+      memory: that it takes, and the largest arrays in it.
+      code: bytes of the program itself.
+      is_exhausted: whether the compiler ran out of memory.
+      seconds: CPU seconds of the compiler.
+      scratch: bytes that a processor's library kernels may allocate.
+    """
+
+    text: str
+    memory: MemoryUse
+    code: int
+    is_exhausted: bool
+    seconds: float
+    scratch: int = 0
+
+
+def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> CompiledStep:
+    """Compiles the result of ``jax.jit(...).lower(...)``.
+
+    Args:
+      lowered: the lowered program.
+      target: the target that it was lowered for.
+      names: the path of each array that the program takes.
+
+    Raises:
+      ValueError: the compiler refuses it, for another reason than memory.
+    """
+    start = time.process_time()
+    try:
+        compiled, dump = compiled_with_dump(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"{target.name}'s compiler refuses the program: {str(error).splitlines()[0]}"
+        ) from error
+    seconds = time.process_time() - start
+    # libtpu's `memory_analysis` counts gaps between temporaries twice. It alone has the code, which
+    # is not known of a program that is too large.
+    memory: Any = None if compiled is None else compiled.memory_analysis()
+    code = 0 if memory is None else memory.generated_code_size_in_bytes
+    scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
+    # The compiler's cycles are in its own text alone, which a program that is too large lacks.
+    text = dump.program if compiled is None else compiled.as_text() or ""
+    return CompiledStep(text, memory_of(dump, names), code, compiled is None, seconds, scratch)
+
+
+def compiler_of(target: Target) -> str:
+    """Returns the name and version of a target's compiler, and JAX's."""
+    names = ("jax", *_PACKAGES.get(target.platform, ("jaxlib",)))
+    return ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -10,20 +10,28 @@ from typing import Any
 from jax.sharding import use_abstract_mesh
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, traced_for
-from policy.inspect.estimate.candidates import Candidate, RowLike, rows_of
-from policy.inspect.estimate.compilation import compiler_of
-from policy.inspect.estimate.costing import compiled_row
+from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
 from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
-from policy.inspect.estimate.rows import PolicyCost
-from policy.inspect.estimate.steps import made_call, name_of, traced_step
+from policy.inspect.estimate.steps import (
+    Candidate,
+    MadeCall,
+    RowLike,
+    made_call,
+    name_of,
+    rows_of,
+    traced_step,
+)
 from policy.inspect.estimate.targets import Target
 
 DEFAULT = ("float32", "mixed_bfloat16", "bfloat16")
 Progress = Callable[[str, int, int], None]
+_SAME = (
+    "The arguments are the same under every policy, whatever its param_dtype. To have params in "
+    "param_dtype, give functions that build the arguments, or an example."
+)
 
 
 def estimate(
@@ -104,21 +112,39 @@ def estimate(
       RuntimeError: the target's compiler is not installed; the message has the command.
     """
     target = on if isinstance(on, Target) else Target(on)
-    found: list[Answer] = []
+    found: list[tuple[MadeCall, Placement, CompiledRow]] = []
     with traced_for(target.devices[0]):
         candidates = rows_of(policies)
-        if rules is not None and not isinstance(rules, PolicyRules):
-            rules = PolicyRules(rules)
-        question = Question(target, mesh, shardings, rules, donate, backward, params)
+        ruled = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+
+        def estimated(row: Candidate) -> tuple[MadeCall, Placement, CompiledRow]:
+            devices = mesh_of(target, mesh, (args, kwargs))
+            # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
+            abstract = use_abstract_mesh(devices.abstract_mesh)
+            with contextlib.nullcontext() if mesh is None else abstract:
+                call = made_call(fn, args, kwargs, row, ruled, devices)
+            placement = placement_of(target, mesh, shardings, (call.args, call.kwargs))
+            placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
+            call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
+            with placement.scope():
+                step = traced_step(call, row, ruled, donate, backward, params)
+            return call, placement, compiled_row(row, call, step, placement, shardings)
+
         for row in candidates:
             if progress is not None:
                 progress(row.name, len(found), len(candidates))
             try:
-                found.append(_estimated(question, fn, args, kwargs, row))
+                found.append(estimated(row))
             except Exception as error:
                 error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
                 raise
-    placement = found[0].placement
+    notes = [note for _, place, one in found for note in (*place.notes, *one.notes)]
+    unmade = [
+        row.policy for row, (call, *_) in zip(candidates, found, strict=True) if not call.is_made
+    ]
+    if len({given.param_dtype for given in unmade if given is not None}) > 1:
+        notes.append(_SAME)
+    placement = found[0][1]
     return Estimate(
         name=name_of(fn),
         target=target.name,
@@ -129,61 +155,6 @@ def estimate(
         timing=target.timing,
         source=target.chip.source,
         compiler=compiler_of(target),
-        rows=tuple(one.cost for one in found),
-        notes=tuple(dict.fromkeys([*(note for one in found for note in one.notes), *_same(found)])),
+        rows=tuple(one.cost for _, _, one in found),
+        notes=tuple(dict.fromkeys(notes)),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """The arguments of `estimate` that all rows share."""
-
-    target: Target
-    mesh: Mapping[str, int] | None
-    shardings: Any
-    rules: PolicyRules | None
-    donate: int | Sequence[int] | None
-    backward: bool
-    params: ParamsArgument
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """A row's costs, the devices of its step, its policy if its arguments don't depend on it, and
-    remarks.
-    """
-
-    cost: PolicyCost
-    placement: Placement
-    unheeded: Policy | None
-    notes: list[str]
-
-
-def _same(found: Sequence[Answer]) -> list[str]:
-    """Returns a remark where policies differ in param_dtype, but not the arguments."""
-    dtypes = {one.unheeded.param_dtype for one in found if one.unheeded is not None}
-    if len(dtypes) < 2:
-        return []
-    return [
-        "The arguments are the same under every policy, whatever its param_dtype. To have params "
-        "in param_dtype, give functions that build the arguments, or an example."
-    ]
-
-
-def _estimated(
-    asked: Question, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], row: Candidate
-) -> Answer:
-    mesh = mesh_of(asked.target, asked.mesh, (args, kwargs))
-    # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
-    abstract = use_abstract_mesh(mesh.abstract_mesh)
-    with contextlib.nullcontext() if asked.mesh is None else abstract:
-        call = made_call(fn, args, kwargs, row, asked.rules, mesh)
-    arguments = (call.args, call.kwargs)
-    placement = placement_of(asked.target, asked.mesh, asked.shardings, arguments)
-    placed_args, placed_kwargs = on_targets_mesh(placement, *arguments)
-    call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
-    with placement.scope():
-        step = traced_step(call, row, asked.rules, asked.donate, asked.backward, asked.params)
-    found = compiled_row(row, call, step, placement, asked.shardings)
-    unheeded = None if call.is_made else row.policy
-    return Answer(found.cost, placement, unheeded, [*placement.notes, *found.notes])

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from policy.inspect.estimate.targets import Target
+from policy.inspect.estimate.targets import Target, axes_text
 from policy.programs.tracing.trace import is_array
 
 _GPUS_OF_A_MACHINE = 8
@@ -76,13 +76,9 @@ class Placement:
             found.shard_shape(array.shape)
         except Exception as error:  # of JAX, for an axis that is twice in it one of its own kind
             raise ValueError(
-                f"{name} can't be sharded by {spec} over {_axes(dict(self.mesh.shape))}: {error}"
+                f"{name} can't be sharded by {spec} over {axes_text(self.mesh.shape)}: {error}"
             ) from None
         return found
-
-
-def _axes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def placement_of(
@@ -90,10 +86,13 @@ def placement_of(
 ) -> Placement:
     """Returns the placement of a call: on all devices if a mesh or any sharding asks for them."""
     found = mesh_of(target, mesh, arguments)
-    owned = any(
-        (own := _own(leaf)) is not None and own.mesh.size > 1 for leaf in jax.tree.leaves(arguments)
+    is_spread = (
+        mesh is not None
+        or shardings is not None
+        or any(
+            own.mesh.size > 1 for own in map(_own, jax.tree.leaves(arguments)) if own is not None
+        )
     )
-    is_spread = mesh is not None or shardings is not None or owned
     return Placement(target, found, is_spread and target.devices.size > 1)
 
 
@@ -110,7 +109,10 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
       ValueError: the sizes do not multiply to the number of devices.
     """
     if given is not None:
-        if not isinstance(given, Mapping) or not given or not all(map(_is_size, given.values())):
+        is_sizes = isinstance(given, Mapping) and all(
+            type(size) is int and size > 0 for size in given.values()
+        )
+        if not given or not is_sizes:
             raise TypeError(
                 "mesh should be a dict of axes and their sizes, such as {'data': 16}, but got "
                 f"{given!r}."
@@ -121,7 +123,7 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
         return target.mesh()
     if found.size != target.devices.size:
         raise ValueError(
-            f"The arguments are sharded over {_axes(dict(found.shape))}, {found.size} devices, but "
+            f"The arguments are sharded over {axes_text(found.shape)}, {found.size} devices, but "
             f"{target.name} has {target.devices.size}: give a mesh of that size."
         )
     return jax.sharding.Mesh(
@@ -129,10 +131,6 @@ def mesh_of(target: Target, given: Mapping[str, int] | None, arguments: Any) -> 
         found.axis_names,
         axis_types=found.axis_types,
     )
-
-
-def _is_size(size: Any) -> bool:
-    return type(size) is int and size > 0
 
 
 def _own(array: Any) -> NamedSharding | None:
@@ -162,16 +160,20 @@ def on_targets_mesh(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, 
     return jax.tree_util.tree_map_with_path(moved, (args, kwargs))
 
 
-def specs_of(
+def placed_arrays(
+    placement: Placement,
     shardings: Any,
     args: tuple[Any, ...],
     arrays: Sequence[Any],
     names: Sequence[str],
     origins: Sequence[int | None],
-) -> list[PartitionSpec | None]:
-    """Returns the spec of each array of a call: the given one, or that of its own sharding.
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of a call's arrays with their shardings: the given ones, or their own.
+
+    Keys stay keys.
 
     Args:
+      placement: the devices.
       shardings: an entry for each of `args`; see `policy.estimate`.
       args: the positional arguments.
       arrays: all arrays of the call.
@@ -180,12 +182,17 @@ def specs_of(
 
     Raises:
       TypeError: `shardings` has another form.
-      ValueError: it has more or fewer entries, or an entry is a tree of another form.
+      ValueError: it has more or fewer entries, an entry is a tree of another form, the mesh has no
+        such axis, or an array doesn't divide.
     """
     entries = _entries(shardings, args)
     trees = {i: _spread(entry, args[i], i) for i, entry in enumerate(entries)}
-    spread = [None if origin is None else next(trees[origin]) for origin in origins]
-    return [_spec(*each) for each in zip(spread, arrays, names, strict=True)]
+    placed = []
+    for array, name, origin in zip(arrays, names, origins, strict=True):
+        spec = _spec(None if origin is None else next(trees[origin]), array, name)
+        sharding = placement.sharding(spec, array, name)
+        placed.append(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+    return placed
 
 
 def _entries(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -236,10 +243,9 @@ def _spread(entry: Any, arg: Any, position: int) -> Iterator[Any]:
 
 
 def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:
-    own = _own(array)
     spec = entry(name, array) if callable(entry) else entry
     if entry is None:
-        spec = None if own is None else own.spec
+        spec = _own(array)
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     if spec is not None and not isinstance(spec, PartitionSpec):
@@ -247,19 +253,4 @@ def _spec(entry: Any, array: Any, name: str) -> PartitionSpec | None:
             "An entry of shardings should be a PartitionSpec, None, a tree of these, or a function "
             f"that returns one, but {name} is given {spec!r}."
         )
-    return spec or None
-
-
-def placed_arrays(
-    placement: Placement,
-    arrays: Sequence[Any],
-    specs: Sequence[PartitionSpec | None],
-    names: Sequence[str],
-) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of arrays with their shardings. Keys stay keys."""
-    return [
-        jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=placement.sharding(spec, array, name)
-        )
-        for array, spec, name in zip(arrays, specs, names, strict=True)
-    ]
+    return spec

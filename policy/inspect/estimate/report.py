@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from policy.inspect.estimate.render.html import estimate_page
-from policy.inspect.estimate.render.plot import estimate_figure
-from policy.inspect.estimate.render.text import estimate_text, show_estimate
+from policy.inspect.estimate.html import estimate_page
+from policy.inspect.estimate.plot import estimate_figure
 from policy.inspect.estimate.rows import EstimateRows
+from policy.inspect.estimate.text import estimate_text
+from policy.inspect.render.terminal import shows_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,11 +71,11 @@ class Estimate(EstimateRows):
           ImportError: matplotlib, which draws the plot, is not installed.
         """
         path = Path(path)
+        texts = {".html": self.to_html, ".json": self.to_json}
         if path.suffix in (".png", ".svg"):
             self.plot(path)
-        elif path.suffix in (".html", ".json"):
-            contents = self.to_html() if path.suffix == ".html" else self.to_json()
-            path.write_text(contents, encoding="utf-8")
+        elif path.suffix in texts:
+            path.write_text(texts[path.suffix](), encoding="utf-8")
         else:
             raise ValueError(
                 f"An estimate is saved as .html, .json, .png or .svg, but got {str(path)!r}."
@@ -84,7 +86,7 @@ class Estimate(EstimateRows):
 
         It is in colour on a terminal, unless NO_COLOR is set.
         """
-        show_estimate(self, file)
+        print(estimate_text(self, colour=shows_colour(file or sys.stdout)), file=file)
 
     def __str__(self) -> str:
         return estimate_text(self)

@@ -10,35 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from policy.core.policy import get_policy
+from policy.inspect.hlo.memory import Buffer as Buffer
 from policy.inspect.traced.call import short_text
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array in a device's memory at the moment when the most of it is taken.
-
-    >>> from policy.inspect.estimate.rows import Buffer
-    >>> Buffer(64, "bfloat16", (4, 8), "temporary", "net/head", "dot_general", "net.py:3 (f)").bytes
-    64
-
-    Attributes:
-      bytes: its size on one device.
-      dtype: its dtype, as in "bfloat16".
-      shape: on one device.
-      kind: "argument", "output" or "temporary".
-      path: the module path of the operation that makes it, or of an argument its name, as in
-        ``args[0]['params']['kernel']``; "" if there is none.
-      operation: the JAX operation that makes it, as in "dot_general"; "" of an argument.
-      source: the line of the user's code, as "model.py:12 (Net.__call__)"; "" if it is unknown.
-    """
-
-    bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    kind: str
-    path: str
-    operation: str
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +111,8 @@ class PolicyCost:
     @property
     def exchange_seconds(self) -> float | None:
         """Seconds of the exchanges; None if any of them is unknown."""
-        seconds = [one.seconds for one in self.collectives]
-        return (
-            None
-            if any(one is None for one in seconds)
-            else float(sum(one or 0.0 for one in seconds))
-        )
+        seconds = [one.seconds for one in self.collectives if one.seconds is not None]
+        return float(sum(seconds)) if len(seconds) == len(self.collectives) else None
 
     @property
     def seconds(self) -> float | None:
@@ -185,13 +154,11 @@ class EstimateRows:
         names = [name]
         with contextlib.suppress(ValueError, TypeError):  # a name of the caller's own
             names.append(short_text(get_policy(name)))
+        found = {row.name: row for row in self.rows}
         for wanted in names:
-            for row in self.rows:
-                if row.name == wanted:
-                    return row
-        raise KeyError(
-            f"There is no row {name!r}. Rows: {', '.join(row.name for row in self.rows)}."
-        )
+            if wanted in found:
+                return found[wanted]
+        raise KeyError(f"There is no row {name!r}. Rows: {', '.join(found)}.")
 
     def to_json(self, *, indent: int | None = 1) -> str:
         """Returns the estimate as JSON: one object.
@@ -210,7 +177,7 @@ _DERIVED = ("fits", "spare", "exchange_seconds", "seconds", "is_lower_bound")
 
 def _plain(value: Any) -> Any:
     """Returns a value as JSON has it: infinite numbers and NaN are null."""
-    if isinstance(value, (Buffer, Exchange, PolicyCost, EstimateRows)):
+    if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         names += _DERIVED if isinstance(value, PolicyCost) else ()
         return {name: _plain(getattr(value, name)) for name in names}

@@ -1,4 +1,4 @@
-"""The step of a row: a user's call, made and traced under a policy."""
+"""The rows of an estimate, and the step of each: a user's call, made and traced under a policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,84 @@ import jax
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.callables import require_function
+from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
-from policy.inspect.estimate.candidates import Candidate
-from policy.inspect.traced.call import input_paths
+from policy.inspect.traced.call import checked_policy, input_paths, short_text
 from policy.inspect.traced.under_policy import Route, traced_under
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import donated_inputs
 from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of
+
+RowLike = Policy | str | None | tuple[Policy | str | None, Mapping[str, Any]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A row to estimate.
+
+    Attributes:
+      name: its name in the table.
+      policy: the policy to trace under; None for the policy in force.
+      options: keyword arguments of the example.
+    """
+
+    name: str
+    policy: Policy | None
+    options: Mapping[str, Any]
+
+    @property
+    def policy_text(self) -> str:
+        return "" if self.policy is None else short_text(self.policy)
+
+
+def rows_of(
+    policies: Sequence[RowLike] | Mapping[str, RowLike] | Policy | str,
+) -> tuple[Candidate, ...]:
+    """Returns the rows that `policies` asks for.
+
+    Raises:
+      TypeError: there are no rows, or an item is neither a policy nor a pair of a policy and a
+        mapping.
+      ValueError: two rows have one name; a text is no policy.
+    """
+    if isinstance(policies, (Policy, str)):
+        policies = (policies,)
+    if not isinstance(policies, (list, tuple, Mapping)) or not policies:
+        raise TypeError(
+            "policies should be a sequence of policies, or a mapping from names to them, such as "
+            f"('float32', 'mixed_bfloat16'), but got {policies!r}."
+        )
+    items = policies.items() if isinstance(policies, Mapping) else ((None, p) for p in policies)
+    found: dict[str, Candidate] = {}
+    for name, item in items:
+        given, options = item if isinstance(item, tuple) and len(item) == 2 else (item, {})
+        if isinstance(given, tuple) or not isinstance(options, Mapping):
+            raise TypeError(
+                "An item of policies should be a policy, or a pair of a policy and a dict of "
+                "options, as in ('bfloat16', {'master_weights': 'remainder'}), but got "
+                f"{item!r}."
+            )
+        policy = checked_policy(given)
+        if name is None:
+            text = "as written" if policy is None else short_text(policy)
+            name = ", ".join([text, *(f"{key}={value}" for key, value in options.items())])
+        if name in found:
+            raise ValueError(
+                f"Two rows are named {name!r}: drop one, or give policies as a mapping from names."
+            )
+        found[name] = Candidate(name, policy, dict(options))
+    return tuple(found.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,28 +106,6 @@ class MadeCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_made: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A call as a program of its arrays.
-
-    Attributes:
-      traced: the program.
-      names: the path of each array.
-      origins: the positional argument that each array is of; None for arrays of keyword arguments
-        and of a module that is called.
-      donated: the arrays that may be overwritten.
-      repeated: the arrays that are the same as an earlier one, with the earlier one's position.
-      route: how the policy is applied: "scope", "autocast" or "as written".
-    """
-
-    traced: Traced
-    names: tuple[str, ...]
-    origins: tuple[int | None, ...]
-    donated: tuple[int, ...]
-    repeated: tuple[tuple[int, int], ...]
-    route: str
 
 
 def made_call(
@@ -151,6 +199,33 @@ def _is_builder(arg: Any) -> bool:
     return required_arguments(arg) == []
 
 
+# --------------------------------------------------------------------------------------------------
+# Steps
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call as a program of its arrays.
+
+    Attributes:
+      traced: the program.
+      names: the path of each array.
+      origins: the positional argument that each array is of; None for arrays of keyword arguments
+        and of a module that is called.
+      donated: the arrays that may be overwritten.
+      repeated: the arrays that are the same as an earlier one.
+      route: how the policy is applied: "scope", "autocast" or "as written".
+    """
+
+    traced: Traced
+    names: tuple[str, ...]
+    origins: tuple[int | None, ...]
+    donated: tuple[int, ...]
+    repeated: tuple[int, ...]
+    route: str
+
+
 def traced_step(
     call: MadeCall,
     row: Candidate,
@@ -171,36 +246,26 @@ def traced_step(
       TypeError, ValueError: as `policy.audit` does, and where `donate` names no arguments.
     """
     positions = _positions(donate, len(call.args))
+    rules = rules if row.policy is not None else None
     traced, route = traced_under(
-        call.fn,
-        call.args,
-        call.kwargs,
-        backward,
-        params,
-        row.policy,
-        rules if row.policy is not None else None,
-        route,
+        call.fn, call.args, call.kwargs, backward, params, row.policy, rules, route
     )
     pure = lowered(call.fn, call.args, call.kwargs)
     every = origins_of(call.args, call.kwargs) if pure is None else pure.origins()
-    origins = tuple(
-        origin for origin, is_one in zip(every, traced.arguments.is_array, strict=True) if is_one
-    )
-    donated = (
-        donated_inputs(traced.jaxpr, is_wrapped=route == "autocast")
-        if positions is None
-        else tuple(i for i, origin in enumerate(origins) if origin in positions)
-    )
+    arrays = zip(every, traced.arguments.is_array, strict=True)
+    origins = tuple(origin for origin, is_one in arrays if is_one)
+    if positions is None:
+        donated = donated_inputs(traced.jaxpr, is_wrapped=route == "autocast")
+    else:
+        donated = tuple(i for i, origin in enumerate(origins) if origin in positions)
     names = tuple(
         traced.arguments.names() if pure is None else input_paths(traced.arguments, is_lowered=True)
     )
     return Step(traced, names, origins, donated, _repeated(traced, names, donated), route)
 
 
-def _repeated(
-    traced: Traced, names: Sequence[str], donated: Collection[int]
-) -> tuple[tuple[int, int], ...]:
-    """Returns the arrays that were given before, each with the position of the first time.
+def _repeated(traced: Traced, names: Sequence[str], donated: Collection[int]) -> tuple[int, ...]:
+    """Returns the arrays that were given before.
 
     Raises:
       ValueError: one of them is donated, which leaves the other without a buffer.
@@ -217,7 +282,7 @@ def _repeated(
                 "overwrite an array that is still an argument. Give a copy, or leave it out of "
                 "donate."
             )
-        found.append((i, before))
+        found.append(i)
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from policy.inspect.estimate.chips import CHIPS, Chip
-from policy.inspect.estimate.own_chips import own_gpu
+from policy.inspect.estimate.chips import CHIPS, Chip, own_gpu
 
 INSTALL = (
     "The compilers for TPUs and GPUs run on x86 Linux without an accelerator: "
@@ -72,8 +72,8 @@ class Target:
     Attributes:
       name: a TPU topology, ``v5e:2x2`` or ``v5p:4x4x4``, whose chip alone is one of them; a GPU,
         ``h100``, or several in one machine, ``h100:8``; a JSON file of a GPU's figures,
-        ``my.json:8`` (see `policy.inspect.estimate.own_chips`); ``cpu`` for the processor at hand,
-        or ``here`` for the devices of JAX's default backend.
+        ``my.json:8`` (see `policy.inspect.estimate.chips.own_gpu`); ``cpu`` for the processor at
+        hand, or ``here`` for the devices of JAX's default backend.
     """
 
     name: str
@@ -145,34 +145,32 @@ class Target:
             return np.array(jax.devices("cpu" if self.kind == "cpu" else None))
         return np.array(_topology(self.name).devices).reshape(-1)
 
-    def mesh(
-        self,
-        shape: tuple[int, ...] | Mapping[str, int] | None = None,
-        names: tuple[str, ...] = ("data",),
-    ) -> jax.sharding.Mesh:
+    def mesh(self, sizes: Mapping[str, int] | None = None) -> jax.sharding.Mesh:
         """Makes a mesh of all devices with axes of type Auto: XLA partitions over them.
 
         Args:
-          shape: sizes of the axes, or a mapping from names to sizes; None for one axis.
-          names: of the axes, if `shape` has none.
+          sizes: of the axes by name; None for one axis, "data".
 
         Raises:
           ValueError: the sizes do not multiply to the number of devices.
         """
-        if isinstance(shape, Mapping):
-            names, shape = tuple(shape), tuple(shape.values())
-        sizes = (self.devices.size,) if shape is None else shape
-        if int(np.prod(sizes)) != self.devices.size:
-            axes = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        sizes = {"data": self.devices.size} if sizes is None else sizes
+        count = math.prod(sizes.values())
+        if count != self.devices.size:
             raise ValueError(
-                f"A mesh of {axes} has {int(np.prod(sizes))} devices, but {self.name} has "
+                f"A mesh of {axes_text(sizes)} has {count} devices, but {self.name} has "
                 f"{self.devices.size}."
             )
         return jax.sharding.Mesh(
-            self.devices.reshape(sizes),
-            names,
-            axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+            self.devices.reshape(tuple(sizes.values())),
+            tuple(sizes),
+            axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
         )
+
+
+def axes_text(sizes: Mapping[Any, int]) -> str:
+    """Returns the axes of a mesh and their sizes: "data=4, fsdp=2"."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -190,7 +188,7 @@ def _require_torus(name: str, chip: Chip) -> None:
             f"The target {name!r} should have {chip.axes} axes of chips, as in {_example(kind)}; "
             f"{kind} alone is one chip."
         )
-    chips = int(np.prod([int(size) for size in shape.split("x")]))
+    chips = math.prod(map(int, shape.split("x")))
     if chips > chip.largest:
         raise ValueError(
             f"The target {name!r} has {chips} chips, but the largest topology of {kind} has "
@@ -206,16 +204,17 @@ def _example(kind: str) -> str:
 def _topology(name: str) -> Any:
     kind, shape = _split(name)
     chip = CHIPS[kind] if kind in CHIPS else own_gpu(kind)
+    if chip.axes:
+        one = "x".join("1" * chip.axes)
+        options: dict[str, Any] = {"platform": "tpu", "topology_name": f"{kind}:{shape or one}"}
+        if shape in ("", one):  # no multiple of the default, hosts of two by two chips
+            options["chips_per_host_bounds"] = (1, 1, 1)
+    else:
+        options = {"platform": "cuda", "topology_name": "", "topology": f"1x1x{shape or 1}"}
+        options["target_config"] = chip.target_config()
     try:
         with _without_accelerators():
-            if chip.axes:
-                return _tpu_topology(kind, shape)
-            return topologies.get_topology_desc(
-                platform="cuda",
-                topology_name="",
-                target_config=chip.target_config(),
-                topology=f"1x1x{shape or 1}",
-            )
+            return topologies.get_topology_desc(**options)
     except Exception as error:  # what a missing plugin raises differs by release
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "INVALID_ARGUMENT" not in reason:
@@ -223,15 +222,6 @@ def _topology(name: str) -> Any:
         even = f" A host has 2 x 2 chips: give sides that are even, as in {_example(kind)}."
         advice = f"{even} {kind} alone is one chip." if chip.axes else ""
         raise ValueError(f"There is no topology {name!r}: {reason}.{advice}") from None
-
-
-def _tpu_topology(kind: str, shape: str) -> Any:
-    one = "x".join("1" * CHIPS[kind].axes)
-    # Hosts of two by two chips are the default, of which one chip is no multiple.
-    host = {"chips_per_host_bounds": (1, 1, 1)} if shape in ("", one) else {}
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{kind}:{shape or one}", **host
-    )
 
 
 @contextlib.contextmanager

@@ -9,15 +9,21 @@ opaque kernel of unknown FLOPs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
-from policy.inspect.hlo.contractions import Flops, add_to
-from policy.inspect.hlo.kernels import kernel_flops
-from policy.inspect.hlo.module_paths import path_of_kernel, with_whole_paths
-from policy.inspect.hlo.text import Computation, Instruction, Module, parse
-from policy.inspect.hlo.traffic import arrays_of, moved, produced
-from policy.inspect.hlo.trip_counts import turns
+from policy.inspect.hlo.kernels import (
+    Flops,
+    add_to,
+    arrays_of,
+    everywhere,
+    kernel_flops,
+    moved,
+    produced,
+)
+from policy.inspect.hlo.provenance import path_of_kernel, with_whole_paths
+from policy.inspect.hlo.text import Computation, Instruction, parse
 from policy.programs.paths import Path
 
 _COLLECTIVES = (
@@ -33,6 +39,7 @@ _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"),
 )
+_MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start")
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
@@ -51,14 +58,12 @@ class Costs:
         are read of them.
       kernels: how many run.
       flops: of matmuls and convolutions by the dtype that is multiplied, as
-        `policy.inspect.hlo.contractions` names it.
+        `policy.inspect.hlo.kernels` names it.
       collectives: bytes of one device's results, of a reduce-scatter of its operands, by operation
         and dtype.
-      exchanges: how many collectives run, by operation and dtype.
       uncounted: kernels whose times, and loops whose trip counts, are not known.
       rooflines: time by `kernel_time`, which `time` holds too, by JAX operation; empty where the
         compiler makes no estimates, as all of it is by `kernel_time` then.
-      by_name: time by JAX operation.
       by_path: time by module path, forward and backward together; that outside of any module is
         under ``()``.
     """
@@ -68,26 +73,16 @@ class Costs:
     kernels: int = 0
     flops: Flops = dataclasses.field(default_factory=dict)
     collectives: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    exchanges: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     uncounted: list[str] = dataclasses.field(default_factory=list)
     rooflines: dict[str, float] = dataclasses.field(default_factory=dict)
-    by_name: dict[str, float] = dataclasses.field(default_factory=dict)
     by_path: dict[Path, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def flops_by_dtype(self) -> Flops:
-        """FLOPs of matmuls and convolutions by dtype alone, whatever their precision."""
-        total: Flops = {}
-        for key, flops in self.flops.items():
-            add_to(total, {key.split(",")[0]: flops})
-        return total
 
     def add(self, other: Costs, times: int = 1) -> None:
         """Adds the costs of another program that runs `times` times."""
         self.time += times * other.time
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
-        for name in ("flops", "collectives", "exchanges", "rooflines", "by_name", "by_path"):
+        for name in ("flops", "collectives", "rooflines", "by_path"):
             add_to(getattr(self, name), getattr(other, name), times)
         self.uncounted += other.uncounted
 
@@ -102,18 +97,14 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
         (`policy.inspect.estimate.roofline`). It is in cycles for a program of a TPU, else in
         seconds. None leaves such kernels without a time, and names those in a program of cycles.
     """
-    program, anywhere = parse(text), parse(re.sub(r"S\(\d+\)", "", text))
     has_cycles = '"estimated_cycles":' in text
-    costs = _Counter(anywhere, kernel_time, has_cycles).of(program.entry)
-    whole = with_whole_paths(costs.by_path)
-    return dataclasses.replace(
-        costs, by_path=whole, rooflines=costs.rooflines if has_cycles else {}
-    )
+    costs = _Counter(kernel_time, has_cycles).of(parse(text).entry)
+    rooflines = costs.rooflines if has_cycles else {}
+    return dataclasses.replace(costs, by_path=with_whole_paths(costs.by_path), rooflines=rooflines)
 
 
 class _Counter:
-    def __init__(self, anywhere: Module, kernel_time: KernelTime | None, has_cycles: bool):
-        self.anywhere = anywhere.instructions  # with none on the chip
+    def __init__(self, kernel_time: KernelTime | None, has_cycles: bool):
         self.kernel_time, self.has_cycles = kernel_time, has_cycles
         self.found: dict[str, Costs] = {}
         self.channels: set[tuple[str, str]] = set()
@@ -149,7 +140,7 @@ class _Counter:
         if opcode in _COLLECTIVES:
             _exchange(costs, instruction)
             return
-        fused = list(_fused_collectives(instruction)) if opcode == "fusion" else []
+        fused = [inner for inner in instruction.unfused() if inner.opcode in _COLLECTIVES]
         for collective in fused:
             # One that runs beside kernels stands in several fusions, from its start to its end.
             channel = collective.attribute(r"channel_id=(\d+)") or collective.name
@@ -167,37 +158,30 @@ class _Counter:
         if time is None and _runs_beside(instruction):
             costs.add(Costs(bytes=bytes_moved, flops=flops or {}))
             return
-        name = _short(instruction.op_name) or instruction.target or opcode
         if time is None:
-            time = self._by_roofline(costs, instruction, name, flops)
+            time = self._by_roofline(costs, instruction, flops)
         by_path = {path_of_kernel(instruction): float(time)} if time else {}
-        by_name = {name: float(time)}
-        costs.add(Costs(float(time), bytes_moved, 1, flops or {}, by_name=by_name, by_path=by_path))
+        costs.add(Costs(float(time), bytes_moved, 1, flops or {}, by_path=by_path))
 
-    def _by_roofline(
-        self, costs: Costs, instruction: Instruction, name: str, flops: Flops | None
-    ) -> float:
+    def _by_roofline(self, costs: Costs, instruction: Instruction, flops: Flops | None) -> float:
         """Returns the roofline's time of an instruction without an estimate."""
-        touched = moved(self.anywhere[instruction.name])
+        touched = moved(instruction, everywhere)
         time = None if self.kernel_time is None else self.kernel_time(flops or {}, touched)
-        label = f"{instruction.target or instruction.opcode} ({instruction.op_name})"
+        what = instruction.target or instruction.opcode
+        label = f"{what} ({instruction.op_name})"
         if time is None:
             if self.has_cycles:
                 costs.uncounted.append(f"cycles of {label}")
             return 0.0
         if flops is None:  # the time of its bytes is a lower bound
             costs.uncounted.append(f"FLOPs of {label}")
-        add_to(costs.rooflines, {name: time})
+        add_to(costs.rooflines, {_short(instruction.op_name) or what: time})
         return time
 
 
-def _fused_collectives(fusion: Instruction) -> Iterator[Instruction]:
-    """Yields the collectives of a fusion, nested ones included."""
-    for instruction in fusion.fused.instructions.values():
-        if instruction.opcode in _COLLECTIVES:
-            yield instruction
-        elif instruction.opcode == "fusion":
-            yield from _fused_collectives(instruction)
+def _short(op_name: str) -> str:
+    skipped = ("jit(<", "jit(step", "jit(run")
+    return "/".join([part for part in op_name.split("/") if not part.startswith(skipped)][-4:])
 
 
 def _runs_beside(instruction: Instruction) -> bool:
@@ -221,11 +205,92 @@ def _exchange(costs: Costs, collective: Instruction) -> None:
     arrays = arrays_of(collective.operands) if is_scatter else produced(collective)
     for array in arrays:
         add_to(costs.collectives, {(opcode, array.dtype): array.bytes})
-    add_to(costs.exchanges, {(opcode, dtype): 1 for dtype in {array.dtype for array in arrays}})
 
 
-def _short(op_name: str) -> str:
-    parts = [
-        part for part in op_name.split("/") if not part.startswith(("jit(<", "jit(step", "jit(run"))
-    ]
-    return "/".join(parts[-4:])
+# --------------------------------------------------------------------------------------------------
+# Trip counts
+# --------------------------------------------------------------------------------------------------
+
+
+def turns(loop: Instruction) -> int | None:
+    """Returns the trip count of a `while`; None where it depends on data.
+
+    It is the compiler's own count where the text has one; else it follows from the counter's start,
+    bound and step.
+    """
+    if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
+        return int(known)
+    start = _through_moves(loop.operands[0])
+    compare = _made_inside(loop.called["condition"][0].root)
+    if compare.opcode != "compare":
+        return None
+    counter = _index(compare.operands[0])
+    first, bound = (_value(side, start) for side in compare.operands)
+    if counter is None or first is None or bound is None:
+        return None
+    step = _step(loop.called["body"][0], counter, start)
+    if not step:
+        return None
+    direction = compare.attribute(r"direction=(\w+)")
+    if direction in ("LT", "GT"):
+        return max(0, math.ceil((bound - first) / step))
+    if direction in ("LE", "GE"):
+        return max(0, math.floor((bound - first) / step) + 1)
+    return (bound - first) // step if direction == "NE" and (bound - first) % step == 0 else None
+
+
+def _through_moves(instruction: Instruction) -> Instruction:
+    """Returns the instruction whose result another moves or converts; out of a fusion, too."""
+    while True:
+        caller = instruction.computation.caller
+        if instruction.opcode in _MOVES:
+            instruction = instruction.operands[0]
+        elif instruction.opcode == "parameter" and caller and caller.opcode == "fusion":
+            instruction = caller.operands[int(instruction.literal)]
+        else:
+            return instruction
+
+
+def _made_inside(instruction: Instruction) -> Instruction:
+    """Returns the instruction that makes a value, of a fusion the one inside of it."""
+    instruction = _through_moves(instruction)
+    return instruction.fused.root if instruction.opcode == "fusion" else instruction
+
+
+def _number(instruction: Instruction) -> int | None:
+    constant = _through_moves(instruction)
+    is_integer = constant.opcode == "constant" and re.fullmatch(r"-?\d+", constant.literal)
+    return int(constant.literal) if is_integer else None
+
+
+def _index(instruction: Instruction) -> int | None:
+    """Returns the index of a value in the loop's state; None where it is not in it."""
+    element = _through_moves(instruction)
+    is_state = element.opcode == "get-tuple-element" and element.operands[0].opcode == "parameter"
+    return element.index if is_state else None
+
+
+def _value(instruction: Instruction, start: Instruction) -> int | None:
+    """Returns a constant, or a number of the state that the loop starts with."""
+    index = _index(instruction)
+    if index is None:
+        return _number(instruction)
+    return _number(start.operands[index]) if start.opcode == "tuple" else None
+
+
+def _step(body: Computation, counter: int, start: Instruction) -> int | None:
+    """Returns the step of the loop's counter a turn; None where it can't be read."""
+    if body.root.opcode != "tuple":
+        return None
+    add = _made_inside(body.root.operands[counter])
+    if add.opcode not in ("add", "subtract"):
+        return None
+    total, moves = 0, False
+    for position, side in enumerate(add.operands):
+        if _index(side) == counter:
+            moves = True
+        elif (value := _value(side, start)) is None:
+            return None
+        else:
+            total += -value if add.opcode == "subtract" and position else value
+    return total if moves else None

@@ -1,20 +1,31 @@
 """Reads the files that XLA writes about a program that it compiles, also where it runs out of
-memory.
+memory: the program, where its values lie in memory, and when they are alive.
+
+The compilers for CPUs, GPUs and TPUs write ``buffer-assignment.txt`` and ``live-range.txt`` alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-_PROGRAM = "after_optimizations.txt"
+from policy.inspect.hlo.text import HloArray, arrays_in
+
+_ENDINGS = (".txt", "-buffer-assignment.txt", "-live-range.txt")
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*)")
+_VALUE = re.compile(
+    r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
+)
+_RANGE = re.compile(r"\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
+ResultPlace = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +90,150 @@ def read_dump(folder: str | Path) -> Dump:
     the arrays that do not fit.
 
     Raises:
-      ValueError: the folder holds no program, several, or not all files of one.
+      ValueError: the folder doesn't hold all files of one program.
     """
-    programs = sorted(Path(folder).glob(f"*{_PROGRAM}"))
-    if len(programs) != 1:
-        found = ", ".join(path.name for path in programs) or "none"
+    patterns = [f"*after_optimizations{ending}" for ending in _ENDINGS]
+    found = [path for pattern in patterns for path in Path(folder).glob(pattern)]
+    if len(found) != len(_ENDINGS):
         raise ValueError(
-            f"{folder} should hold the files of one compiled program, but has {found}. Compile one "
-            "program into an empty folder, with compiler_options={'xla_dump_to': folder}."
+            f"{folder} should hold three files of one compiled program, but has "
+            f"{', '.join(path.name for path in found) or 'none'}: the compiler stopped before it "
+            "assigned memory, or the program came from JAX's persistent cache."
         )
-    texts = [programs[0]]
-    for ending in ("-buffer-assignment.txt", "-live-range.txt"):
-        texts.append(programs[0].with_name(programs[0].name.removesuffix(".txt") + ending))
-        if not texts[-1].exists():
-            raise ValueError(
-                f"{folder} has {programs[0].name} but no {texts[-1].name}: the compiler stopped "
-                "before it assigned memory, or the program came from JAX's persistent cache."
-            )
-    return Dump(*(path.read_text() for path in texts))
+    return Dump(*(path.read_text() for path in found))
+
+
+# --------------------------------------------------------------------------------------------------
+# Allocations and live ranges
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """An array that an instruction makes.
+
+    Attributes:
+      place: the instruction's name, and the index in its result if that is a tuple.
+      allocation: the number of the allocation that it lies in.
+      offset: in its allocation.
+      bytes: its size with padding.
+      array: its dtype and shape; None of a tuple, a table of addresses.
+      born, dies: the first and the last moment when it is alive; -1 if they are unknown.
+    """
+
+    place: ResultPlace
+    allocation: int
+    offset: int
+    bytes: int
+    array: HloArray | None
+    born: int
+    dies: int
+
+    def overlaps(self, other: StoredValue) -> bool:
+        """Returns whether two values share memory."""
+        return (
+            self.allocation == other.allocation
+            and self.offset < other.offset + other.bytes
+            and other.offset < self.offset + self.bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Memory that a program takes as a whole, for values that take turns in it.
+
+    Attributes:
+      bytes: its size.
+      kind: "argument", "output", "temporary", "constant", "thread-local", or "on-chip" in a memory
+        of the chip's own. An output that overwrites a donated argument is an argument.
+      parameter: the number of an argument.
+      values: those that lie in it, at one time or another.
+    """
+
+    bytes: int
+    kind: str
+    parameter: int | None
+    values: list[StoredValue] = dataclasses.field(default_factory=list)
+
+    def last(self) -> StoredValue | None:
+        """Returns the array that is alive for the longest, which an output is."""
+        arrays = [value for value in self.values if value.array is not None]
+        return max(arrays, key=lambda value: (value.dies, value.born), default=None)
+
+
+def allocations_of(dump: Dump) -> list[Allocation]:
+    """Returns the allocations of a program, with the values that lie in them.
+
+    Raises:
+      ValueError: the text of the allocations has none.
+    """
+    ranges = {
+        _place(found[1], found[2]): (int(found[3]), int(found[4]))
+        for found in filter(None, map(_RANGE.match, dump.live_ranges.splitlines()))
+    }
+    allocations: list[Allocation] = []
+    number = 0
+    for line in dump.allocations.splitlines():
+        if opened := _ALLOCATION.match(line):
+            number = int(opened[1])
+            allocations.append(_allocation(int(opened[2]), opened[3]))
+        elif (found := _VALUE.match(line)) and allocations:
+            place = _place(found[1], found[2] or "")
+            arrays = () if found[5].startswith("(") else arrays_in(found[5])
+            born, dies = ranges.get(place, (-1, -1))
+            array = next(iter(arrays), None)
+            value = StoredValue(place, number, int(found[4]), int(found[3]), array, born, dies)
+            allocations[-1].values.append(value)
+    if not allocations:
+        begins = dump.allocations[:60]
+        raise ValueError(f"The text assigns no memory: it begins with {begins!r}.")
+    return allocations
+
+
+def _place(name: str, index: str) -> ResultPlace:
+    return name, tuple(int(n) for n in index.split(",") if n)
+
+
+def _allocation(size: int, rest: str) -> Allocation:
+    parameter = re.search(r", parameter (\d+), shape .* at ShapeIndex \{(\d*)", rest)
+    kinds = {
+        r", color [1-9]": "on-chip",  # 0 is the device's main memory
+        ", parameter": "argument",
+        ", maybe-live-out": "output",
+        ", constant": "constant",
+        ", thread-local": "thread-local",
+    }
+    kind = next((kind for word, kind in kinds.items() if re.search(word, rest)), "temporary")
+    return Allocation(size, kind, int(parameter[2] or parameter[1]) if parameter else None)
+
+
+def largest_moment(allocations: Iterable[Allocation]) -> list[StoredValue]:
+    """Returns the values that are alive when they take the most memory, the largest first.
+
+    Of values that share memory at that moment, because an operation overwrites its operand, it
+    returns the one that is made last.
+    """
+    starting: dict[int, list[StoredValue]] = {}
+    for value in (value for allocation in allocations for value in allocation.values):
+        if value.born >= 0:
+            starting.setdefault(value.born, []).append(value)
+    best: list[StoredValue] = []
+    alive: list[StoredValue] = []
+    for moment in sorted(starting):
+        alive = [value for value in alive if value.dies >= moment] + starting[moment]
+        if _bytes(alive) > _bytes(best):
+            best = max(best, _apart(alive), key=_bytes)
+    return best
+
+
+def _bytes(values: Iterable[StoredValue]) -> int:
+    return sum(value.bytes for value in values)
+
+
+def _apart(alive: Iterable[StoredValue]) -> list[StoredValue]:
+    """Returns the values that share no memory, the largest first."""
+    chosen: list[StoredValue] = []
+    for value in sorted(alive, key=lambda value: (-value.bytes, -value.born)):
+        if not any(map(value.overlaps, chosen)):
+            chosen.append(value)
+    return chosen

@@ -1,20 +1,57 @@
-"""FLOPs of a compiled program's kernels, also of those that are opaque to XLA."""
+"""Counts the FLOPs of a compiled program's kernels, and the bytes that they move, by the shapes in
+its text.
+
+FLOPs are of matmuls and convolutions, by the dtype that is multiplied as NumPy names it,
+"bfloat16". A float32 product whose text asks for more or fewer passes than a device makes by
+default has them in its key: "float32, highest", and "float32, bfloat16 x3" for three products of
+bfloat16.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from policy.inspect.hlo.contractions import Flops, contraction_flops
-from policy.inspect.hlo.text import Instruction, numpy_name
-from policy.inspect.hlo.traffic import arrays_of
+import numpy as np
 
+from policy.inspect.hlo.text import Computation, HloArray, Instruction, numpy_name
+
+Flops = dict[str, float]
+_Arrays = Sequence[HloArray]
+_Size = Callable[[_Arrays], float]
+_Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
+
+_GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
+_CONVOLUTIONS = ("__cudnn$conv", "__onednn$convolution")
 # Custom calls that multiply no matrices: sorts, random bits, TopK, changes of shape or layout, and
 # zeros in the padding of an array that a TPU's compiler writes.
 _NO_MATMULS = (
     *("__cub$", "cu_threefry", "TopK", "__gpu$TopK", "topk", "xla.gpu.topk", "AllocateBuffer"),
     *("PadToStatic", "SliceToDynamic", "Sharding", "SPMD", "LayoutConstraint", "X64", "ZeroCrop"),
 )
+# Figures of a convolution's window along each axis, and their defaults.
+_WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+def add_to(total: dict[_Key, _Number], other: Mapping[_Key, _Number], times: int = 1) -> None:
+    """Adds numbers by key to a total."""
+    for key, number in other.items():
+        total[key] = total.get(key, 0) + times * number
+
+
+def arrays_of(instructions: Iterable[Instruction]) -> _Arrays:
+    """Returns the results of all of some instructions."""
+    return [array for instruction in instructions for array in instruction.results]
+
+
+# --------------------------------------------------------------------------------------------------
+# FLOPs
+# --------------------------------------------------------------------------------------------------
 
 
 def kernel_flops(kernel: Instruction) -> Flops | None:
@@ -26,17 +63,103 @@ def kernel_flops(kernel: Instruction) -> Flops | None:
     Returns:
       None for an opaque kernel of which neither is known.
     """
-    found = contraction_flops(kernel)
+    found: Flops = {}
+    for instruction in kernel.unfused():
+        add_to(found, _contraction_flops(instruction))
     if found or kernel.opcode.removesuffix("-start") != "custom-call":
         return found
-    flops = _opaque(kernel)
+    flops = _opaque_flops(kernel)
     if flops is None:
         return {} if kernel.target.startswith(_NO_MATMULS) else None
     largest = max(arrays_of(kernel.operands), key=lambda array: array.bytes, default=None)
     return {numpy_name(largest.dtype) if largest else "float32": flops} if flops else {}
 
 
-def _opaque(kernel: Instruction) -> float | None:
+def _contraction_flops(instruction: Instruction) -> Flops:
+    opcode = instruction.opcode.removesuffix("-start")
+    target = instruction.target if opcode == "custom-call" else ""
+    operands = [operand.results[0] for operand in instruction.operands if operand.results]
+    if len(operands) < 2 or not instruction.results:
+        return {}
+    if opcode == "dot" or target.startswith(_GEMMS):
+        return {_multiplied(instruction, operands[:2]): _dot_flops(instruction, operands[0])}
+    if opcode == "convolution" or target.startswith(_CONVOLUTIONS):
+        return {_multiplied(instruction, operands[:2]): _convolution_flops(instruction, operands)}
+    return {}
+
+
+def _dot_flops(instruction: Instruction, lhs: HloArray) -> float:
+    axes = instruction.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
+    contracted = math.prod(lhs.shape[int(axis)] for axis in re.findall(r"\d+", axes))
+    return 2.0 * math.prod(instruction.results[0].shape) * contracted
+
+
+def _convolution_flops(instruction: Instruction, operands: _Arrays) -> float:
+    """Returns the FLOPs of a convolution; products with padding and with the zeros of a dilation
+    are none.
+
+    cuDNN's derivatives have the dimensions and the window of the convolution that they are of.
+    """
+    arrays = [*operands[:2], instruction.results[0]]  # the input, the kernel and the output
+    if "convBackwardInput" in instruction.target:
+        arrays = [arrays[2], arrays[1], arrays[0]]
+    elif "convBackwardFilter" in instruction.target:
+        arrays = [arrays[0], arrays[2], arrays[1]]
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
+    if labels is None:
+        return 0.0
+    source, kernel, output = (
+        dict(zip(names, array.shape, strict=True))
+        for names, array in zip(labels.groups(), arrays, strict=True)
+    )
+    products = output["b"] * kernel["i"] * kernel["o"]
+    window = instruction.attribute(r"window=\{([^}]*)\}")
+    for axis in filter(str.isdigit, labels[1]):
+        figures = (_of_axis(window, name, int(axis), default) for name, default in _WINDOW)
+        products *= _pairs(source[axis], kernel[axis], output[axis], *figures)
+    return 2.0 * products
+
+
+def _of_axis(window: str, name: str, axis: int, default: int) -> int:
+    """Returns a figure of a window along an axis, of padding the low one."""
+    found = re.search(rf"\b{name}=(\S+)", window)
+    return int(found[1].split("x")[axis].split("_")[0]) if found else default
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(
+    size: int, kernel: int, output: int, stride: int, low: int, dilation: int, kernel_dilation: int
+) -> int:
+    """Counts the places of a kernel and an output along an axis that meet a number of the input."""
+    (few, few_step), (many, many_step) = sorted(((kernel, kernel_dilation), (output, stride)))
+    places = np.arange(many, dtype=np.int64) * many_step - low
+    total = 0
+    for place in range(few):
+        reached = places + place * few_step
+        inside = (reached >= 0) & (reached <= (size - 1) * dilation)
+        total += int(np.count_nonzero(inside & (reached % dilation == 0)))
+    return total
+
+
+def _multiplied(instruction: Instruction, operands: _Arrays) -> str:
+    """Returns the dtype of the wider operand, of float32 with the passes that the text asks for."""
+    widest = max(operands, key=lambda array: array.bytes / max(math.prod(array.shape), 1))
+    dtype = numpy_name(widest.dtype)
+    if dtype != "float32":
+        return dtype
+    name = instruction.attribute(r'(?:algorithm=|"algorithm":"ALG_)(?i:dot_(\w+))').lower()
+    if not name:
+        asked = instruction.attribute(r'operand_precision(?:=\{|":\[)([^\]}]*)').lower()
+        level = next((level for level in ("highest", "high") if level in asked), "")
+        return f"{dtype}, {level}" if level else dtype
+    passes = int(found[1]) if (found := re.search(r"_x(\d)$", name)) else 1
+    if name == "f32_f32_f32":
+        return f"{dtype}, highest"
+    multiplied = "tf32" if name.startswith("tf32") else numpy_name(name.split("_")[0])
+    return dtype if (multiplied, passes) == ("tf32", 1) else f"{dtype}, {multiplied} x{passes}"
+
+
+def _opaque_flops(kernel: Instruction) -> float | None:
     """Returns the FLOPs of a custom call; None where they are not known.
 
     For splash attention every pair of a query and a key counts, also in blocks that a mask lets it
@@ -58,7 +181,123 @@ def _opaque(kernel: Instruction) -> float | None:
     ]
     width = outputs[0].shape[-1]
     keys = math.prod(key.shape[-2:]) // width  # either axis may be minor, as its block sizes say
-    matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[
-        phase[1]
-    ]  # the queries' gradient may be a third output
+    # The queries' gradient may be a third output.
+    matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[phase[1]]
     return 2.0 * matmuls * math.prod(query.shape) * keys
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes
+# --------------------------------------------------------------------------------------------------
+
+
+def everywhere(arrays: _Arrays) -> float:
+    """Returns the bytes of arrays."""
+    return sum(array.bytes for array in arrays)
+
+
+def off_chip(arrays: _Arrays) -> float:
+    """Returns the bytes of the arrays that lie in no memory of the chip's own."""
+    return sum(array.bytes for array in arrays if not array.on_chip)
+
+
+def moved(instruction: Instruction, size: _Size = off_chip) -> float:
+    """Returns the bytes that a kernel reads and writes; on-chip memory is free, but by
+    `everywhere`.
+
+    For an operand that is only sliced the slices count, for one that is updated in place the
+    update.
+    """
+    operands, results = instruction.operands, produced(instruction)
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in _SLICES:
+        sliced = min(size(operands[0].results), everywhere(results))
+        return size(results) + sliced + size(arrays_of(operands[1:]))
+    if opcode == "dynamic-update-slice":
+        update = operands[1].results
+        return size(update) + min(size(results), everywhere(update))
+    if opcode == "fusion":
+        fused = instruction.fused
+        sizes = (size(operand.results) for operand in operands)
+        return sum(_read(fused, *each) for each in enumerate(sizes)) + _written(
+            fused.root, results, size
+        )
+    if opcode == "custom-call" and instruction.target.startswith(("__cublas", "__cudnn")):
+        results = [array for array in results if array.dtype not in ("s8", "u8")] or results
+    return size(arrays_of(operands)) + size(results)
+
+
+def produced(instruction: Instruction) -> _Arrays:
+    """Returns the results of an instruction; for the start of an asynchronous one, the results of
+    its end.
+
+    The start's own results are its operands, the results and contexts; those of a copy begin with
+    the copy.
+    """
+    opcode, results = instruction.opcode, instruction.results
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
+        return results
+    if opcode == "copy-start":
+        return results[:1]
+    results = results[len(arrays_of(instruction.operands)) :]
+    while len(results) > 1 and results[-1].dtype in ("u32", "s32") and not results[-1].shape:
+        results = results[:-1]
+    return results
+
+
+def _read(fused: Computation, number: int, whole: float) -> float:
+    """Returns the bytes that a fusion reads of an operand."""
+    if not whole or number not in fused.parameters:
+        return whole
+    sliced = _sliced(fused.parameters[number])
+    return whole if sliced is None else min(whole, sliced)
+
+
+def _sliced(value: Instruction) -> float | None:
+    """Returns the bytes read of an array that a fusion only slices or updates; else None."""
+    users = [i for i in value.computation.instructions.values() if value in i.operands]
+    total = 0.0
+    for user in users:
+        only_first = user.operands[0] is value and value not in user.operands[1:]
+        if user.opcode in _SLICES and only_first:
+            total += everywhere(user.results)
+        elif user.opcode in ("bitcast", "fusion"):
+            inner = _sliced_inside(user, value)
+            if inner is None:
+                return None
+            total += inner
+        elif not (user.opcode == "dynamic-update-slice" and only_first and _is_result(user)):
+            return None
+    return total if users else None
+
+
+def _sliced_inside(user: Instruction, value: Instruction) -> float | None:
+    """Returns the bytes read of an array by the users of its bitcast, or in a nested fusion."""
+    if user.opcode == "bitcast":
+        return None if user.is_root else _sliced(user)
+    parameters = user.fused.parameters
+    places = [number for number, operand in enumerate(user.operands) if operand is value]
+    read = [_sliced(parameters[number]) for number in places]
+    return None if None in read else sum(filter(None, read))
+
+
+def _is_result(instruction: Instruction) -> bool:
+    return instruction.is_root or instruction in instruction.computation.root.operands
+
+
+def _written(root: Instruction, results: _Arrays, size: _Size) -> float:
+    """Returns the bytes that a fusion writes: of arrays updated in place only the updates."""
+    if root.opcode == "tuple" and len(root.operands) == len(results):
+        parts = zip(root.operands, results, strict=True)
+        return sum(_written(part, (result,), size) for part, result in parts)
+    if root.opcode == "bitcast":
+        return _written(root.operands[0], results, size)
+    if root.opcode == "fusion" and len(root.results) == len(results):
+        return _written(root.fused.root, results, size)
+    if root.opcode == "dynamic-update-slice":
+        updated = root.operands[0]
+        while updated.opcode == "bitcast":
+            updated = updated.operands[0]
+        if updated.opcode == "parameter":
+            return min(size(results), everywhere(root.operands[1].results))
+    return size(results)

@@ -14,7 +14,8 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
-_MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start")
+# The beginning of an instruction, of a computation, or its end.
+_START = re.compile(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(|\s*}\s*$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,14 @@ class Instruction:
     def fused(self) -> Computation:
         """The computation of a fusion."""
         return self.called["calls"][0]
+
+    def unfused(self) -> Iterator[Instruction]:
+        """Yields the instruction itself, or those of a fusion and of the fusions in it."""
+        if self.opcode.removesuffix("-start") != "fusion":
+            yield self
+            return
+        for instruction in self.fused.instructions.values():
+            yield from instruction.unfused()
 
     def attribute(self, pattern: str) -> str:
         """Returns the group of a pattern in the text after the operands; "" where it isn't."""
@@ -194,11 +203,7 @@ def _lines(text: str) -> Iterator[str]:
     """
     held = ""
     for line in text.splitlines():
-        if (
-            held
-            and line.strip() != "}"
-            and not re.match(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(", line)
-        ):
+        if held and not _START.match(line):
             held += line
             continue
         if held:
@@ -237,18 +242,6 @@ def _closing(text: str, opened: int) -> int:
         if depth == 0:
             return opened + match.start()
     raise ValueError(f"Parentheses do not close in {text[:200]!r}.")
-
-
-def through_moves(instruction: Instruction) -> Instruction:
-    """Returns the instruction whose result another moves or converts; out of a fusion, too."""
-    while True:
-        caller = instruction.computation.caller
-        if instruction.opcode in _MOVES:
-            instruction = instruction.operands[0]
-        elif instruction.opcode == "parameter" and caller and caller.opcode == "fusion":
-            instruction = caller.operands[int(instruction.literal)]
-        else:
-            return instruction
 
 
 def numpy_name(dtype: str) -> str:

@@ -13,10 +13,9 @@ from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
 from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
-from policy.inspect.estimate.candidates import Candidate
 from policy.inspect.estimate.costing import CompiledRow, compiled_row
 from policy.inspect.estimate.placement import Placement, placement_of
-from policy.inspect.estimate.steps import MadeCall, Step, traced_step
+from policy.inspect.estimate.steps import Candidate, MadeCall, Step, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.applied import Choices, first_that_runs
 from policy.inspect.suggest.rounding_emulator import candidate_of

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy import audit
-from policy.inspect.estimate.costing import _matmul_flops
+from policy.inspect.estimate.costing import matmul_flops
 
 
 def program(x):
@@ -28,6 +28,6 @@ def program(x):
 )
 def test_float32_counts_by_its_passes_on_a_tpu_and_as_tf32_on_a_gpu(platform, shares):
     operations = audit(program, jnp.ones((4, 4))).operations
-    found = _matmul_flops(operations, platform)
+    found = matmul_flops(operations, platform)
     assert found == {dtype: 2 * 4**3 * count for dtype, count in shares.items()}
     assert list(found.values()) == sorted(found.values(), reverse=True)

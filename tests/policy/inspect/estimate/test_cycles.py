@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import policy
-from policy.inspect.estimate.compilation import compiled_step
+from policy.inspect.estimate.costing import compiled_step
 from tests.benchmarks.accelerators import target
 
 

@@ -15,7 +15,7 @@ from jax import ShapeDtypeStruct
 import policy
 from mpmodules import linen, nnx
 from policy.core.scope import traced_for
-from policy.inspect.estimate.candidates import rows_of
+from policy.inspect.estimate.steps import rows_of
 
 F32 = jnp.float32
 W, X = ShapeDtypeStruct((64, 64), F32), ShapeDtypeStruct((16, 64), F32)

@@ -17,7 +17,6 @@ from policy.inspect.estimate.placement import (
     on_targets_mesh,
     placed_arrays,
     placement_of,
-    specs_of,
 )
 from policy.inspect.estimate.targets import Target
 from tests.benchmarks import accelerators
@@ -44,13 +43,22 @@ def target_of(count: int) -> Any:
 PLACEMENT = Placement(target_of(8), MESH, True)
 
 
-def specs(shardings, *args, origins=None):
-    leaves = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "shape")]
+def placed(shardings, *args, origins=None):
+    """Returns the arrays of a call with their shardings."""
     every = [
-        i for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg) if hasattr(leaf, "shape")
+        (i, leaf)
+        for i, arg in enumerate(args)
+        for leaf in jax.tree.leaves(arg)
+        if hasattr(leaf, "shape")
     ]
-    names = [f"leaf{i}" for i in range(len(leaves))]
-    return specs_of(shardings, args, leaves, names, origins or every)
+    arrays = [leaf for _, leaf in every]
+    names = [f"leaf{i}" for i in range(len(every))]
+    found = [i for i, _ in every] if origins is None else origins
+    return placed_arrays(PLACEMENT, shardings, args, arrays, names, found)
+
+
+def specs(shardings, *args, **options):
+    return [array.sharding.spec for array in placed(shardings, *args, **options)]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +76,9 @@ def test_a_sharding_that_does_not_fit_is_refused_with_the_arrays_name(spec, mess
 
 
 def test_arrays_are_placed_by_their_specs_and_keys_stay_keys():
-    placed = placed_arrays(
-        PLACEMENT, [X, X, KEY], [P(("data", "fsdp")), None, None], ["a", "b", "c"]
-    )
-    assert placed[0].sharding.shard_shape((8, 6)) == (1, 6)
-    assert placed[1].sharding.is_fully_replicated and placed[2].dtype == KEY.dtype
+    split, whole, key = placed((P(("data", "fsdp")), None, None), X, X, KEY)
+    assert split.sharding.shard_shape((8, 6)) == (1, 6)
+    assert whole.sharding.is_fully_replicated and key.dtype == KEY.dtype
 
 
 def test_a_step_without_shardings_runs_on_the_first_device():
@@ -97,17 +103,14 @@ def test_processors_share_their_memory_and_accelerators_do_not():
 
 def test_a_prefix_spreads_over_the_arrays_of_an_argument():
     tree = {"a": X, "b": {"c": X, "n": 3, "d": None}, "e": KEY}
-    assert specs((P("data"), None), tree, X) == [P("data"), P("data"), P("data"), None]
     given = {"a": P("fsdp"), "b": P("data"), "e": None}
-    assert specs((given, P("data")), tree, X) == [P("fsdp"), P("data"), None, P("data")]
-    assert specs(None, tree, X) == [None] * 4
+    assert specs((given, P("data")), tree, X) == [P("fsdp"), P("data"), P(), P("data")]
+    del tree["e"]
+    assert specs((P("data"), None), tree, X) == [P("data"), P("data"), P()]
+    assert specs(None, tree, X) == [P()] * 3
     # Arrays of keyword arguments, and of a module that is called, have no entry.
-    assert specs((P("data"),), X, origins=[None]) == [None]
-
-
-def test_entries_may_be_given_by_position():
-    assert specs({1: P("data")}, X, X) == [None, P("data")]
-    assert specs({}, X) == [None]
+    assert specs((P("data"),), X, origins=[None]) == [P()]
+    assert specs({1: P("data")}, X, X) == [P(), P("data")] and specs({}, X) == [P()]
 
 
 def test_a_function_gives_specs_by_path_and_shape():
@@ -117,7 +120,7 @@ def test_a_function_gives_specs_by_path_and_shape():
         seen.append((path, array.shape))
         return P("data") if array.ndim else None
 
-    assert specs((spec_of,), [X, KEY]) == [P("data"), None]
+    assert specs((spec_of,), [X, KEY]) == [P("data"), P()]
     assert seen == [("leaf0", (8, 6)), ("leaf1", ())]
     with pytest.raises(TypeError, match="a function that returns one, but leaf0 is given 3"):
         specs((lambda *_: 3,), X)
@@ -125,10 +128,10 @@ def test_a_function_gives_specs_by_path_and_shape():
 
 def test_an_arrays_own_sharding_holds_unless_another_is_given():
     own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(MESH, P("fsdp")))
-    assert specs(None, own, X) == [P("fsdp"), None]
-    assert specs((P("data"), None), own, X) == [P("data"), None]
+    assert specs(None, own, X) == [P("fsdp"), P()]
+    assert specs((P("data"), None), own, X) == [P("data"), P()]
     assert specs((NamedSharding(MESH, P("data")),), own) == [P("data")]
-    assert specs((P(),), own) == [None]  # on each device
+    assert specs((P(),), own) == [P()]  # on each device
 
 
 @pytest.mark.parametrize(

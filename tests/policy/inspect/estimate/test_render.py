@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from policy.inspect.estimate.render.html import estimate_page
-from policy.inspect.estimate.render.text import estimate_text, show_estimate
+from policy.inspect.estimate.html import estimate_page
 from policy.inspect.estimate.rows import Exchange
+from policy.inspect.estimate.text import estimate_text
 from tests.policy.inspect.audit.test_page import Elements, all_of
 from tests.policy.inspect.estimate.estimates import (
     GIB,
@@ -124,7 +124,7 @@ def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     found = estimate_of(cost(), lacking())
     terminal = _Terminal()
-    show_estimate(found, terminal)
+    found.show(terminal)
     shown = terminal.getvalue()
     assert "\x1b[31mlacks 4 GiB" in shown and "\x1b[32mfits, 4 GiB spare" in shown
     assert CODES.sub("", shown) == f"{found}\n"

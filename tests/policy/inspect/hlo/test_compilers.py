@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
-from policy.inspect.estimate.roofline import compute_seconds, kernel_time
+from policy.inspect.estimate.chips import compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import without_cache
-from policy.inspect.hlo.module_paths import by_spelled_path
+from policy.inspect.hlo.provenance import by_spelled_path
 from tests.benchmarks.accelerators import target
 
 pytestmark = pytest.mark.slow
@@ -117,8 +117,6 @@ def test_a_scanned_and_sharded_models_exchanges_count_each_turn(name, dtype):
         return lax.with_sharding_constraint(jax.grad(loss)(w), over(None, "data"))
 
     found = costs(name, step, w, x)
-    counts = {operation: n for (operation, _), n in found.exchanges.items()}
-    assert counts == {"all-gather": 2 * turns, "reduce-scatter": turns}
     short, size = {"float32": ("f32", 4), "bfloat16": ("bf16", 2)}[dtype]
     assert found.collectives == {
         ("all-gather", short): 2 * turns * width**2 * size,

@@ -1,6 +1,71 @@
-"""Exchanges, and kernels of unknown cost, in programs' texts."""
+"""Cycles, trip counts, exchanges, and kernels of unknown cost, in programs' texts."""
 
-from policy.inspect.hlo.costs import costs_of
+import re
+
+import pytest
+
+from policy.inspect.hlo.costs import costs_of, turns
+from policy.inspect.hlo.text import parse
+from tests.policy.inspect.hlo.texts import text_of
+
+
+def test_a_text_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="not an HLO module: it has no ENTRY"):
+        parse("HloModule nothing\n")
+
+
+# --------------------------------------------------------------------------------------------------
+# Loops and branches
+# --------------------------------------------------------------------------------------------------
+
+
+def loops(text: str) -> list[int | None]:
+    return [turns(i) for i in parse(text).instructions.values() if i.opcode == "while"]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("v5e_scan_grad", [7, 7]),
+        ("v5e_scan_nested", [5, 7]),
+        ("v5e_scan_reversed", [7]),
+        ("v5e_while_unknown", [None]),
+        ("h100_scan_grad", [7, 7]),
+        ("h100_scan_reversed", [7]),
+    ],
+)
+def test_a_loop_runs_as_often_as_its_program_says_whether_or_not_that_is_stated(name, counts):
+    text = text_of(name)
+    assert ("known_trip_count" in text) == name.startswith("h100")
+    assert loops(text) == loops(text.replace("known_trip_count", "nothing")) == counts
+
+
+def test_a_bodys_cycles_count_as_often_as_it_runs():
+    assert costs_of(text_of("v5e_scan_grad")).time == 7 * (2573 + 1957) + 7 * 2102
+    inner, outer = costs_of(text_of("v5e_scan_nested")), 35 * 1957
+    assert inner.time == outer and inner.kernels == 35
+
+
+def test_a_loop_whose_count_depends_on_data_is_named():
+    costs = costs_of(text_of("v5e_while_unknown"))
+    assert costs.uncounted == ["the trip count of while.5 ()"]
+
+
+def test_of_a_conditional_the_costlier_branch_counts():
+    # The slice of the predicate, and the two matmuls, not the sine's 1957.
+    assert costs_of(text_of("v5e_cond")).time == 1833 + 4588
+
+
+def test_without_loops_the_cycles_are_the_sum_of_the_estimates():
+    for name in ("v5e_collectives", "v5e_pallas_without_estimate"):
+        estimates = re.findall(r'"estimated_cycles":"(\d+)"', text_of(name))
+        assert costs_of(text_of(name)).time == sum(map(int, estimates))
+
+
+# --------------------------------------------------------------------------------------------------
+# Exchanges
+# --------------------------------------------------------------------------------------------------
+
 
 EXCHANGES = """HloModule m
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -32,20 +97,74 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 
 def test_exchanges_are_counted_with_their_bytes_in_loops_as_often_as_those_run():
-    costs = costs_of(EXCHANGES)
-    assert costs.exchanges == {
-        ("all-gather", "bf16"): 2,
-        ("all-reduce", "f32"): 5,
-        ("all-reduce", "bf16"): 5,
-        ("reduce-scatter", "f32"): 1,
-    }
-    assert costs.collectives == {
+    assert costs_of(EXCHANGES).collectives == {
         ("all-gather", "bf16"): 2 * 64 * 2,
         ("all-reduce", "f32"): 5 * 64 * 4,
         ("all-reduce", "bf16"): 5 * 8 * 2,
         ("reduce-scatter", "f32"): 64 * 4,
     }
 
+
+ASYNCHRONOUS = """HloModule m
+%sliced (p.0: f32[7,128], i.0: s32[]) -> f32[1,128] {
+  %p.0 = f32[7,128]{1,0} parameter(0)
+  %i.0 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,128]{1,0} dynamic-slice(%p.0, %i.0, %zero), dynamic_slice_sizes={1,128}
+}
+ENTRY %main (a: f32[7,128], b: s32[]) -> f32[4,128] {
+  %a = f32[7,128]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %start = ((f32[7,128]{1,0}, s32[]), f32[1,128]{1,0}, u32[]) fusion-start(%a, %b), \
+kind=kLoop, calls=%sliced
+  %done = f32[1,128]{1,0} fusion-done(%start)
+  %gather = (f32[1,128]{1,0}, f32[4,128]{1,0}) all-gather-start(%done), channel_id=1, dimensions={0}
+  %gathered = f32[4,128]{1,0} all-gather-done(%gather)
+  %scatter = ((f32[4,128]{1,0}), f32[1,128]{1,0}) reduce-scatter-start(%gathered), \
+channel_id=2, dimensions={0}
+  ROOT %scattered = f32[1,128]{1,0} reduce-scatter-done(%scatter)
+}
+"""
+
+
+def test_what_is_asynchronous_counts_once_from_its_start_to_its_end():
+    costs = costs_of(ASYNCHRONOUS)
+    assert (costs.kernels, costs.bytes) == (0, 128 * 4 + 4 + 128 * 4)  # of the slice
+    assert costs.collectives == {
+        ("all-gather", "f32"): 4 * 128 * 4,
+        ("reduce-scatter", "f32"): 4 * 128 * 4,
+    }
+
+
+def test_a_collective_that_runs_beside_kernels_counts_once():
+    weights = 3 * 2048 * 2048 * 2
+    costs = costs_of(text_of("v5e_collectives"))
+    assert costs.collectives == {("all-gather", "bf16"): weights, ("all-reduce", "bf16"): weights}
+
+
+SCATTERED = """
+%all-reduce-scatter.1 (x: bf16[64,8]) -> bf16[16,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %all-reduce.1 = bf16[64,8]{1,0} all-reduce(%x), channel_id=1, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[16,8]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), \
+dynamic_slice_sizes={16,8}
+}
+
+ENTRY %main (y: bf16[64,8]) -> bf16[16,8] {
+  %y = bf16[64,8]{1,0} parameter(0)
+  ROOT %scatter = bf16[16,8]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_that_is_fused_with_the_slice_kept_of_it_counts_as_a_reduce_scatter_of_its_operand():
+    assert costs_of(SCATTERED).collectives == {("reduce-scatter", "bf16"): 64 * 8 * 2}
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels of unknown cost
+# --------------------------------------------------------------------------------------------------
 
 # As the processor's compiler writes them: calls that run in threads, and fusions of libraries.
 PROCESSOR = """HloModule m
@@ -107,16 +226,10 @@ def test_kernels_without_cycles_are_named_where_others_have_them():
     ]
 
 
-RAGGED = """HloModule m
-ENTRY %main (x: bf16[256,64], w: bf16[4,64,32], g: s32[4]) -> bf16[256,32] {
-  %x = bf16[256,64]{1,0} parameter(0)
-  %w = bf16[4,64,32]{2,1,0} parameter(1)
-  %g = s32[4]{0} parameter(2)
-  ROOT %ragged-dot-none = bf16[256,32]{1,0} custom-call(%g, %x, %w), \
-custom_call_target="tpu_custom_call"
-}
-"""
-
-
-def test_a_tpus_ragged_matmul_multiplies_each_row_by_one_group():
-    assert costs_of(RAGGED).flops == {"bfloat16": 2 * 256 * 64 * 32}
+def test_the_largest_number_of_cycles_is_none_of_the_compilers_estimates():
+    estimate = ', backend_config={"estimated_cycles":"9223372036854775807"}'
+    text = OPAQUE.replace('op_name="jit(f)/sin"}', f'op_name="jit(f)/sin"}}{estimate}')
+    assert costs_of(text, lambda flops, moved: 7.0).time == 3 * 7.0
+    assert costs_of(text_of("v5e_pallas_without_estimate"), lambda flops, moved: 0.0).uncounted == [
+        "FLOPs of tpu_custom_call ()"
+    ]

@@ -20,9 +20,10 @@ from policy import PolicyRules, autocast
 from policy.core.policy import get_policy
 from policy.inspect.estimate import costing
 from policy.inspect.estimate.chips import CHIPS
-from policy.inspect.estimate.compilation import CompiledStep
+from policy.inspect.estimate.costing import CompiledStep
 from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import Target
+from policy.inspect.hlo.memory import MemoryUse
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.target_costs import module_costs
 from policy.inspect.traced.under_policy import traced_under
@@ -97,7 +98,7 @@ class Compiler:
         memory = self.memory if any(map(is_half, dtypes)) else self.wide_memory
         fails = self.exhausts and memory > target.chip.memory
         self.texts.append(hlo(step))
-        return CompiledStep(self.texts[-1], 0, memory, 0, 0, fails, (), 0.1)
+        return CompiledStep(self.texts[-1], MemoryUse(0, 0, memory, 0, ()), 0, fails, 0.1)
 
 
 @pytest.fixture

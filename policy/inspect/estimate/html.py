@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-from policy.inspect.estimate.render.figures import (
+from policy.inspect.estimate.rows import EstimateRows, PolicyCost
+from policy.inspect.estimate.text import (
     UNKNOWN,
     Figures,
     array_text,
@@ -14,10 +15,9 @@ from policy.inspect.estimate.render.figures import (
     facts_of,
     has_exchanges,
     ratio,
-    uncounted_in,
+    remarks_of,
     verdict,
 )
-from policy.inspect.estimate.rows import EstimateRows, PolicyCost
 from policy.inspect.render.document import html_document, resource, search_box, section
 from policy.inspect.render.markup import Markup, join_markup, tag
 from policy.inspect.render.parts import MEMORY, OUTSIDE, Cell, Columns, bar, chip, pieces, table
@@ -35,13 +35,14 @@ def estimate_page(estimate: EstimateRows) -> str:
     """
     name = estimate.name or "A function"
     facts = (join_markup((tag("dt", word), tag("dd", said))) for word, said in facts_of(estimate))
-    header = [tag("h1", name)]
     fit = count_that_fit(estimate)
-    if fit:
-        header.append(tag("p", fit[0].upper() + fit[1:] + ".", class_="summary"))
-    header.append(tag("dl", *facts, class_="facts"))
-    header.append(search_box("policy, path, dtype, source …"))
-    style = resource("policy.inspect.estimate.render", "estimate.css")
+    header = [
+        tag("h1", name),
+        *([tag("p", f"{fit[0].upper()}{fit[1:]}.", class_="summary")] if fit else []),
+        tag("dl", *facts, class_="facts"),
+        search_box("policy, path, dtype, source …"),
+    ]
+    style = resource("policy.inspect.estimate", "estimate.css")
     title = f"Estimate of {name} on {estimate.target}"
     return html_document(title, header, _sections(estimate), style)
 
@@ -59,7 +60,10 @@ def _sections(estimate: EstimateRows) -> Iterator[Markup]:
         yield section("buffers", "Largest buffers", _buffers(rows))
     if any(row.cost_by_path for row in rows):
         yield section("modules", "Modules", *_modules(rows))
-    remarks = list(_remarks(estimate))
+    remarks = [
+        join_markup((tag("h3", head.capitalize()), tag("ul", *(tag("li", one) for one in found))))
+        for head, found in remarks_of(estimate)
+    ]
     if remarks:
         yield section("remarks", "Remarks", *remarks)
 
@@ -71,9 +75,7 @@ def _sections(estimate: EstimateRows) -> Iterator[Markup]:
 
 def _costs(estimate: EstimateRows) -> Markup:
     rows = estimate.rows
-    columns: Columns = {
-        "policy": lambda row: (join_markup((tag("strong", row.name), " ", _applied(row))), None)
-    }
+    columns: Columns = {"policy": _policy}
     if any(row.fits is not None for row in rows):
         columns["fits"] = lambda row: (_verdict(row), None)
     for column in columns_of(estimate):
@@ -81,9 +83,9 @@ def _costs(estimate: EstimateRows) -> Markup:
     return table(columns, rows)
 
 
-def _applied(row: PolicyCost) -> Markup:
+def _policy(row: PolicyCost) -> Cell:
     said = ", ".join(filter(None, (row.policy if row.policy != row.name else "", row.route)))
-    return tag("small", said)
+    return join_markup((tag("strong", row.name), " ", tag("small", said))), None
 
 
 def _verdict(row: PolicyCost) -> Markup:
@@ -108,8 +110,7 @@ def _memory(estimate: EstimateRows) -> Iterator[Markup]:
     if estimate.capacity:
         memory = bytes_text(estimate.capacity)
         yield tag("p", f"The dashed line is the device's memory, {memory}.")
-    for row in estimate.rows:
-        yield _memory_bar(row, full)
+    yield from (_memory_bar(row, full) for row in estimate.rows)
 
 
 def _memory_bar(row: PolicyCost, full: int) -> Markup:
@@ -183,16 +184,3 @@ def _modules(rows: Sequence[PolicyCost]) -> Iterator[Markup]:
 
 def _known(value: float | None, form: Callable[[float], str], unknown: float | None) -> Cell:
     return (UNKNOWN, unknown) if value is None else (form(value), value)
-
-
-def _remarks(estimate: EstimateRows) -> Iterator[Markup]:
-    uncounted = uncounted_in(estimate)
-    if uncounted:
-        yield tag("h3", "Not counted")
-        yield tag(
-            "ul",
-            *(tag("li", f"{what} ({names})" if names else what) for what, names in uncounted),
-        )
-    if estimate.notes:
-        yield tag("h3", "Notes")
-        yield tag("ul", *(tag("li", note) for note in estimate.notes))

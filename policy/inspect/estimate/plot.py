@@ -18,7 +18,6 @@ _COLOURS = {
     "exchanges": "#c4742a",
 }
 _LINE = "#a40000"
-_LONGEST = 40  # characters of a name beside its bars
 _MEMORY_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
 _SECOND_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
@@ -35,32 +34,24 @@ def estimate_figure(estimate: EstimateRows) -> Figure:
         raise ImportError(
             "Estimate.plot draws with matplotlib, which is not installed: pip install matplotlib"
         ) from None
-    has_seconds = any(row.seconds is not None for row in estimate.rows)
-    figure = Figure(figsize=(11 if has_seconds else 6.5, 1.9 + 0.45 * len(estimate.rows)))
+    rows = estimate.rows
+    has_seconds = any(row.seconds is not None for row in rows)
+    figure = Figure(figsize=(11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows)))
     figure.set_layout_engine("constrained")
     panels: Any = figure.subplots(1, 1 + has_seconds, squeeze=False, sharey=True)[0]
-    names = [_plain_text(_elided(row.name)) for row in estimate.rows]
-    _memory(panels[0], estimate)
+    parts = ("arguments", "temporaries", "outputs")
+    memory = {name: [float(getattr(row, name)) for row in rows] for name in parts}
+    largest = max([estimate.capacity, *(row.memory for row in rows)])
+    label = "memory of a device"
+    _stacked(panels[0], memory, label, largest, _MEMORY_UNITS, limit=estimate.capacity)
     if has_seconds:
         _seconds(panels[1], estimate)
-    for axes in panels:
-        _finish(axes)
+    names = [_label(row.name, 40) for row in rows]
     panels[0].set_yticks(range(len(names)), names, fontsize=8)
     panels[0].invert_yaxis()
-    title = f"{estimate.name or 'A function'} on {estimate.target}"
-    figure.suptitle(_plain_text(_elided(title, 90)), fontsize=10)
+    title = _label(f"{estimate.name or 'A function'} on {estimate.target}", 90)
+    figure.suptitle(title, fontsize=10)
     return figure
-
-
-def _memory(axes: Any, estimate: EstimateRows) -> None:
-    parts = {
-        name: [getattr(row, name) for row in estimate.rows]
-        for name in ("arguments", "temporaries", "outputs")
-    }
-    largest = max([estimate.capacity, *(row.memory for row in estimate.rows)])
-    scale = _stacked(axes, parts, "memory of a device", largest, _MEMORY_UNITS)
-    if estimate.capacity:
-        axes.axvline(estimate.capacity / scale, color=_LINE, lw=1, ls="--", label="device")
 
 
 def _seconds(axes: Any, estimate: EstimateRows) -> None:
@@ -84,8 +75,9 @@ def _stacked(
     label: str,
     largest: float,
     units: Sequence[tuple[str, float]],
+    limit: float = 0.0,
 ) -> float:
-    """Draws bars that follow each other, and returns the size of their unit.
+    """Draws bars that follow each other, and a line at a limit; returns the size of their unit.
 
     Parts that no row has are left out.
     """
@@ -98,26 +90,23 @@ def _stacked(
             places = range(len(sizes))
             axes.barh(places, widths, left=left, height=0.6, color=_COLOURS[name], label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    if limit:
+        axes.axvline(limit / scale, color=_LINE, lw=1, ls="--", label="device")
     axes.set_xlabel(f"{label}, {unit}")
-    return scale
-
-
-def _finish(axes: Any) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(
-            fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False
-        )
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+        axes.legend(fontsize=8, ncols=4, frameon=False, **place)
+    return scale
 
 
-def _elided(name: str, longest: int = _LONGEST) -> str:
+def _label(text: str, longest: int) -> str:
+    """Returns a text that matplotlib draws as it is, its middle left out where it is long: no
+    mathematics, no control characters.
+    """
     half = longest // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
-
-
-def _plain_text(text: str) -> str:
-    """Returns a text that matplotlib draws as it is: no mathematics, no control characters."""
+    text = text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
     return "".join(c for c in text if c.isprintable()).replace("$", r"\$")

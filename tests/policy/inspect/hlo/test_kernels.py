@@ -1,4 +1,4 @@
-"""FLOPs of matmuls and convolutions in programs' texts: beside XLA's own count, and of texts as the
+"""FLOPs and bytes of kernels in programs' texts: beside XLA's own count, and of texts as the
 compilers of GPUs and TPUs write them.
 """
 
@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from policy.inspect.hlo.costs import costs_of
-from policy.inspect.hlo.text import numpy_name
+from policy.inspect.hlo.kernels import moved, produced
+from policy.inspect.hlo.text import arrays_in, numpy_name, parse
+from tests.policy.inspect.hlo.texts import text_of
 
 F32 = jnp.float32
 
@@ -139,9 +141,7 @@ def test_a_matmul_of_cublas_counts_by_the_dtype_and_precision_of_its_operands(
 def test_the_precision_of_a_float32_dot_is_in_its_key(attribute, key):
     axes = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     line = f"f32[8,2] dot(OPERANDS), {axes}, {attribute}"
-    costs = costs_of(entry(line, "f32[8,4] f32[4,2]"))
-    assert costs.flops == {key: 2 * 8 * 4 * 2}
-    assert costs.flops_by_dtype == {"float32": 2 * 8 * 4 * 2}
+    assert costs_of(entry(line, "f32[8,4] f32[4,2]")).flops == {key: 2 * 8 * 4 * 2}
 
 
 # As the compiler of a TPU v5e writes "bqhd,bkhd->bhqk": batches are axes of a convolution's window.
@@ -186,17 +186,94 @@ def test_a_dot_in_nested_fusions_counts_by_the_dtype_that_it_multiplies():
 
 
 @pytest.mark.parametrize(
-    ("hlo", "numpy"),
+    ("hlo", "numpy", "size"),
     [
-        ("bf16", "bfloat16"),
-        ("f32", "float32"),
-        ("s8", "int8"),
-        ("u4", "uint4"),
-        ("pred", "bool"),
-        ("c64", "complex64"),
-        ("f8e4m3b11fnuz", "float8_e4m3b11fnuz"),
-        ("token", "token"),
+        ("bf16", "bfloat16", 2),
+        ("f32", "float32", 4),
+        ("s8", "int8", 1),
+        ("u4", "uint4", 0.5),
+        ("pred", "bool", 1),
+        ("c64", "complex64", 8),
+        ("f8e4m3b11fnuz", "float8_e4m3b11fnuz", 1),
+        ("token", "token", 0),
     ],
 )
-def test_dtypes_have_numpys_names(hlo, numpy):
+def test_dtypes_have_numpys_names_and_sizes(hlo, numpy, size):
     assert numpy_name(hlo) == numpy
+    assert arrays_in(f"{hlo}[2,3]{{1,0}}")[0].bytes == 6 * size
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels that are opaque to XLA
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_tpus_ragged_matmul_multiplies_each_row_by_one_group():
+    line = 'bf16[256,32] custom-call(OPERANDS), custom_call_target="tpu_custom_call"'
+    text = entry(line, "s32[4] bf16[256,64] bf16[4,64,32]").replace("%result", "%ragged-dot-none")
+    assert costs_of(text).flops == {"bfloat16": 2 * 256 * 64 * 32}
+
+
+def splash(text: str) -> Any:
+    return costs_of(text, lambda flops, moved: sum(flops.values()))
+
+
+def test_an_instruction_with_line_breaks_is_read_whole_and_so_is_what_follows_it():
+    entry = parse(text_of("v5e_splash_attention")).entry
+    assert list(entry.instructions)[-3:] == ["splash_mha_fwd_residuals.1", "out.1", "last.1"]
+    kernel = entry.instructions["splash_mha_fwd_residuals.1"]
+    assert kernel.op_name == "jit(step)/splash_mha_fwd_residuals"
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "matmuls"),
+    [
+        ("splash_mha_fwd_residuals", "(bf16[2,4,512,64], f32[2,4,512,128])", 2),
+        ("splash_mha_dq_no_residuals", "bf16[2,4,512,64]", 3),
+        ("splash_mha_dkv_no_residuals", "(bf16[2,4,256,64], bf16[2,4,256,64])", 4),
+        ("splash_mqa_dkv", "(bf16[2,1,4,512,64], bf16[2,256,64], bf16[2,256,64])", 5),
+    ],
+)
+def test_splash_attentions_flops_follow_from_its_shapes_and_are_named_a_roofline(
+    name, results, matmuls
+):
+    old = "(bf16[2,4,512,64]{3,2,1,0}, f32[2,4,512,128]{3,2,1,0}) custom-call"
+    text = text_of("v5e_splash_attention").replace(old, f"{results} custom-call")
+    found = splash(text.replace("splash_mha_fwd_residuals", name))
+    flops = matmuls * 2 * (2 * 4 * 512 * 64) * 256  # matmuls of all queries with all keys
+    assert found.time == flops + 7 and not found.uncounted
+    assert found.rooflines == {name: flops}
+
+
+def test_an_authors_estimate_comes_first_and_an_unknown_kernel_is_uncounted():
+    other = text_of("v5e_splash_attention").replace("splash_mha_fwd_residuals", "scatter")
+    assert splash(other).uncounted == ["FLOPs of tpu_custom_call (jit(step)/scatter)"]
+    estimated = other.replace(
+        '"body":"TUzv"', '"body":"TUzv","cost_estimate":{"flops":"12","bytes_accessed":"3"}'
+    )
+    assert splash(estimated).time == 19
+    pallas = costs_of(text_of("v5e_pallas"), lambda flops, moved: sum(flops.values()) / 1e6 + moved)
+    assert pallas.rooflines == {"tpu_custom_call": 1e9 / 1e6 + 2 * 1024 * 512 * 4}
+    assert pallas.time == 15249 + pallas.rooflines["tpu_custom_call"] and not pallas.uncounted
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_and_an_update_in_place_move_what_they_slice_and_update():
+    array, whole = 128 * 128 * 4, 7 * 128 * 128 * 4
+    # A copy of the input, a broadcast of it, and zeros.
+    before = (2 * array) + (array + whole) + whole
+    a_turn = (array + array) + (2 * array + array)  # reads and updates; reads, slices and adds
+    scalars = costs_of(text_of("h100_scan_reversed")).bytes - before - 7 * a_turn
+    assert 0 < scalars < 7 * 64
+
+
+def test_what_starts_something_moves_it_once():
+    array = 128 * 128 * 4
+    every = parse(text_of("v5e_scan_grad")).entry.instructions.values()
+    starts = [i for i in every if i.opcode == "copy-start"]
+    assert [moved(i) for i in starts] == [array, array]  # from memory; to memory
+    assert [len(produced(i)) for i in starts] == [1, 1]

@@ -1,13 +1,19 @@
-"""Finds the operation that makes a value of a compiled program."""
+"""Finds what an instruction of a compiled program was made for: the operation that makes a value,
+its module path, and the line of the user's code.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from policy.inspect.hlo.allocations import ResultPlace
+from policy.inspect.hlo.dump import ResultPlace
+from policy.inspect.hlo.kernels import add_to, everywhere
 from policy.inspect.hlo.text import Computation, Instruction, Module
+from policy.programs.paths import Path, naming, path_of, spelled
+from policy.programs.reading.source_lines import users_line
+from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
 
 _COSTLY = ("dot", "convolution", "custom-call", "reduce", "scatter", "gather", "sort")
 # Instructions that move or convert a value, of which XLA adds some without a name.
@@ -23,6 +29,84 @@ _PASSING = (
     *("tuple", "get-tuple-element", "while", "conditional", "call", "parameter"),
     *("async-start", "async-update", "async-done"),
 )
+# Names that JAX's lowering gives to the parts of control flow, inside of which names are relative.
+_CONTROL_FLOW = re.compile(
+    r"/(?:while/(?:body_pred|body|cond)|cond/branch_\d+_fun|shard_map|closed_call|eval_jaxpr)"
+    r"(?=/|$)"
+)
+# Names of calls and of loops' parts, which are no operations.
+_CALLS = re.compile(
+    r"checkpoint|rematted_computation|body|cond|body_pred|branch_\d+_fun|closed_call|eval_jaxpr|"
+    r"core_call|custom_jvp_call|custom_vjp_call(?:_jaxpr)?|shard_map|pjit"
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Module paths
+# --------------------------------------------------------------------------------------------------
+
+
+def path_in_program(op_name: str) -> Path:
+    """Returns the module path in an instruction's `op_name`, ``jit(step)/jvp(Net)/layer/mul``.
+
+    The last name is that of the operation; arguments, whose names begin with no transformation,
+    have no path. Of the names of instructions that XLA made one, the first counts.
+    """
+    op_name = op_name.split(";")[0]
+    if not re.match(r"p?jit\(|shard_map", op_name):
+        return ()
+    path: Path = ()
+    is_backward = "transpose(" in op_name
+    parts = _CONTROL_FLOW.sub("/\n", op_name).split("/\n")
+    for place, part in enumerate(parts):
+        names = part if place + 1 < len(parts) else part.rpartition("/")[0]
+        path = module_path(path_of(names.strip("/"), path), is_backward)
+    return path
+
+
+def operation_in_program(op_name: str) -> str:
+    """Returns the JAX operation in an instruction's `op_name`; "" if it names a call or a part of a
+    loop.
+    """
+    name = op_name.rpartition("/")[2]
+    return name if re.fullmatch(r"[\w\-]+", name) and not _CALLS.fullmatch(name) else ""
+
+
+def path_of_kernel(kernel: Instruction) -> Path:
+    """Returns the module path of a kernel: of its own name, or else of the last operation in the
+    fusion that has one.
+    """
+    inner = []
+    if fused := kernel.called.get("calls"):
+        inner = [fused[0].root, *reversed(fused[0].instructions.values())]
+    for instruction in (kernel, *inner):
+        if path := path_in_program(instruction.op_name):
+            return path
+        if instruction.op_name.startswith(("jit(", "pjit(")):
+            return ()
+    return ()
+
+
+def with_whole_paths(costs: Mapping[Path, float]) -> dict[Path, float]:
+    """Returns costs by path; a path that lost its beginning in a differentiated loop is whole."""
+    whole, found = lost_prefixes(costs), {}
+    for path, cost in costs.items():
+        add_to(found, {whole.get(path, path): cost})
+    return found
+
+
+def by_spelled_path(costs: Mapping[Path, float]) -> dict[str, float]:
+    """Returns costs by path as reports print it, the largest first; "" is outside of any module."""
+    found: dict[str, float] = {}
+    with naming(costs):
+        for path, cost in costs.items():
+            add_to(found, {spelled(path): cost})
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Makers of values
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +189,8 @@ class Makers:
         for part in _sources(instruction, index):
             if found := self._made(part, seen):
                 return found
-        is_argument = instruction.opcode == "parameter" and (
-            instruction.computation is self.program.entry
-        )
+        is_parameter = instruction.opcode == "parameter"
+        is_argument = is_parameter and instruction.computation is self.program.entry
         return Maker(instruction) if is_argument else None
 
     def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[_Part]) -> Maker | None:
@@ -125,7 +208,8 @@ class Makers:
         for fusion in [i for i in inside if i.opcode == "fusion"]:
             found = self._costliest(fusion.fused)
             inside += [found] if found else []
-        return max(filter(self._is_named, inside), key=_cost, default=None)
+        named = filter(self._is_named, inside)
+        return max(named, key=lambda i: (i.opcode in _COSTLY, everywhere(i.results)), default=None)
 
     def _stacked(self, instruction: Instruction) -> Instruction | None:
         """Returns the maker of the slice that an instruction writes into an array."""
@@ -144,7 +228,12 @@ def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part
         if index:
             yield operands[index[0]], index[1:]
     elif opcode == "parameter":
-        yield from _arguments(instruction, index)
+        caller = instruction.computation.caller
+        if caller is not None and caller.opcode == "while":
+            yield caller, index  # the loop's result
+        elif caller is not None:
+            place = int(instruction.literal) + (caller.opcode == "conditional")
+            yield caller.operands[place], index
     elif opcode == "async-done":  # a start returns its operands, its results and a context
         yield operands[0], (1, *index)
     elif opcode == "async-update":
@@ -158,17 +247,6 @@ def _sources(instruction: Instruction, index: tuple[int, ...]) -> Iterator[_Part
                 yield from ((called.root, index) for called in computations)
         if opcode == "while":
             yield operands[0], index
-
-
-def _arguments(parameter: Instruction, index: tuple[int, ...]) -> Iterator[_Part]:
-    """Yields what is passed to a computation's parameter; for a loop's, the loop's result."""
-    caller = parameter.computation.caller
-    if caller is None:
-        return
-    if caller.opcode == "while":
-        yield caller, index
-    else:
-        yield caller.operands[int(parameter.literal) + (caller.opcode == "conditional")], index
 
 
 def _unmoved(root: Instruction) -> Instruction:
@@ -187,5 +265,58 @@ def _moving(fused: Computation, root: Instruction) -> str:
     return root.opcode if root.opcode in moving else next(iter(moving), "bitcast")
 
 
-def _cost(instruction: Instruction) -> tuple[bool, float]:
-    return instruction.opcode in _COSTLY, sum(array.bytes for array in instruction.results)
+# --------------------------------------------------------------------------------------------------
+# Lines of the user's code
+# --------------------------------------------------------------------------------------------------
+
+
+class SourceFrames:
+    """The tables of stack frames at the head of a program's text.
+
+    Args:
+      text: of the program. Its instructions refer to the tables, or, of older compilers, hold a
+        file and a line.
+    """
+
+    def __init__(self, text: str):
+        self.files = {key: row.strip('"') for key, row in _rows(text, "FileNames")}
+        self.functions = {key: row.strip('"') for key, row in _rows(text, "FunctionNames")}
+        self.locations = {key: _fields(row) for key, row in _rows(text, "FileLocations")}
+        self.frames = {key: _fields(row) for key, row in _rows(text, "StackFrames")}
+        # Frames come after their parents. XLA prints a parent's number plus one.
+        parents = ((key, frame.get("parent_frame_id", 0)) for key, frame in self.frames.items())
+        self.shift = 1 if any(parent >= key for key, parent in parents) else 0
+
+    def source_of(self, instruction: Instruction) -> str:
+        """Returns the line of the user's code, as ``model.py:12 (Net.__call__)``; "" if it is
+        unknown.
+        """
+        if frame := instruction.attribute(r"stack_frame_id=(\d+)"):
+            return users_line(self._outwards(int(frame)))
+        file = instruction.attribute(r'source_file="([^"]*)"')
+        line = instruction.attribute(r"source_line=(\d+)")
+        return users_line([(file, int(line), "")]) if file and line else ""
+
+    def _outwards(self, frame: int) -> Iterator[tuple[str, int, str]]:
+        """Yields the frames from the innermost to the outermost."""
+        while frame in self.frames:
+            fields = self.frames[frame]
+            location = self.locations.get(fields.get("file_location_id", 0), {})
+            file = self.files.get(location.get("file_name_id", 0), "")
+            function = self.functions.get(location.get("function_name_id", 0), "")
+            if file:
+                yield file, location.get("line", 0), function
+            parent = fields.get("parent_frame_id", 0) - self.shift
+            frame = parent if parent < frame else 0
+
+
+def _rows(text: str, table: str) -> Iterator[tuple[int, str]]:
+    """Yields the rows of a table by their numbers."""
+    found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    for row in found[1].splitlines() if found else ():
+        number, _, rest = row.partition(" ")
+        yield int(number), rest
+
+
+def _fields(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}

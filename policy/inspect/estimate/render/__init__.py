@@ -1,1 +1,0 @@
-"""An estimate as text, as an HTML page and as a plot."""

@@ -1,0 +1,370 @@
+"""Memory read from what compilers write: those of a program that is too large for a TPU v5e
+(v5e_out_of_memory), single lines of other compilers' texts, and beside compilers' own figures.
+"""
+
+import functools
+import shutil
+from typing import Any, cast
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx as flax_nnx
+from jax import ShapeDtypeStruct
+
+import policy
+from mpmodules import linen, nnx
+from policy.inspect.hlo.dump import (
+    Dump,
+    allocations_of,
+    compiled_with_dump,
+    largest_moment,
+    read_dump,
+)
+from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
+from policy.programs.tracing.trace import lowered as lowered_call
+from tests.benchmarks.accelerators import target
+from tests.policy.inspect.hlo.texts import FOLDER, text_of
+
+OUT_OF_MEMORY = FOLDER / "v5e_out_of_memory"
+GIB = 2**30
+F32 = jnp.float32
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {7}, maybe-live-out:
+ value: <1 tuple.1{7} @0> (size=64,offset=0): f32[16]{0}
+allocation 1: size 16, output shape is |(f32[16], f32[4])|, maybe-live-out:
+ value: <2 tuple{} @0> (size=16,offset=0): (f32[16]{0}, f32[4]{0})
+allocation 2: size 512, maybe-live-out:
+ value: <3 early @0> (size=32,offset=0): s8[32]{0}
+ value: <4 late @0> (size=16,offset=0): f32[4]{0}
+ value: <12 scratch @0> (size=64,offset=64): f32[16]{0}
+allocation 3: size 8, thread-local:
+ value: <5 add @0> (size=4,offset=0): f32[]
+allocation 4: size 12, constant:
+ value: <6 constant.2..sunk.1 @0> (size=12,offset=0): f32[3]{0}
+allocation 5: size 4096, color 1, preallocated-temp:
+ value: <7 on-chip @1> (size=4096,offset=0): f32[1024]{0:T(1024)S(1)}
+allocation 6: size 100, preallocated-temp:
+ value: <8 operand @0> (size=60,offset=0): f32[15]{0}
+ value: <9 in-place @0> (size=60,offset=0): f32[15]{0}
+ value: <10 while.1{2} (phi) @0> (size=24,offset=64): bf16[12]{0}
+ value: <11 alone @0> (size=80,offset=0): f32[20]{0}
+"""
+RANGES = """HloLiveRange (max 9):
+  InstructionSequence:
+    0:tuple.1
+  BufferLiveRange:
+    early{}:0-2
+    late{}:3-9
+    scratch{}:5-6
+    tuple{}:8-9
+    operand{}:1-4
+    in-place{}:4-6
+    while.1{2}:3-5
+    alone{}:7-8
+"""
+
+
+def test_allocations_are_told_apart_by_what_they_hold():
+    found = allocations_of(Dump("", ASSIGNMENT, RANGES))
+    assert [(a.kind, a.bytes, a.parameter) for a in found] == [
+        ("argument", 64, 7),  # of a tuple: its number in it
+        ("output", 16, None),
+        ("output", 512, None),
+        ("thread-local", 8, None),
+        ("constant", 12, None),
+        ("on-chip", 4096, None),
+        ("temporary", 100, None),
+    ]
+    assert found[1].values[0].array is None
+    assert found[4].values[0].place == ("constant.2..sunk.1", ())
+    assert found[6].values[2].place == ("while.1", (2,))
+    output = found[2].last()
+    assert output is not None and output.place[0] == "late"
+
+
+def test_of_values_that_share_memory_the_later_one_is_alive_at_the_largest_moment():
+    def alive(ranges: str) -> list[str]:
+        temporaries = allocations_of(Dump("", ASSIGNMENT, ranges))[6:]
+        return [value.place[0] for value in largest_moment(temporaries)]
+
+    # `alone` takes 80 bytes, the other two 84; `operand` and `in-place` are at one place.
+    assert alive(RANGES) == ["operand", "while.1"]
+    overwritten = RANGES.replace("while.1{2}:3-5", "while.1{2}:4-5")
+    assert alive(overwritten) == ["in-place", "while.1"]
+
+
+def test_a_text_that_assigns_no_memory_is_refused():
+    with pytest.raises(ValueError, match="assigns no memory: it begins with 'nothing'"):
+        allocations_of(Dump("", "nothing", ""))
+
+
+def test_a_program_that_runs_out_of_memory_takes_what_its_error_says_and_names_its_buffers():
+    large, small = (163840, 20480), (20480, 20480)
+    memory = memory_of(read_dump(OUT_OF_MEMORY), ("w", "x"))
+    total = memory.arguments + memory.outputs + memory.temporaries + memory.constants
+    assert f"{total / GIB:.2f}" == "26.56"  # "... for HLO temporaries (26.56G) exceeds ..."
+    sizes: dict[Any, int] = {shape: shape[0] * shape[1] * 2 for shape in (large, small)}
+    assert memory.arguments == sizes[small] + sizes[large]
+    assert memory.outputs == sizes[large] + 512  # and a table of addresses
+    assert memory.temporaries == 2 * sizes[large] + sizes[small]
+    assert [(b.kind, b.shape, b.path, b.operation, b.source) for b in memory.buffers] == [
+        ("argument", large, "x", "", ""),
+        ("output", large, "", "add", "train.py:27 (step)"),
+        ("temporary", large, "blk2", "dot_general", "train.py:25 (f)"),
+        ("temporary", large, "blk1", "dot_general", "train.py:25 (f)"),
+        ("argument", small, "w", "", ""),
+        ("temporary", small, "blk2", "dot_general", "train.py:25 (f)"),
+    ]
+    for buffer in memory.buffers:
+        assert (buffer.dtype, buffer.bytes) == ("bfloat16", sizes[buffer.shape])
+
+
+def test_a_copy_of_an_argument_names_it():
+    values = """allocation 0: size 64, preallocated-temp:
+ value: <1 of_argument @0> (size=32,offset=0): f32[8]{0}
+ value: <2 of_result @0> (size=32,offset=32): f32[8]{0}
+"""
+    dump = Dump(text_of("makers"), values, "  of_argument{}:0-1\n  of_result{}:0-1\n")
+    for names, argument in ((["args[0]"], "args[0]"), ([], "")):
+        assert [(b.kind, b.path, b.operation) for b in memory_of(dump, names).buffers] == [
+            ("temporary", argument, "convert"),
+            ("temporary", "act", "convert"),
+        ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of compilers
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_one_program_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"should hold three files of one .* but has none: the"):
+        read_dump(tmp_path)
+    (tmp_path / "b.after_optimizations.txt").write_text("")
+    with pytest.raises(ValueError, match=r"but has b\.after_optimizations\.txt: the compiler"):
+        read_dump(tmp_path)
+
+
+class Fails:
+    """A program whose compiler writes its files, and then fails."""
+
+    def __init__(self, message: str, files: bool = True):
+        self.message, self.files = message, files
+
+    def compile(self, compiler_options: dict[str, str]) -> Any:
+        if self.files:
+            shutil.copytree(OUT_OF_MEMORY, compiler_options["xla_dump_to"], dirs_exist_ok=True)
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_compiler_that_ran_out_of_memory_is_read():
+    program, dump = compiled_with_dump(cast(Any, Fails("RESOURCE_EXHAUSTED: ...")))
+    assert program is None and dump == read_dump(OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize(
+    "fails", [Fails("INTERNAL: out of luck"), Fails("RESOURCE_EXHAUSTED: out of luck", files=False)]
+)
+def test_other_errors_of_a_compiler_are_raised(fails):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of luck"):
+        compiled_with_dump(cast(Any, fails))
+
+
+# --------------------------------------------------------------------------------------------------
+# Beside the compilers' own figures
+# --------------------------------------------------------------------------------------------------
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return linen.tanh(linen.Dense(x.shape[-1], name="dense")(x)), None
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        layers = flax.linen.scan(
+            flax.linen.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=4,
+        )
+        return linen.Dense(8, name="head")(layers(name="layers")(x, None)[0])
+
+
+class Pair(nnx.Module):
+    def __init__(self, width, rngs):
+        self.first, self.second = (nnx.Linear(width, width, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return self.second(nnx.gelu(self.first(x)))
+
+
+def compiled(name, function, *shapes, donated=(), names=()):
+    """Returns the compiled program, and the memory that is read of it."""
+    where = target(name)
+    sharding = jax.sharding.SingleDeviceSharding(where.devices[0])
+    place = lambda x: ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    traced = jax.jit(function, donate_argnums=donated).trace(*jax.tree.map(place, shapes))
+    program, dump = compiled_with_dump(traced.lower(lowering_platforms=(where.platform,)))
+    return program, memory_of(dump, names, largest=1000)
+
+
+def stepped(apply, params, x):
+    loss = lambda p: jnp.sum(jnp.square(apply(p, x)))  # noqa: E731
+    return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params)), x + 1
+
+
+def check_sums(program, memory: MemoryUse):
+    stated = program.memory_analysis()
+    assert memory.arguments == stated.argument_size_in_bytes
+    assert memory.outputs == stated.output_size_in_bytes - stated.alias_size_in_bytes
+    held = sum(buffer.bytes for buffer in memory.buffers if buffer.kind == "temporary")
+    assert held <= memory.temporaries
+    return stated.temp_size_in_bytes, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("cpu", "v5e:1x1"))
+def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
+    # The TPU's is too large for the chip's own memory.
+    rows, width = {"cpu": (256, 64), "v5e:1x1": (65536, 256)}[name]
+    x = ShapeDtypeStruct((rows, width), F32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    step = functools.partial(stepped, Net().apply)
+    leaves = jax.tree_util.tree_leaves_with_path((params, x))
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    program, memory = compiled(name, step, params, x, donated=(0,), names=names)
+    stated, held = check_sums(program, memory)
+    if not name.startswith("v5e"):  # whose figure has gaps twice, and memory of the chip's own
+        assert memory.temporaries == stated
+    assert held > 0.9 * memory.temporaries
+    stack = next(b for b in memory.buffers if b.shape == (4, rows, width))
+    assert stack.kind == "temporary" and stack.path.startswith("layers")
+    assert stack.source.startswith("test_memory.py:")
+    kernel = next(b for b in memory.buffers if b.shape == (4, width, width))
+    named = "[0]['params']['layers']['dense']['kernel']"
+    assert (kernel.kind, kernel.path) == ("argument", named)
+    largest_output = next(b for b in memory.buffers if b.kind == "output")
+    assert (largest_output.shape, largest_output.operation) == ((rows, width), "add")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("cpu", "h100"))
+def test_an_nnx_models_buffers_have_its_modules_paths(name):
+    model = flax_nnx.eval_shape(lambda: Pair(128, flax_nnx.Rngs(0)))
+    x = ShapeDtypeStruct((512, 128), F32)
+    call = lowered_call(lambda model, x: model(x), (model, x), {})
+    assert call is not None
+
+    def step(params, rest, others):
+        loss = lambda p: jnp.sum(jnp.square(call.result(call.pure(p, rest, others))))  # noqa: E731
+        return jax.grad(loss)(params)
+
+    program, memory = compiled(name, step, *call.args)
+    stated, _ = check_sums(program, memory)
+    assert memory.temporaries == stated
+    paths = {b.path for b in memory.buffers if b.kind == "temporary"}
+    assert "first" in paths
+
+
+def test_an_argument_that_is_not_used_is_no_argument_of_the_program():
+    square = ShapeDtypeStruct((64, 64), F32)
+    _, memory = compiled("cpu", lambda a, b, c: b @ c, square, square, square, names="bc")
+    assert [b.path for b in memory.buffers if b.kind == "argument"] == ["b", "c"]
+
+
+def test_a_program_in_the_persistent_cache_is_read_as_well():
+    jax.config.update("jax_enable_compilation_cache", True)
+    lowered = jax.jit(lambda a: a - 3).lower(jnp.zeros(5))
+    lowered.compile()
+    program, dump = compiled_with_dump(lowered)
+    assert program is not None and memory_of(dump).arguments == 20
+    assert cast(Any, jax.config).jax_enable_compilation_cache is True
+
+
+@pytest.mark.slow
+def test_a_program_that_is_too_large_for_a_chip_is_read():
+    shape = ShapeDtypeStruct((163840, 20480), jnp.bfloat16)
+    kernel = ShapeDtypeStruct((20480, 20480), jnp.bfloat16)
+
+    def f(x, w):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("second"):
+            return jnp.tanh(x @ w)
+
+    program, memory = compiled("v5e:1x1", f, shape, kernel)
+    assert program is None
+    assert memory.arguments + memory.outputs + memory.temporaries > 16e9
+    assert {b.path for b in memory.buffers if b.kind == "temporary"} == {"first"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies that a processor's library kernels make
+# --------------------------------------------------------------------------------------------------
+
+
+TEXT = """HloModule step, is_scheduled=true
+
+%fused (p0: f32[4,8,8,16], p1: f32[3,3,16,2], p2: f32[32,64], p3: f32[]) -> f32[] {
+  %p0 = f32[4,8,8,16]{3,2,1,0} parameter(0)
+  %p1 = f32[3,3,16,2]{3,2,1,0} parameter(1)
+  %p2 = f32[32,64]{1,0} parameter(2)
+  %p3 = f32[] parameter(3)
+  BODY
+}
+
+ENTRY %main (a: f32[4,8,8,16], b: f32[3,3,16,2], c: f32[32,64], d: f32[]) -> f32[] {
+  %a = f32[4,8,8,16]{3,2,1,0} parameter(0)
+  %b = f32[3,3,16,2]{3,2,1,0} parameter(1)
+  %c = f32[32,64]{1,0} parameter(2)
+  %d = f32[] parameter(3)
+  ROOT %f = f32[] fusion(%a, %b, %c, %d), kind=kCustom, calls=%fused, backend_config={"kind":KIND}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), window={size=3x3 pad=1_1x0_2}, "
+            "dim_labels=b01f_01io->b01f",
+            4 * 10 * 10 * 16 * 4,
+        ),
+        (
+            "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), dim_labels=b01f_01io->b01f",
+            4 * 8 * 8 * 16 * 4,
+        ),
+        ("ROOT %r = f32[64]{0} reduce(%p2, %p3), dimensions={0}, to_apply=%add", 32 * 64 * 4),
+        ("ROOT %r = f32[32]{0} reduce(%p2, %p3), dimensions={1}, to_apply=%add", 0),
+        ("ROOT %r = f32[] reduce(%p2, %p3), dimensions={0,1}, to_apply=%add", 0),
+        ("ROOT %r = f32[1,2]{1,0} reduce-window(%p2, %p3), window={size=32x32}", 0),
+        (
+            "%e = f32[32,64]{1,0} abs(%p2)\n"
+            "  ROOT %r = f32[1,2]{1,0} reduce-window(%e, %p3), window={size=32x32}",
+            32 * 64 * 4,
+        ),
+    ],
+)
+def test_a_library_kernel_copies_what_it_reads(body, expected):
+    text = TEXT.replace("BODY", body)
+    assert library_scratch(text.replace("KIND", '"__ynn_fusion"')) == expected
+    assert library_scratch(text.replace("KIND", '"__triton"')) == 0
+
+
+def test_an_estimate_on_a_processor_counts_the_copy_and_says_so():
+    x = ShapeDtypeStruct((64, 1024), F32)
+    fn = lambda x: jnp.sum(x, 0)  # noqa: E731
+    found = policy.estimate(fn, x, policies=[None], on="cpu")
+    text = jax.jit(fn).lower(x).compile().as_text()
+    scratch = library_scratch(text or "")
+    planned = jax.jit(fn).lower(x).compile().memory_analysis()
+    assert planned is not None
+    assert found.rows[0].temporaries == planned.temp_size_in_bytes + scratch
+    assert any("library kernels" in note for note in found.notes) == (scratch > 0)
