@@ -1,88 +1,66 @@
-"""The command `python -m benchmarks accel`, its targets, its rows and its recorded baselines;
-nothing is compiled.
+"""The command `python -m benchmarks accel`, its rows and its recorded baselines; and programs that
+a TPU v5e and an H100 get, where their compilers are installed.
 """
 
-import dataclasses
-import sys
+from __future__ import annotations
 
+import dataclasses
+import re
+import sys
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 from benchmarks import page
 from benchmarks.accel import __main__ as command
-from benchmarks.accel import baseline, report
-from benchmarks.accel.program import Figures
+from benchmarks.accel import baseline, eight_bits, precision, report, scale
+from benchmarks.accel.program import Figures, placed
+from benchmarks.accel.scale_model import Size
 from benchmarks.table import Row
+from mpmodules import linen
 from policy.inspect.estimate import targets as compilers
-from policy.inspect.estimate.chips import CHIPS
 from policy.inspect.estimate.targets import Target
+from policy.inspect.hlo.dump import without_cache
+from tests.benchmarks import accelerators
 
 V5E = Target("v5e:1x1")
+PLAIN = Figures(
+    cycles=1500.0,
+    bytes=100.0,
+    moved=90.0,
+    has_loops=False,
+    temporary=10.0,
+    arguments=5.0,
+    kernels=3,
+    flops=1.0,
+    collectives={},
+    exchange=0.0,
+    uncounted=(),
+    rooflines=(),
+    seconds=0.1,
+)
 
 
-def figures(**changes):
-    plain = Figures(
-        cycles=1500.0,
-        bytes=100.0,
-        moved=90.0,
-        has_loops=False,
-        temporary=10.0,
-        arguments=5.0,
-        kernels=3,
-        flops=1.0,
-        collectives={},
-        exchange=0.0,
-        uncounted=(),
-        rooflines=(),
-        seconds=0.1,
-    )
-    return dataclasses.replace(plain, **changes)
-
-
-def test_a_gpus_configuration_holds_its_figures():
-    h100 = CHIPS["h100"].target_config()
-    assert (
-        "core_count: 132" in h100
-        and "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in h100
-    )
-    for gpu in (chip for chip in CHIPS.values() if chip.device):
-        assert abs(gpu.device["memory_bandwidth"] / gpu.bandwidth - 1) < 0.05
+@pytest.fixture(autouse=True, scope="module")
+def without_a_cache_of_programs():
+    """The compilers can't read what they wrote there without an accelerator."""
+    with without_cache():
+        yield
 
 
 def test_rows_have_bounds_and_say_what_they_leave_out():
-    rows = {
-        r.quantity: r
-        for r in report.rows_of("x", V5E, figures(cycles=1600.0), figures(), {"cycles": 1.05})
-    }
+    dearer = dataclasses.replace(PLAIN, cycles=1600.0)
+    rows = {r.quantity: r for r in report.rows_of("x", V5E, dearer, PLAIN, {"cycles": 1.05})}
     assert rows["cycles"].is_missed and not rows["bytes"].is_missed and rows["bytes"].bound is None
     assert "seconds" not in rows and "exchange" not in rows
-    left_out = figures(uncounted=("the trip count of while.1 (f)",))
-    rows = {r.quantity: r for r in report.rows_of("x", V5E, left_out, figures())}
+    left_out = dataclasses.replace(PLAIN, uncounted=("the trip count of while.1 (f)",))
+    rows = {r.quantity: r for r in report.rows_of("x", V5E, left_out, PLAIN)}
     assert {name for name, row in rows.items() if row.is_missed} == {"cycles", "bytes", "kernels"}
     assert "not counted: the trip count of while.1 (f)" in command.line(rows["cycles"])
-
-
-# --------------------------------------------------------------------------------------------------
-# Baselines
-# --------------------------------------------------------------------------------------------------
-
-
-def of(cycles: float, target: str = "v5e:1x1") -> dict:
-    return {"models": [Row("cycles", "Dense, linen", 1.0, cycles, target=target).as_json()]}
-
-
-def test_a_baseline_that_got_dearer_is_missed(tmp_path):
-    file = tmp_path / "baseline.json"
-    baseline.record(of(1000.0), file)
-    recorded = baseline.load(file)
-    for cycles, missed in ((900.0, False), (1020.0, False), (1021.0, True)):
-        rows, absent = baseline.beside_recorded(of(cycles), recorded)
-        assert [row.is_missed for row in rows] == [missed] and not absent
-    assert rows[0].name == "by hand: Dense, linen" and rows[0].reference == 1000.0
-
-
-# --------------------------------------------------------------------------------------------------
-# The command
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,29 +83,33 @@ def fake_table(tmp_path, monkeypatch):
     sys.modules.pop("fake_accel", None)
 
 
-def test_the_command_fails_where_a_bound_is_missed(fake_table, capfd):
-    assert command.main([]) == 0
+def test_the_command_fails_where_a_bound_is_missed_or_a_baseline_got_dearer(fake_table, capfd):
     assert command.main(["--quick", "--check"]) == 0
     assert "1 baselines are not recorded: fake, quick on v5e:1x1" in capfd.readouterr().out
     assert command.main(["--check", "--on", "h100"]) == 1
-    captured = capfd.readouterr()
-    assert (
-        "missed: cycles of x on h100: 1.5000, bound 1" in captured.err
-        and "missed a bound: fake" in captured.err
-    )
-
-
-def test_the_command_fails_where_a_baseline_got_dearer(fake_table, capfd):
+    said = capfd.readouterr().err
+    assert "missed: cycles of x on h100: 1.5000, bound 1" in said
+    assert "missed a bound: fake" in said
     assert command.main(["--quick", "--record"]) == 0
     assert command.main(["--quick", "--check"]) == 0
     file = fake_table / "baseline.json"
     file.write_text(file.read_text().replace('"cycles": 2.0', '"cycles": 1.5'))
     assert command.main(["--quick", "--check"]) == 1
-    captured = capfd.readouterr()
-    assert (
-        "dearer than recorded: cycles of by hand: x on v5e:1x1: 1.3333, bound 1.02" in captured.err
-    )
-    assert "missed a bound: baseline" in captured.err
+    said = capfd.readouterr().err
+    assert "dearer than recorded: cycles of by hand: x on v5e:1x1: 1.3333, bound 1.02" in said
+    assert "missed a bound: baseline" in said
+
+
+def test_a_baseline_is_missed_beyond_two_hundredths(tmp_path):
+    def of(cycles: float) -> dict:
+        row = Row("cycles", "Dense, linen", 1.0, cycles, target="v5e:1x1")
+        return {"models": [row.as_json()]}
+
+    baseline.record(of(1000.0), tmp_path / "baseline.json")
+    recorded = baseline.load(tmp_path / "baseline.json")
+    for cycles, missed in ((900.0, False), (1020.0, False), (1021.0, True)):
+        rows, absent = baseline.beside_recorded(of(cycles), recorded)
+        assert [row.is_missed for row in rows] == [missed] and not absent
 
 
 def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
@@ -138,3 +120,87 @@ def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(compilers.topologies, "get_topology_desc", missing)
     assert command.main(["--only", "models"]) == 2
     assert capsys.readouterr().err == f"No compiler for v5e:1x1: no plugin. {compilers.INSTALL}\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# Precisions and 8 bits
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_precisions_misses_its_bounds_by_precision_and_by_error():
+    errors = {"bfloat16": 3e-3, "default": 2e-3, "high": 4e-6, "highest": 4e-7}
+    cycles = dict.fromkeys(precision.PRECISIONS, 2.0)
+    row = precision.Row("Dense", ("highest",) * 3, cycles, errors)
+    assert list(row.missed()) == []
+    mixed = dataclasses.replace(row, precisions=("highest", "default", "highest"))
+    (told,) = mixed.missed()
+    assert "highest, default, highest" in told
+    (told,) = dataclasses.replace(row, errors=errors | {"highest": 2e-3}).missed()
+    assert "2.0e-03" in told
+
+
+@pytest.mark.slow
+def test_a_router_multiplies_at_the_highest_precision_on_both_chips():
+    for name in precision.TARGETS:
+        accelerators.target(name)
+    (case,) = (case for case in precision.CASES if "router" in case.name)
+    found = precision.row_of(case)
+    assert list(found.missed()) == []
+    assert found.errors["default"] > 1e3 * found.errors["highest"]
+    assert found.cycles["default"] <= found.cycles["high"] <= found.cycles["highest"]
+
+
+PRODUCTS = {
+    ("v5e:1x1", "int8"): r"= s32\[\S* convolution\(",
+    ("h100", "int8"): r"gemm_fusion\S*computation \(\S+ s8\[\S+ \S+ s8\[",
+    ("h100", "float8"): r"gemm_fusion\S*computation \(\S+ f8e\w+\[\S+ \S+ f8e\w+\[",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), PRODUCTS)
+def test_chips_multiply_8_bits_by_8_bits_forward_and_backward(name, kind):
+    target, width = accelerators.target(name), 512
+    layer = linen.Dense(width, use_bias=False, dtype_policy=eight_bits.POLICIES[kind])
+    x = jax.ShapeDtypeStruct((width, width), jnp.bfloat16)
+
+    def step(params: Any, x: jax.Array, ct: jax.Array) -> tuple[Any, ...]:
+        y, pullback = jax.vjp(layer.apply, params, x)
+        return y, *pullback(ct)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        params = jax.eval_shape(layer.init, jax.random.key(0), x)
+        traced = jax.jit(step).trace(*placed(target, (params, x, x)))
+        text = str(traced.lower(lowering_platforms=(target.platform,)).compile().as_text())
+    assert len(re.findall(PRODUCTS[name, kind], text)) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# A model at scale
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16 and remainders", "float32, nnx"])
+def test_params_are_stored_as_the_variant_says_and_are_eight_billion(name):
+    variant = scale.VARIANTS[name]
+    tokens = jax.ShapeDtypeStruct((2, Size().length), jnp.int32)
+    mesh = jax.make_mesh((1, 1), scale.AXES, axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), scale.use_policy(variant.policy or "float32"):
+        leaves = jax.tree.leaves(scale.model_of(variant, Size(), tokens)[0])
+    assert {leaf.dtype.name for leaf in leaves} == {name.split(",")[0].split(" ")[0]}
+    assert sum(leaf.size for leaf in leaves) == scale.param_count(Size()) == 8_030_261_248
+
+
+@pytest.mark.parametrize("name", ["bfloat16 and remainders", "float32, sums in float32"])
+def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_for(name):
+    accelerators.target(scale.SMALL.target)
+    with jax.numpy_dtype_promotion("standard"):
+        measured = scale.figures(scale.SMALL, scale.VARIANTS[name], scale.NARROW, 8)
+    rows = list(scale.variant_rows(name, scale.SMALL, measured, measured, scale.NARROW))
+    found = {row.quantity for row in rows}
+    assert found >= {"memory", "temporary", "cycles", "seconds", "exchange", "gathers"}
+    assert found & {"sums", "asked"}
+    (gathers,) = (row for row in rows if row.quantity == "gathers")
+    # libtpu 0.0.42 gathers the cotangent of the embedded tokens in float32; later ones exchange it
+    assert not gathers.is_missed or gathers.ours <= 4 * 8 * scale.NARROW.length * scale.NARROW.width
+    assert not [row for row in rows if row.is_missed and row is not gathers]

@@ -90,17 +90,6 @@ def test_the_truths_of_functions_are_numpys():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_rounding_once_is_at_most_half_an_ulp(dtype):
-    truth = np.random.default_rng(0).normal(size=1000)
-    assert (
-        0.45 < max_ulps(truth.astype(np.float32), truth, dtype, floor=0.0) <= 0.5
-    )  # a wider result is rounded first
-    neighbour = 1 + float(jnp.finfo(dtype).eps)
-    assert max_ulps(np.array([neighbour]), np.array([1.0]), dtype) == 1
-    assert max_ulps(np.array([0.0, 1.0]), np.array([2.0**-20, 1.0]), dtype, floor=0.5) < 0.01
-    assert max_ulps(np.array([0.0, 1.0]), np.array([2.0**-13, 1.0]), dtype, floor=0.0) > 100
-
-
 def test_what_is_not_finite_is_infinitely_wrong_where_the_truth_is():
     for wrong in (np.inf, np.nan):
         assert max_ulps(np.array([wrong, 1.0]), np.array([1.0, 1.0]), jnp.float16) == np.inf

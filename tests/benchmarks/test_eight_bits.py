@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits beside bfloat16: the control without scales, bounds, and the page's tables."""
+"""Matmuls in 8 bits beside bfloat16: bounds, and the page's tables."""
 
 from __future__ import annotations
 
@@ -6,56 +6,16 @@ import dataclasses
 import importlib.util
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.eight_bits import __main__ as command
-from benchmarks.eight_bits import characters, control, errors, report
-from policy.core.matmul_dtypes import scaled_matmul_of
-from policy.eight_bits import scaled_matmul
+from benchmarks.eight_bits import characters, errors, report
 
 pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 
 PAGE = command.PAGE.read_text()
 INSTALLED = importlib.util.find_spec("bible") is not None
-LARGEST = {"f8": (448.0, 57344.0), "i8": (127.0, 127.0)}
-
-
-@pytest.mark.parametrize("scaling", ["row", "tensor"])
-@pytest.mark.parametrize("kind", LARGEST)
-def test_the_control_is_the_matmul_itself_where_every_scale_is_1(kind, scaling):
-    by = scaled_matmul_of(f"{kind}:{scaling}")
-    assert by is not None
-    for dtype, largest in zip((by.operands, by.gradients), LARGEST[kind], strict=True):
-        x = np.random.default_rng(0).uniform(-100, 100, (4, 8)).astype(np.float32)
-        x[:, 0] = largest
-        ours = scaled_matmul.quantise(jnp.asarray(x), (1,), dtype, by.scaling)
-        plain = control.quantise(jnp.asarray(x), (1,), dtype, by.scaling)
-        assert np.array_equal(ours.scale, plain.scale) and ours.scale.shape == plain.scale.shape
-        assert np.array_equal(ours.codes.astype(jnp.float32), plain.codes.astype(jnp.float32))
-
-
-def test_without_scales_the_same_matmuls_run_and_small_numbers_are_lost():
-    by = scaled_matmul_of("i8")
-    assert by is not None
-    x, w = jnp.full((4, 8), 0.25), jnp.full((8, 3), 0.25)
-
-    def traced() -> tuple[str, jax.Array]:
-        def run(x: jax.Array, w: jax.Array) -> jax.Array:
-            y = scaled_matmul.scaled_dot_general(x, w, errors.NUMBERS, by)
-            return jnp.sum(y)
-
-        return str(jax.make_jaxpr(jax.grad(run, (0, 1)))(x, w)), jax.jit(run)(x, w)
-
-    before, value = traced()
-    with control.without_scales():
-        program, lost = traced()
-    after, _ = traced()
-    assert program.count("dot_general") == before.count("dot_general") == 3
-    assert "reduce_max" in before and "reduce_max" not in program
-    assert after == before
-    assert float(value) == pytest.approx(4 * 3 * 8 / 16) and float(lost) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,3 @@ def test_a_row_is_missed_where_the_estimate_is_off_by_more_than_a_tenth():
     missed = [size for size in (89.0, 91.0, 109.0, 111.0) if row(size).is_missed]
     assert missed == [89.0, 111.0] and not row(50.0, small=True).is_missed
     assert row(100.0).target == "H100" and row(100.0).note == "GiB: arguments 1.00"
-
-
-@pytest.mark.slow
-@on_linux
-def test_a_tiny_step_is_measured_by_the_command(capsys):
-    assert memory.main(["--small", "--only", "MLP", "--check"]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("memory") and "MLP, linen, float32, AdamW" in line and "GiB" in line

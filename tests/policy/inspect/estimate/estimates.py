@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from policy.inspect.estimate.report import Estimate
@@ -9,128 +10,94 @@ from policy.inspect.estimate.rows import Buffer, Exchange, PolicyCost
 
 GIB = 2**30
 HOSTILE = "<script>document.title='taken'</script>\"'& \x1b[31m$x_1$"
+BUFFER = Buffer(
+    bytes=3 * GIB,
+    dtype="float32",
+    shape=(8, 2048, 50257),
+    kind="temporary",
+    path="Transformer/head",
+    operation="dot_general",
+    source="train.py:41 (loss_fn)",
+)
+COST = PolicyCost(
+    name="float32",
+    policy="float32",
+    route="scope",
+    memory=12 * GIB,
+    capacity=16 * GIB,
+    arguments=6 * GIB,
+    temporaries=5 * GIB,
+    outputs=GIB,
+    code=2**20,
+    flops={"float32": 4.2e12},
+    matmul_flops={"float32": 4e12},
+    bytes=80.0 * GIB,
+    cycles=1.2e9,
+    compute_seconds=0.8,
+    collectives=(Exchange("all-reduce", "float32", 2.0 * GIB, 0.02),),
+    kernels=812,
+    compile_seconds=3.2,
+    cost_by_path={"Transformer/head": 5e8, "": 3.0},
+)
+HALF = {
+    "memory": 6 * GIB,
+    "matmul_flops": {"bfloat16": 3.9e12, "float32": 1e11},
+    "bytes": 40.0 * GIB,
+    "cycles": 6e8,
+    "compute_seconds": 0.4,
+    "collectives": (Exchange("all-reduce", "bfloat16", 1.0 * GIB, 0.01),),
+}
+UNKNOWN = {"cycles": None, "compute_seconds": None, "collectives": ()}
 
 
 def buffer(size: int = 3 * GIB, **changes: Any) -> Buffer:
-    fields = {
-        "bytes": size,
-        "dtype": "float32",
-        "shape": (8, 2048, 50257),
-        "kind": "temporary",
-        "path": "Transformer/head",
-        "operation": "dot_general",
-        "source": "train.py:41 (loss_fn)",
-    }
-    return Buffer(**(fields | changes))
+    return dataclasses.replace(BUFFER, bytes=size, **changes)
 
 
 def cost(name: str = "float32", **changes: Any) -> PolicyCost:
     """Returns a row that fits, with cycles and one exchange."""
-    fields = {
-        "name": name,
-        "policy": name,
-        "route": "scope",
-        "memory": 12 * GIB,
-        "capacity": 16 * GIB,
-        "arguments": 6 * GIB,
-        "temporaries": 5 * GIB,
-        "outputs": GIB,
-        "code": 2**20,
-        "flops": {"float32": 4.2e12},
-        "matmul_flops": {"float32": 4e12},
-        "bytes": 80.0 * GIB,
-        "cycles": 1.2e9,
-        "compute_seconds": 0.8,
-        "collectives": (Exchange("all-reduce", "float32", 2.0 * GIB, 0.02),),
-        "kernels": 812,
-        "uncounted": (),
-        "buffers": (),
-        "compile_seconds": 3.2,
-        "cost_by_path": {"Transformer/head": 5e8, "": 3.0},
-    }
-    return PolicyCost(**(fields | changes))
-
-
-def estimate_of(*rows: PolicyCost, **changes: Any) -> Estimate:
-    fields = {
-        "name": "train.py:example",
-        "target": "v5e:4x4",
-        "devices": 16,
-        "mesh": {"data": 4, "model": 4},
-        "capacity": 16 * GIB,
-        "clock": 1.5e9,
-        "timing": "the compiler's cycles",
-        "source": "Google Cloud, TPU v5e: system architecture",
-        "compiler": "jax 0.10.2, libtpu 0.0.17",
-        "rows": rows,
-    }
-    return Estimate(**(fields | changes))
+    return dataclasses.replace(COST, name=name, **({"policy": name} | changes))
 
 
 def half(**changes: Any) -> PolicyCost:
     """Returns a row that costs half as much."""
-    fields: dict[str, Any] = {
-        "memory": 6 * GIB,
-        "matmul_flops": {"bfloat16": 3.9e12, "float32": 1e11},
-        "bytes": 40.0 * GIB,
-        "cycles": 6e8,
-        "compute_seconds": 0.4,
-        "collectives": (Exchange("all-reduce", "bfloat16", 1.0 * GIB, 0.01),),
-    }
-    return cost("mixed_bfloat16", **(fields | changes))
+    return cost("mixed_bfloat16", **(HALF | changes))
 
 
-def lacking(**changes: Any) -> PolicyCost:
+def lacking(name: str = "float64", **changes: Any) -> PolicyCost:
     """Returns a row that lacks 4 GiB."""
-    fields: dict[str, Any] = {
-        "memory": 20 * GIB,
-        "buffers": (
-            buffer(),
-            buffer(GIB, kind="argument", operation="", source="", path="args[0]"),
-        ),
-    }
-    return cost(**({"name": "float64"} | fields | changes))
+    argument = buffer(GIB, kind="argument", operation="", source="", path="args[0]")
+    return cost(name, **({"memory": 20 * GIB, "buffers": (buffer(), argument)} | changes))
 
 
-def not_compiled(**changes: Any) -> PolicyCost:
+def not_compiled() -> PolicyCost:
     """Returns a row whose program the compiler gave up, without saying what it needs."""
-    fields: dict[str, Any] = {
-        "memory": 0,
-        "arguments": 0,
-        "temporaries": 0,
-        "outputs": 0,
-        "code": 0,
-        "bytes": None,
-        "cycles": None,
-        "compute_seconds": None,
-        "collectives": (),
-        "kernels": None,
-        "is_exhausted": True,
-    }
-    return cost("given up", **(fields | changes))
+    parts = dict.fromkeys(("memory", "arguments", "temporaries", "outputs", "code"), 0)
+    return cost("given up", **parts, **UNKNOWN, bytes=None, kernels=None, is_exhausted=True)
+
+
+def estimate_of(*rows: PolicyCost, **changes: Any) -> Estimate:
+    found = Estimate(
+        name="train.py:example",
+        target="v5e:4x4",
+        devices=16,
+        mesh={"data": 4, "model": 4},
+        capacity=16 * GIB,
+        clock=1.5e9,
+        timing="the compiler's cycles",
+        source="Google Cloud, TPU v5e: system architecture",
+        compiler="jax 0.10.2, libtpu 0.0.17",
+        rows=rows,
+    )
+    return dataclasses.replace(found, **changes)
 
 
 def on_one_gpu() -> Estimate:
     """Returns an estimate without cycles, exchanges, a known capacity and known seconds."""
-    bare = {
-        "capacity": 0,
-        "cycles": None,
-        "compute_seconds": None,
-        "collectives": (),
-        "cost_by_path": {},
-    }
-    return estimate_of(
-        cost(**bare),
-        half(**bare),
-        target="h100",
-        devices=1,
-        mesh={},
-        capacity=0,
-        clock=0.0,
-        timing="",
-        source="",
-        compiler="",
-    )
+    bare = {"capacity": 0, "cost_by_path": {}, **UNKNOWN}
+    absent = {"capacity": 0, "clock": 0.0, "timing": "", "source": "", "compiler": ""}
+    rows = cost(**bare), half(**bare)
+    return estimate_of(*rows, target="h100", devices=1, mesh={}, **absent)
 
 
 def hostile() -> Estimate:

@@ -7,18 +7,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import ShapeDtypeStruct, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
 from policy.inspect.estimate.chips import compute_seconds, kernel_time
-from policy.inspect.hlo.costs import Costs, costs_of
+from policy.inspect.estimate.costing import compiled_step
+from policy.inspect.hlo.costs import Costs, costs_of, turns
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.provenance import by_spelled_path
+from policy.inspect.hlo.text import parse
 from tests.benchmarks.accelerators import target
 
 pytestmark = pytest.mark.slow
 NAMES = ("cpu", "h100", "v5e:1x1")
+F32 = jnp.float32
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +31,20 @@ def without_a_cache_of_programs():
         yield
 
 
+def compiled(name, function, *arguments, **options) -> str:
+    traced = jax.jit(function).trace(*arguments)
+    lowered = traced.lower(lowering_platforms=(target(name).platform,))
+    return lowered.compile(compiler_options=options or None).as_text() or ""
+
+
 def costs(name, function, *arguments, **options) -> Costs:
-    on = target(name)
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(on.platform,))
-    text = lowered.compile(compiler_options=options or None).as_text()
-    return costs_of(text or "", kernel_time(on.chip))
+    text = compiled(name, function, *arguments, **options)
+    return costs_of(text, kernel_time(target(name).chip))
 
 
 def on_first(name, arguments):
     sharding = jax.sharding.SingleDeviceSharding(target(name).devices[0])
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments]
+    return [ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments]
 
 
 def block(x, w):
@@ -62,13 +69,12 @@ def net(w, x, kernel):
                 padding="VALID",
                 dimension_numbers=("NHWC", "HWIO", "NHWC"),
             )
-    return jnp.sum(jnp.square(y.astype(jnp.float32)))
+    return jnp.sum(jnp.square(y.astype(F32)))
 
 
 STEP = jax.grad(net, (0, 1, 2))
 ARGUMENTS = [
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    for shape in ((3, 128, 128), (128, 128), (2, 2, 128, 64))
+    ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 128, 128), (128, 128), (2, 2, 128, 64))
 ]
 
 
@@ -95,7 +101,7 @@ def test_cublass_matmuls_count_as_tritons_do():
 @pytest.mark.parametrize("precision", ["default", "highest"])
 def test_a_float32_matmul_of_highest_precision_takes_longer_on_a_gpu(precision):
     size = 4096
-    square = on_first("h100", [jax.ShapeDtypeStruct((size, size), jnp.float32)] * 2)
+    square = on_first("h100", [ShapeDtypeStruct((size, size), F32)] * 2)
     found = costs("h100", functools.partial(jnp.matmul, precision=precision), *square)
     key, peak = {"default": ("float32", 494.75e12), "highest": ("float32, highest", 67e12)}[
         precision
@@ -109,11 +115,11 @@ def test_a_scanned_and_sharded_models_exchanges_count_each_turn(name, dtype):
     on, turns, width = target(name), 5, 1024
     mesh, devices = on.mesh(), on.devices.size
     over = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
-    w = jax.ShapeDtypeStruct((turns, width, width), dtype, sharding=over(None, "data"))
-    x = jax.ShapeDtypeStruct((devices * width, width), dtype, sharding=over("data"))
+    w = ShapeDtypeStruct((turns, width, width), dtype, sharding=over(None, "data"))
+    x = ShapeDtypeStruct((devices * width, width), dtype, sharding=over("data"))
 
     def step(w, x):
-        loss = lambda w: jnp.sum(lax.scan(block, x, w)[0].astype(jnp.float32))  # noqa: E731
+        loss = lambda w: jnp.sum(lax.scan(block, x, w)[0].astype(F32))  # noqa: E731
         return lax.with_sharding_constraint(jax.grad(loss)(w), over(None, "data"))
 
     found = costs(name, step, w, x)
@@ -123,3 +129,101 @@ def test_a_scanned_and_sharded_models_exchanges_count_each_turn(name, dtype):
         ("reduce-scatter", short): turns * width**2 * size,
     }
     assert sum(found.flops.values()) == 3 * turns * 2 * width**3
+
+
+# --------------------------------------------------------------------------------------------------
+# Loops
+# --------------------------------------------------------------------------------------------------
+
+CHIPS = ("v5e:1x1", "h100")
+SQUARE = [ShapeDtypeStruct((128, 128), F32), ShapeDtypeStruct((64, 128), F32)]
+
+
+def scanned(steps, w, x):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=steps)[0]
+
+
+def reversed_scan(steps, w, x):
+    inputs = jnp.arange(steps * x.size, dtype=x.dtype).reshape(steps, *x.shape)
+    return lax.scan(lambda c, x: (jnp.tanh(c @ w) + x, c.sum(1)), x, inputs, reverse=True)
+
+
+def nested_scan(steps, w, x):
+    return lax.scan(lambda c, _: (scanned(5, w, c), None), x, None, length=steps)[0]
+
+
+def rematerialised(steps, w, x):
+    body = jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ w) @ w), None))
+    return lax.scan(body, x, None, length=steps)[0]
+
+
+def mapped(steps, w, x):
+    return lax.map(lambda i: jnp.tanh(x @ w) * i, jnp.arange(steps, dtype=x.dtype))
+
+
+def fori(steps, w, x):
+    return lax.fori_loop(3, 3 + steps, lambda i, c: jnp.tanh(c @ w), x)
+
+
+def gradient(function):
+    def loss(steps, w, x):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(function(steps, w, x)))
+
+    return lambda steps, w, x: jax.grad(loss, (1, 2))(steps, w, x)
+
+
+LOOPS = [scanned, reversed_scan, nested_scan, mapped, fori]
+GRADIENTS = [gradient(f) for f in (scanned, reversed_scan, nested_scan, rematerialised, mapped)]
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("function", [*LOOPS, *GRADIENTS])
+def test_a_loop_runs_as_often_as_it_was_told(name, function):
+    text = compiled(name, lambda w, x: function(7, w, x), *on_first(name, SQUARE))
+    found = {turns(i) for i in parse(text).instructions.values() if i.opcode == "while"}
+    assert found in ({7}, {5, 7})
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("function", [scanned, gradient(mapped)])
+def test_what_a_loop_costs_is_proportional_to_its_steps(name, function):
+    few, more, most = (
+        costs(name, lambda w, x, n=n: function(n, w, x), *on_first(name, SQUARE))
+        for n in (7, 14, 28)
+    )
+    # What is outside of the loop cancels in differences.
+    for quantity in ("kernels", "time" if name.startswith("v5e") else "bytes"):
+        first, second, third = (getattr(each, quantity) for each in (few, more, most))
+        assert (third - second) / (second - first) == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_a_large_matmuls_cycles_are_the_published_peaks(name):
+    chip = target(name).chip
+    square = ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    found = costs(name, jnp.matmul, *on_first(name, [square, square]))
+    at_the_peak = 2 * 4096**3 / chip.peak("bfloat16")
+    assert at_the_peak <= found.time / chip.clock < 1.4 * at_the_peak
+
+
+# --------------------------------------------------------------------------------------------------
+# Cycles in estimates
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_compiled_program_has_the_compilers_cycles():
+    """The text that XLA writes into its dump has none, and each kernel would be at its roofline."""
+    chip = target("v5e:1x1")
+    arrays = on_first("v5e:1x1", [ShapeDtypeStruct((256, 256), F32)] * 2)
+    lowered = jax.jit(jnp.dot).trace(*arrays).lower(lowering_platforms=("tpu",))
+    assert '"estimated_cycles":' in compiled_step(lowered, chip, ("x", "y")).text
+
+
+def test_a_program_that_is_too_large_has_no_cycles_bytes_and_kernels():
+    """Its text is not the final one: costs of it were below what its matmuls take at the peak."""
+    array = ShapeDtypeStruct((3 * 2**20, 1024), F32)
+    found = policy.estimate(jnp.tanh, array, policies=["float32"], on=target("v5e:1x1"))
+    row = found["float32"]
+    assert row.is_exhausted and row.memory > row.capacity
+    assert (row.cycles, row.seconds, row.bytes, row.kernels) == (None, None, None, None)
+    assert "lacks" in str(found)
