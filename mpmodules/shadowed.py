@@ -59,7 +59,7 @@ def _is_ours(found: Path) -> bool:
     source = found / "__init__.py"
     if not source.is_file():  # in an archive, or without sources: what lies beside us is ours
         return found.parent == Path(__file__).resolve().parents[1]
-    return "from policy.core.policy_warnings import " in source.read_text(
+    return "from policy.core.messages import " in source.read_text(
         encoding="utf-8", errors="replace"
     )
 

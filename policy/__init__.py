@@ -10,10 +10,19 @@ from policy._version import __version__ as __version__
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.report import Audit, Finding
 from policy.autocasting.transform import autocast
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 from policy.inspect.compare.compare import compare
 from policy.inspect.compare.comparison import Comparison
-from policy.core.dtypes_in_force import compute_dtype, output_dtype, param_dtype, reduction_dtype
+from policy.core.scope import (
+    compute_dtype,
+    current_policy,
+    full_precision,
+    output_dtype,
+    param_dtype,
+    reduction_dtype,
+    set_policy,
+    use_policy,
+)
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
@@ -21,16 +30,13 @@ from policy.grads.finiteness import all_finite, select_tree
 from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from policy.grads.scaled_gradients import ScaledGradients
 from policy.grads.value_and_grad import grad, value_and_grad
-from policy.core.islands import full_precision
-from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.dtypes import ScaledMatmul, cast_to_full, cast_to_half, half_dtype
 from policy.optim.master_weights import master_params
 from policy.optim.state import MixedPrecisionState, loss_scale_of
 from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precision
-from policy.core.dtype_names import cast_to_full, cast_to_half, half_dtype
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import DtypePolicyWarning
+from policy.core.messages import DtypePolicyWarning
 from policy.core.rules import PolicyRules
-from policy.core.scope import current_policy, set_policy, use_policy
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 

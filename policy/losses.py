@@ -5,20 +5,18 @@ is recomputed from them in the backward pass. Results are in reduction_dtype: fl
 policy except float64's.
 """
 
-from policy.functions.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from policy.functions.cross_entropy import (
-    softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
+from policy.functions.linear_cross_entropy import linear_softmax_cross_entropy
+from policy.functions.losses import (
+    cosine_distance,
+    cosine_similarity,
+    ctc_loss,
+    kl_divergence,
+    kl_divergence_with_log_targets,
+    sigmoid_binary_cross_entropy,
+    softmax_cross_entropy,
+    softmax_cross_entropy_with_integer_labels,
+    squared_error,
 )
-from policy.functions.linear_cross_entropy import (
-    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
-)
-from policy.functions.losses import cosine_distance as cosine_distance
-from policy.functions.losses import cosine_similarity as cosine_similarity
-from policy.functions.losses import ctc_loss as ctc_loss
-from policy.functions.losses import kl_divergence as kl_divergence
-from policy.functions.losses import kl_divergence_with_log_targets as kl_divergence_with_log_targets
-from policy.functions.losses import sigmoid_binary_cross_entropy as sigmoid_binary_cross_entropy
-from policy.functions.losses import squared_error as squared_error
 
 __all__ = [
     "cosine_distance",

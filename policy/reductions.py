@@ -7,41 +7,8 @@ copy. Everything else is rematerialised (`policy.functions.checkpointing`), and 
 its readers. In float32 and wider each function is JAX's own.
 """
 
-from policy.functions.accumulators import einsum as einsum
-from policy.functions.softmaxes import log_sigmoid as log_sigmoid
-from policy.functions.softmaxes import log_softmax as log_softmax
-from policy.functions.softmaxes import logsumexp as logsumexp
-from policy.functions.softmaxes import softmax as softmax
-from policy.functions.softmaxes import softplus as softplus
-from policy.functions.statistics import cumprod as cumprod
-from policy.functions.statistics import cumsum as cumsum
-from policy.functions.statistics import global_norm as global_norm
-from policy.functions.statistics import mean as mean
-from policy.functions.statistics import segment_sum as segment_sum
-from policy.functions.statistics import standardize as standardize
-from policy.functions.statistics import std as std
-from policy.functions.statistics import var as var
-from policy.functions.widening import in_reduction_dtype as in_reduction_dtype
-from policy.functions.widening import reduction_dtype_of as reduction_dtype_of
-
-__all__ = [
-    "cumprod",
-    "cumsum",
-    "einsum",
-    "global_norm",
-    "in_reduction_dtype",
-    "log_sigmoid",
-    "log_softmax",
-    "logsumexp",
-    "mean",
-    "reduction_dtype_of",
-    "segment_sum",
-    "softmax",
-    "softplus",
-    "standardize",
-    "std",
-    "var",
-]
+from policy.functions.reductions import *  # noqa: F403
+from policy.functions.reductions import __all__ as __all__
 
 
 def __dir__() -> list[str]:

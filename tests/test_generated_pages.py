@@ -46,9 +46,7 @@ PAGES = {
         "Compiled on an x86 Linux machine",
     ),
     "performance.md": Page(
-        performance.page,
-        "python -m benchmarks.performance",
-        "run on an x86 machine with two cores",
+        performance.page, "python -m benchmarks.performance", "run on an x86 machine with two cores"
     ),
     "gallery.md": Page(
         lambda: gallery.page(json.loads(gallery.STORED.read_text("utf-8"))),

@@ -30,8 +30,8 @@ from benchmarks.accel.report import rows_of
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
 from mpmodules.functions.functional import add_bias, trailing
-from policy.functions.accumulators import accumulating
-from policy.functions.materialize import materialized
+from policy.functions.checkpointing import materialized
+from policy.functions.reductions import accumulating
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "h100")
 OTHERS = ("v5p:1x1x1", "tpu7x:1x1x1", "a100", "b200")

@@ -25,7 +25,7 @@ from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.targets import Target, chosen
 from benchmarks.table import Row, run
 from mpmodules import linen
-from policy.core.policy_warnings import DtypePolicyWarning
+from policy.core.messages import DtypePolicyWarning
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "tpu7x:1x1x1", "h100")
 OTHERS = ("v5p:1x1x1", "b200")

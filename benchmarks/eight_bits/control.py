@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.core.matmul_dtypes import INT8
-from policy.eight_bits import scaled_matmul
-from policy.eight_bits.scaled_matmul import Quantised
+from policy.core.dtypes import INT8
+from policy.eight_bits import quantisation
+from policy.eight_bits.quantisation import Quantised
 
 
 def quantise(
     x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
 ) -> Quantised:
-    """Acts as `policy.eight_bits.scaled_matmul.quantise` where every scale is 1."""
+    """Acts as `policy.eight_bits.quantisation.quantise` where every scale is 1."""
     shared = tuple(range(x.ndim)) if scaling == "tensor" else tuple(axes)
     wide = x.astype(jnp.float32)
     if dtype == INT8:
@@ -37,9 +37,9 @@ def without_scales() -> Iterator[None]:
     All else of their programs is the same. What was traced before the block keeps its scales, so
     that functions under `jax.jit` should be new ones.
     """
-    scaled = scaled_matmul.quantise
-    scaled_matmul.quantise = quantise
+    scaled = quantisation.quantise
+    quantisation.quantise = quantise
     try:
         yield
     finally:
-        scaled_matmul.quantise = scaled
+        quantisation.quantise = scaled

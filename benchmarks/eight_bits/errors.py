@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.eight_bits.report import Table
-from policy.core.matmul_dtypes import scaled_matmul_of
+from policy.core.dtypes import scaled_matmul_of
 from policy.eight_bits.scaled_matmul import scaled_dot_general
 
 SIZE = 512

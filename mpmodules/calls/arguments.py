@@ -16,9 +16,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from mpmodules.calls.classes import package_of
-from policy.core.callables import shown
+from policy.core.messages import shown, warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import warn_once
 from policy.core.rules import PolicyRules
 from policy.core.scope import RulesLike, computes_in_half, require_usable
 

@@ -23,9 +23,9 @@ import policy as policy_package
 from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference
 from mpmodules.functions.promotion import mixing_allowed
 from policy.autocasting import own_code
-from policy.core.casting import cast_array, is_floating
+from policy.core.arrays import cast_array, is_floating
+from policy.core.messages import warn_once
 from policy.core.policy import Policy
-from policy.core.policy_warnings import warn_once
 from policy.core.scope import Scope, Source, computes_in_half, current_scope, enter, multiplying
 from policy.programs import marks
 

@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from mpmodules.functions import functional
 from policy.core.scope import current_policy
-from policy.functions import softmaxes, statistics
-from policy.functions.softmaxes import log_sigmoid as log_sigmoid
-from policy.functions.softmaxes import log_softmax as log_softmax
-from policy.functions.softmaxes import softmax as softmax
-from policy.functions.softmaxes import softplus as softplus
-from policy.functions.widening import Axis, in_reduction_dtype
+from policy.functions import reductions
+from policy.functions.reductions import Axis, in_reduction_dtype
+from policy.functions.reductions import log_sigmoid as log_sigmoid
+from policy.functions.reductions import log_softmax as log_softmax
+from policy.functions.reductions import softmax as softmax
+from policy.functions.reductions import softplus as softplus
 
 
 def logsumexp(
@@ -39,7 +39,7 @@ def logsumexp(
       >>> linen.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
       Array(17.55, dtype=float16)
     """
-    return softmaxes.logsumexp(a, axis, b, keepdims, return_sign, where)
+    return reductions.logsumexp(a, axis, b, keepdims, return_sign, where)
 
 
 def standardize(
@@ -72,7 +72,7 @@ def standardize(
     if algorithm is None and (
         current_policy() is not None or any(functional.is_half(dtype) for dtype in dtypes)
     ):
-        return statistics.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
+        return reductions.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
 
     def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
         chosen = {} if algorithm is None else {"algorithm": algorithm}

@@ -21,8 +21,8 @@ from jax.typing import ArrayLike, DTypeLike
 from mpmodules.functions.functional import complex_input, is_wider
 from mpmodules.functions.promotion import mixing_allowed
 from policy.core.scope import current_policy
-from policy.functions.accumulators import accumulating
 from policy.functions.checkpointing import cached_inline_jit, is_hashable, keeping_inputs_once
+from policy.functions.reductions import accumulating
 
 Array = jax.Array
 

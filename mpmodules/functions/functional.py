@@ -13,8 +13,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from policy.functions.checkpointing import cached_inline_jit
-from policy.functions.materialize import materialized
+from policy.functions.checkpointing import cached_inline_jit, materialized
 
 Array = jax.Array
 

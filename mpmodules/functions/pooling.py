@@ -19,7 +19,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from mpmodules.functions.promotion import mixing_allowed
-from policy.functions.widening import in_reduction_dtype, reduction_dtype_of
+from policy.core.scope import reduction_dtype_of
+from policy.functions.reductions import in_reduction_dtype
 
 Padding = str | Sequence[tuple[int, int]]
 

@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
+from policy.core.dtypes import ScaledMatmul
 from policy.eight_bits import scaled_convolution, scaled_matmul
-from policy.eight_bits.scaled_matmul import ScaledMatmul
-from policy.functions.accumulators import accumulating
+from policy.functions.reductions import accumulating
 
 Array = jax.Array
 

@@ -33,8 +33,7 @@ from mpmodules.linen._resolution import (
 )
 from mpmodules.tracing.linen_pure_calls import put_back_for_layer, states_made_in_float32
 from policy.core.policy import Policy
-from policy.core.precedence import Effective
-from policy.core.requested_dtypes import note_obeyed
+from policy.core.precedence import Effective, note_obeyed
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs.paths import joined
 from policy.programs.thread import thread

@@ -23,7 +23,10 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.linen._resolution import effective_policy, where
 from mpmodules.tracing.linen_pure_calls import Method, lifted, made_as_stored
-from policy.core.casting import cast_floating, is_floating
+from policy.core.arrays import (
+    cast_floating,
+    is_floating,
+)
 from policy.core.precedence import Effective
 from policy.core.scope import current_scope, enter, multiplying
 

@@ -29,7 +29,7 @@ from mpmodules.linen._call import (
 )
 from mpmodules.linen._own_code import FLAX_STATE, call_traced, own_params, wrapped_once
 from mpmodules.linen._summary import tabulate_method
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import RulesLike, Scope, Source, current_scope, enter
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.tracing.names import model_name
+from policy.core.messages import warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import warn_once
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import PolicyRules, pattern_text
 from policy.core.scope import NO_SOURCE, Scope, Source, current_scope, require_usable

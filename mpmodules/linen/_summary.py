@@ -23,7 +23,7 @@ from mpmodules.calls.summary import (
     with_signature_of,
 )
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
-from policy.core.policy_warnings import DtypePolicyWarning
+from policy.core.messages import DtypePolicyWarning
 from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
 

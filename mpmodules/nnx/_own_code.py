@@ -18,7 +18,7 @@ from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import layer_class
 from mpmodules.nnx._resolution import warn_of_scope
 from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 

@@ -18,7 +18,7 @@ from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import as_instance_of, carried, hold_policy, is_complex, of_rule
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import PolicyRules

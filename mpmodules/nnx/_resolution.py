@@ -16,8 +16,8 @@ from mpmodules.calls.boundary import LayerCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import is_ours
 from mpmodules.layers.initializers import half_safe_inits
+from policy.core.messages import warn_once
 from policy.core.policy import Policy
-from policy.core.policy_warnings import warn_once
 from policy.core.precedence import Effective, with_explicit_dtypes
 from policy.core.rules import Pattern, PolicyRules, pattern_text
 from policy.core.scope import NO_SOURCE, Scope, Source, require_usable

@@ -19,7 +19,7 @@ from policy.autocasting.values import (
     bound_as_traced,
     cast,
 )
-from policy.core.precision import canonical_precision
+from policy.core.dtypes import canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul
 from policy.programs.dtypes import is_floating_dtype
 from policy.programs.jaxprs import Equation

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from policy.core.policy_warnings import warn_once
-from policy.core.trees import nnx_files
+from policy.core.arrays import nnx_files
+from policy.core.messages import warn_once
 from policy.optim.state import MixedPrecisionState
 
 ParamsArgument = int | str | Sequence[int | str] | Callable[[Any], bool] | None

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.dtypes import HIGHEST, ScaledMatmul
 from policy.core.policy import Policy
-from policy.core.precision import HIGHEST
-from policy.core.requested_dtypes import note_obeyed
+from policy.core.precedence import note_obeyed
 from policy.core.rules import PolicyRules
 from policy.core.scope import computes_in_half, in_island, precision_within
 from policy.programs import marks

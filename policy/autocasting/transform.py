@@ -28,9 +28,8 @@ from policy.autocasting.parameters import (
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
-from policy.core.callables import require_function
+from policy.core.messages import require_function, warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import warn_once
 from policy.core.rules import PolicyRules, pattern_text
 from policy.core.scope import RulesLike, current_scope, require_usable
 from policy.programs.dtypes import F32, is_floating_dtype

@@ -1,132 +1,18 @@
-"""The call that a command is about: options, and arguments written as text."""
+"""Values of options, written as text: arguments, meshes, shardings and rows of an estimate."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from policy.command_line.target import CommandError, prefixed_errors
-from policy.core.policy import Policy
-from policy.core.rules import PolicyRules
+from policy.inspect.estimate.estimate import DEFAULT
 from policy.inspect.traced.call import checked_policy
-
-Option = dict[str, Any]  # keyword arguments of `add_argument`
-
-
-def option(metavar: str, text: str, **more: Any) -> Option:
-    """Returns an option that takes a value."""
-    return {"metavar": metavar, "help": text, **more}
-
-
-def repeatable(metavar: str, text: str) -> Option:
-    """Returns an option that may be given several times."""
-    return option(metavar, text, action="append", default=[])
-
-
-def switch(text: str) -> Option:
-    """Returns an option without a value."""
-    return {"help": text, "action": "store_true"}
-
-
-_CALL = {
-    "--arg": repeatable(
-        "ARG",
-        "an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or "
-        "a list, tuple or dict of these; repeat it for each argument",
-    ),
-    "--backward": switch("include the gradients"),
-    "--params": repeatable(
-        "ARGUMENT", "an argument to differentiate with --backward, by position or name; repeatable"
-    ),
-}
-POLICY = {"--policy": option("TEXT", "the policy to run under, such as mixed_bfloat16")}
-RULES = {
-    "--rule": repeatable(
-        "PATH=TEXT",
-        "the policy of a module path, beside the call's own, such as head=f32; repeatable",
-    )
-}
-REPORTS = {
-    f"--{name}": option("FILE", f"write the report as {kind}; - for standard output")
-    for name, kind in (("html", "one HTML page"), ("json", "JSON"))
-}
-
-
-def add_command(
-    commands: Any,
-    name: str,
-    text: str,
-    description: str | None,
-    options: dict[str, Option],
-    run: Callable[[argparse.Namespace], int],
-    epilog: str | None = None,
-) -> None:
-    """Adds a command about a call to a parser's commands.
-
-    Args:
-      commands: of the parser.
-      name, text: the command, and a line about it.
-      description, epilog: its help, before and after the options.
-      options: by their flags, beside those of the call.
-      run: runs it, and returns the exit status.
-    """
-    command = commands.add_parser(
-        name,
-        help=text,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument(
-        "target",
-        metavar="module:function",
-        help="the name of a module or a .py file, and the name of a function in it",
-    )
-    for flag, given in {**_CALL, **options}.items():
-        command.add_argument(flag, **given)
-    command.set_defaults(run=run)
-
-
-def params_of(options: argparse.Namespace) -> list[int | str] | None:
-    """Returns the arguments that --params names.
-
-    Raises:
-      CommandError: it is given without --backward.
-    """
-    if options.params and not options.backward:
-        raise CommandError("--params selects the arguments to differentiate: give --backward too.")
-    return [int(name) if name.isdecimal() else name for name in options.params] or None
-
-
-def policy_of(options: argparse.Namespace) -> Policy | None:
-    """Returns the policy that --policy names.
-
-    Raises:
-      CommandError: it is malformed.
-    """
-    with prefixed_errors(f"--policy {options.policy}"):
-        return checked_policy(options.policy)
-
-
-def rules_of(options: argparse.Namespace) -> PolicyRules | None:
-    """Returns the rules that --rule gives.
-
-    Raises:
-      CommandError: one is malformed.
-    """
-    with prefixed_errors("--rule"):
-        return PolicyRules.from_texts(options.rule) if options.rule else None
-
-
-# --------------------------------------------------------------------------------------------------
-# Arguments
-# --------------------------------------------------------------------------------------------------
 
 _SHORT = {"bf16": "bfloat16", "bool": "bool", "pred": "bool"}
 _PREFIXES = {"f": "float", "i": "int", "s": "int", "u": "uint", "c": "complex"}
@@ -188,3 +74,159 @@ def _array(name: str, sizes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
             f"ask for {held.name}."
         )
     return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# The mesh, the shardings and the donated arguments of an estimate
+# --------------------------------------------------------------------------------------------------
+
+
+def mesh_sizes(text: str | None) -> dict[str, int] | None:
+    """Returns the axes of a mesh from ``data=16,model=16``.
+
+    >>> mesh_sizes("data=16,model=16")
+    {'data': 16, 'model': 16}
+
+    Raises:
+      CommandError: the text has another form.
+    """
+    if text is None:
+        return None
+    pairs = [part.strip().split("=", 1) for part in text.split(",")]
+    for name, *size in pairs:
+        if not name.isidentifier() or not re.fullmatch(r"[1-9]\d*", "".join(size), re.ASCII):
+            raise CommandError(
+                f"--mesh {text!r} should be axes and their sizes, as in data=16,model=16."
+            )
+    return {name: int(size) for name, size in pairs}
+
+
+def shardings_of(texts: list[str]) -> dict[int, PartitionSpec] | None:
+    """Returns the specs of arguments, by position, from texts such as ``2=data+fsdp,None``.
+
+    >>> tuple(shardings_of(["2=data+fsdp,None"])[2])
+    (('data', 'fsdp'), None)
+
+    Raises:
+      CommandError: a text has another form, or two are about one argument.
+    """
+    found: dict[int, PartitionSpec] = {}
+    for text in texts:
+        position, equals, axes = text.partition("=")
+        if not equals or not re.fullmatch(r"\s*\d+\s*", position, re.ASCII):
+            raise CommandError(
+                f"--shard {text!r} should be an argument's position and axes of the mesh, as in "
+                "0=data or 2=data,None."
+            )
+        if int(position) in found:
+            raise CommandError(f"--shard is given twice for the argument {int(position)}.")
+        parts = [tuple(axis.strip() for axis in part.split("+")) for part in axes.split(",")]
+        entries = [None if part == ("None",) else part for part in parts]
+        found[int(position)] = PartitionSpec(*entries)
+    return found or None
+
+
+def positions_of(text: str | None) -> tuple[int, ...] | None:
+    """Returns positions of arguments from ``0,1``.
+
+    >>> positions_of("0,1")
+    (0, 1)
+
+    Raises:
+      CommandError: the text has another form.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text, re.ASCII):
+        raise CommandError(f"--donate {text!r} should be positions of arguments, as in 0,1.")
+    return tuple(int(part) for part in text.split(","))
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of an estimate
+# --------------------------------------------------------------------------------------------------
+
+NamedRows = dict[str, tuple[str, dict[str, Any]]]  # a policy's text and options by name
+
+_OPTION = re.compile(r"\s+(?=[A-Za-z_]\w*=)")
+_FIELD = re.compile(r"(params|compute|output|reduction|matmul|inputs|[pcorm])=")
+
+
+def rows_to_estimate(policies: str | None, rows: list[str]) -> NamedRows:
+    """Returns rows by name, each a policy's text and its options, from --policies and --row.
+
+    >>> rows_to_estimate("f32,p=f32,c=bf16", ["low=bf16 moments='int8' steps=2 mode=auto"])
+    {'f32': ('f32', {}),
+     'p=f32,c=bf16': ('p=f32,c=bf16', {}),
+     'low': ('bf16', {'moments': 'int8', 'steps': 2, 'mode': 'auto'})}
+
+    Raises:
+      CommandError: a text is no policy or no row, or two rows have one name.
+    """
+    if policies is None:
+        policies = "" if rows else ",".join(DEFAULT)
+    texts = policies_in(policies)
+    if not texts and not rows:
+        raise CommandError(f"--policies {policies!r} names no policy: give f32,mixed_bfloat16.")
+    given: list[tuple[str, str, dict[str, Any]]] = []
+    for text in texts:
+        with prefixed_errors("--policies"):
+            checked_policy(text)
+        given.append((text, text, {}))
+    given += map(_row, rows)
+    found: NamedRows = {}
+    for name, policy, options in given:
+        if name in found:
+            raise CommandError(f"Two rows are named {name!r}: drop one, or name it by --row.")
+        found[name] = policy, options
+    return found
+
+
+def policies_in(text: str) -> list[str]:
+    """Splits policies at commas; the fields of one, ``p=f32,c=bf16``, stay together.
+
+    A field that repeats begins the next policy.
+    """
+    found: list[str] = []
+    fields: set[str] = set()
+    for part in filter(None, map(str.strip, text.split(","))):
+        field = _FIELD.match(part)
+        name = field[1][0] if field else ""
+        if field and fields and name not in fields:
+            found[-1] += f",{part}"
+            fields.add(name)
+        else:
+            found.append(part)
+            fields = {name} if field else set()
+    return found
+
+
+def _row(text: str) -> tuple[str, str, dict[str, Any]]:
+    """Returns the name, the policy's text and the options of a --row."""
+    name, equals, rest = text.partition("=")
+    policy, *options = _OPTION.split(f" {rest.strip()}".strip()) if rest.strip() else [""]
+    if not equals or not name.strip() or not policy:
+        raise CommandError(
+            f"--row {text!r} should be NAME=POLICY and the example's options, as in "
+            "\"low=bfloat16 moments='int8'\"."
+        )
+    found = dict(_option(option, text) for option in options)
+    if len(found) != len(options):
+        raise CommandError(f"--row {text!r} gives an option twice.")
+    with prefixed_errors(f"--row {text!r}"):
+        checked_policy(policy.strip())
+    return name.strip(), policy.strip(), found
+
+
+def _option(text: str, row: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    value = value.strip()
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if re.fullmatch(r"[\w.:/+-]+", value):
+            return name, value
+        raise CommandError(
+            f"--row {row!r}: the option {name}={value} should be a word or a Python literal, such "
+            "as 3, None, 'int8' or (1, 2)."
+        ) from None

@@ -1,53 +1,51 @@
-"""Audits, suggestions and estimates from the shell.
-
-    python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[32,784] --backward
-    python -m policy audit models/net.py:example --html net.html --fail-on-findings
-    python -m policy audit models/net.py:example --policy mixed_bfloat16 --rule head=f32
-
-The target is a function (or an nnx module) by name, called with one argument for each --arg. A
-target that takes no arguments may return the call to audit: a function and the tuple of its
-arguments, and a dict of keyword arguments if there are any:
-
-    def example():
-        model = Net()
-        x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
-        return model.apply, (jax.eval_shape(model.init, jax.random.key(0), x), x)
-"""
+"""Audits, suggestions and estimates from the shell: ``python -m policy``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import difflib
+import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
 
 from policy.command_line.arguments import (
-    POLICY,
-    REPORTS,
-    RULES,
-    add_command,
-    params_of,
+    mesh_sizes,
     parse_argument,
-    policy_of,
-    repeatable,
-    rules_of,
-    switch,
+    positions_of,
+    rows_to_estimate,
+    shardings_of,
 )
-from policy.command_line.estimation import add_estimate
-from policy.command_line.output import require_outputs, write_report
-from policy.command_line.suggestion import add_suggest
 from policy.command_line.target import (
     CommandError,
     call_of,
     did_you_mean,
+    prefixed_errors,
+    require_arguments,
     running_users_code,
     target_of,
 )
+from policy.core.policy import Policy
+from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.finding_kinds import FINDING_KINDS
 from policy.inspect.audit.render.text import show
 from policy.inspect.audit.report import named
+from policy.inspect.estimate.estimate import estimate
+from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.eight_bits import SMALLEST
+from policy.inspect.suggest.suggest import POINTS, suggest
+from policy.inspect.suggest.target_costs import require_timed
+from policy.inspect.traced.call import checked_policy
 
 _SIGPIPE = 128 + 13  # the exit status of a program that a broken pipe ends
 
@@ -72,31 +70,175 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _SIGPIPE
 
 
+# --------------------------------------------------------------------------------------------------
+# Options, as keyword arguments of `add_argument` by their flags
+# --------------------------------------------------------------------------------------------------
+
+
+def _option(metavar: str, text: str, **more: Any) -> dict[str, Any]:
+    """Returns an option that takes a value."""
+    return {"metavar": metavar, "help": text, **more}
+
+
+def _repeatable(metavar: str, text: str) -> dict[str, Any]:
+    """Returns an option that may be given several times."""
+    return _option(metavar, text, action="append", default=[])
+
+
+def _switch(text: str) -> dict[str, Any]:
+    """Returns an option without a value."""
+    return {"help": text, "action": "store_true"}
+
+
+_CALL = {
+    "--arg": _repeatable(
+        "ARG",
+        "an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or "
+        "a list, tuple or dict of these; repeat it for each argument",
+    ),
+    "--backward": _switch("include the gradients"),
+    "--params": _repeatable(
+        "ARGUMENT", "an argument to differentiate with --backward, by position or name; repeatable"
+    ),
+}
+_POLICY = {"--policy": _option("TEXT", "the policy to run under, such as mixed_bfloat16")}
+_RULES = {
+    "--rule": _repeatable(
+        "PATH=TEXT",
+        "the policy of a module path, beside the call's own, such as head=f32; repeatable",
+    )
+}
+_REPORTS = {
+    "--html": _option("FILE", "write the report as one HTML page; - for standard output"),
+    "--json": _option("FILE", "write the report as JSON; - for standard output"),
+}
+_AUDIT = {
+    **_POLICY,
+    **_RULES,
+    **_REPORTS,
+    "--ignore": _repeatable("KIND", "leave out findings of a kind; repeatable"),
+    "--fail-on-findings": _switch("exit with 1 if there are findings"),
+}
+_SUGGEST = {
+    **_POLICY,
+    "--error": _option("ERROR", "the relative error allowed; optional with --on", type=float),
+    "--matmul": _option("TEXT", "8-bit matmuls to try for layers, such as f8 or i8"),
+    "--smallest": _option(
+        "SIZE",
+        "the smallest contraction and output size for a layer in 8 bits (%(default)s)",
+        type=int,
+        default=SMALLEST,
+    ),
+    "--on": _option("TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100"),
+    "--points": _option(
+        "COUNT",
+        "the largest number of points of the front; each compiles a program (%(default)s)",
+        type=int,
+        default=POINTS,
+    ),
+    "--plot": _option("FILE", "draw the front into a file, with --on (needs matplotlib)"),
+}
+_ESTIMATE = {
+    "--on": _option(
+        "DEVICES",
+        "v5e:4x4, h100, h100:8, my.json:8, cpu or here (%(default)s); or several, separated by "
+        "commas, with a table for each",
+        default="here",
+    ),
+    "--policies": _option(
+        "TEXTS",
+        "a row for each, separated by commas: f32,mixed_bfloat16,p=f32,c=bf16 "
+        "(float32,mixed_bfloat16,bfloat16 if there is no --row)",
+    ),
+    "--row": _repeatable(
+        "NAME=TEXT",
+        "a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
+    ),
+    **_RULES,
+    "--mesh": _option("AXES", "the mesh axes and their sizes, such as data=16,model=16"),
+    "--shard": _repeatable(
+        "ARGUMENT=AXES",
+        "the position of an argument and the mesh axes that its arrays are sharded over: 0=data, "
+        "1=data,None or 2=data+fsdp,model; repeatable",
+    ),
+    "--donate": _option("ARGUMENTS", "positions of donated arguments, such as 0,1"),
+    **_REPORTS,
+    "--plot": _option("FILE", "draw a .png or .svg with matplotlib"),
+    "--fail-on-oom": _switch("exit with 1 if a row does not fit in memory"),
+    "--quiet": _switch("show no progress"),
+}
+
+_COMMANDS = {
+    "audit": "the dtypes that a function runs in, found without running it",
+    "suggest": "rules that keep a function within a given error of float32",
+    "estimate": "memory, traffic and time of a step under policies, on devices you need not have",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m policy", description="Dtype policies for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
     kinds = "\n".join(f"  {kind:25}{text}" for kind, text in FINDING_KINDS.items())
-    add_command(
-        commands,
-        "audit",
-        "the dtypes that a function runs in, found without running it",
-        __doc__,
-        {**POLICY, **RULES, **REPORTS, **_FINDINGS},
-        _audit,
-        f"kinds of findings:\n{kinds}",
-    )
-    add_suggest(commands)
-    add_estimate(commands)
+    for name, run, options in (
+        ("audit", _audit, _AUDIT),
+        ("suggest", _suggest, _SUGGEST),
+        ("estimate", _estimate, _ESTIMATE),
+    ):
+        command = commands.add_parser(
+            name,
+            help=_COMMANDS[name],
+            description=inspect.getdoc(run),
+            epilog=f"kinds of findings:\n{kinds}" if name == "audit" else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument(
+            "target",
+            metavar="module:function",
+            help="the name of a module or a .py file, and the name of a function in it",
+        )
+        for flag, given in (_CALL | options).items():
+            command.add_argument(flag, **given)
+        command.set_defaults(run=run)
     return parser
 
 
-_FINDINGS = {
-    "--ignore": repeatable("KIND", "leave out findings of a kind; repeatable"),
-    "--fail-on-findings": switch("exit with 1 if there are findings"),
-}
+def _params_of(options: argparse.Namespace) -> list[int | str] | None:
+    if options.params and not options.backward:
+        raise CommandError("--params selects the arguments to differentiate: give --backward too.")
+    return [int(name) if name.isdecimal() else name for name in options.params] or None
+
+
+def _policy_of(options: argparse.Namespace) -> Policy | None:
+    with prefixed_errors(f"--policy {options.policy}"):
+        return checked_policy(options.policy)
+
+
+def _rules_of(options: argparse.Namespace) -> PolicyRules | None:
+    with prefixed_errors("--rule"):
+        return PolicyRules.from_texts(options.rule) if options.rule else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The commands; their docstrings are their help
+# --------------------------------------------------------------------------------------------------
 
 
 def _audit(options: argparse.Namespace) -> int:
+    """Audits, suggestions and estimates from the shell.
+
+        python -m policy audit train:loss_fn --arg "{'w': f32[784,10]}" --arg bf16[8,784] --backward
+        python -m policy audit models/net.py:example --html net.html --fail-on-findings
+        python -m policy audit models/net.py:example --policy mixed_bfloat16 --rule head=f32
+
+    The target is a function (or an nnx module) by name, called with one argument for each --arg. A
+    target that takes no arguments may return the call to audit: a function and the tuple of its
+    arguments, and a dict of keyword arguments if there are any:
+
+        def example():
+            model = Net()
+            x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+            return model.apply, (jax.eval_shape(model.init, jax.random.key(0), x), x)
+    """
     for kind in options.ignore:
         if kind not in FINDING_KINDS:
             near = difflib.get_close_matches(kind, FINDING_KINDS, 1)
@@ -104,24 +246,226 @@ def _audit(options: argparse.Namespace) -> int:
                 f"--ignore {kind!r} is not a kind of finding.{did_you_mean(near)} --help lists "
                 "them all."
             )
-    require_outputs(options.html, options.json)
+    _require_outputs(options.html, options.json)
     fn, args, kwargs = call_of(
         target_of(options.target), [parse_argument(text) for text in options.arg], options.target
     )
-    policy, rules = policy_of(options), rules_of(options)
+    policy, rules = _policy_of(options), _rules_of(options)
     if rules is not None and policy is None:
         raise CommandError("--rule makes exceptions to a policy: give --policy too.")
+    asked = {"backward": options.backward, "params": _params_of(options)}
     with running_users_code(f"{options.target} can't be traced"):
-        report = audit(
-            fn,
-            *args,
-            policy=policy,
-            rules=rules,
-            backward=options.backward,
-            params=params_of(options),
-            **kwargs,
-        )
+        report = audit(fn, *args, policy=policy, rules=rules, **asked, **kwargs)
     report = named(report, options.target, without=options.ignore)
     files = {options.html: report.to_html, options.json: report.to_json}
-    write_report(lambda: show(report), files)
+    _write_report(lambda: show(report), files)
     return int(bool(options.fail_on_findings and report.findings))
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    """The command ``suggest``: rules within an error budget, from the shell.
+
+        python -m policy suggest net.py:example --error 0.02 --policy mixed_bfloat16
+        python -m policy suggest net.py:example --error 0.05 --policy mixed_bfloat16 --matmul f8
+        python -m policy suggest net.py:example --policy mixed_bfloat16 --on v5e:1x1
+
+    With --on, cost comes from the compiler of a TPU or GPU, which need not be present. The front of
+    error against cost is printed, with the rules of each point.
+
+    The function runs. Arguments that are shapes are filled with numbers from a normal distribution:
+    give arrays of your own data for figures that hold for it.
+    """
+    if options.plot and options.on is None:
+        raise CommandError("--plot draws a target's front: give --on too, as in --on v5e:1x1.")
+    if options.on is not None:
+        with prefixed_errors("--on"):
+            require_timed(Target(options.on))
+    given = [parse_argument(text) for text in options.arg]
+    fn, args, kwargs = call_of(target_of(options.target), given, options.target)
+    args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
+    policy, params = _policy_of(options), _params_of(options)
+    chosen = ("error", "backward", "matmul", "smallest", "on", "points")
+    asked = {name: getattr(options, name) for name in chosen}
+    with running_users_code(f"{options.target} can't be run"):
+        found = suggest(fn, *args, policy=policy, params=params, **asked, **kwargs)
+    print(found)
+    if options.plot:
+        with prefixed_errors(f"--plot {options.plot}"):
+            found.plot(options.plot)
+    return 0
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _filled(leaf: Any) -> Any:
+    """Returns an array in the place of a shape: normal numbers, ones of integers, or a key."""
+    if not _is_shape(leaf):
+        return leaf
+    key = jax.random.key(0)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, leaf.shape)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
+    return jnp.ones(leaf.shape, leaf.dtype)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    """The command ``estimate``: memory, traffic and time under policies, from the shell.
+
+        python -m policy estimate run.py:example --on v5e:4x4 --policies f32,mixed_bfloat16,bfloat16
+        python -m policy estimate run.py:step --arg f32[4096,4096] --arg bf16[512,4096] --on h100
+        python -m policy estimate run.py:example --on v5e:16x16 --mesh data=16,model=16 \\
+            --row "full=bfloat16 master_weights=full" --row "remainder=bfloat16 moments='int8'"
+
+    The target is compiled from shapes alone, for devices that need not be present: nothing runs. It
+    is a function, called with one argument for each --arg, or an example: a function without
+    required arguments that returns a function and the tuple of its arguments. The example is called
+    under each policy, with a row's options as keyword arguments, and with the mesh if it has a
+    parameter `mesh`.
+    """
+    targets = _targets(options.on)
+    given = {
+        "policies": rows_to_estimate(options.policies, options.row),
+        "rules": _rules_of(options),
+        "mesh": mesh_sizes(options.mesh),
+        "shardings": shardings_of(options.shard),
+        "donate": positions_of(options.donate),
+        "backward": options.backward,
+        "params": _params_of(options),
+    }
+    _require_outputs(options.html, options.json, options.plot, count=len(targets))
+    # JAX traces here, and compiles for elsewhere: it need not look for accelerators.
+    if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
+        jax.config.update("jax_platforms", "cpu")
+    args = tuple(parse_argument(text) for text in options.arg)
+    fn = target_of(options.target)
+    require_arguments(fn, args, options.target, passed=("mesh",))
+    is_lacking = False
+    for i, target in enumerate(targets):
+        failure = f"{options.target} can't be estimated on {target.name}"
+        shown = contextlib.nullcontext() if options.quiet else row_progress(target.name)
+        with running_users_code(failure), shown as progress:
+            found = estimate(fn, *args, on=target, progress=progress, **given)
+        if i:
+            print()
+        found = dataclasses.replace(found, name=options.target)
+        of = "" if len(targets) == 1 else found.target
+        html, json, plot = (_named(file, of) for file in (options.html, options.json, options.plot))
+        _write_report(found.show, {html: found.to_html, json: found.to_json})
+        if plot is not None:
+            with prefixed_errors(f"{options.plot!r} can't be written"):
+                found.plot(plot)
+        is_lacking |= any(row.fits is False for row in found.rows)
+    return int(bool(options.fail_on_oom and is_lacking))
+
+
+def _targets(text: str) -> list[Target]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
+    with prefixed_errors("--on"):
+        return [Target(name) for name in names]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reports and progress
+# --------------------------------------------------------------------------------------------------
+
+
+def _require_outputs(
+    html: str | None, json: str | None, plot: str | None = None, count: int = 1
+) -> None:
+    """Refuses files that could not be written, before there is anything to write.
+
+    Args:
+      html, json, plot: names of files, or "-" for the standard output.
+      count: of the targets that are estimated.
+
+    Raises:
+      CommandError: a folder is not there, a plot has another ending or no matplotlib, or several
+        reports share the standard output.
+    """
+    if html == json == "-":
+        raise CommandError(
+            "--json - and --html - both take the standard output: give one of them a file."
+        )
+    if "-" in (html, json) and count > 1:
+        raise CommandError(
+            f"--json - and --html - print one report, but --on has {count} targets: give a file."
+        )
+    if plot is not None and Path(plot).suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot {plot!r} should end in .png, .svg or .pdf.")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot draws with matplotlib, which is missing: pip install matplotlib")
+    for name in (html, json, plot):
+        if name not in (None, "-") and not Path(name).parent.is_dir():
+            raise CommandError(f"{name} can't be written: there is no folder {Path(name).parent}.")
+
+
+def _write_report(show: Callable[[], None], files: dict[str | None, Callable[[], str]]) -> None:
+    """Writes a report's files, and prints the one of "-", or else shows the report.
+
+    Args:
+      show: prints the report as text.
+      files: the contents by the file's name; None for no file.
+
+    Raises:
+      CommandError: a file can't be written.
+    """
+    if "-" in files:
+        print(files["-"]())
+    else:
+        show()
+    for name, contents in files.items():
+        if name not in (None, "-"):
+            with prefixed_errors(f"{name!r} can't be written"):
+                Path(name).write_text(contents(), encoding="utf-8")
+
+
+def _named(name: str | None, target: str) -> str | None:
+    """Returns the name of a file about one of several targets: ``cost-v5e-4x4.html``."""
+    if name is None or not target:
+        return name
+    words = "".join(c if c.isalnum() else "-" for c in target)
+    return str(Path(name).with_stem(f"{Path(name).stem}-{words}"))
+
+
+@contextlib.contextmanager
+def row_progress(prefix: str, file: TextIO | None = None) -> Iterator[Callable[..., None]]:
+    """Writes a line for each row that is compiled: its name at once, its seconds when it is done.
+
+    It yields the `progress` of `policy.estimate`.
+
+    >>> import sys
+    >>> with row_progress("v5e:4x4", file=sys.stdout) as progress:
+    ...     progress("float32", 0, 2)
+    ...     progress("bfloat16", 1, 2)
+    v5e:4x4 1/2 float32: ... s
+    v5e:4x4 2/2 bfloat16: ... s
+
+    Args:
+      prefix: the beginning of each line.
+      file: the standard error if None.
+    """
+    started: list[float] = []
+
+    def write(text: str) -> None:
+        print(text, end="", file=sys.stderr if file is None else file, flush=True)
+
+    def finish(mark: str = "") -> None:
+        if started:
+            write(f"{time.monotonic() - started.pop():.1f} s{mark}\n")
+
+    def progress(name: str, done: int, total: int) -> None:
+        finish()
+        write(f"{prefix} {done + 1}/{total} {name}: ")
+        started.append(time.monotonic())
+
+    try:
+        yield progress
+    except BaseException:
+        finish(" (failed)")
+        raise
+    finish()

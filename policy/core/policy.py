@@ -10,10 +10,16 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.casting import cast_floating
-from policy.core.dtype_names import dtype_names, dtype_to_names, parse_dtype
-from policy.core.matmul_dtypes import ScaledMatmul, scaled_matmul_of
-from policy.core.precision import is_algorithm, precision_named
+from policy.core.arrays import cast_floating
+from policy.core.dtypes import (
+    ScaledMatmul,
+    dtype_names,
+    dtype_to_names,
+    is_algorithm,
+    parse_dtype,
+    precision_named,
+    scaled_matmul_of,
+)
 
 T = TypeVar("T")
 
@@ -26,22 +32,17 @@ _MIXED = {
 _INSIDE = ("f32_inside", "float32_inside")
 # the output dtype of a policy that hands on the compute_dtype of the code around it
 CALLER = "caller"
-_KEYS = {
-    "p": "param_dtype",
+_FIELDS = {
     "params": "param_dtype",
-    "c": "compute_dtype",
     "compute": "compute_dtype",
-    "o": "output_dtype",
     "output": "output_dtype",
-    "r": "reduction_dtype",
     "reduction": "reduction_dtype",
-    "m": "matmul",
     "matmul": "matmul",
-    "x": "precision",
     "precision": "precision",
     "inputs": "cast_inputs",
 }
-_SHORT = {"precision": "x", "inputs": "inputs"}  # of other keys, the first letter
+_SHORT = {key: key[0] for key in _FIELDS} | {"precision": "x", "inputs": "inputs"}
+_KEYS = _FIELDS | {_SHORT[key]: field for key, field in _FIELDS.items()}
 
 
 def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
@@ -100,7 +101,7 @@ class Policy:
         uncast (positions, rotary tables, diffusion times).
       matmul: the 8-bit dtypes of matmuls with weights, and how they are scaled; None for matmuls in
         compute_dtype. A text such as ``f8`` is parsed by
-        `policy.core.matmul_dtypes.scaled_matmul_of`.
+        `policy.core.dtypes.scaled_matmul_of`.
       precision: the precision of matmuls and convolutions: "default", "high", "highest", or the
         name of a `jax.lax.DotAlgorithmPreset` that multiplies `compute_dtype`. None is JAX's
         default, but "highest" for a module in float32 inside a half-precision model: see the page
@@ -251,9 +252,7 @@ class Policy:
         """
         names = {long: short for long, short, *_ in dtype_to_names.values()}
         parts = (part.split("=") for part in str(self).split(","))
-        return ",".join(
-            f"{_SHORT.get(key, key[0])}={names.get(value, value)}" for key, value in parts
-        )
+        return ",".join(f"{_SHORT[key]}={names.get(value, value)}" for key, value in parts)
 
     def __reduce__(self):
         return get_policy, (str(self),)
@@ -261,13 +260,6 @@ class Policy:
 
 def _default_reduction_dtype(compute_dtype: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float32) if compute_dtype.itemsize < 4 else compute_dtype
-
-
-def _hint_of(policy: Any) -> str:
-    """Returns a sentence on a policy of another library, whose text has the same grammar."""
-    if not type(policy).__module__.startswith("jmp."):
-        return ""
-    return f" Of jmp's policy give the text: {str(policy)!r}."
 
 
 def get_policy(policy: Policy | str) -> Policy:
@@ -306,10 +298,11 @@ def get_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
+        is_jmps = type(policy).__module__.startswith("jmp.")  # whose text has the same grammar
+        hint = f" Of jmp's policy give the text: {str(policy)!r}." if is_jmps else ""
         raise TypeError(
             "A policy should be a Policy or its text form such as 'mixed_bfloat16' or "
-            "'p=f32,c=bf16,o=f32', "
-            f"but got {policy!r} of type {type(policy).__name__}.{_hint_of(policy)}"
+            f"'p=f32,c=bf16,o=f32', but got {policy!r} of type {type(policy).__name__}.{hint}"
         )
     text = policy.replace(" ", "")
     if text in _MIXED:

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from policy.core.messages import warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import warn_once
 from policy.programs.paths import folded, joined
 
 # A model's class and a colon, before any group: `Net:encoder/.*`, but not `(?:encoder|decoder)/.*`.
@@ -128,7 +128,7 @@ class PolicyRules:
         return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
 
     def __reduce__(self):
-        return _rebuild, (self.rules, self.strict)
+        return functools.partial(PolicyRules, strict=self.strict), (self.rules,)
 
     @property
     def has_paths(self) -> bool:
@@ -191,14 +191,9 @@ class PolicyRules:
             paths that differ in one number are shown as one, ``layers/0..29/norm``. Never raised if
             `strict` is False.
         """
-        if not self.strict:
-            return
-        seen = {path: _classes(paths[path]) if isinstance(paths, Mapping) else () for path in paths}
-        classes = None
-        if isinstance(paths, Mapping):
-            classes = {cls for group in seen.values() for cls in group}
-        self._require_matches([(path, model) for path in seen], classes)
-        self._warn_of_hidden({(path, model): found for path, found in seen.items()})
+        has_classes = isinstance(paths, Mapping)
+        modules = {(path, model): _classes(paths[path]) if has_classes else () for path in paths}
+        self._check(modules, has_classes)
 
     def check_places(self, places: Iterable[tuple[str, str]]) -> None:
         """Checks path rules as `check` does.
@@ -206,51 +201,36 @@ class PolicyRules:
         Args:
           places: pairs of a module's path and its model's name, "" outside of any model.
         """
-        if self.strict:
-            places = dict.fromkeys(places, ())
-            self._require_matches(list(places), None)
-            self._warn_of_hidden(places)
+        self._check(dict.fromkeys(places, ()), False)
 
-    def _warn_of_hidden(self, modules: Mapping[tuple[str, str], tuple[type, ...]]) -> None:
-        """Warns of each rule that an earlier one hides, by the classes of each path and model."""
-        found: list[tuple[Pattern, Policy, set[tuple[str, str]]]] = []
-        for pattern, policy in self.rules:
-            here = {
-                (path, model)
-                for (path, model), classes in modules.items()
-                if any(matches(pattern, path, cls, model) for cls in classes or (None,))
-            }
-            by = [other for other, held, there in found if here <= there and held != policy]
-            if here and by:
+    def _check(
+        self, modules: Mapping[tuple[str, str], tuple[type, ...]], has_classes: bool
+    ) -> None:
+        """Raises and warns as `check` does, by the classes of each path and model."""
+        if not self.strict:
+            return
+        applied = [(pattern, policy, _matched(pattern, modules)) for pattern, policy in self.rules]
+        unmatched = [
+            pattern
+            for pattern, _, where in applied
+            if not where and (has_classes or isinstance(pattern, str))
+        ]
+        if unmatched:
+            paths = sorted({path for path, _ in modules if path})
+            listed = ", ".join(folded(paths) if len(paths) > _MOST_LISTED else paths)
+            listed = listed or "only the root, whose path is empty"
+            rules = "Rules" if len(unmatched) > 1 else "Rule"
+            raise ValueError(
+                f"{rules} {', '.join(map(pattern_text, unmatched))} matched no module. Modules "
+                f"seen: {listed}.{_without_class(unmatched, modules)}"
+            )
+        for i, (pattern, policy, where) in enumerate(applied):
+            by = [other for other, held, there in applied[:i] if where <= there and held != policy]
+            if where and by:
                 warn_once(
                     f"Rule {pattern_text(pattern)} never applies: rule {pattern_text(by[0])} comes "
                     "first, and matches each module that it matches. Put the narrower rule first."
                 )
-            found.append((pattern, policy, here))
-
-    def _require_matches(
-        self, places: Sequence[tuple[str, str]], classes: Collection[type] | None
-    ) -> None:
-        """Raises if a rule matches none of the modules; without classes only path rules do."""
-        unmatched = [
-            pattern
-            for pattern, _ in self.rules
-            if not (
-                any(matches(pattern, path, model=model) for path, model in places)
-                if isinstance(pattern, str)
-                else classes is None or any(matches(pattern, None, cls) for cls in classes)
-            )
-        ]
-        if unmatched:
-            modules = sorted({path for path, _ in places if path})
-            listed = ", ".join(folded(modules) if len(modules) > _MOST_LISTED else modules)
-            listed = listed or "only the root, whose path is empty"
-            plural = "s" if len(unmatched) > 1 else ""
-            names = ", ".join(map(pattern_text, unmatched))
-            hint = _without_class(unmatched, places)
-            raise ValueError(
-                f"Rule{plural} {names} matched no module. Modules seen: {listed}.{hint}"
-            )
 
 
 # Arguments for rules. A pattern is a text or a class, which is checked when the rules are made; its
@@ -276,14 +256,21 @@ def _divided(text: str) -> tuple[str, str]:
     return text[: places[0]], text[places[0] + 1 :]
 
 
-def _rebuild(rules: tuple[tuple[Pattern, Policy], ...], strict: bool) -> PolicyRules:
-    return PolicyRules(rules, strict=strict)
-
-
 def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
     if classes is None:
         return ()
     return (classes,) if isinstance(classes, type) else tuple(classes)
+
+
+def _matched(
+    pattern: Pattern, modules: Mapping[tuple[str, str], tuple[type, ...]]
+) -> set[tuple[str, str]]:
+    """Returns the modules that a pattern matches, by path and model."""
+    return {
+        (path, model)
+        for (path, model), classes in modules.items()
+        if any(matches(pattern, path, cls, model) for cls in classes or (None,))
+    }
 
 
 def matches(pattern: Pattern, path: str | None, cls: type | None = None, model: str = "") -> bool:

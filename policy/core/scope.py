@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from policy.core.blocks import Block
-from policy.core.casting import require_available
-from policy.core.compat import set_global
-from policy.core.matmul_dtypes import backend, backend_of
+from policy.core.arrays import cast_floating, require_available
+from policy.core.blocks import Block, is_suspended
+from policy.core.dtypes import HIGHEST, backend, backend_of
+from policy.core.messages import require_function
 from policy.core.policy import Policy, get_policy
-from policy.core.precision import HIGHEST
 from policy.core.rules import PolicyRules, RulesLike, as_rules
+from policy.programs.frameworks import is_reference
+from policy.programs.marks import (
+    BOUNDARY,
+    ISLAND,
+    returned,
+)
 from policy.programs.thread import during
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # --------------------------------------------------------------------------------------------------
 # The provenance of policies
@@ -279,11 +290,108 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
         disabled.
     """
     policy, rules = _checked(policy, rules)
-    set_global(_context, Scope(policy, rules))
+    # The method is public since jax 0.10.1; before that it belongs to the wrapped object.
+    context: Any = _context
+    holder = context if hasattr(context, "set_global") else context._obj
+    holder.set_global(Scope(policy, rules))
 
 
 # --------------------------------------------------------------------------------------------------
-# Islands, and what float32 inside of half precision means
+# The dtypes of the policy in force
+# --------------------------------------------------------------------------------------------------
+
+
+def param_dtype() -> np.dtype | None:
+    """Returns the dtype of stored parameters under the policy in force; None without a policy.
+
+    In a method of a linen or nnx module, the policy in force is the one that the module obeys.
+    JAX's functions take None for their default, and Flax's layers take it for "as the inputs are".
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     policy.param_dtype()
+    dtype('float32')
+    >>> policy.param_dtype() is None
+    True
+    """
+    policy = current_policy()
+    return None if policy is None else policy.param_dtype
+
+
+def compute_dtype() -> np.dtype | None:
+    """Returns the dtype of matmuls and activations under the policy in force; None without one.
+
+    Cast a table that was computed in float32 to it, so that the table doesn't widen the activations
+    that it is multiplied with. Inside `full_precision` it is reduction_dtype.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     cos = jnp.cos(jnp.arange(4.0)).astype(policy.compute_dtype())
+    >>> cos.dtype
+    dtype(bfloat16)
+    """
+    policy = current_policy()
+    return None if policy is None else policy.compute_dtype
+
+
+def output_dtype() -> np.dtype | None:
+    """Returns the dtype that the policy in force returns to code outside; None without a policy.
+
+    >>> import policy
+    >>> with policy.use_policy("p=f32,c=bf16,o=bf16"):
+    ...     policy.output_dtype()
+    dtype(bfloat16)
+    """
+    policy = current_policy()
+    return None if policy is None else policy.output_dtype
+
+
+def reduction_dtype() -> np.dtype | None:
+    """Returns the dtype of statistics, softmaxes and sums in force; None without a policy.
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     policy.reduction_dtype()
+    dtype('float32')
+    """
+    policy = current_policy()
+    return None if policy is None else policy.reduction_dtype
+
+
+def reduction_dtype_of(*arrays: ArrayLike) -> np.dtype:
+    """Returns the dtype for a reduction of `arrays`, never narrower than they are.
+
+    It is the policy's reduction_dtype, or float32 without a policy.
+
+    >>> import jax.numpy as jnp
+    >>> from policy import reductions
+    >>> reductions.reduction_dtype_of(jnp.ones(2, jnp.bfloat16))
+    dtype('float32')
+    """
+    policy = current_policy()
+    dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
+    return widest(
+        [
+            dtype,
+            *(
+                jnp.result_type(x)
+                for x in arrays
+                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            ),
+        ]
+    )
+
+
+def widest(dtypes: Sequence[Any]) -> np.dtype:
+    """Returns the dtype that holds the numbers of all."""
+    # a question about dtypes, not a promotion of anyone's arrays
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+# --------------------------------------------------------------------------------------------------
+# Full-precision islands, and what float32 inside of half precision means
 # --------------------------------------------------------------------------------------------------
 
 
@@ -339,3 +447,78 @@ def multiplying(
     if precision is None or precision == config.jax_default_matmul_precision:
         return contextlib.nullcontext()
     return jax.default_matmul_precision(precision)
+
+
+@overload
+def full_precision(fn: F) -> F: ...
+@overload
+def full_precision(fn: None = None) -> _Island: ...
+def full_precision(fn: F | None = None) -> F | _Island:
+    """Opens an island in which compute_dtype is reduction_dtype (float32 in mixed precision).
+
+    ``with full_precision():`` is a block and ``@full_precision`` decorates a function. Inside,
+    modules and their layers compute and return reduction_dtype whatever their own policies are,
+    parameters of users' modules are read in it, `policy.compute_dtype` returns it, and autocast
+    runs operations in float32. An explicit `dtype` argument of a layer still holds.
+
+    A block casts no arrays: operations on half-precision arrays alone stay in half precision unless
+    the code casts to `policy.compute_dtype`. A function is also a boundary: in a module's call
+    under a policy, its floating arguments are cast to reduction_dtype and its floating outputs to
+    the compute_dtype of the surrounding code.
+
+    >>> import policy
+    >>> with policy.use_policy("mixed_bfloat16"):
+    ...     with policy.full_precision():
+    ...         policy.compute_dtype()
+    dtype('float32')
+
+    Args:
+      fn: the function. None returns a block, which can also be used as a decorator without casts.
+
+    Raises:
+      TypeError: `fn` is not a function, or is async or a generator.
+      RuntimeError: a block is entered in an async function.
+    """
+    if fn is None:
+        return _Island()
+    require_function(fn, "full_precision")
+    if is_suspended(fn):
+        raise TypeError(
+            f"full_precision takes a function of arrays, but {fn.__name__} is async or a "
+            "generator: decorate it with @full_precision(), which casts nothing."
+        )
+
+    @functools.wraps(fn)
+    def island(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope.policy is None or not scope.boundary_open:
+            with _Island():
+                return fn(*args, **kwargs)
+        with jax.named_scope(BOUNDARY):
+            args, kwargs = _cast((args, kwargs), scope.policy.reduction_dtype)
+        with _Island():
+            outputs = fn(*args, **kwargs)
+        if scope.traces_own_code:
+            return jax.tree.map(returned, outputs)
+        with jax.named_scope(BOUNDARY):
+            return _cast(outputs, scope.policy.compute_dtype)
+
+    return island  # type: ignore[return-value]
+
+
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
+    return cast_floating(tree, dtype, is_leaf=is_reference)
+
+
+class _Island(Block):
+    """An island as a block."""
+
+    _name = "full_precision"
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        scope = current_scope()
+        policy = in_island(scope.policy)
+        inside = dataclasses.replace(scope, policy=policy, in_full_precision=True)
+        with jax.named_scope(ISLAND), enter(inside), multiplying(policy, scope.policy):
+            yield

@@ -1,20 +1,38 @@
-"""Arrays in 8 bits with float32 scales, computed from the array at hand."""
+"""Arrays in 8 bits with float32 scales, and operations of two of them that differentiate.
+
+Nothing is stored between calls: an operand is divided by a scale that takes its largest magnitude
+to the largest number of the 8-bit dtype, cast, multiplied by the 8-bit units of an accelerator into
+a float32 or int32 accumulator, and the product is multiplied by the scales of both.
+
+Formats and scaling by row are those of Micikevicius et al., "FP8 formats for deep learning"
+(arXiv:2209.05433), and of torchao's float8 training recipes; scales that are powers of two are
+those of the row-wise recipe there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import get_opaque_trace_state
+from jax.typing import DTypeLike
 
-from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend, preferred
-from policy.core.policy_warnings import warn_once
+from policy.core.dtypes import INT8, ScaledMatmul, backend, preferred
+from policy.core.messages import warn_once
+from policy.programs.thread import during, thread
 
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
+
+# --------------------------------------------------------------------------------------------------
+# Arrays in 8 bits
+# --------------------------------------------------------------------------------------------------
 
 
 def warn_if_emulated(
@@ -22,7 +40,7 @@ def warn_if_emulated(
 ) -> None:
     """Warns once if the backend has no 8-bit operation of this kind: it emulates one, slower.
 
-    The numbers are the same. The backend is that of `policy.core.matmul_dtypes.backend`.
+    The numbers are the same. The backend is that of `policy.core.dtypes.backend`.
     """
     platform, kind = backend()
     has_it = preferred(platform, kind) == ("i8" if by.operands == INT8 else "f8")
@@ -51,12 +69,12 @@ class Quantised:
       scale: float32, with size 1 along the axes that share a scale.
     """
 
-    codes: jax.Array
-    scale: jax.Array
+    codes: Array
+    scale: Array
 
 
 def quantise(
-    x: jax.Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
+    x: Array, axes: Sequence[int], dtype: np.dtype, scaling: Literal["row", "tensor"] = "row"
 ) -> Quantised:
     """Returns an array in 8 bits.
 
@@ -83,16 +101,47 @@ def quantise(
     return Quantised(codes.astype(dtype), scale)
 
 
-def rescaled(product: jax.Array, *scales: jax.Array) -> jax.Array:
-    """Returns a product of codes times the scales of its operands, in float32.
+class _Known(NamedTuple):
+    """An operand in 8 bits.
 
-    The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
-    overflows, though the result may be small. Scales broadcast with the product.
+    Attributes:
+      array: the operand itself, which is kept so that no other array gets its identity.
+      trace: where it was quantised.
+      codes: its codes and scales.
     """
-    return product * jnp.minimum(*scales) * jnp.maximum(*scales)
+
+    array: Array
+    trace: Any
+    codes: Quantised
 
 
-def _largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def shared_operands() -> contextlib.AbstractContextManager[None]:
+    """Quantises an operand of several matmuls once in a block, as attention's projections have it.
+
+    Its codes and scales are one set of residuals.
+    """
+    return during(shared_operands={})
+
+
+def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Quantised:
+    """Returns an operand in 8 bits, as a constant of differentiation.
+
+    Inside `shared_operands`, operations on the same operand share it.
+    """
+    known: dict[Any, _Known] | None = thread.shared_operands
+    key = (id(x), contracted, by.operands, by.scaling)
+    # What a checkpoint inside the block computes is its own.
+    trace = get_opaque_trace_state(convention="flax")
+    found = None if known is None else known.get(key)
+    if found is not None and found.trace == trace:
+        return found.codes
+    codes = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
+    if known is not None and found is None:
+        known[key] = _Known(x, trace, codes)
+    return codes
+
+
+def _largest_magnitude(x: Array, axes: tuple[int, ...]) -> Array:
     """Returns the largest magnitude of a float32 along some axes, kept with size 1.
 
     It is NaN where there is one: XLA's maximum of floats leaves NaN out on CPUs. Bits of floats
@@ -102,8 +151,128 @@ def _largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True, initial=0), jnp.float32)
 
 
-def _next_power_of_two(x: jax.Array) -> jax.Array:
+def _next_power_of_two(x: Array) -> Array:
     """Returns the smallest power of two that is not below a float32, of normal numbers exactly."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     mantissa = np.uint32(2**23 - 1)
     return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Operations, and their derivatives
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledOperation:
+    """A bilinear operation in 8 bits but for its operands, as a static argument.
+
+    Attributes:
+      by: the dtypes and scales.
+      weight: the operand that is the weight: 0 is the left one.
+      gradients: the dtype of cotangents in 8 bits.
+    """
+
+    by: ScaledMatmul
+    weight: int
+    gradients: np.dtype
+
+    def product(self, lhs: Array, rhs: Array) -> Array:
+        """Returns the float32 product of codes and codes, in units of both scales."""
+        raise NotImplementedError
+
+    def beside_result(self, scale: Array, side: int) -> Array:
+        """Returns the scale of an operand in a shape that broadcasts with the result."""
+        raise NotImplementedError
+
+    def summed_for(self, side: int) -> tuple[int, ...]:
+        """Returns the axes of the result that the gradient of an operand sums over."""
+        raise NotImplementedError
+
+    def gradient(self, side: int, cotangent: Quantised, other: Array, dtype: DTypeLike) -> Array:
+        """Returns the gradient of an operand, to be rounded to `dtype`, from codes of the other."""
+        raise NotImplementedError
+
+    def gradient_of_arrays(
+        self, side: int, cotangent: Array, other: Array, dtype: DTypeLike
+    ) -> Array:
+        """Returns the gradient of an operand, to be rounded to `dtype`, from the other one."""
+        raise NotImplementedError
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_8_bits(
+    operation: ScaledOperation, lhs: Array, rhs: Array, lhs_codes: Quantised, rhs_codes: Quantised
+) -> Array:
+    """Runs an operation on the codes of two operands, and returns the accumulator, rescaled.
+
+    Backward runs in 8 bits too, and can't be differentiated again. Its residuals are the codes and
+    scales. The scale of an operand, which is along other axes there, is folded into the cotangent.
+    """
+    del lhs, rhs
+    product = operation.product(lhs_codes.codes, rhs_codes.codes)
+    scales = [operation.beside_result(x.scale, i) for i, x in enumerate((lhs_codes, rhs_codes))]
+    # The smaller scale comes first: the product of the codes and the scale of an operand of 1e37
+    # overflows, though the result may be small.
+    return product * jnp.minimum(*scales) * jnp.maximum(*scales)
+
+
+def _forward(operation: ScaledOperation, *operands: Any) -> tuple[Array, Any]:
+    arrays, codes = operands[:2], operands[2:]
+    marks = tuple(map(_mark, arrays))
+    keeps_input = operation.by.weight_gradient == "compute"
+    of_weight = arrays[1 - operation.weight] if keeps_input else None
+    return in_8_bits(operation, *operands), (codes, of_weight, marks)
+
+
+def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple[Any, ...]:
+    codes, of_weight, marks = saved
+    cotangent = _differentiated_once(cotangent, *marks)
+    gradients = []
+    for side, dtype in enumerate(mark.dtype for mark in marks):
+        if side == operation.weight and of_weight is not None:
+            given = cotangent.astype(of_weight.dtype)
+            gradient = operation.gradient_of_arrays(side, given, of_weight, dtype)
+        else:
+            other = codes[1 - side]
+            folded = cotangent * operation.beside_result(other.scale, 1 - side)
+            summed, by = operation.summed_for(side), operation.by
+            given = quantise(folded, summed, operation.gradients, by.scaling)
+            gradient = operation.gradient(side, given, other.codes, dtype)
+        gradients.append(gradient)
+    cast = (x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True))
+    return *cast, None, None
+
+
+in_8_bits.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _mark(x: Array) -> Array:
+    """Returns an array of no bytes whose derivative is not known to be zero where that of `x` is
+    not: see `_differentiated_once`.
+    """
+    return jnp.zeros((0,), x.dtype)
+
+
+@_mark.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _mark(*primals), _mark(*tangents)
+
+
+@jax.custom_jvp
+def _differentiated_once(cotangent: Array, *marks: Array) -> Array:
+    """Returns a cotangent. Its derivative, and that by what the marks depend on, is an error: the
+    operands' values that it would need are not saved.
+    """
+    del marks
+    return cotangent
+
+
+@_differentiated_once.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "The gradient of an 8-bit matmul can't be differentiated again, because only its 8-bit "
+        "operands are saved. Take second derivatives under a policy without m=, or exclude the "
+        "layer with a rule."
+    )

@@ -15,13 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
-from policy.core.mapped_axes import alike_varying
-from policy.core.matmul_dtypes import INT8, ScaledMatmul, backend
-from policy.eight_bits.once_differentiable import differentiated_once, mark
-from policy.eight_bits.quantisation import Quantised, quantise, rescaled, warn_if_emulated
+from policy.core.arrays import alike_varying
+from policy.core.dtypes import INT8, ScaledMatmul, backend
+from policy.eight_bits.quantisation import (
+    Quantised,
+    ScaledOperation,
+    in_8_bits,
+    quantise_for,
+    warn_if_emulated,
+)
 from policy.programs.dtypes import explicit_sharding
 from policy.programs.jaxprs import Equation, bind, opened
 from policy.programs.rewriting.interpreter import Interpreter
@@ -38,32 +43,61 @@ OPTIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Convolution:
-    """A convolution but for its operands.
+class _Convolution(ScaledOperation):
+    """A convolution.
 
     Attributes:
       options: those of `OPTIONS`, as of `jax.lax.conv_general_dilated`.
-      by: the dtypes and scales.
+      shapes: of both operands.
     """
 
     options: tuple[tuple[str, Any], ...]
-    by: ScaledMatmul
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
     @property
-    def axes(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """The axes of input, kernel and result: those of examples or outputs, then of features."""
+    def axes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The axes that have scales: an input's of examples, and a kernel's of outputs; and those
+        of the result.
+        """
         numbers = dict(self.options)["dimension_numbers"]
-        return numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+        return (numbers.lhs_spec[0], numbers.rhs_spec[0]), numbers.out_spec[:2]
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    def __call__(self, lhs: Array, rhs: Array, dtype: DTypeLike | None = None) -> Array:
         return lax.conv_general_dilated(
             lhs, rhs, **dict(self.options), preferred_element_type=dtype
         )
 
+    def product(self, lhs: Array, rhs: Array) -> Array:
+        return _accumulated(self, lhs, rhs)
+
+    def beside_result(self, scale: Array, side: int) -> Array:
+        operands, result = self.axes
+        return jnp.moveaxis(scale, operands[side], result[side])
+
+    def summed_for(self, side: int) -> tuple[int, ...]:
+        _, result = self.axes
+        return _all_but(result[side], len(self.shapes[0]))
+
+    def gradient(self, side: int, cotangent: Quantised, other: Array, dtype: DTypeLike) -> Array:
+        operands, result = self.axes
+        scale = jnp.moveaxis(cotangent.scale, result[side], operands[side])
+        return self.gradient_of_arrays(side, cotangent.codes, other, dtype) * scale
+
+    def gradient_of_arrays(
+        self, side: int, cotangent: Array, other: Array, dtype: DTypeLike
+    ) -> Array:
+        body, consts = opened(_transposition(self, side, cotangent.shape))
+
+        def convolve(cotangent: Array, other: Array, dtype: DTypeLike) -> Array:
+            (result,) = _Transposition(dtype).run(body, consts, [cotangent, other])
+            return result
+
+        return _accumulated(convolve, cotangent, other)
+
 
 def scaled_conv(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Array,
+    rhs: Array,
     by: ScaledMatmul,
     *,
     window_strides: Sequence[int],
@@ -72,7 +106,7 @@ def scaled_conv(
     rhs_dilation: Sequence[int] | None = None,
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
-) -> jax.Array:
+) -> Array:
     """Convolves an input with a kernel in 8 bits, and returns the float32 accumulator, rescaled.
 
     Backward convolves in 8 bits too. Its residuals are the codes and the scales of the operands.
@@ -98,17 +132,18 @@ def scaled_conv(
         "dimension_numbers": numbers,
         "feature_group_count": feature_group_count,
     }
-    convolution = _Convolution(tuple(options.items()), by)
     lhs, rhs = alike_varying(lhs, rhs)
+    shapes = lhs.shape, rhs.shape
+    convolution = _Convolution(by, 1, by.operands, tuple(options.items()), shapes)
     codes = [
-        quantise(lax.stop_gradient(x), _all_but(spec[0], x.ndim), by.operands, by.scaling)
-        for x, spec in zip((lhs, rhs), convolution.axes, strict=False)
+        quantise_for(x, _all_but(axis, x.ndim), by)
+        for x, axis in zip((lhs, rhs), convolution.axes[0], strict=True)
     ]
-    return _conv(convolution, lhs, rhs, *codes)
+    return in_8_bits(convolution, lhs, rhs, *codes)
 
 
 def may_run_in_8_bits(
-    lhs: jax.Array, rhs: jax.Array, batch_group_count: int = 1, out_sharding: Any = None
+    lhs: Array, rhs: Array, batch_group_count: int = 1, out_sharding: Any = None
 ) -> bool:
     """Returns whether `scaled_conv` takes a convolution.
 
@@ -118,55 +153,7 @@ def may_run_in_8_bits(
     return batch_group_count == 1 and not is_placed
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(
-    convolution: _Convolution,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_codes: Quantised,
-    rhs_codes: Quantised,
-) -> jax.Array:
-    del lhs, rhs
-    product = _product(convolution, lhs_codes.codes, rhs_codes.codes)
-    scales = _of_examples(convolution, lhs_codes), _of_features(convolution, rhs_codes)
-    return rescaled(product, *scales)
-
-
-def _forward(
-    convolution: _Convolution,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_codes: Quantised,
-    rhs_codes: Quantised,
-) -> tuple[jax.Array, Any]:
-    keeps_input = convolution.by.weight_gradient == "compute"
-    saved = (lhs_codes, rhs_codes), lhs if keeps_input else None, (mark(lhs), mark(rhs))
-    return _conv(convolution, lhs, rhs, lhs_codes, rhs_codes), saved
-
-
-def _backward(convolution: _Convolution, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    (lhs, rhs), given, (lhs_mark, rhs_mark) = saved
-    cotangent = differentiated_once(cotangent, lhs_mark, rhs_mark)
-    by, (lhs_spec, rhs_spec, out_spec) = convolution.by, convolution.axes
-    transposed = functools.partial(_transposed, convolution, lhs.codes.shape, rhs.codes.shape)
-
-    folded = cotangent * _of_features(convolution, rhs)
-    codes = quantise(folded, _all_but(out_spec[0], folded.ndim), by.operands, by.scaling)
-    by_input = transposed(0, codes.codes, rhs.codes) * _along(codes, lhs_spec[0], lhs_spec[0])
-
-    if given is not None:
-        by_kernel = transposed(1, cotangent.astype(given.dtype), given)
-    else:
-        folded = cotangent * _of_examples(convolution, lhs)
-        codes = quantise(folded, _all_but(out_spec[1], folded.ndim), by.operands, by.scaling)
-        by_kernel = transposed(1, codes.codes, lhs.codes) * _along(codes, out_spec[1], rhs_spec[0])
-    return by_input.astype(lhs_mark.dtype), by_kernel.astype(rhs_mark.dtype), None, None
-
-
-_conv.defvjp(_forward, _backward)
-
-
-def _product(convolve: Callable[..., jax.Array], left: jax.Array, right: jax.Array) -> jax.Array:
+def _accumulated(convolve: Callable[..., Array], left: Array, right: Array) -> Array:
     """Returns the float32 result of a convolution of codes, or of halves.
 
     Args:
@@ -184,59 +171,16 @@ def _all_but(axis: int, ndim: int) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if i != axis)
 
 
-def _along(operand: Quantised, source: int, axis: int) -> jax.Array:
-    """Returns the scales of an operand, which stand along one of its axes, along another axis."""
-    return jnp.moveaxis(operand.scale, source, axis)
-
-
-def _of_examples(convolution: _Convolution, operand: Quantised) -> jax.Array:
-    """Returns the scales of an input in a shape that broadcasts with the result."""
-    lhs_spec, _, out_spec = convolution.axes
-    return _along(operand, lhs_spec[0], out_spec[0])
-
-
-def _of_features(convolution: _Convolution, operand: Quantised) -> jax.Array:
-    """Returns the scales of a kernel in a shape that broadcasts with the result."""
-    _, rhs_spec, out_spec = convolution.axes
-    return _along(operand, rhs_spec[0], out_spec[1])
-
-
-# --------------------------------------------------------------------------------------------------
-# Gradients
-# --------------------------------------------------------------------------------------------------
-
-
-def _transposed(
-    convolution: _Convolution,
-    lhs_shape: tuple[int, ...],
-    rhs_shape: tuple[int, ...],
-    side: int,
-    cotangent: jax.Array,
-    other: jax.Array,
-) -> jax.Array:
-    """Returns the float32 gradient of an operand, from a cotangent and the other operand.
+@functools.lru_cache(maxsize=256)
+def _transposition(convolution: _Convolution, side: int, result: tuple[int, ...]) -> Any:
+    """Returns the program of an operand's gradient from a cotangent and the other operand.
 
     JAX's own transposition, traced in float32, says which convolution that is.
     """
-    shapes = (lhs_shape, rhs_shape)
-    body, consts = opened(_transposition(convolution, shapes, side, cotangent.shape))
+    shapes = convolution.shapes
 
-    def convolve(cotangent: jax.Array, other: jax.Array, dtype: DTypeLike) -> jax.Array:
-        (result,) = _Transposition(dtype).run(body, consts, [cotangent, other])
-        return result
-
-    return _product(convolve, cotangent, other)
-
-
-@functools.lru_cache(maxsize=256)
-def _transposition(
-    convolution: _Convolution,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    side: int,
-    result: tuple[int, ...],
-) -> Any:
-    def transposition(cotangent: jax.Array, other: jax.Array) -> jax.Array:
-        def of(operand: jax.Array) -> jax.Array:
+    def transposition(cotangent: Array, other: Array) -> Array:
+        def of(operand: Array) -> Array:
             return convolution(*((operand, other) if side == 0 else (other, operand)))
 
         operand = jax.ShapeDtypeStruct(shapes[side], jnp.float32)

@@ -15,16 +15,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from policy.core.mapped_axes import alike_varying, is_typed, make_varying, varying_axes
-from policy.core.matmul_dtypes import ScaledMatmul
-from policy.core.reduction_dtype import reduction_dtype_of
-from policy.core.scope import current_policy
+from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
+from policy.core.dtypes import ScaledMatmul
+from policy.core.scope import current_policy, reduction_dtype_of
 from policy.eight_bits.scaled_matmul import scaled_dot_general
-from policy.functions.cross_entropy import check_weights
+from policy.functions.losses import check_weights
 from policy.programs.dtypes import explicit_sharding
 
 _FEWEST, _MOST_CHUNKS = 1024, 8  # fewer examples multiply more slowly than the kernel is read
@@ -43,6 +42,7 @@ class _Options:
       axis_name: the mesh axis that the classes are split over, or None.
       smoothing, z_loss, soft_cap: as in `linear_softmax_cross_entropy`.
       chunks: the number of chunks.
+      reduction: as in `linear_softmax_cross_entropy`.
     """
 
     operands: np.dtype
@@ -54,6 +54,7 @@ class _Options:
     z_loss: float
     soft_cap: float | None
     chunks: int
+    reduction: str | None
 
 
 def linear_softmax_cross_entropy(
@@ -71,7 +72,7 @@ def linear_softmax_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     chunk_size: int | None = None,
-) -> jax.Array:
+) -> Array:
     """Computes the cross-entropy of ``softmax(x @ kernel + bias)`` without the logits in memory.
 
     The loss is that of `softmax_cross_entropy_with_integer_labels` for these logits. Operands are
@@ -119,7 +120,12 @@ def linear_softmax_cross_entropy(
     bias = None if bias is None else jnp.asarray(bias)
     _check(x, kernel, labels, bias, axis)
     check_weights(label_smoothing, z_loss)
-    _check_options(reduction, soft_cap, chunk_size)
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"reduction should be 'mean', 'sum' or None, but got {reduction!r}.")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap should be positive, but got {soft_cap!r}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size should be at least 1, but got {chunk_size!r}.")
     if axis_name is not None:
         is_typed(axis_name)  # raises where it is not mapped
     policy, wide = current_policy(), reduction_dtype_of(x, kernel)
@@ -133,12 +139,13 @@ def linear_softmax_cross_entropy(
         z_loss,
         soft_cap,
         _chunks(labels.size, chunk_size),
+        reduction,
     )
     weight = jnp.ones_like(labels, wide) if weights is None else jnp.asarray(weights, wide)
     weight = lax.stop_gradient(jnp.broadcast_to(weight, labels.shape))
     if ignored_label is not None:
         weight = jnp.where(labels == ignored_label, 0, weight)
-    run: Any = functools.partial(_reduced, options, reduction)
+    run: Any = functools.partial(_reduced, options)
     sharding = explicit_sharding(jax.typeof(x))
     if sharding is not None:
         spec = PartitionSpec(*(sharding.spec[:-1] if reduction is None else ()))
@@ -146,9 +153,7 @@ def linear_softmax_cross_entropy(
     return run(x, labels, weight, kernel, *([] if bias is None else [bias]))
 
 
-def _check(
-    x: jax.Array, kernel: jax.Array, labels: jax.Array, bias: jax.Array | None, axis: int
-) -> None:
+def _check(x: Array, kernel: Array, labels: Array, bias: Array | None, axis: int) -> None:
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} should be floating, but got {array.dtype}.")
@@ -171,110 +176,72 @@ def _check(
         raise ValueError(f"bias should be ({kernel.shape[axis]},), but got {bias.shape}.")
 
 
-def _check_options(reduction: Any, soft_cap: Any, chunk_size: Any) -> None:
-    if reduction not in ("mean", "sum", None):
-        raise ValueError(f"reduction should be 'mean', 'sum' or None, but got {reduction!r}.")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap should be positive, but got {soft_cap!r}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size should be at least 1, but got {chunk_size!r}.")
-
-
 def _chunks(examples: int, chunk_size: int | None) -> int:
     size = chunk_size or max(_FEWEST, -(-examples // _MOST_CHUNKS))
     return max(1, -(-examples // size))
 
 
 def _reduced(
-    options: _Options,
-    reduction: str | None,
-    x: jax.Array,
-    labels: jax.Array,
-    weight: jax.Array,
-    *parameters: jax.Array,
-) -> jax.Array:
+    options: _Options, x: Array, labels: Array, weight: Array, *parameters: Array
+) -> Array:
     """Pads the examples to whole chunks, and returns the loss in the form that is asked for."""
     x, *operands = alike_varying(x, *parameters)
     shape, count = labels.shape, labels.size
-    x, labels, weight = x.reshape(count, x.shape[-1]), labels.reshape(count), weight.reshape(count)
-    padding = -count % options.chunks
-    x = jnp.pad(x, ((0, padding), (0, 0)))
-    labels, padded = jnp.pad(labels, (0, padding)), jnp.pad(weight, (0, padding))
-    if reduction is None:
-        losses: Any = _losses(options, x, labels, *operands)
-        return _weighted(losses[:count], weight).reshape(shape)
-    total: Any = _sum(options, x, labels, padded, *operands)
-    if reduction == "sum":
-        return total
     whole = jnp.sum(weight)
-    return total / jnp.where(whole == 0, 1, whole)
-
-
-def _weighted(losses: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(weight == 0, 0, losses * weight)
+    padding = (0, -count % options.chunks)
+    x = jnp.pad(x.reshape(count, x.shape[-1]), (padding, (0, 0)))
+    labels, weight = (jnp.pad(a.reshape(count), padding) for a in (labels, weight))
+    loss: Any = _loss(options, x, labels, weight, *operands)
+    if options.reduction is None:
+        return loss[:count].reshape(shape)
+    return loss if options.reduction == "sum" else loss / jnp.where(whole == 0, 1, whole)
 
 
 # --------------------------------------------------------------------------------------------------
-# The derivative rules
+# The derivative rule
 # --------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(
-    options: _Options, x: jax.Array, labels: jax.Array, weight: jax.Array, *parameters: jax.Array
-) -> jax.Array:
-    losses = _in_chunks(options, False, x, labels, weight, *parameters)[0]
-    return jnp.sum(_weighted(losses, weight))
+def _loss(options: _Options, x: Array, labels: Array, weight: Array, *parameters: Array) -> Array:
+    """Computes the weighted loss of each example, or with a reduction their sum."""
+    losses, _ = _in_chunks(options, x, labels, None, *parameters)
+    return _weighted(options, losses, weight)
 
 
-def _sum_forward(
-    options: _Options, x: jax.Array, labels: jax.Array, weight: jax.Array, *parameters: jax.Array
-) -> tuple[jax.Array, Any]:
-    losses, gradients = _gradients(options, x, labels, weight, *parameters)
-    marks = [jnp.zeros((0,), array.dtype) for array in (x, *parameters)]
-    return jnp.sum(_weighted(losses, weight)), (gradients, marks)
+def _weighted(options: _Options, losses: Array, weight: Array) -> Array:
+    losses = jnp.where(weight == 0, 0, losses * weight)
+    return losses if options.reduction is None else jnp.sum(losses)
 
 
-def _sum_backward(options: _Options, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    gradients, marks = saved
+def _loss_forward(options: _Options, *operands: Array) -> tuple[Array, Any]:
+    if options.reduction is None:
+        return _loss(options, *operands), (None, operands)
+    losses, gradients = _gradients(options, *operands)
+    marks = [jnp.zeros((0,), array.dtype) for array in operands]
+    return _weighted(options, losses, operands[2]), (gradients, marks)
+
+
+def _loss_backward(options: _Options, saved: Any, cotangent: Array) -> tuple[Any, ...]:
+    gradients, (x, labels, weight, *parameters) = saved
     cotangent = _of_all_devices(options, cotangent)
-    x, *parameters = (
-        (cotangent * gradient).astype(mark.dtype)
-        for gradient, mark in zip(gradients, marks, strict=True)
-    )
-    return x, None, None, *parameters
-
-
-_sum.defvjp(_sum_forward, _sum_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(
-    options: _Options, x: jax.Array, labels: jax.Array, *parameters: jax.Array
-) -> jax.Array:
-    return _in_chunks(options, False, x, labels, None, *parameters)[0]
-
-
-def _losses_forward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, Any]:
-    return _losses(options, *operands), operands
-
-
-def _losses_backward(options: _Options, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    x, labels, *parameters = saved
-    weight = _of_all_devices(options, cotangent)
-    weight = make_varying(weight, varying_axes(x))
-    _, gradients = _gradients(options, x, labels, weight, *parameters)
+    if gradients is None:
+        weight = jnp.where(weight == 0, 0, cotangent * weight)
+        weight = make_varying(weight, varying_axes(x))
+        _, gradients = _gradients(options, x, labels, weight, *parameters)
+    else:
+        gradients = [cotangent * gradient for gradient in gradients]
     of_x, *rest = (
         gradient.astype(array.dtype)
         for gradient, array in zip(gradients, (x, *parameters), strict=True)
     )
-    return of_x, None, *rest
+    return of_x, None, None, *rest
 
 
-_losses.defvjp(_losses_forward, _losses_backward)
+_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _of_all_devices(options: _Options, cotangent: jax.Array) -> jax.Array:
+def _of_all_devices(options: _Options, cotangent: Array) -> Array:
     """Returns the cotangent of a loss that all devices of the classes' axis return alike.
 
     Where types don't tell so (``check_vma=False``), each device holds its share.
@@ -290,8 +257,8 @@ def _of_all_devices(options: _Options, cotangent: jax.Array) -> jax.Array:
 
 
 def _gradients(
-    options: _Options, x: jax.Array, labels: jax.Array, weight: jax.Array, *parameters: jax.Array
-) -> tuple[jax.Array, list[jax.Array]]:
+    options: _Options, x: Array, labels: Array, weight: Array, *parameters: Array
+) -> tuple[Array, list[Array]]:
     """Returns the losses, and the gradients of their weighted sum, in the accumulators' dtype.
 
     Slopes are multiplied by weights of at most 1, so that they are in float16's range.
@@ -299,26 +266,23 @@ def _gradients(
     largest = jnp.max(jnp.abs(weight), initial=0)
     scale = _FLOAT16_SCALE if options.operands == jnp.float16 else 1.0
     factor = jnp.where(largest == 0, 0, scale / jnp.where(largest == 0, 1, largest))
-    losses, gradients = _in_chunks(options, True, x, labels, weight * factor, *parameters)
+    losses, gradients = _in_chunks(options, x, labels, weight * factor, *parameters)
     return losses, [gradient * (largest / scale) for gradient in gradients]
 
 
 def _in_chunks(
-    options: _Options,
-    differentiates: bool,
-    x: jax.Array,
-    labels: jax.Array,
-    weight: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the losses of all examples, and the gradients of x, the kernel and the bias or []."""
-    kernel = kernel.astype(options.operands)
+    options: _Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any = None
+) -> tuple[Array, list[Array]]:
+    """Returns the losses of all examples, and the gradients of x, the kernel and the bias or [].
+
+    Without weights there are no gradients.
+    """
+    kernel, differentiates = kernel.astype(options.operands), weight is not None
     sums = [a for a in (kernel, bias) if a is not None] if differentiates else []
     zeros = [jnp.zeros_like(a, dtype=options.wide) for a in sums]
     zeros = [make_varying(zero, varying_axes(x)) for zero in zeros]
 
-    def step(sums: list[jax.Array], rows: tuple[Any, ...]) -> tuple[list[jax.Array], Any]:
+    def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
         x, labels, weight = rows
         logits, product = _product(options, x, kernel)
         loss, slope = _loss_and_slope(options, logits, labels, bias)
@@ -342,7 +306,7 @@ def _in_chunks(
     return losses, [of_x.swapaxes(0, 1).reshape(x.shape), *sums]
 
 
-def _rows(chunks: int, array: jax.Array) -> jax.Array:
+def _rows(chunks: int, array: Array) -> Array:
     """Returns (chunks, examples of a chunk, ...).
 
     Chunks take every n-th example: those of each are spread over all devices of a split batch.
@@ -350,21 +314,21 @@ def _rows(chunks: int, array: jax.Array) -> jax.Array:
     return array.reshape(-1, chunks, *array.shape[1:]).swapaxes(0, 1)
 
 
-def _product(options: _Options, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+def _product(options: _Options, x: Array, kernel: Array) -> tuple[Array, Any]:
     """Returns a chunk's logits, and the function of inputs and slopes to both gradients."""
     features = 1 - options.axis
     forward: Any = (((1,), (features,)), ((), ()))
     if options.matmul is not None:
         by, wide = options.matmul, options.wide
 
-        def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        def multiply(x: Array, kernel: Array) -> Array:
             return scaled_dot_general(x, kernel, forward, by, dtype=wide)
 
         logits, pullback = jax.vjp(multiply, x.astype(wide), kernel.astype(wide))
         return logits, lambda _, slope: pullback(slope)
     dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
 
-    def gradients(x: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gradients(x: Array, slope: Array) -> tuple[Array, Array]:
         x, slope = x.astype(options.operands), slope.astype(options.operands)
         of_x = dot(slope, kernel, (((1,), (options.axis,)), ((), ())))
         pair = (x, slope) if options.axis else (slope, x)
@@ -374,8 +338,8 @@ def _product(options: _Options, x: jax.Array, kernel: jax.Array) -> tuple[jax.Ar
 
 
 def _loss_and_slope(
-    options: _Options, logits: jax.Array, labels: jax.Array, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    options: _Options, logits: Array, labels: Array, bias: Array | None
+) -> tuple[Array, Array]:
     """Returns the losses (examples,) of a chunk's products, and their derivatives by these.
 
     Every logit is read relative to the largest, as in `softmax_cross_entropy_with_integer_labels`.

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from policy.core.trees import is_inexact
+from policy.core.arrays import is_inexact
 from policy.grads.scaling import unscale_by_reciprocal
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.trees import is_overwritten
+from policy.core.arrays import is_overwritten
 from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
 from policy.programs.dtypes import F32, holds_half
 from policy.programs.jaxprs import Equation, Subprogram, bind, opened, programs_of, subprogram

@@ -11,16 +11,16 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.core.callables import require_function, shown
-from policy.core.mapped_axes import make_varying, varying_axes
-from policy.core.trees import (
+from policy.core.arrays import (
     is_overwritten,
+    make_varying,
     map_gradients,
     nnx_files,
     path_name,
-    shortened,
+    varying_axes,
     working_dtype,
 )
+from policy.core.messages import require_function, shortened, shown
 from policy.grads.scaled_gradients import ScaledGradients
 
 T = TypeVar("T")

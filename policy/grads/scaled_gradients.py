@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.core.trees import OVERWRITE_WITH_GRADIENT
+from policy.core.arrays import OVERWRITE_WITH_GRADIENT
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from policy.core.policy_warnings import warn_once
+from policy.core.messages import warn_once
 from policy.programs.thread import thread
 
 _ABSENT: Any = object()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from policy.core.trees import is_inexact, working_dtype
+from policy.core.arrays import is_inexact, working_dtype
 from policy.grads.scaled_gradients import ScaledGradients, require_positive
 
 T = TypeVar("T")

@@ -13,11 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from policy.core.callables import shown
-from policy.core.policy import Policy, get_policy
-from policy.core.scope import current_policy, use_policy
-from policy.core.trees import (
-    dtype_and_shape,
+from policy.core.arrays import (
     is_inexact,
     is_overwritten,
     map_gradients,
@@ -25,6 +21,9 @@ from policy.core.trees import (
     path_name,
     working_dtype,
 )
+from policy.core.messages import dtype_and_shape, shown
+from policy.core.policy import Policy, get_policy
+from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
 from policy.grads.known_gradients import note_gradients
 from policy.grads.loss_scale import LossScale, get_loss_scale

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from policy.core.arrays import is_inexact, is_overwritten, path_name
+from policy.core.messages import dtype_and_shape, shortened, warn_once
 from policy.core.policy import Policy
-from policy.core.policy_warnings import warn_once
-from policy.core.trees import dtype_and_shape, is_inexact, is_overwritten, path_name, shortened
 
 
 def check_params(params: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from policy.core.trees import working_dtype
+from policy.core.arrays import working_dtype
 from policy.optim.finiteness import agreed, stays_finite
 from policy.optim.moments import StoredInner
 from policy.optim.state import MixedPrecisionState, incremented

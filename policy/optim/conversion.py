@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from policy.core.trees import path_name, shortened, unboxed
+from policy.core.arrays import path_name, unboxed
+from policy.core.messages import shortened
 from policy.optim.checks import check_params
 from policy.optim.master_weights import init_masters, layout_of, without_overwritten
 from policy.optim.moments import (

@@ -11,8 +11,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from policy.core.mapped_axes import is_typed, varying_axes
-from policy.core.trees import working_dtype
+from policy.core.arrays import is_typed, varying_axes, working_dtype
 from policy.grads.finiteness import all_finite, all_squares_finite
 from policy.grads.scaling import unscale_by_reciprocal
 

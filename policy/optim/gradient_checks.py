@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from policy.core.mapped_axes import varying_axes
-from policy.core.trees import (
-    dtype_and_shape,
-    is_inexact,
-    is_overwritten,
-    leaf_names,
-    path_name,
-    shortened,
-)
+from policy.core.arrays import is_inexact, is_overwritten, leaf_names, path_name, varying_axes
+from policy.core.messages import dtype_and_shape, shortened
 from policy.grads.known_gradients import are_swapped
 from policy.optim.checks import differences
 from policy.optim.finiteness import differentiated

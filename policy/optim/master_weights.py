@@ -10,15 +10,15 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from policy.core.trees import (
+from policy.core.arrays import (
     boxed_like,
     is_overwritten,
     leaf_names,
     path_name,
-    shortened,
     unboxed,
     working_dtype,
 )
+from policy.core.messages import shortened
 from policy.optim.finiteness import differentiated
 from policy.optim.rounding import round_to
 from policy.optim.state import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.core.trees import shortened
+from policy.core.messages import shortened
 from policy.optim.blockwise import FORMATS
 from policy.optim.moments import FIRST_MOMENTS, asked_dtypes, field_of
 

@@ -12,9 +12,8 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from policy.core.dtype_names import dtype_names, parse_dtype
-from policy.core.mapped_axes import varying_axes
-from policy.core.trees import working_dtype
+from policy.core.arrays import varying_axes, working_dtype
+from policy.core.dtypes import dtype_names, parse_dtype
 from policy.optim.blockwise import (
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,

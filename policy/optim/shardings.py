@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 
-from policy.core.trees import path_name
+from policy.core.arrays import path_name
 from policy.optim.blockwise import BLOCK, scales_shape
 from policy.optim.checks import require_transform
 

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from policy.core.trees import unboxed
+from policy.core.arrays import unboxed
 from policy.grads.loss_scale import LossScale
 from policy.optim.storage_modes import MasterWeights, storage_code
 

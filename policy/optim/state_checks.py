@@ -12,7 +12,8 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from policy.core.trees import dtype_and_shape, is_inexact, leaf_names, path_name, shortened, unboxed
+from policy.core.arrays import is_inexact, leaf_names, path_name, unboxed
+from policy.core.messages import dtype_and_shape, shortened
 from policy.grads.loss_scale import LossScale
 from policy.optim.blockwise import BLOCK, FORMATS, scales_shape
 from policy.optim.checks import differences

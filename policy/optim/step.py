@@ -18,10 +18,9 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.core.mapped_axes import varying_axes
+from policy.core.arrays import varying_axes, working_dtype
+from policy.core.messages import warn_once
 from policy.core.policy import Policy
-from policy.core.policy_warnings import warn_once
-from policy.core.trees import working_dtype
 from policy.grads.finiteness import fusion_barrier
 from policy.grads.known_gradients import were_never_scaled
 from policy.grads.loss_scale import LossScale, NoOpLossScale

@@ -24,7 +24,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.trees import working_dtype
+from policy.core.arrays import working_dtype
 from policy.optim.rounding import (
     halves,
     join_master,

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from policy.core.trees import path_name, shortened
+from policy.core.arrays import path_name
+from policy.core.messages import shortened
 from policy.optim.checks import require_transform
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from policy.core.messages import dtype_and_shape, warn_once
 from policy.core.policy import Policy, get_policy
-from policy.core.policy_warnings import warn_once
-from policy.core.trees import dtype_and_shape
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.checks import require_transform
 from policy.optim.moments import get_moment_dtypes

@@ -21,11 +21,11 @@ class _Thread(threading.local):
         (`policy.programs.rewriting.outlining`).
       wide: results of the trace under way that were float32 before, or None
         (`policy.programs.marks`).
-      asked: the dtypes that a report collects, or None (`policy.core.requested_dtypes`).
+      asked: the dtypes that a report collects, or None (`policy.core.precedence`).
       backend: the platform and kind of the devices to trace for, or None for the default ones
-        (`policy.core.matmul_dtypes`).
+        (`policy.core.dtypes`).
       shared_operands: operands in 8 bits by their identities, or None
-        (`policy.eight_bits.scaled_matmul`).
+        (`policy.eight_bits.quantisation`).
       scaled_losses: the scales that multiplied a traced loss (`policy.grads.scaled_losses`).
     """
 

@@ -19,10 +19,18 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.core.casting import require_available
-from policy.core.dtype_names import parse_dtype
-from policy.core.mapped_axes import is_typed, make_varying, varying_axes
-from policy.core.trees import is_inexact, is_overwritten, path_name, shortened, working_dtype
+from policy.core.arrays import (
+    is_inexact,
+    is_overwritten,
+    is_typed,
+    make_varying,
+    path_name,
+    require_available,
+    varying_axes,
+    working_dtype,
+)
+from policy.core.dtypes import parse_dtype
+from policy.core.messages import shortened
 from policy.grads.scaled_gradients import ScaledGradients
 from policy.programs.marks import EXCHANGE
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from policy.core.callables import require_function
+from policy.core.messages import require_function
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.text import Instruction, numpy_name, parse
 from policy.programs.frameworks import make_jaxpr

@@ -10,8 +10,7 @@ from benchmarks.estimates import page
 from benchmarks.estimates.tables import MODELS, TARGETS, Choice, Model, Table, tables
 from benchmarks.estimates.training import counts_of
 from policy import use_policy
-from policy.command_line.layout import mesh_sizes
-from policy.command_line.rows import rows_to_estimate
+from policy.command_line.arguments import mesh_sizes, rows_to_estimate
 from policy.command_line.target import target_of
 
 CASES = [

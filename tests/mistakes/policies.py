@@ -70,6 +70,7 @@ MISTAKES = {
         ),
         "no field compute … compute_dtype": lambda: get_policy("bf16").replace(compute="f16"),
         "<function under … 'mixed_bfl": lambda: use_policy(under),
+        "a path pattern or a layer class, but got 3": lambda: under({3: "f32"}),
         "a Dense … its class": lambda: under({nn.Dense(4): "f32"}),
         "'head=f32' … a dict or a list": lambda: under("head=f32"),
         "'head=f32' … PolicyRules.from_texts": lambda: under(["head=f32"]),

@@ -129,7 +129,7 @@ LOSSES = {
         "labels … (3,) … (2,)": lambda: losses.softmax_cross_entropy_with_integer_labels(
             X, jnp.zeros(3, int)
         ),
-    },
+    }
 }
 
 HERE = "tests.mistakes.training"
@@ -148,5 +148,5 @@ COMMANDS = {
         ),
         "--params … --backward": lambda: command("audit", f"{HERE}:loss_fn", *ARG, "--params", "0"),
         "'adit' … audit": lambda: command("adit", f"{HERE}:loss_fn"),
-    },
+    }
 }

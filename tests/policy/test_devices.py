@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from policy import ScaledGradients, apply_gradients, mixed_precision, value_and_grad
-from policy.core.trees import OVERWRITE_WITH_GRADIENT
+from policy.core.arrays import OVERWRITE_WITH_GRADIENT
 from policy.sharding import all_reduce, collectives_of, vary
 
 DEVICES = 8

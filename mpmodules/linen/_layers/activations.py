@@ -13,7 +13,7 @@ from mpmodules.calls.classes import is_flax
 from mpmodules.functions import activations, functional
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._resolution import fields_set
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 
 
 class PReLU(Layer, flax_nn.PReLU):

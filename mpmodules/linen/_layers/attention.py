@@ -21,7 +21,7 @@ from mpmodules.linen._module import Module
 from mpmodules.linen._port import Adopter, adopting
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
 from policy.core.policy import Policy
-from policy.eight_bits.scaled_matmul import shared_operands
+from policy.eight_bits.quantisation import shared_operands
 
 
 class Attention(Module):

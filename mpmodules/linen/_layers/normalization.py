@@ -26,7 +26,7 @@ from mpmodules.layers.normalization_calls import (
 )
 from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._resolution import dtype_fields, fields_set
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 from policy.core.policy import Policy
 
 

@@ -37,7 +37,7 @@ from mpmodules.linen._layers.convolution import Conv
 from mpmodules.linen._layers.linear import Dense
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
 

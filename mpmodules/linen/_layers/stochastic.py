@@ -8,7 +8,7 @@ import flax.linen as flax_nn
 
 from mpmodules.calls.boundary import LayerCall
 from mpmodules.linen._layer import Layer
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 
 
 class Dropout(Layer, flax_nn.Dropout):

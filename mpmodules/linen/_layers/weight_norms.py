@@ -17,9 +17,9 @@ from mpmodules.functions import functional
 from mpmodules.layers import weight_norms as norms
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import fields_set, plain_fields
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 from policy.core.policy import Policy
-from policy.functions.widening import reduction_dtype_of
+from policy.core.scope import reduction_dtype_of
 
 
 class ReparameterizedWeights(Module):

@@ -12,7 +12,7 @@ from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions import activations, functional
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._resolution import in_complex
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 
 
 class PReLU(Layer, flax_nnx.PReLU):

@@ -17,7 +17,7 @@ from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import AttentionCrossing
 from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from policy.eight_bits.scaled_matmul import shared_operands
+from policy.eight_bits.quantisation import shared_operands
 
 
 def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:

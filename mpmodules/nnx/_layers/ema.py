@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from policy.core.trees import path_name, shortened, unboxed
+from policy.core.arrays import path_name, unboxed
+from policy.core.messages import shortened
 
 
 class EMA(flax_nnx.EMA):

@@ -18,7 +18,7 @@ from mpmodules.layers.matmul_calls import Numerics, Product, linear
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.linear import Matmul
 from mpmodules.nnx._resolution import as_instance_of, viewed
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 from policy.core.policy import Policy
 from policy.core.precedence import with_explicit_dtypes
 from policy.core.scope import Source, current_scope

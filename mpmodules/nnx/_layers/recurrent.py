@@ -27,7 +27,7 @@ from mpmodules.layers.initializers import half_safe_inits
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import is_initialiser, viewed
-from policy.core.casting import cast_floating
+from policy.core.arrays import cast_floating
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):

@@ -18,8 +18,8 @@ from mpmodules.calls.boundary import LayerCall
 from mpmodules.functions.promotion import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from policy.core.casting import cast_array
-from policy.functions.widening import reduction_dtype_of
+from policy.core.arrays import cast_array
+from policy.core.scope import reduction_dtype_of
 
 _FLAX_ROPE: Any = getattr(flax_nnx, "RoPE", flax_nnx.Module)
 

@@ -8,7 +8,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules.calls.boundary import LayerCall
 from mpmodules.nnx._layer import Layer
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 
 
 class Dropout(Layer, flax_nnx.Dropout):

@@ -17,10 +17,9 @@ from flax.nnx.module import first_from
 from mpmodules.functions import functional
 from mpmodules.layers import weight_norms as norms
 from mpmodules.nnx._layer import BuiltWithDtypes
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 from policy.core.policy import Policy
-from policy.core.scope import Source
-from policy.functions.widening import reduction_dtype_of
+from policy.core.scope import Source, reduction_dtype_of
 
 
 class ReparameterizedWeights(BuiltWithDtypes):

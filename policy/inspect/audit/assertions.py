@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from policy.core.dtype_names import dtype_names, parse_dtype
+from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.rules import PolicyRules, matches
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.values import is_matmul

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.callables import require_function
+from policy.core.messages import require_function
 from policy.core.policy import Policy
-from policy.core.requested_dtypes import Asked, collecting
+from policy.core.precedence import Asked, collecting
 from policy.core.scope import RulesLike, current_scope
 from policy.inspect.audit.findings import findings_of
 from policy.inspect.audit.lost_constants import noticing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from policy.core.requested_dtypes import Asked
+from policy.core.precedence import Asked
 from policy.inspect.audit.checks.carries import narrowed_carries
 from policy.inspect.audit.checks.casts import repeated_casts, round_trips
 from policy.inspect.audit.checks.chains import sums_by_hand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policy.core.requested_dtypes import Asked
+from policy.core.precedence import Asked
 from policy.inspect.audit.lost_constants import Lost
 from policy.inspect.audit.states import State
 from policy.inspect.audit.values import (

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.callables import require_function
+from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy

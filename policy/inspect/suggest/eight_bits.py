@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
 
 SMALLEST = 2048

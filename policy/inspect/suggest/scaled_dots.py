@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
-from policy.eight_bits.scaled_matmul import quantise
+from policy.eight_bits.quantisation import quantise
 from policy.inspect.suggest.candidates import reached_path
 from policy.inspect.traced.call import Call, Program
 from policy.programs.dtypes import is_eight_bits

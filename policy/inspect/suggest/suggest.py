@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.matmul_dtypes import ScaledMatmul
+from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall

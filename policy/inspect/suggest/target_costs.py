@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
+from policy.core.messages import DtypePolicyWarning
 from policy.core.policy import Policy
-from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.costing import CompiledRow, compiled_row
 from policy.inspect.estimate.placement import Placement, placement_of

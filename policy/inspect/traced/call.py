@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.callables import require_function
+from policy.core.messages import require_function
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, as_rules
 from policy.core.scope import RulesLike, require_usable

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.autocasting.transform import autocast
-from policy.core.matmul_dtypes import INT8
+from policy.core.dtypes import INT8
+from policy.core.messages import DtypePolicyWarning
 from policy.core.policy import Policy
-from policy.core.policy_warnings import DtypePolicyWarning
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
 from policy.inspect.traced.gradients import Around, as_it_is, traced_call

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpmodules.functions import functional
-from policy.functions.accumulators import accumulating
+from policy.functions.reductions import accumulating
 
 RNG = np.random.default_rng(0)
 HALVES = ("bfloat16", "float16")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policy import cast_floating, cast_to_full, cast_to_half, get_policy, half_dtype
-from policy.core.casting import cast_array
+from policy.core.arrays import cast_array
 
 
 def test_only_floating_arrays_are_cast():

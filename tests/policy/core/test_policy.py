@@ -1,4 +1,6 @@
-"""The Policy value and its text form."""
+"""The Policy value and its text form; malformed ones are in `tests.mistakes.policies`."""
+
+from __future__ import annotations
 
 import copy
 import itertools
@@ -8,14 +10,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from policy import Policy, get_policy
+from policy.core.dtypes import ScaledMatmul, preferred, scaled_matmul_of
 
 DTYPE_LIKES = {
     "float32": [jnp.float32, np.float32, np.dtype("float32"), "float32", "f32", "full"],
     "bfloat16": [jnp.bfloat16, jnp.dtype(jnp.bfloat16), "bfloat16", "bf16"],
     "float16": [jnp.float16, np.float16, np.dtype("float16"), "float16", "f16"],
 }
+
+
+def survives(policy: Policy) -> None:
+    """Asserts that a policy comes back from its texts, pickle and copy."""
+    copies = pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)
+    texts = get_policy(str(policy)), get_policy(policy.short)
+    for again in (*copies, *texts, eval(repr(policy), {"Policy": get_policy})):
+        assert again == policy and hash(again) == hash(policy)
 
 
 @pytest.mark.parametrize("name", DTYPE_LIKES)
@@ -45,10 +57,8 @@ def test_equal_policies_hash_equal_whatever_they_were_made_from(name):
 )
 def test_text_forms_mean_what_jmp_makes_of_them(text, fields):
     policy = get_policy(text)
-    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(
-        map(jnp.dtype, fields)
-    )
-    assert policy.cast_inputs
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    assert dtypes == tuple(map(jnp.dtype, fields)) and policy.cast_inputs
 
 
 def test_a_policy_of_jmp_is_refused_with_its_text():
@@ -65,117 +75,13 @@ def test_a_policy_of_jmp_is_refused_with_its_text():
         get_policy(given)
 
 
-def _all_policies():
-    names = ("float32", "bfloat16", "float16", "float64")
-    for params, compute, output in itertools.product(names, repeat=3):
-        for reduction, cast_inputs in itertools.product(
-            (None, "float32", "float64"), (True, False)
-        ):
-            yield Policy(
-                params, compute, output, reduction_dtype=reduction, cast_inputs=cast_inputs
-            )
-
-
 def test_policies_survive_their_text_pickle_and_copy():
-    for policy in _all_policies():
-        for again in (get_policy(str(policy)), pickle.loads(pickle.dumps(policy))):
-            assert again == policy and hash(again) == hash(policy)
-        assert copy.deepcopy(policy) == policy
-        assert eval(repr(policy), {"Policy": get_policy}) == policy
-
-
-def test_str_names_reduction_and_inputs_only_where_they_are_not_the_default():
-    assert str(get_policy("mixed_bfloat16")) == "params=float32,compute=bfloat16,output=float32"
-    policy = Policy("f32", "bf16", "f32", reduction_dtype="f32")
-    text = "params=float32,compute=bfloat16,output=float32"
-    assert str(policy) == text
-    policy = policy.replace(reduction_dtype="f64", cast_inputs=False)
-    assert str(policy) == f"{text},reduction=float64,inputs=keep"
-
-
-def test_reductions_run_in_the_wider_of_float32_and_compute_dtype():
-    assert get_policy("mixed_bfloat16").reduction_dtype == jnp.float32
-    assert get_policy("float16").reduction_dtype == jnp.float32
-    assert get_policy("float64").reduction_dtype == jnp.dtype("float64")
-    assert Policy("f32", "bf16", "f32", reduction_dtype="bf16").reduction_dtype == jnp.bfloat16
-
-
-def test_replace_lets_a_default_reduction_dtype_follow_compute_dtype():
-    assert get_policy("float32").replace(compute_dtype="float64").reduction_dtype == jnp.dtype(
-        "float64"
-    )
-    chosen = Policy("f32", "bf16", "f32", reduction_dtype="float64")
-    assert chosen.replace(compute_dtype="f32").reduction_dtype == jnp.dtype("float64")
-    assert get_policy("bf16").with_output_dtype(jnp.float32) == Policy("bf16", "bf16", "f32")
-    with pytest.raises(
-        TypeError,
-        match=r"Policy.replace: no field compute; the fields are param_dtype, compute_dtype",
+    names = ("float32", "bfloat16", "float16", "float64")
+    options = itertools.product((None, "float32", "float64"), (True, False))
+    for dtypes, (reduction, casts) in itertools.product(
+        itertools.product(names, repeat=3), options
     ):
-        chosen.replace(compute="f32")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (jnp.complex64, r"Policy\(compute_dtype=complex64\): it should be a floating dtype"),
-        (None, r"Policy\(compute_dtype=None\): it should be a floating dtype"),
-        ("bfloat17", r"Policy\(compute_dtype='bfloat17'\): it should be a floating dtype"),
-        (
-            jnp.float8_e4m3fn,
-            r"Policy\(compute_dtype=float8_e4m3fn\): floats of 8 bits or fewer are for matmul "
-            r"operands",
-        ),
-    ],
-)
-def test_a_dtype_that_no_policy_can_hold_is_refused_by_field(value, message):
-    with pytest.raises(ValueError, match=message):
-        Policy(jnp.float32, value, jnp.float32)
-
-
-def test_every_field_is_checked():
-    fields: dict[str, Any] = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
-    for field in ("param_dtype", "output_dtype", "reduction_dtype"):
-        with pytest.raises(ValueError, match=rf"Policy\({field}=int8\)"):
-            Policy(**fields | {field: "int8"})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"Policy\(cast_inputs='no'\): it should be True or False."):
-        Policy("f32", "f32", "f32", cast_inputs="no")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "bf17",
-            r"Unknown dtype 'bf17': it should be one of half, bfloat16.*A policy's text is one of "
-            r"these dtypes, a preset",
-        ),
-        ("p=f32,c=int8", r"Unknown dtype 'int8'"),
-        (
-            "p=f32,d=bf16",
-            r"Unknown key 'd' in 'p=f32,d=bf16': it should be params, compute, output, "
-            r"reduction, matmul, precision or inputs",
-        ),
-        (
-            "p=f32,params=bf16",
-            r"Key 'params' in 'p=f32,params=bf16' sets param_dtype a second time.",
-        ),
-        (
-            "inputs=no",
-            r"Unknown value 'no' for inputs in 'inputs=no': it should be 'keep' or 'cast'.",
-        ),
-    ],
-)
-def test_a_text_that_means_nothing_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        get_policy(text)
-
-
-@pytest.mark.parametrize("value", [None, jnp.bfloat16, 16, ("f32", "bf16", "f32")])
-def test_what_is_neither_policy_nor_text_is_refused(value):
-    with pytest.raises(
-        TypeError, match=r"A policy should be a Policy or its text form such as 'mixed_bfloat16'"
-    ):
-        get_policy(value)
+        survives(Policy(*dtypes, reduction_dtype=reduction, cast_inputs=casts))
 
 
 @pytest.mark.parametrize(
@@ -183,3 +89,141 @@ def test_what_is_neither_policy_nor_text_is_refused(value):
 )
 def test_the_short_text_form_round_trips(text):
     assert get_policy(text).short == text
+
+
+def test_str_names_reduction_and_inputs_only_where_they_are_not_the_default():
+    text = "params=float32,compute=bfloat16,output=float32"
+    policy = Policy("f32", "bf16", "f32", reduction_dtype="f32")
+    assert str(policy) == str(get_policy("mixed_bfloat16")) == text
+    policy = policy.replace(reduction_dtype="f64", cast_inputs=False)
+    assert str(policy) == f"{text},reduction=float64,inputs=keep"
+
+
+def test_reductions_run_in_the_wider_of_float32_and_compute_dtype():
+    wide = jnp.dtype("float64")
+    assert get_policy("mixed_bfloat16").reduction_dtype == jnp.float32
+    assert get_policy("float64").reduction_dtype == wide
+    assert get_policy("float32").replace(compute_dtype="float64").reduction_dtype == wide
+    chosen = Policy("f32", "bf16", "f32", reduction_dtype="float64")
+    assert chosen.replace(compute_dtype="f32").reduction_dtype == wide
+    assert Policy("f32", "bf16", "f32", reduction_dtype="bf16").reduction_dtype == jnp.bfloat16
+
+
+def test_a_policy_is_replaced_field_by_field():
+    assert get_policy("bf16").with_output_dtype(jnp.float32) == Policy("bf16", "bf16", "f32")
+    half = get_policy("c=bf16,x=BF16_BF16_F32")
+    assert half.replace(output_dtype="f32").precision == "BF16_BF16_F32"
+    assert half.replace(compute_dtype="f32").precision is None  # it was one for bfloat16
+    assert get_policy("c=bf16,x=high").replace(compute_dtype="f32").precision == "high"
+    assert get_policy("p=f32,c=bf16,m=f8").replace(matmul=None) == get_policy("p=f32,c=bf16")
+
+
+@pytest.mark.parametrize(
+    ("given", "compute", "name"),
+    [
+        (None, "f32", None),
+        ("highest", "f32", "highest"),
+        ("HIGH", "bf16", "high"),
+        (lax.Precision.DEFAULT, "f32", "default"),
+        ("bf16_bf16_f32_x3", "f32", "BF16_BF16_F32_X3"),
+        (lax.DotAlgorithmPreset.F16_F16_F32, "f16", "F16_F16_F32"),
+        ("F64_F64_F64", "f64", "F64_F64_F64"),
+    ],
+)
+def test_a_precision_is_canonical_and_survives_its_text(given, compute, name):
+    policy = Policy("f32", compute, "f32", precision=given)
+    assert policy.precision == name
+    survives(policy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Matmuls in 8 bits
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("f8", "i8", "f8:tensor", "i8:compute", "f8:tensor:compute:fast"),
+        *("float8_e4m3fn/float8_e4m3fn", "float8_e5m2/float8_e4m3fn:fast"),
+    ],
+)
+def test_the_text_of_matmuls_in_8_bits_comes_back(text):
+    by = scaled_matmul_of(text)
+    assert by is not None and by.text == text
+    assert pickle.loads(pickle.dumps(by)) == copy.deepcopy(by) == by
+    assert len({by, scaled_matmul_of(text)}) == 1
+    policy = get_policy(f"p=f32,c=bf16,m={text}")
+    assert policy.matmul == by == policy.replace(output_dtype="f32").matmul
+    survives(policy)
+
+
+def test_the_presets_are_mixed_bfloat16_with_matmuls_in_8_bits():
+    plain = get_policy("mixed_bfloat16")
+    assert get_policy("mixed_float8") == plain.replace(matmul="f8")
+    assert get_policy("mixed_int8") == plain.replace(matmul="i8")
+    assert str(get_policy("mixed_float8")).endswith("matmul=f8")
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("gpu", "8.0", None),
+        ("gpu", "8.9", "f8"),
+        ("cuda", "10.0", "f8"),
+        ("tpu", "TPU v4", None),
+        ("tpu", "TPU v5 lite", "i8"),
+        ("tpu", "TPU v6 lite", "i8"),
+        ("tpu", "TPU7x", "f8"),
+        ("cpu", "cpu", None),
+    ],
+)
+def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
+    assert preferred(platform, kind) == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m=f9", "Unknown 8-bit matmul 'f9': it should be f8, i8, 8bit"),
+        ("m=f8:rows", "Unknown or repeated option in 'f8:rows'"),
+        ("m=f8:row:tensor", "Unknown or repeated option in 'f8:row:tensor'"),
+        ("m=float8_e4m3fn/float16", r"ScaledMatmul\(gradients='float16'\): it should be one of"),
+        ("m=int8/float8_e5m2", "both should be int8, or both float8"),
+        ("c=float8_e4m3fn", "Matmuls in 8 bits are m=f8 and m=i8"),
+        ("c=f64,m=f8", r"compute_dtype=float64, matmul='f8'\): .* 16 or 32 bits"),
+        ("p=f32,c=f32,o=f32,x=hi", "no precision"),
+        ("c=bf16,x=TF32_TF32_F32", "does not multiply bfloat16"),
+        ("c=f32,x=F64_F64_F64", "does not multiply float32"),
+        ("c=f32,x=ANY_F8_ANY_F8_F32", "does not multiply float32"),
+        ("x=high,x=high", "second time"),
+    ],
+)
+def test_an_unfit_matmul_or_precision_is_refused_with_those_that_fit(text, message):
+    with pytest.raises(ValueError, match=message):
+        get_policy(text)
+
+
+def test_every_field_is_checked():
+    fields: Any = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
+    for field in (*fields, "reduction_dtype"):
+        for value, name in ((jnp.complex64, "complex64"), (None, "None"), ("bf17", "'bf17'")):
+            if (field, value) != ("reduction_dtype", None):  # which is its default
+                with pytest.raises(ValueError, match=rf"Policy\({field}={name}\): .* a floating"):
+                    Policy(**fields | {field: value})
+    with pytest.raises(
+        ValueError, match=r"Policy\(compute_dtype=float8_e5m2\): .*, and matmul='f8"
+    ):
+        Policy("f32", jnp.float8_e5m2, "f32")
+    with pytest.raises(TypeError, match=r"Policy\(matmul=8\): it should be a ScaledMatmul"):
+        Policy(**fields, matmul=8)
+    with pytest.raises(TypeError, match=r"Policy\(precision=8\): it should be default, high"):
+        Policy(**fields, precision=8)
+    column: Any = "column"
+    with pytest.raises(ValueError, match=r"scaling='column'\): it should be 'row' or"):
+        ScaledMatmul("int8", "int8", scaling=column)

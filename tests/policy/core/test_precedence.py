@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy import DtypePolicyWarning, Policy, get_policy
-from policy.core.policy_warnings import warn_once
+from policy.core.messages import warn_once
 from policy.core.precedence import with_explicit_dtypes
 from policy.core.scope import Source
 

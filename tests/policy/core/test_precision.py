@@ -1,59 +1,15 @@
-"""The precision of a policy: its text, and what autocast and islands multiply at."""
-
-import pickle
+"""The precisions that autocast and islands multiply at."""
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import policy
-from policy import Policy, PolicyRules, get_policy, use_policy
+from policy import PolicyRules, use_policy
 from tests.matmul_precisions import precisions
 
 MIXED = "mixed_bfloat16"
 X, W = jnp.ones((2, 4)), jnp.ones((4, 4))
-
-
-@pytest.mark.parametrize(
-    ("given", "compute", "name"),
-    [
-        (None, "f32", None),
-        ("highest", "f32", "highest"),
-        ("HIGH", "bf16", "high"),
-        (lax.Precision.DEFAULT, "f32", "default"),
-        ("bf16_bf16_f32_x3", "f32", "BF16_BF16_F32_X3"),
-        (lax.DotAlgorithmPreset.F16_F16_F32, "f16", "F16_F16_F32"),
-        ("F64_F64_F64", "f64", "F64_F64_F64"),
-    ],
-)
-def test_a_precision_is_canonical_and_survives_its_text(given, compute, name):
-    made = Policy("f32", compute, "f32", precision=given)
-    assert made.precision == name
-    for copy in (get_policy(str(made)), get_policy(made.short), pickle.loads(pickle.dumps(made))):
-        assert copy == made and hash(copy) == hash(made)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("p=f32,c=f32,o=f32,x=hi", "no precision"),
-        ("c=bf16,x=TF32_TF32_F32", "does not multiply bfloat16"),
-        ("c=f32,x=F64_F64_F64", "does not multiply float32"),
-        ("c=f32,x=ANY_F8_ANY_F8_F32", "does not multiply float32"),
-        ("x=high,x=high", "second time"),
-    ],
-)
-def test_an_unknown_or_unfit_precision_is_refused_with_those_that_fit(text, told):
-    with pytest.raises(ValueError, match=told):
-        get_policy(text)
-
-
-def test_an_algorithm_is_dropped_with_the_dtype_that_it_is_for():
-    half = get_policy("c=bf16,x=BF16_BF16_F32")
-    assert half.replace(output_dtype="f32").precision == "BF16_BF16_F32"
-    assert half.replace(compute_dtype="f32").precision is None
-    assert get_policy("c=bf16,x=high").replace(compute_dtype="f32").precision == "high"
 
 
 def mlp(params, x):

@@ -65,13 +65,9 @@ def test_texts_of_rules_divide_at_the_first_equals_sign():
     rules = PolicyRules.from_texts(["block_.*=p=f32,c=bf16,o=f32", "head=f32"], strict=False)
     assert rules == PolicyRules([("block_.*", "mixed_bfloat16"), ("head", "f32")], strict=False)
     assert not PolicyRules.from_texts([])
-    with pytest.raises(
-        ValueError, match=re.escape("Rule 'head' should be PATH=TEXT, such as head=f32.")
-    ):
+    with pytest.raises(ValueError, match=r"Rule 'head' should be PATH=TEXT, such as head=f32\."):
         PolicyRules.from_texts(["body=f32", "head"])
-    with pytest.raises(
-        TypeError, match=re.escape("a list of PATH=TEXT, but got the string 'head=f32'")
-    ):
+    with pytest.raises(TypeError, match="a list of PATH=TEXT, but got the string 'head=f32'"):
         PolicyRules.from_texts("head=f32")
 
 
@@ -109,26 +105,6 @@ def test_class_rules_are_checked_where_classes_are_known():
     rules.check({"a": [int, Layer], "b": None})
     with pytest.raises(ValueError, match=r"Rule OurLayer matched no module. Modules seen: a\."):
         rules.check({"a": int})
-
-
-@pytest.mark.parametrize(
-    ("rules", "error", "message"),
-    [
-        ({"a(": "f32"}, ValueError, r"Rule 'a\(' is not a regular expression: missing \)"),
-        ({3: "f32"}, TypeError, r"A rule's pattern should be a path pattern or a layer class, but"),
-        ({"a": "f33"}, ValueError, r"Rule 'a': Unknown dtype 'f33'"),
-        ([("a", "f32"), ("a", "bf16")], ValueError, r"Rule 'a' is given twice, but only the first"),
-        (
-            [("a",)],
-            TypeError,
-            r"A policy rule should be a \(pattern, policy\) pair, but got \('a',",
-        ),
-        ("a=f32", TypeError, r"Policy rules should be a dict or a list of \(pattern, policy\) p"),
-    ],
-)
-def test_malformed_rules_are_refused(rules, error, message):
-    with pytest.raises(error, match=message):
-        PolicyRules(rules)
 
 
 class Inner: ...

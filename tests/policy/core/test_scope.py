@@ -7,16 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policy import (
-    Policy,
-    PolicyRules,
-    current_policy,
-    get_policy,
-    half_dtype,
-    set_policy,
-    use_policy,
-)
-from policy.core.scope import Scope, current_scope, traced_for
+from policy import Policy, PolicyRules, current_policy, get_policy, set_policy, use_policy
+from policy.core.dtypes import half_dtype
+from policy.core.scope import Scope, Source, current_scope, enter, traced_for
 
 A, B = get_policy("bf16"), get_policy("f16")
 
@@ -133,11 +126,7 @@ def test_a_change_of_the_global_policy_retraces():
     assert traces == [A, B]
 
 
-def test_a_scope_refuses_what_is_no_policy_before_it_is_entered():
-    with pytest.raises(TypeError, match="A policy should be a Policy or its text form"):
-        use_policy(jnp.bfloat16)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="x64 disabled"):
-        use_policy("float64")
+def test_a_scope_refuses_float64_without_x64_before_it_is_entered():
     with pytest.raises(ValueError, match="x64 disabled"):
         use_policy("float32", {"head": "float64"})
     with pytest.raises(ValueError, match="x64 disabled"):
@@ -168,3 +157,36 @@ def test_a_program_is_traced_for_a_device_that_is_not_there():
         run.trace(1.0)
     assert traces == [("float16", None), ("bfloat16", "i8"), ("float16", "f8")]
     assert current_scope().backend is None and half_dtype() == jnp.float16
+
+
+# --------------------------------------------------------------------------------------------------
+# The provenance of policies
+# --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
+    assert str(current_scope().source) == "global"
+    with use_policy("bf16"):
+        assert str(current_scope().source) == "scope"
+        with enter(
+            current_scope(), Source("rule", "'a'")
+        ):  # an equal scope: the note changes all the same
+            assert str(current_scope().source) == "rule: 'a'"
+            with enter(current_scope()):
+                assert str(current_scope().source) == "rule: 'a'"
+        assert str(current_scope().source) == "scope"
+    assert str(current_scope().source) == "global"
+
+
+def test_what_is_inside_of_a_module_names_the_module_for_an_argument_and_the_rule_for_a_rule():
+    argument, rule = Source("argument", "dtype_policy", own=True), Source("rule", "'a'", own=True)
+    assert str(argument.for_those_inside("enc")) == "enclosing module: enc"
+    assert str(rule.for_those_inside("enc")) == "rule: 'a'" and not rule.for_those_inside("enc").own
+    overridden = Source("scope", dtypes="dtype=float32")
+    assert str(overridden) == "argument: dtype=float32; else scope"
+    assert str(overridden.for_those_inside("enc")) == "enclosing module: enc"
+
+
+def test_sources_are_equal_where_both_are_a_module_s_own_or_neither_is():
+    assert Source("scope") == Source("global") and hash(Source("scope")) == hash(Source("global"))
+    assert Source("argument", own=True) != Source("scope")

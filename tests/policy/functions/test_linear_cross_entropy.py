@@ -132,10 +132,7 @@ def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
         table = variables["params"]["embedding"]
         embed = nnx.Embed(48, 16, rngs=nnx.Rngs(0))
         tied = [chunked(X, w, LABELS % 48, axis=0) for w in (table, embed.embedding[...])]
-        logits = [
-            model.apply(variables, X, method="attend"),
-            embed.attend(jnp.asarray(X)),
-        ]
+        logits = [model.apply(variables, X, method="attend"), embed.attend(jnp.asarray(X))]
     theirs: Any
     for ours, theirs in zip(tied, logits, strict=True):
         expected = losses.softmax_cross_entropy_with_integer_labels(theirs, LABELS % 48).mean()
@@ -154,11 +151,7 @@ def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
             "kernel should be floating, but got int32",
             {"kernel": np.ones((16, 50), "i4")},
         ),
-        (
-            TypeError,
-            "labels should be integers, but got float32",
-            {"labels": WEIGHTS},
-        ),
+        (TypeError, "labels should be integers, but got float32", {"labels": WEIGHTS}),
         (ValueError, r"kernel \(K, d\) for axis=0, but got", {"axis": 0}),
         (
             ValueError,

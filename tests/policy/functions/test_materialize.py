@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.functions.materialize import materialized
+from policy.functions.checkpointing import materialized
 
 X = jnp.asarray(np.linspace(-2, 2, 12).reshape(3, 4), jnp.bfloat16)
 

@@ -13,7 +13,7 @@ from policy import (
     mixed_precision,
     value_and_grad,
 )
-from policy.core.trees import OVERWRITE_WITH_GRADIENT
+from policy.core.arrays import OVERWRITE_WITH_GRADIENT
 from policy.grads import accumulate_gradients, split_batch
 
 RNG = np.random.default_rng(0)

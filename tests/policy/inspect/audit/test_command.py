@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.command_line.command import main, parse_argument
+from policy.command_line.arguments import parse_argument
+from policy.command_line.command import main
 from tests.eight_devices import ROOT
 
 MODEL = """

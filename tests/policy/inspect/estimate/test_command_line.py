@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from policy.command_line import estimation
-from policy.command_line.command import main
-from policy.command_line.progress import row_progress
-from policy.command_line.rows import policies_in
+from policy.command_line import command
+from policy.command_line.arguments import policies_in
+from policy.command_line.command import main, row_progress
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.report import Estimate
 from tests.policy.inspect.estimate.estimates import cost, estimate_of, half, lacking
@@ -58,7 +57,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self.answer: Estimate | Exception = estimate_of(cost(), half())
-        monkeypatch.setattr(estimation, "estimate", self._estimate)
+        monkeypatch.setattr(command, "estimate", self._estimate)
 
     def _estimate(self, fn: Any, *args: Any, on: Any, **options: Any) -> Estimate:
         self.calls.append((fn, args, {"on": on.name, **options}))
@@ -185,7 +184,7 @@ def test_a_row_that_lacks_memory_fails_where_that_is_asked_for(train, asked):
 def test_accelerators_are_looked_for_only_where_they_are_the_target(train, asked, monkeypatch):
     changed: list[tuple[str, str]] = []
     update = lambda name, value: changed.append((name, value))  # noqa: E731
-    monkeypatch.setattr(estimation.jax, "config", types.SimpleNamespace(update=update))
+    monkeypatch.setattr(command.jax, "config", types.SimpleNamespace(update=update))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert run(f"{train}:example", "--on", "v5e") == 0 and changed == []
     monkeypatch.delenv("JAX_PLATFORMS")

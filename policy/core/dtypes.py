@@ -1,19 +1,99 @@
-"""The 8-bit dtypes of matmuls with weights, how they are scaled, and their text form.
-
-The formats are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv:2209.05433).
-"""
+"""The dtypes and precisions of a policy's fields, and their text forms."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import re
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
+from policy.core.arrays import cast_floating
 from policy.programs.thread import thread
+
+T = TypeVar("T")
+
+# --------------------------------------------------------------------------------------------------
+# Names of dtypes, and the backend's 16-bit float
+# --------------------------------------------------------------------------------------------------
+
+# Every name in the text form, by dtype; `str(policy)` prints the first one.
+dtype_to_names: dict[Any, tuple[str, ...]] = {
+    jnp.bfloat16: ("bfloat16", "bf16"),
+    jnp.float16: ("float16", "f16"),
+    jnp.float32: ("float32", "f32", "full"),
+    jnp.float64: ("float64", "f64"),
+}
+_name_to_dtype = {
+    name: jnp.dtype(dtype) for dtype, names in dtype_to_names.items() for name in names
+}
+
+_EIGHT_BITS = re.compile(r"(u?int8|float8|fp8|f8|i8)")
+
+
+def half_dtype() -> np.dtype:
+    """Returns the backend's 16-bit float, as in jmp: bfloat16 on TPU, float16 elsewhere.
+
+    >>> import policy
+    >>> policy.half_dtype().itemsize
+    2
+    """
+    return jnp.dtype(jnp.bfloat16 if backend()[0] == "tpu" else jnp.float16)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating arrays of a tree to float32.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_full({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
+    dtype('float32')
+    """
+    return cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating arrays of a tree to `half_dtype()`.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> policy.cast_to_half(jnp.ones(2)).dtype == policy.half_dtype()
+    True
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def dtype_names() -> tuple[str, ...]:
+    """Returns every name of a dtype that a policy takes."""
+    return ("half", *_name_to_dtype)
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """Returns the dtype of a name such as ``bf16``, ``float32``, ``full`` or ``half``.
+
+    Raises:
+      ValueError: no dtype that a policy takes has this name.
+    """
+    if name == "half":
+        return half_dtype()
+    try:
+        return _name_to_dtype[name]
+    except KeyError:
+        known = ", ".join(dtype_names())
+        hint = " Matmuls in 8 bits are m=f8 and m=i8." if _EIGHT_BITS.match(name) else ""
+        raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.{hint}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Matmuls with weights in 8 bits
+#
+# The formats are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv:2209.05433).
+# --------------------------------------------------------------------------------------------------
+
 
 _SCALINGS = ("row", "tensor")
 _WEIGHT_GRADIENTS = ("same", "compute")
@@ -126,12 +206,14 @@ def scaled_matmul_of(text: str) -> ScaledMatmul | None:
         "compute": {"weight_gradient": "compute"},
         "fast": {"fast_accumulation": True},
     }
-    unknown = [option for option in options if option not in fields]
-    if unknown or len({next(iter(fields[option])) for option in options}) < len(options):
-        raise ValueError(
-            f"Unknown or repeated option in '{text}': after f8, i8 or 8bit it takes "
-            f"{', '.join(fields)}, each once."
-        )
+    given: dict[str, Any] = {}
+    for option in options:
+        if option not in fields or given.keys() & fields[option].keys():
+            raise ValueError(
+                f"Unknown or repeated option in '{text}': after f8, i8 or 8bit it takes "
+                f"{', '.join(fields)}, each once."
+            )
+        given |= fields[option]
     if kind == "8bit":
         kind = preferred(*backend())
         if kind is None:
@@ -142,9 +224,6 @@ def scaled_matmul_of(text: str) -> ScaledMatmul | None:
             f"Unknown 8-bit matmul '{text}': it should be f8, i8, 8bit, or two dtypes such as "
             "float8_e4m3fn/float8_e5m2."
         )
-    given: dict[str, Any] = {}
-    for option in options:
-        given |= fields[option]
     return ScaledMatmul(*dtypes, **given)
 
 
@@ -163,7 +242,7 @@ def backend_of(device: Any) -> tuple[str, str]:
 def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:
     """Returns the 8-bit dtypes that a device multiplies faster than 16 bits, or None.
 
-    >>> from policy.core.matmul_dtypes import preferred
+    >>> from policy.core.dtypes import preferred
     >>> preferred("gpu", "9.0"), preferred("tpu", "TPU v5 lite"), preferred("cpu", "cpu")
     ('f8', 'i8', None)
 
@@ -180,3 +259,62 @@ def preferred(platform: str, kind: str) -> Literal["f8", "i8"] | None:
     if name.startswith(("7", "v7")):
         return "f8"
     return "i8" if name.startswith(("v5", "v6")) else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Precisions of matmuls
+# --------------------------------------------------------------------------------------------------
+
+
+HIGHEST = "highest"
+_PRECISIONS = ("default", "high", HIGHEST)
+
+
+def precision_named(value: Any, compute_dtype: np.dtype) -> str | None:
+    """Returns the canonical name of a precision, or None for None.
+
+    Args:
+      value: None, one of ``default``, ``high`` and ``highest``, a `jax.lax.Precision`, or a
+        `jax.lax.DotAlgorithmPreset` or its name.
+      compute_dtype: the dtype of the operands.
+
+    Raises:
+      ValueError: an unknown name, or an algorithm for operands of other dtypes.
+      TypeError: a value of another type.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (str, lax.Precision, lax.DotAlgorithmPreset)):
+        raise TypeError(
+            f"Policy(precision={value!r}): it should be {', '.join(_PRECISIONS)}, the name of a "
+            "jax.lax.DotAlgorithmPreset, or None."
+        )
+    name = value if isinstance(value, str) else value.name
+    if name.lower() in _PRECISIONS:
+        return name.lower()
+    name = name.upper()
+    fitting = [each.name for each in lax.DotAlgorithmPreset if _multiplies(each, compute_dtype)]
+    if name not in fitting:
+        known = name in lax.DotAlgorithmPreset.__members__
+        reason = f"it does not multiply {compute_dtype}" if known else "it is no precision"
+        raise ValueError(
+            f"Policy(precision={value!r}): {reason}. It should be one of "
+            f"{', '.join((*_PRECISIONS, *fitting))}."
+        )
+    return name
+
+
+def is_algorithm(name: str | None) -> bool:
+    """Returns whether a canonical name is that of an algorithm: it is for operands of a dtype."""
+    return name is not None and name not in _PRECISIONS
+
+
+def _multiplies(algorithm: lax.DotAlgorithmPreset, dtype: np.dtype) -> bool:
+    return any(dtype == np.dtype(each) for each in algorithm.supported_lhs_types or ())
+
+
+def canonical_precision(name: str) -> Any:
+    """Returns a precision as the primitives of matmuls and convolutions hold it."""
+    if name in _PRECISIONS:
+        return (lax.Precision[name.upper()],) * 2
+    return lax.DotAlgorithmPreset[name]

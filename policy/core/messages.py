@@ -1,0 +1,93 @@
+"""Warnings, checks of arguments and texts of values, for messages."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+# --------------------------------------------------------------------------------------------------
+# Warnings that part of a program doesn't obey the policy in force, each given once
+# --------------------------------------------------------------------------------------------------
+
+
+class DtypePolicyWarning(UserWarning):
+    """Warns that part of a program doesn't obey the policy in force.
+
+    >>> import warnings
+    >>> import policy
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     y = policy.autocast(lambda x: 2 * x)(1.0)  # without any policy
+    >>> caught[0].category is policy.DtypePolicyWarning
+    True
+    """
+
+
+_warned: set[str] = set()
+_filters_then: Any = None
+
+
+def warn_once(message: str) -> None:
+    """Emits a `DtypePolicyWarning`, once per message while the warning filters stay the same."""
+    global _filters_then
+    if warnings.filters is not _filters_then:  # a new catch_warnings block listens afresh
+        _warned.clear()
+        _filters_then = warnings.filters
+    if message not in _warned:
+        warnings.warn(message, DtypePolicyWarning, stacklevel=2)
+        _warned.add(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks of arguments that should be functions, and texts of values
+# --------------------------------------------------------------------------------------------------
+
+
+def require_function(fn: Any, what: str, *, takes: str = "a function") -> None:
+    """Raises unless `fn` is a function of arrays.
+
+    Refuses values, classes and unbound linen modules.
+
+    Args:
+      fn: a function, or a callable module.
+      what: the name of the caller, for the message.
+      takes: the description of the expected argument, for the message.
+
+    Raises:
+      TypeError: `fn` is not such a function.
+    """
+    if isinstance(fn, type):
+        raise TypeError(
+            f"{what} takes {takes}, but got the class {fn.__name__}: pass an instance, or a method "
+            "of one."
+        )
+    if not callable(fn):
+        raise TypeError(f"{what} takes {takes}, but got {shown(fn)} of type {type(fn).__name__}.")
+    if _is_unbound_linen_module(fn):
+        name = type(fn).__name__
+        raise TypeError(
+            f"{what} takes {takes}, but got the linen module {name}, which holds no variables: "
+            "pass model.apply, and the variables as its first argument."
+        )
+
+
+def shown(value: Any) -> str:
+    """Returns the text of a value for messages; a long text is shortened."""
+    text = repr(value)
+    return text if len(text) <= 200 and "\n" not in text else f"{text.splitlines()[0][:80]} ..."
+
+
+def shortened(texts: list[str], limit: int = 8) -> str:
+    """Returns the first `limit` texts of a list and the number of the others."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
+
+
+def dtype_and_shape(x: Any) -> str:
+    """Returns the dtype and shape of an array for messages, or the type of another value."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def _is_unbound_linen_module(fn: Any) -> bool:
+    of_linen = any((cls.__module__ or "").startswith("flax.linen.") for cls in type(fn).__mro__)
+    return of_linen and hasattr(fn, "apply") and getattr(fn, "scope", None) is None
