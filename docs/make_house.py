@@ -70,7 +70,6 @@ INNER: dict[str, str] = {
     "policy/inspect/compare/render": "the comparison as a table and a chart",
     "policy/inspect/estimate": "a policy's cost on devices that need not be there",
     "policy/inspect/suggest": "the cheapest rules within an error budget",
-    "mpmodules/functions/fused_attention": "attention in one kernel, on GPUs and TPUs",
     "mpmodules/linen/_layers": "a file for each kind of layer",
     "mpmodules/nnx/_layers": "a file for each kind of layer",
 }

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 import policy as policy_package
 from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.arrays import cast_array, is_floating
 from policy.core.messages import warn_once

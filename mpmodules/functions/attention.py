@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from mpmodules.functions.functional import complex_input, is_wider
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.functions.functional import complex_input, is_wider, mixing_allowed
 from policy.core.scope import current_policy
-from policy.functions.checkpointing import cached_inline_jit, is_hashable, keeping_inputs_once
+from policy.functions.checkpointing import cached_inline_jit, keeping_inputs_once
 from policy.functions.reductions import accumulating
 
 Array = jax.Array
@@ -39,21 +38,17 @@ def check_shapes(query: Array, key: Array, value: Array | None = None) -> None:
     """
     arrays = [x for x in (query, key, value) if x is not None]
     if len({x.ndim for x in arrays}) != 1:
-        raise ValueError(
-            f"q, k, v must have same rank, but got {', '.join(str(x.ndim) for x in arrays)}."
-        )
+        ranks = ", ".join(str(x.ndim) for x in arrays)
+        raise ValueError(f"q, k, v must have same rank, but got {ranks}.")
     if len({x.shape[:-3] for x in arrays}) != 1:
-        raise ValueError(
-            "q, k, v batch dims must match, but got shapes "
-            f"{', '.join(str(x.shape) for x in arrays)}."
-        )
+        shapes = ", ".join(str(x.shape) for x in arrays)
+        raise ValueError(f"q, k, v batch dims must match, but got shapes {shapes}.")
     if value is not None and key.shape[-3] != value.shape[-3]:
         raise ValueError(f"k, v lengths must match, but got {key.shape[-3]} and {value.shape[-3]}.")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"q, k depths must match, but got {query.shape[-1]} and {key.shape[-1]}.")
-    for name, heads in [
-        (n, x.shape[-2]) for n, x in (("key", key), ("value", value)) if x is not None
-    ]:
+    for name, x in zip(("key", "value"), arrays[1:], strict=False):
+        heads = x.shape[-2]
         if not heads or query.shape[-2] % heads:
             raise ValueError(
                 f"Query heads ({query.shape[-2]}) must be a multiple of {name} heads ({heads})."
@@ -79,8 +74,7 @@ def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
       >>> with attention.adding_indices(decoding=True):
       ...     index = jnp.asarray(0, jnp.int32) + 1
     """
-    mixes = decoding and jax.config.read("jax_enable_x64")
-    return mixing_allowed(mixes)
+    return mixing_allowed(decoding and jax.config.read("jax_enable_x64"))
 
 
 def dot_product_attention(
@@ -165,12 +159,7 @@ def _attention(
     logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
-    attend = (
-        cached_inline_jit(_attend, precision)
-        if is_hashable(precision)
-        else functools.partial(_attend, precision)
-    )
-    return attend(logits, value)
+    return cached_inline_jit(_attend, precision)(logits, value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -204,18 +193,11 @@ def _attend_jvp(
     exponentials, total, exact = _exponentials(precision, logits, value)
     result = exact.astype(value.dtype)
     rounded_off = (exact - result.astype(exact.dtype)).astype(value.dtype)
-    logits_tangent, value_tangent = (None if isinstance(t, SymbolicZero) else t for t in tangents)
+    given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
     wide = functools.partial(lax.convert_element_type, new_dtype=logits.dtype)
 
-    def derivative(
-        exponentials: Array,
-        total: Array,
-        result: Array,
-        rounded_off: Array,
-        value: Array,
-        logits_tangent: Any,
-        value_tangent: Any,
-    ) -> Array:
+    def derivative(kept: Sequence[Array], logits_tangent: Any, value_tangent: Any) -> Array:
+        exponentials, total, result, rounded_off, value = kept
         through = jnp.zeros_like(result, logits.dtype)
         if logits_tangent is not None:
             moved = wide(exponentials) / jnp.swapaxes(total, -2, -3) * logits_tangent
@@ -223,19 +205,15 @@ def _attend_jvp(
             sums = weighted_values(moved.astype(value.dtype), value, precision=precision)
             through = wide(sums) - along * (wide(result) + wide(rounded_off))
         if value_tangent is not None:
-            through = (
-                through
-                + wide(weighted_values(exponentials, value_tangent, precision=precision)) / total
-            )
+            sums = weighted_values(exponentials, value_tangent, precision=precision)
+            through = through + wide(sums) / total
         return through.astype(value.dtype)
 
     # Checkpointed, so that nothing is kept but the exponentials and what is as small as the result.
     # Behind the barrier XLA can't keep the logits instead, which are twice as large, and take the
     # exponentials again.
     kept = (lax.optimization_barrier(exponentials), total, result, rounded_off, value)
-    return result, jax.checkpoint(derivative, prevent_cse=False)(
-        *kept, logits_tangent, value_tangent
-    )
+    return result, jax.checkpoint(derivative, prevent_cse=False)(kept, *given)
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
@@ -312,9 +290,8 @@ def _logits(
     elif heads == key_heads:
         logits = _dot("...qhd,...khd->...hqk", query, key, precision, reduction_dtype)
     else:
-        grouped = query.reshape(
-            *query.shape[:-2], key_heads, heads // key_heads, query.shape[-1]
-        )  # (B..., T, K, G, H)
+        groups = (key_heads, heads // key_heads)
+        grouped = query.reshape(*query.shape[:-2], *groups, query.shape[-1])  # (B..., T, K, G, H)
         logits = _dot("...qhgd,...khd->...hgqk", grouped, key, precision, reduction_dtype)
         logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
     if scale != 1:
@@ -351,9 +328,8 @@ def _masked(is_causal: bool, logits: Array, mask: Array | None) -> Array:
         allowed = jnp.logical_and(allowed, keys <= queries)
     # Half of the lowest number: a bias on top of it can't reach -inf, and a row of it is uniform,
     # not NaN.
-    return jnp.where(
-        allowed, logits, np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype)
-    )
+    low = np.asarray(0.5 * float(jnp.finfo(logits.dtype).min), logits.dtype)
+    return jnp.where(allowed, logits, low)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -411,9 +387,8 @@ def weighted_values(
     )
     if heads == value_heads:
         return einsum("...hqk,...khd->...qhd", weights, value)
-    grouped = weights.reshape(
-        *weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:]
-    )
+    groups = (value_heads, heads // value_heads)
+    grouped = weights.reshape(*weights.shape[:-3], *groups, *weights.shape[-2:])
     out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
@@ -427,18 +402,14 @@ def _dot(
     """
     if not is_wider(dtype, lhs.dtype):
         return jnp.einsum(subscripts, lhs, rhs, precision=precision)
-    dtype = jnp.dtype(dtype)
-    if not is_hashable(precision):
-        return _accumulated(subscripts, precision, dtype, lhs, rhs)
-    return cached_inline_jit(_accumulated, subscripts, precision, dtype)(lhs, rhs)
+    return cached_inline_jit(_accumulated, subscripts, precision, jnp.dtype(dtype))(lhs, rhs)
 
 
 def _accumulated(
     subscripts: str, precision: PrecisionLike, dtype: np.dtype, lhs: Array, rhs: Array
 ) -> Array:
-    return accumulating(functools.partial(jnp.einsum, subscripts, precision=precision), dtype)(
-        lhs, rhs
-    )
+    einsum = functools.partial(jnp.einsum, subscripts, precision=precision)
+    return accumulating(einsum, dtype)(lhs, rhs)
 
 
 def dropout(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +68,19 @@ def widen(x: Any, dtype: DTypeLike) -> Any:
     return jnp.asarray(x, dtype)
 
 
+def mixing_allowed(allowed: bool = True) -> contextlib.AbstractContextManager[object]:
+    """Puts JAX's standard promotion in force for a block, in which Flax's code mixes dtypes. With
+    `allowed=False` leaves promotion as it is.
+
+    Example:
+      >>> with jax.numpy_dtype_promotion("strict"), functional.mixing_allowed():
+      ...     total = jnp.ones(2, jnp.bfloat16) + jnp.ones(2)
+      >>> total.dtype
+      dtype('float32')
+    """
+    return jax.numpy_dtype_promotion("standard") if allowed else contextlib.nullcontext()
+
+
 # --------------------------------------------------------------------------------------------------
 # Initial values
 # --------------------------------------------------------------------------------------------------
@@ -112,6 +126,32 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
     except (NotImplementedError, TypeError):
         return False
     return True
+
+
+def half_safe_inits(
+    inits: Mapping[str, Callable[..., Any] | None], param_dtype: DTypeLike
+) -> dict[str, HalfSafe]:
+    """Returns initialisers, by name, that also work in half precision.
+
+    There are none where parameters are not half.
+
+    Args:
+      inits: the initialisers of a layer, by argument or field; entries that can't be called are
+        left out.
+      param_dtype: the dtype of the layer's parameters.
+
+    Example:
+      >>> inits = {"kernel_init": jax.nn.initializers.orthogonal(), "bias_init": None}
+      >>> list(functional.half_safe_inits(inits, jnp.bfloat16))
+      ['kernel_init']
+    """
+    if not is_half(param_dtype):
+        return {}
+    return {
+        name: init if isinstance(init, HalfSafe) else HalfSafe(init)
+        for name, init in inits.items()
+        if callable(init)
+    }
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.functions.functional import mixing_allowed
 from policy.core.scope import reduction_dtype_of
 from policy.functions.reductions import in_reduction_dtype
 

@@ -15,7 +15,7 @@ from jax.lax import PrecisionLike
 
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
-from mpmodules.functions.fused_attention.choose import fused_kernel
+from mpmodules.functions.fused_attention import fused_kernel
 from policy.core.scope import current_policy
 
 Array = jax.Array
@@ -107,23 +107,14 @@ class AttentionCall:
           ValueError: shapes that do not fit, or an `implementation` that lacks a feature that is
             asked for.
         """
-        has_einsum = self.einsum is not None or self.values_einsum is not None
         obstacles = {
             "dropout": self._drops,
             "sown weights": self.sow is not None,
-            "a custom einsum": has_einsum,
+            "a custom einsum": bool(self.einsum or self.values_einsum),
             "force_fp32_for_softmax without a policy": self.wide_weights,
         }
         kernel = fused_kernel(
-            implementation,
-            query,
-            key,
-            value,
-            bias=self.bias,
-            mask=self.mask,
-            is_causal=self.is_causal,
-            reduction_dtype=reduction_dtype(),
-            obstacles=obstacles | {"a precision": self.precision is not None},
+            implementation, query, key, value, **self._options, obstacles=obstacles
         )
         if upstream is not None:
             return upstream()
@@ -143,10 +134,6 @@ class AttentionCall:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {
-            "bias": self.bias,
-            "mask": self.mask,
-            "is_causal": self.is_causal,
-            "precision": self.precision,
-            "reduction_dtype": reduction_dtype(),
-        }
+        names = ("bias", "mask", "is_causal", "precision")
+        options = {name: getattr(self, name) for name in names}
+        return options | {"reduction_dtype": reduction_dtype()}

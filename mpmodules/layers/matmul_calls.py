@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from flax.linen.linear import canonicalize_padding
+from flax.nnx.nn.dtypes import promote_dtype as nnx_promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -49,6 +51,14 @@ def numerics_of(call: LayerCall) -> Numerics:
     return Numerics(call.returned_dtype, policy.reduction_dtype, policy.matmul)
 
 
+def promotes_as_flax(layer: Any) -> bool:
+    """Returns whether a layer has no `promote_dtype` of the user's own, with which it computes as
+    Flax has it.
+    """
+    promote = getattr(layer, "promote_dtype", None)
+    return promote in (None, linen_promote_dtype, nnx_promote_dtype)
+
+
 # --------------------------------------------------------------------------------------------------
 # Products
 # --------------------------------------------------------------------------------------------------
@@ -68,7 +78,6 @@ class Product:
       bias: as it is stored, or None.
       operation: Flax's own.
       hook: the name of the layer's attribute for an operation of the user's own.
-      numerics: how the policy has the layer compute.
       accumulates: whether Flax's operation takes `preferred_element_type`.
     """
 
@@ -80,18 +89,18 @@ class Product:
         operation: Callable[..., Array],
         hook: str = "",
         *,
-        numerics: Numerics,
         accumulates: bool = True,
     ):
         given, make = (getattr(layer, name, None) for name in (hook, f"{hook}_cls"))
         given = given if make is None else make()
         self.inputs, self.kernel, self.bias = promoted
         self.operation = operation if given is None else given
-        self.numerics = numerics
+        is_plain = promotes_as_flax(layer)
+        self.numerics: Numerics = layer._numerics if is_plain else Numerics()
         self.preferred = getattr(layer, "preferred_element_type", None)
-        self.stored_bias: Any = bias
+        self.stored_bias: Any = bias if is_plain else self.bias
         self.is_flaxs, self.accumulator_dtype = self.operation is operation, None
-        result = numerics.result_dtype
+        result = self.numerics.result_dtype
         if result is None:
             return
         wide = result if self.preferred is None else jnp.dtype(self.preferred)
@@ -108,10 +117,9 @@ class Product:
         def bilinear(lhs: Array, rhs: Array, **preferred: Any) -> Array:
             return self.operation(*before, lhs, rhs, *args, **options, **preferred)
 
-        by, wide = self.numerics.matmul, self.accumulator_dtype
-        if by is not None and self.is_flaxs and self.operation in _IN_8_BITS:
-            run, dtype = _IN_8_BITS[self.operation], wide or self.inputs.dtype
-            product = run(*before, self.inputs, self.kernel, *args, by=by, dtype=dtype, **options)
+        wide, is_8_bit = self.accumulator_dtype, self.numerics.matmul is not None
+        if is_8_bit and self.is_flaxs and self.operation in _IN_8_BITS:
+            product = _in_8_bits(self, wide or self.inputs.dtype, before, args, options)
             if product is not None:
                 return product
         if wide is not None:
@@ -135,61 +143,31 @@ class Product:
         return y if self.preferred is None or result is None else cast_array(y, result)
 
 
-def _dot_general_in_8_bits(
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: scaled_matmul.DimensionNumbers,
-    *,
-    by: ScaledMatmul,
-    dtype: DTypeLike,
-    out_sharding: Any = None,
-    **_: Any,
-) -> Array:
-    return scaled_matmul.scaled_dot_general(
-        lhs, rhs, dimension_numbers, by, dtype=dtype, out_sharding=out_sharding
-    )
+_IN_8_BITS: tuple[Any, ...] = (lax.dot_general, jnp.einsum, lax.conv_general_dilated)
 
 
-def _einsum_in_8_bits(
-    subscripts: str,
-    lhs: Array,
-    rhs: Array,
-    *,
-    by: ScaledMatmul,
-    dtype: DTypeLike,
-    out_sharding: Any = None,
-    **_: Any,
+def _in_8_bits(
+    product: Product, dtype: DTypeLike, before: Sequence[Any], args: Sequence[Any], options: Any
 ) -> Array | None:
-    # The axes of an einsum's result stand in another order than its matmul's.
-    if out_sharding is not None:
+    """Computes one of `_IN_8_BITS`, called as ``operation(*before, lhs, rhs, *args, **options)``;
+    None of operands that it does not take.
+    """
+    lhs, rhs, sharding = product.inputs, product.kernel, options.get("out_sharding")
+    by: Any = product.numerics.matmul
+    if product.operation is lax.dot_general:
+        return scaled_matmul.scaled_dot_general(
+            lhs, rhs, args[0], by, dtype=dtype, out_sharding=sharding
+        )
+    if product.operation is jnp.einsum:
+        # The axes of an einsum's result stand in another order than its matmul's.
+        if sharding is not None:
+            return None
+        return scaled_matmul.scaled_einsum(before[0], lhs, rhs, by, dtype=dtype)
+    if not scaled_convolution.may_run_in_8_bits(lhs, rhs, out_sharding=sharding):
         return None
-    return scaled_matmul.scaled_einsum(subscripts, lhs, rhs, by, dtype=dtype)
-
-
-def _conv_in_8_bits(
-    lhs: Array,
-    rhs: Array,
-    window_strides: Sequence[int],
-    padding: Any,
-    *,
-    by: ScaledMatmul,
-    dtype: DTypeLike,
-    precision: Any = None,
-    out_sharding: Any = None,
-    **options: Any,
-) -> Array | None:
-    if not scaled_convolution.may_run_in_8_bits(lhs, rhs, out_sharding=out_sharding):
-        return None
-    options |= {"window_strides": window_strides, "padding": padding}
-    return scaled_convolution.scaled_conv(lhs, rhs, by, **options).astype(dtype)
-
-
-# Each returns None of operands that it does not take.
-_IN_8_BITS: dict[Any, Callable[..., Array | None]] = {
-    lax.dot_general: _dot_general_in_8_bits,
-    jnp.einsum: _einsum_in_8_bits,
-    lax.conv_general_dilated: _conv_in_8_bits,
-}
+    windows = {name: x for name, x in options.items() if name not in ("precision", "out_sharding")}
+    windows |= dict(zip(("window_strides", "padding"), args, strict=True))
+    return scaled_convolution.scaled_conv(lhs, rhs, by, **windows).astype(dtype)
 
 
 def may_multiply_in_8_bits(operation: Any, operation_cls: Any) -> bool:
@@ -259,28 +237,36 @@ def one_batch_axis(inputs: Array, rank: int) -> tuple[Array, Callable[[Array], A
     return flat, lambda y: jnp.reshape(y, (*batch, *y.shape[1:]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """The windows of a convolution's call.
+def convolve(
+    layer: Any, inputs: Array, product_of: Callable[[Array], Product], **options: Any
+) -> Array:
+    """Convolves inputs (batch..., spatial..., in), and adds the bias.
 
-    Attributes:
-      inputs: (batch, spatial..., features), padded where `lax` has no name for it.
-      strides, padding: as `lax.conv_general_dilated` takes them.
-      options: the rest of its arguments that have to do with windows, by name.
+    Args:
+      layer: its windows and precision are read.
+      inputs: of the layer.
+      product_of: makes the product of inputs (batch, spatial..., in), padded where `lax` has no
+        name for it.
+      **options: of the operation, beside those of the windows.
     """
+    flat, restored = one_batch_axis(inputs, len(kernel_size_of(layer)))
+    padded, windows, dilations = windows_of(layer, flat)
+    product = product_of(padded)
+    y = product.multiply(*windows, **dilations, **options, precision=layer.precision)
+    return restored(product.finish(y))
 
-    inputs: Array
-    strides: tuple[int, ...]
-    padding: Any
-    options: dict[str, Any]
 
+def windows_of(layer: Any, inputs: Array) -> tuple[Array, tuple[Any, Any], dict[str, Any]]:
+    """Returns the windows of a convolution of inputs (batch, spatial..., features).
 
-def windows_of(layer: Any, inputs: Array) -> Windows:
-    """Returns the windows of a convolution of inputs (batch, spatial..., features)."""
-    size, padding = kernel_size_of(layer), None
+    Returns:
+      The inputs, padded where `lax` has no name for it; strides and padding as
+      `lax.conv_general_dilated` takes them; and its other arguments that have to do with windows.
+    """
+    size = kernel_size_of(layer)
     rank = len(size)
     dilation = each(layer.kernel_dilation, rank)
-    padding = canonicalize_padding(layer.padding, rank)
+    padding: Any = canonicalize_padding(layer.padding, rank)
     dilated = [(k - 1) * d + 1 for k, d in zip(size, dilation, strict=False)]
     if padding in ("CIRCULAR", "REFLECT"):
         around = [((k - 1) // 2, k // 2) for k in dilated]
@@ -292,19 +278,18 @@ def windows_of(layer: Any, inputs: Array) -> Windows:
         inputs, padding = jnp.pad(inputs, [(0, 0), (dilated[0] - 1, 0), (0, 0)]), "VALID"
     spatial = tuple(range(1, rank + 1))
     channels_last = (0, rank + 1, *spatial)
+    kernel_axes = (rank + 1, rank, *range(rank))
     options = {
         "lhs_dilation": each(layer.input_dilation, rank),
         "rhs_dilation": dilation,
-        "dimension_numbers": lax.ConvDimensionNumbers(
-            channels_last, (rank + 1, rank, *range(rank)), channels_last
-        ),
+        "dimension_numbers": lax.ConvDimensionNumbers(channels_last, kernel_axes, channels_last),
     }
-    return Windows(inputs, each(layer.strides, rank), padding, options)
+    return inputs, (each(layer.strides, rank), padding), options
 
 
 def masked(layer: Any, kernel: Array) -> Array:
     """Multiplies a kernel by the layer's mask, if it has one."""
-    if layer.mask is None:
+    if getattr(layer, "mask", None) is None:
         return kernel
     if layer.mask.shape != kernel.shape:
         raise ValueError(
@@ -314,23 +299,25 @@ def masked(layer: Any, kernel: Array) -> Array:
     return kernel * layer.mask
 
 
-def convolve_transposed(layer: Any, product: Product) -> Array:
-    """Runs a transposed convolution of inputs (batch, spatial..., features)."""
-    size = kernel_size_of(layer)
-    strides = each(layer.strides, len(size))
-    padding = canonicalize_padding(layer.padding, len(size))
+def convolve_transposed(layer: Any, inputs: Array, product_of: Callable[[Array], Product]) -> Array:
+    """Convolves inputs (batch..., spatial..., in) as a convolution's transpose, and adds the bias;
+    arguments as in `convolve`.
+    """
+    rank = len(kernel_size_of(layer))
+    flat, restored = one_batch_axis(inputs, rank)
+    product, strides = product_of(flat), each(layer.strides, rank)
+    padding = canonicalize_padding(layer.padding, rank)
     y = product.multiply(
         strides,
         "VALID" if padding == "CIRCULAR" else padding,
-        rhs_dilation=each(layer.kernel_dilation, len(size)),
+        rhs_dilation=each(layer.kernel_dilation, rank),
         transpose_kernel=layer.transpose_kernel,
         precision=layer.precision,
     )
     if padding == "CIRCULAR":
-        spatial = product.inputs.shape[1:-1]
-        periods = [n * stride for n, stride in zip(spatial, strides, strict=False)]
+        periods = [n * step for n, step in zip(flat.shape[1:-1], strides, strict=False)]
         y = _wrapped(y, periods, more_on_the_right=layer.transpose_kernel)
-    return product.finish(y)
+    return restored(product.finish(y))
 
 
 def _wrapped(y: Array, periods: Sequence[int], *, more_on_the_right: bool) -> Array:
@@ -356,34 +343,31 @@ def _wrapped(y: Array, periods: Sequence[int], *, more_on_the_right: bool) -> Ar
 # --------------------------------------------------------------------------------------------------
 
 
-def embedded(
-    table: Array,
-    tokens: Array,
-    *,
-    numerics: Numerics,
-    dtype: DTypeLike | None,
-    out_sharding: Any = None,
-) -> Array:
+def embedded(layer: Any, table: Array, tokens: Array, out_sharding: Any = None) -> Array:
     """Looks up tokens in a table (tokens, features), and casts afterwards.
 
     The gradient of a token is summed over its occurrences in reduction_dtype: a table stored in
     half is widened first, which XLA fuses into the lookup.
 
     Args:
-      table: as it is stored.
+      layer: its `dtype` is that of the result without a policy; None is the table's.
+      table: as it is stored, or as a `promote_dtype` of the user's own returned it.
       tokens: integers.
-      numerics: how the policy has the layer compute.
-      dtype: the dtype of the result without a policy; None is the table's.
       out_sharding: the sharding of the result along explicit axes.
     """
-    y = look_up(widen(table, numerics.reduction_dtype), tokens, out_sharding)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError("Input type must be an integer or unsigned integer.")
+    if not promotes_as_flax(layer):
+        return _look_up(table, tokens, out_sharding)
+    numerics: Numerics = layer._numerics
+    y = _look_up(widen(table, numerics.reduction_dtype), tokens, out_sharding)
     if numerics.result_dtype is not None:
         return cast_array(y, numerics.result_dtype)
-    dtype = table.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = table.dtype if layer.dtype is None else jnp.dtype(layer.dtype)
     return y if y.dtype == dtype else y.astype(dtype)
 
 
-def look_up(table: Array, tokens: Array, out_sharding: Any = None) -> Array:
+def _look_up(table: Array, tokens: Array, out_sharding: Any) -> Array:
     """Returns the rows of a table (tokens, features); all of them are one where it has one."""
     if table.shape[0] == 1:
         return jnp.broadcast_to(table, (*tokens.shape, table.shape[1]))
@@ -391,12 +375,6 @@ def look_up(table: Array, tokens: Array, out_sharding: Any = None) -> Array:
     if out_sharding is not None:
         take = jax.sharding.auto_axes(out_sharding=out_sharding)(take)
     return take(table, tokens)
-
-
-def require_tokens(tokens: Array) -> None:
-    """Refuses tokens that are no integers."""
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError("Input type must be an integer or unsigned integer.")
 
 
 def inner_products(query: Array, table: Array, **options: Any) -> Array:

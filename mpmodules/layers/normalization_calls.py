@@ -1,5 +1,5 @@
-"""A call of a normalisation, alike in both wings: the region that it reduces over, its statistics
-and its result.
+"""Calls of normalisations, alike in both wings: of arrays, with the region that they reduce over,
+their statistics and their result; and of weights, in WeightNorm and SpectralNorm.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpmodules.calls.boundary import LayerCall
 from mpmodules.calls.classes import is_flax
-from mpmodules.functions.functional import broadcast_like, is_half, is_wider, widen
-from mpmodules.functions.moments import Region, shift_of
-from mpmodules.functions.normalization import normalize
+from mpmodules.functions.functional import broadcast_like, is_half, is_wider, mixing_allowed, widen
+from mpmodules.functions.normalization import Region, normalize, shift_of
 from policy.core.policy import Policy
 from policy.functions.checkpointing import is_hashable, keeping_inputs, keeping_inputs_once
 
@@ -35,7 +34,7 @@ Array = jax.Array
 
 def layer_norm_region(layer: Any, x: Array) -> Region | None:
     """Returns the axes that a LayerNorm or an RMSNorm reduces over."""
-    return Region.of(_axes(layer.reduction_axes, x), x.ndim)
+    return Region(_axes(layer.reduction_axes, x))
 
 
 def group_norm_region(layer: Any, x: Array) -> Region | None:
@@ -49,7 +48,7 @@ def group_norm_region(layer: Any, x: Array) -> Region | None:
         return None
     if layer.group_size not in (None, channels // groups):
         return None
-    return Region.of([axis for axis in axes if axis != last], x.ndim, groups)
+    return Region(tuple(axis for axis in axes if axis != last), groups)
 
 
 def instance_norm_region(layer: Any, x: Array) -> Region | None:
@@ -169,7 +168,7 @@ class Norm:
     def is_exact_for(self, x: Array) -> bool:
         """Returns whether the statistics of `x` are exact, in one pass.
 
-        See `mpmodules.functions.moments`.
+        See `mpmodules.functions.normalization`.
         """
         chooses = self.fast is None and self.takes_statistics and self.takes_mean
         is_narrow = is_half(x.dtype) and self.wide == jnp.float32
@@ -289,8 +288,11 @@ def _statistics(
 
     Where it keeps none, both are the running ones, or NaN.
     """
-    kept = None if mask is None else _Kept.by(norm, jnp.asarray(mask, bool), x)
-    means = functools.partial(_means, norm, kept)
+    kept = number = None
+    if mask is not None:
+        kept = broadcast_like(jnp.asarray(mask, bool), x)
+        number = _everywhere(norm, norm.region.sum(kept.astype(x.dtype)))
+    means = functools.partial(_means, norm, kept, number)
     if not norm.takes_mean:
         (variance,) = means(jnp.square(x))
         mean = jnp.zeros_like(variance)
@@ -300,43 +302,22 @@ def _statistics(
     else:
         (mean,) = means(x)
         (variance,) = means(jnp.square(x - mean))
-    if kept is None:
+    if number is None:
         return mean, variance
     instead = running or [jnp.asarray(jnp.nan, x.dtype)] * 2
-    is_known = kept.number > 0
+    is_known = number > 0
     return jnp.where(is_known, mean, instead[0]), jnp.where(is_known, variance, instead[1])
 
 
-class _Kept(NamedTuple):
-    """The elements that a mask keeps.
-
-    Attributes:
-      where: whether an element is kept.
-      number: how many are, in each region, as the mean over the devices.
-    """
-
-    where: Array
-    number: Array
-
-    @classmethod
-    def by(cls, norm: Norm, mask: Array, x: Array) -> _Kept:
-        where = broadcast_like(mask, x)
-        count = norm.region.sum(where.astype(x.dtype))
-        return cls(where, _everywhere(norm, count))
-
-
-def _means(norm: Norm, kept: _Kept | None, *values: Array) -> Sequence[Array]:
-    region = norm.region
+def _means(norm: Norm, kept: Array | None, number: Array | None, *values: Array) -> Sequence[Array]:
+    """Returns the means over all devices of the elements `kept`; `number` is their mean number."""
     if kept is None:
-        local = [region.mean(x) for x in values]
+        local = [norm.region.mean(x) for x in values]
     else:
-        local = [region.sum(jnp.where(kept.where, x, 0)) for x in values]
+        local = [norm.region.sum(jnp.where(kept, x, 0)) for x in values]
     if norm.axis_name is not None:
         local = list(_everywhere(norm, jnp.stack(local)))  # one collective
-    if kept is None:
-        return local
-    number = jnp.where(kept.number > 0, kept.number, 1)
-    return [x / number for x in local]
+    return local if number is None else [x / jnp.where(number > 0, number, 1) for x in local]
 
 
 def _everywhere(norm: Norm, local: Array) -> Array:
@@ -344,3 +325,83 @@ def _everywhere(norm: Norm, local: Array) -> Array:
     if norm.axis_name is None:
         return local
     return lax.pmean(local, norm.axis_name, axis_index_groups=norm.axis_index_groups)
+
+
+# --------------------------------------------------------------------------------------------------
+# Norms of weights
+# --------------------------------------------------------------------------------------------------
+
+
+def feature_axes(axes: int | Sequence[int] | None, weights: Array) -> tuple[int, ...]:
+    """Returns the axes along which weights have scales, in rising order; None is no axis."""
+    return tuple(sorted(normalize_axis_tuple(() if axes is None else axes, weights.ndim)))
+
+
+def weight_norm(
+    weights: Array, scale: Array | None, *, features: Sequence[int], epsilon: float
+) -> Array:
+    """Computes weights / |weights| * scale in the weights' dtype.
+
+    Args:
+      weights: any shape; the norm is over all axes but `features`.
+      scale: along `features`, or None.
+      epsilon: added to the squared norm.
+    """
+    reduced = [axis for axis in range(weights.ndim) if axis not in features]
+    normalised = _unit(weights, epsilon, tuple(reduced))
+    if scale is None:
+        return normalised
+    shape = [size if axis in features else 1 for axis, size in enumerate(weights.shape)]
+    return normalised * widen(scale, weights.dtype).reshape(shape)
+
+
+def spectral_norm(
+    weights: Array, u: Array, *, steps: int, epsilon: float
+) -> tuple[Array, Array, Array]:
+    """Divides weights by their largest singular value, by power iteration in the weights' dtype.
+
+    Args:
+      weights: (..., d); all axes but the last are one of a matrix.
+      u: (1, d), where the iteration starts.
+      steps: of the iteration.
+      epsilon: added to squared norms.
+
+    Returns:
+      The divided weights; `u` after the iteration; and the singular value.
+    """
+    matrix, u = weights.reshape(-1, weights.shape[-1]), widen(u, weights.dtype)
+    v = u
+    for _ in range(steps):
+        v = _unit(jnp.matmul(u, matrix.T), epsilon)
+        u = _unit(jnp.matmul(v, matrix), epsilon)
+    u, v = lax.stop_gradient(u), lax.stop_gradient(v)
+    sigma = jnp.matmul(jnp.matmul(v, matrix), u.T)[0, 0]
+    return (matrix / jnp.where(sigma != 0, sigma, 1)).reshape(weights.shape), u, sigma
+
+
+def is_normalised_by_spectrum(layer: Any, weights: Array, what: str) -> bool:
+    """Returns whether a SpectralNorm divides such weights: matrices, and arrays of more axes.
+
+    Raises:
+      ValueError: weights of more axes are to be refused.
+    """
+    if weights.ndim > 2 and layer.n_steps >= 1 and layer.error_on_non_matrix:
+        raise ValueError(f"{what} is {weights.ndim}D but error_on_non_matrix is True")
+    is_floating = jnp.issubdtype(weights.dtype, jnp.inexact)
+    return weights.ndim > 1 and layer.n_steps >= 1 and is_floating
+
+
+def inferred_dtype(layer: Any, weights: Array) -> np.dtype:
+    """Returns the dtype that the layer inside gets its weights in where no policy holds: Flax's
+    `dtype`, or the one that weights and their norm's own parameters promote to.
+    """
+    if layer.dtype is not None:
+        return jnp.dtype(layer.dtype)
+    with mixing_allowed():
+        own = layer.param_dtype if getattr(layer, "use_scale", True) else weights.dtype
+        return jnp.result_type(weights.dtype, own)
+
+
+def _unit(x: Array, epsilon: float, axes: tuple[int, ...] | None = None) -> Array:
+    """Divides by the norm over `axes`, or over all."""
+    return x * lax.rsqrt((x * x).sum(axes, keepdims=True) + epsilon)

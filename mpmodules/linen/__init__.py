@@ -21,19 +21,19 @@ from mpmodules.functions.activations import (
     standardize as normalize,
 )  # Flax's deprecated name for it
 from mpmodules.functions.pooling import avg_pool, max_pool, pool
-from mpmodules.linen._layers.activations import PReLU
+from mpmodules.linen._layers.elementwise import PReLU
 from mpmodules.linen._layers.attention import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
     SelfAttention,
 )
-from mpmodules.linen._layers.containers import Sequential
-from mpmodules.linen._layers.convolution import Conv, ConvLocal, ConvTranspose
+from mpmodules.linen._layers.elementwise import Sequential
+from mpmodules.linen._layers.linear import Conv, ConvLocal, ConvTranspose
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention,
     dot_product_attention_weights,
 )
-from mpmodules.linen._layers.embedding import Embed
+from mpmodules.linen._layers.linear import Embed
 from mpmodules.linen._layers.linear import Dense, DenseGeneral, Einsum
 from mpmodules.linen._layers.normalization import (
     BatchNorm,
@@ -53,8 +53,8 @@ from mpmodules.linen._layers.recurrent import (
     RNNCellBase,
     SimpleCell,
 )
-from mpmodules.linen._layers.stochastic import Dropout
-from mpmodules.linen._layers.weight_norms import SpectralNorm, WeightNorm
+from mpmodules.linen._layers.elementwise import Dropout
+from mpmodules.linen._layers.normalization import SpectralNorm, WeightNorm
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import apply_policy
 from mpmodules.linen._summary import tabulate

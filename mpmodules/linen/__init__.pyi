@@ -3,7 +3,6 @@
 Written by `python -m tests.checkers.make_stubs`, from the code of mpmodules.linen and of Flax.
 """
 
-from flax.linen import PARTITION_NAME as PARTITION_NAME
 from flax.linen import BatchApply as BatchApply
 from flax.linen import DenyList as DenyList
 from flax.linen import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
@@ -13,9 +12,11 @@ from flax.linen import Fp8Einsum as Fp8Einsum
 from flax.linen import FrozenDict as FrozenDict
 from flax.linen import LogicallyPartitioned as LogicallyPartitioned
 from flax.linen import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
+from flax.linen import PARTITION_NAME as PARTITION_NAME
 from flax.linen import Partitioned as Partitioned
 from flax.linen import Variable as Variable
 from flax.linen import activation as activation
+from flax.linen.transforms import add_metadata_axis as add_metadata_axis
 from flax.linen import apply as apply
 from flax.linen import attention as attention
 from flax.linen import batch_apply as batch_apply
@@ -54,6 +55,9 @@ from flax.linen import kw_only_dataclasses as kw_only_dataclasses
 from flax.linen import leaky_relu as leaky_relu
 from flax.linen import linear as linear
 from flax.linen import logical_axis_rules as logical_axis_rules
+from flax.linen.spmd import logical_to_mesh as logical_to_mesh
+from flax.linen.spmd import logical_to_mesh_axes as logical_to_mesh_axes
+from flax.linen.spmd import logical_to_mesh_sharding as logical_to_mesh_sharding
 from flax.linen import make_attention_mask as make_attention_mask
 from flax.linen import make_causal_mask as make_causal_mask
 from flax.linen import map_variables as map_variables
@@ -93,65 +97,60 @@ from flax.linen import value_and_grad as value_and_grad
 from flax.linen import vjp as vjp
 from flax.linen import vmap as vmap
 from flax.linen import while_loop as while_loop
+from flax.linen.spmd import with_logical_constraint as with_logical_constraint
 from flax.linen import with_logical_partitioning as with_logical_partitioning
 from flax.linen import with_partitioning as with_partitioning
 from flax.linen import zeros as zeros
 from flax.linen import zeros_init as zeros_init
-from flax.linen.spmd import logical_to_mesh as logical_to_mesh
-from flax.linen.spmd import logical_to_mesh_axes as logical_to_mesh_axes
-from flax.linen.spmd import logical_to_mesh_sharding as logical_to_mesh_sharding
-from flax.linen.spmd import with_logical_constraint as with_logical_constraint
-from flax.linen.transforms import add_metadata_axis as add_metadata_axis
-
-from mpmodules.functions.activations import log_sigmoid as log_sigmoid
-from mpmodules.functions.activations import log_softmax as log_softmax
-from mpmodules.functions.activations import logsumexp as logsumexp
-from mpmodules.functions.activations import softmax as softmax
-from mpmodules.functions.activations import softplus as softplus
-from mpmodules.functions.activations import standardize as _normalize
-from mpmodules.functions.activations import standardize as standardize
-from mpmodules.functions.pooling import avg_pool as avg_pool
-from mpmodules.functions.pooling import max_pool as max_pool
-from mpmodules.functions.pooling import pool as pool
-from mpmodules.linen._layers.activations import PReLU as PReLU
+from mpmodules.linen._layers.normalization import BatchNorm as BatchNorm
+from mpmodules.linen._layers.recurrent import Bidirectional as Bidirectional
+from mpmodules.linen._layers.linear import Conv as Conv
+from mpmodules.linen._layers.recurrent import ConvLSTMCell as ConvLSTMCell
+from mpmodules.linen._layers.linear import ConvLocal as ConvLocal
+from mpmodules.linen._layers.linear import ConvTranspose as ConvTranspose
+from mpmodules.linen._layers.linear import Dense as Dense
+from mpmodules.linen._layers.linear import DenseGeneral as DenseGeneral
+from mpmodules.linen._layers.elementwise import Dropout as Dropout
+from mpmodules.linen._layers.linear import Einsum as Einsum
+from mpmodules.linen._layers.linear import Embed as Embed
+from mpmodules.linen._layers.recurrent import GRUCell as GRUCell
+from mpmodules.linen._layers.normalization import GroupNorm as GroupNorm
+from mpmodules.linen._layers.normalization import InstanceNorm as InstanceNorm
+from mpmodules.linen._layers.recurrent import LSTMCell as LSTMCell
+from mpmodules.linen._layers.normalization import LayerNorm as LayerNorm
+from mpmodules.linen._layers.recurrent import MGUCell as MGUCell
+from mpmodules.linen._module import Module as Module
 from mpmodules.linen._layers.attention import MultiHeadAttention as MultiHeadAttention
 from mpmodules.linen._layers.attention import (
     MultiHeadDotProductAttention as MultiHeadDotProductAttention,
 )
+from mpmodules.linen._layers.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
+from mpmodules.linen._layers.elementwise import PReLU as PReLU
+from mpmodules.linen._layers.normalization import RMSNorm as RMSNorm
+from mpmodules.linen._layers.recurrent import RNN as RNN
+from mpmodules.linen._layers.recurrent import RNNCellBase as RNNCellBase
 from mpmodules.linen._layers.attention import SelfAttention as SelfAttention
-from mpmodules.linen._layers.containers import Sequential as Sequential
-from mpmodules.linen._layers.convolution import Conv as Conv
-from mpmodules.linen._layers.convolution import ConvLocal as ConvLocal
-from mpmodules.linen._layers.convolution import ConvTranspose as ConvTranspose
+from mpmodules.linen._layers.elementwise import Sequential as Sequential
+from mpmodules.linen._layers.recurrent import SimpleCell as SimpleCell
+from mpmodules.linen._layers.normalization import SpectralNorm as SpectralNorm
+from mpmodules.linen._layers.normalization import WeightNorm as WeightNorm
+from mpmodules.linen._port import apply_policy as apply_policy
+from mpmodules.functions.pooling import avg_pool as avg_pool
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
 )
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention_weights as dot_product_attention_weights,
 )
-from mpmodules.linen._layers.embedding import Embed as Embed
-from mpmodules.linen._layers.linear import Dense as Dense
-from mpmodules.linen._layers.linear import DenseGeneral as DenseGeneral
-from mpmodules.linen._layers.linear import Einsum as Einsum
-from mpmodules.linen._layers.normalization import BatchNorm as BatchNorm
-from mpmodules.linen._layers.normalization import GroupNorm as GroupNorm
-from mpmodules.linen._layers.normalization import InstanceNorm as InstanceNorm
-from mpmodules.linen._layers.normalization import LayerNorm as LayerNorm
-from mpmodules.linen._layers.normalization import RMSNorm as RMSNorm
-from mpmodules.linen._layers.recurrent import RNN as RNN
-from mpmodules.linen._layers.recurrent import Bidirectional as Bidirectional
-from mpmodules.linen._layers.recurrent import ConvLSTMCell as ConvLSTMCell
-from mpmodules.linen._layers.recurrent import GRUCell as GRUCell
-from mpmodules.linen._layers.recurrent import LSTMCell as LSTMCell
-from mpmodules.linen._layers.recurrent import MGUCell as MGUCell
-from mpmodules.linen._layers.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
-from mpmodules.linen._layers.recurrent import RNNCellBase as RNNCellBase
-from mpmodules.linen._layers.recurrent import SimpleCell as SimpleCell
-from mpmodules.linen._layers.stochastic import Dropout as Dropout
-from mpmodules.linen._layers.weight_norms import SpectralNorm as SpectralNorm
-from mpmodules.linen._layers.weight_norms import WeightNorm as WeightNorm
-from mpmodules.linen._module import Module as Module
-from mpmodules.linen._port import apply_policy as apply_policy
+from mpmodules.functions.activations import log_sigmoid as log_sigmoid
+from mpmodules.functions.activations import log_softmax as log_softmax
+from mpmodules.functions.activations import logsumexp as logsumexp
+from mpmodules.functions.pooling import max_pool as max_pool
+from mpmodules.functions.activations import standardize as _normalize
+from mpmodules.functions.pooling import pool as pool
+from mpmodules.functions.activations import softmax as softmax
+from mpmodules.functions.activations import softplus as softplus
+from mpmodules.functions.activations import standardize as standardize
 from mpmodules.linen._summary import tabulate as tabulate
 
 normalize = _normalize

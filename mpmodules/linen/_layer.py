@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import LayerCall
-from mpmodules.functions.functional import is_half
-from mpmodules.layers.initializers import half_safe_inits
+from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set

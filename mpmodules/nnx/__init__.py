@@ -18,14 +18,14 @@ from mpmodules.functions.activations import (
     standardize,
 )
 from mpmodules.functions.pooling import avg_pool, max_pool, min_pool, pool
-from mpmodules.nnx._layers.activations import PReLU
+from mpmodules.nnx._layers.elementwise import PReLU
 from mpmodules.nnx._layers.attention import MultiHeadAttention
-from mpmodules.nnx._layers.containers import Sequential
-from mpmodules.nnx._layers.convolution import Conv, ConvTranspose
+from mpmodules.nnx._layers.elementwise import Sequential
+from mpmodules.nnx._layers.linear import Conv, ConvTranspose
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from mpmodules.nnx._layers.embedding import Embed
+from mpmodules.nnx._layers.linear import Embed
 from mpmodules.nnx._layers.linear import Einsum, Linear, LinearGeneral
-from mpmodules.nnx._layers.lora import LoRA, LoRALinear
+from mpmodules.nnx._layers.linear import LoRA, LoRALinear
 from mpmodules.nnx._layers.normalization import (
     BatchNorm,
     GroupNorm,
@@ -42,8 +42,8 @@ from mpmodules.nnx._layers.recurrent import (
     RNNCellBase,
     SimpleCell,
 )
-from mpmodules.nnx._layers.stochastic import Dropout
-from mpmodules.nnx._layers.weight_norms import SpectralNorm, WeightNorm
+from mpmodules.nnx._layers.elementwise import Dropout
+from mpmodules.nnx._layers.normalization import SpectralNorm, WeightNorm
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import apply_policy
 from mpmodules.nnx._summary import tabulate

@@ -11,7 +11,8 @@ import flax.nnx.filterlib as _filterlib
 import flax.nnx.nn.recurrent as _recurrent
 import flax.typing as _types
 import jax as _jax
-from flax.nnx import PARTITION_NAME as PARTITION_NAME
+
+from policy.core.policy import Policy as _Policy
 from flax.nnx import A as A
 from flax.nnx import All as All
 from flax.nnx import Any as Any
@@ -41,6 +42,7 @@ from flax.nnx import OfType as OfType
 from flax.nnx import OptArray as OptArray
 from flax.nnx import OptState as OptState
 from flax.nnx import OptVariable as OptVariable
+from flax.nnx import PARTITION_NAME as PARTITION_NAME
 from flax.nnx import Param as Param
 from flax.nnx import PathContains as PathContains
 from flax.nnx import Perturbation as Perturbation
@@ -48,9 +50,9 @@ from flax.nnx import PureState as PureState
 from flax.nnx import Pytree as Pytree
 from flax.nnx import RngCount as RngCount
 from flax.nnx import RngKey as RngKey
-from flax.nnx import Rngs as Rngs
 from flax.nnx import RngState as RngState
 from flax.nnx import RngStream as RngStream
+from flax.nnx import Rngs as Rngs
 from flax.nnx import SplitContext as SplitContext
 from flax.nnx import State as State
 from flax.nnx import StateAxes as StateAxes
@@ -205,56 +207,54 @@ from flax.nnx import with_partitioning as with_partitioning
 from flax.nnx import with_rngs as with_rngs
 from flax.nnx import with_vars as with_vars
 from flax.nnx import wrappers as wrappers
-
-from mpmodules.functions.activations import log_sigmoid as log_sigmoid
-from mpmodules.functions.activations import log_softmax as log_softmax
-from mpmodules.functions.activations import logsumexp as logsumexp
-from mpmodules.functions.activations import softmax as softmax
-from mpmodules.functions.activations import softplus as softplus
-from mpmodules.functions.activations import standardize as standardize
-from mpmodules.functions.pooling import avg_pool as avg_pool
-from mpmodules.functions.pooling import max_pool as max_pool
-from mpmodules.functions.pooling import min_pool as min_pool
-from mpmodules.functions.pooling import pool as pool
-from mpmodules.nnx._layers.activations import PReLU as _PReLU
+from mpmodules.nnx._layers.normalization import BatchNorm as _BatchNorm
+from mpmodules.nnx._layers.recurrent import Bidirectional as _Bidirectional
+from mpmodules.nnx._layers.linear import Conv as _Conv
+from mpmodules.nnx._layers.linear import ConvTranspose as _ConvTranspose
+from mpmodules.nnx._layers.elementwise import Dropout as _Dropout
+from mpmodules.nnx._layers.ema import EMA as EMA
+from mpmodules.nnx._layers.linear import Einsum as _Einsum
+from mpmodules.nnx._layers.linear import Embed as _Embed
+from mpmodules.nnx._layers.recurrent import GRUCell as _GRUCell
+from mpmodules.nnx._layers.normalization import GroupNorm as _GroupNorm
+from mpmodules.nnx._layers.normalization import InstanceNorm as _InstanceNorm
+from mpmodules.nnx._layers.recurrent import LSTMCell as _LSTMCell
+from mpmodules.nnx._layers.normalization import LayerNorm as _LayerNorm
+from mpmodules.nnx._layers.linear import Linear as _Linear
+from mpmodules.nnx._layers.linear import LinearGeneral as _LinearGeneral
+from mpmodules.nnx._layers.linear import LoRA as _LoRA
+from mpmodules.nnx._layers.linear import LoRALinear as _LoRALinear
+from mpmodules.nnx._training import ModelAndOptimizer as ModelAndOptimizer
+from mpmodules.nnx._module import Module as Module
 from mpmodules.nnx._layers.attention import MultiHeadAttention as _MultiHeadAttention
-from mpmodules.nnx._layers.containers import Sequential as _Sequential
-from mpmodules.nnx._layers.convolution import Conv as _Conv
-from mpmodules.nnx._layers.convolution import ConvTranspose as _ConvTranspose
+from mpmodules.nnx._layers.recurrent import OptimizedLSTMCell as _OptimizedLSTMCell
+from mpmodules.nnx._training import Optimizer as Optimizer
+from mpmodules.nnx._layers.elementwise import PReLU as _PReLU
+from mpmodules.nnx._layers.normalization import RMSNorm as _RMSNorm
+from mpmodules.nnx._layers.recurrent import RNN as _RNN
+from mpmodules.nnx._layers.recurrent import RNNCellBase as RNNCellBase
+from mpmodules.nnx._layers.elementwise import Sequential as _Sequential
+from mpmodules.nnx._layers.recurrent import SimpleCell as _SimpleCell
+from mpmodules.nnx._layers.normalization import SpectralNorm as _SpectralNorm
+from mpmodules.nnx._layers.normalization import WeightNorm as _WeightNorm
+from mpmodules.nnx._port import apply_policy as apply_policy
+from mpmodules.functions.pooling import avg_pool as avg_pool
 from mpmodules.nnx._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
 )
-from mpmodules.nnx._layers.ema import EMA as EMA
-from mpmodules.nnx._layers.embedding import Embed as _Embed
-from mpmodules.nnx._layers.linear import Einsum as _Einsum
-from mpmodules.nnx._layers.linear import Linear as _Linear
-from mpmodules.nnx._layers.linear import LinearGeneral as _LinearGeneral
-from mpmodules.nnx._layers.lora import LoRA as _LoRA
-from mpmodules.nnx._layers.lora import LoRALinear as _LoRALinear
-from mpmodules.nnx._layers.normalization import BatchNorm as _BatchNorm
-from mpmodules.nnx._layers.normalization import GroupNorm as _GroupNorm
-from mpmodules.nnx._layers.normalization import InstanceNorm as _InstanceNorm
-from mpmodules.nnx._layers.normalization import LayerNorm as _LayerNorm
-from mpmodules.nnx._layers.normalization import RMSNorm as _RMSNorm
-from mpmodules.nnx._layers.recurrent import RNN as _RNN
-from mpmodules.nnx._layers.recurrent import Bidirectional as _Bidirectional
-from mpmodules.nnx._layers.recurrent import GRUCell as _GRUCell
-from mpmodules.nnx._layers.recurrent import LSTMCell as _LSTMCell
-from mpmodules.nnx._layers.recurrent import OptimizedLSTMCell as _OptimizedLSTMCell
-from mpmodules.nnx._layers.recurrent import RNNCellBase as RNNCellBase
-from mpmodules.nnx._layers.recurrent import SimpleCell as _SimpleCell
-from mpmodules.nnx._layers.stochastic import Dropout as _Dropout
-from mpmodules.nnx._layers.weight_norms import SpectralNorm as _SpectralNorm
-from mpmodules.nnx._layers.weight_norms import WeightNorm as _WeightNorm
-from mpmodules.nnx._module import Module as Module
-from mpmodules.nnx._module import ModuleMeta as _ModuleMeta
-from mpmodules.nnx._port import apply_policy as apply_policy
-from mpmodules.nnx._summary import tabulate as tabulate
-from mpmodules.nnx._training import ModelAndOptimizer as ModelAndOptimizer
-from mpmodules.nnx._training import Optimizer as Optimizer
 from mpmodules.nnx._training import grad as grad
+from mpmodules.functions.activations import log_sigmoid as log_sigmoid
+from mpmodules.functions.activations import log_softmax as log_softmax
+from mpmodules.functions.activations import logsumexp as logsumexp
+from mpmodules.functions.pooling import max_pool as max_pool
+from mpmodules.functions.pooling import min_pool as min_pool
+from mpmodules.functions.pooling import pool as pool
+from mpmodules.functions.activations import softmax as softmax
+from mpmodules.functions.activations import softplus as softplus
+from mpmodules.functions.activations import standardize as standardize
+from mpmodules.nnx._summary import tabulate as tabulate
 from mpmodules.nnx._training import value_and_grad as value_and_grad
-from policy.core.policy import Policy as _Policy
+from mpmodules.nnx._module import ModuleMeta as _ModuleMeta
 
 _T = _typing.TypeVar("_T")
 

@@ -15,7 +15,7 @@ from mpmodules.calls.arguments import policy_given, require_dtypes
 from mpmodules.calls.boundary import LayerCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import is_ours
-from mpmodules.layers.initializers import half_safe_inits
+from mpmodules.functions.functional import half_safe_inits
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, with_explicit_dtypes

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.functions.functional import mixing_allowed
 from mpmodules.nnx._resolution import viewed
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy

@@ -19,7 +19,6 @@ from policy import use_policy
 from policy.programs.reading.walk import walk
 
 BATCH, TIME, WIDTH, HIDDEN = 2, 5, 4, 3
-POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 KEY = jax.random.key(0)
 
 
@@ -44,9 +43,8 @@ class Wing:
     def cell(self, lib: Any, name: str, **options: Any) -> Any:
         """Makes a cell; a name may end with options: "SimpleCell residual"."""
         name, _, option = name.partition(" ")
-        options |= {"residual": {"residual": True}, "no reset": {"reset_gate": False}}.get(
-            option, {}
-        )
+        given = {"residual": {"residual": True}, "no reset": {"reset_gate": False}}
+        options |= given.get(option, {})
         if name == "ConvLSTMCell":
             return lib.ConvLSTMCell(HIDDEN, kernel_size=(2,), **options)
         if self.name == "linen":
@@ -83,10 +81,6 @@ class Wing:
 
         return Pure(module, call, params)
 
-    def values(self, params: Any) -> Any:
-        """The parameters as a plain tree."""
-        return params if self.name == "linen" else flax.nnx.to_pure_dict(params)
-
 
 LINEN, NNX = Wing("linen", linen, flax.linen), Wing("nnx", nnx, flax.nnx)
 WINGS = (LINEN, NNX)
@@ -113,15 +107,6 @@ def sequence(name: str = "", dtype: Any = jnp.float32, steps: int = TIME) -> jax
     return jnp.asarray(np.random.default_rng(0).normal(size=(batch, steps, *rest)), dtype)
 
 
-@functools.cache
-def built(wing: Wing, name: str, policy: str | None = None, **options: Any) -> tuple[Pure, Any]:
-    """Our cell, and its first carry."""
-    with _scope(policy):
-        carry = wing.carry(wing.cell(wing.ours, name, **options), shape_of(name))
-    x = sequence(name)[:, 0]
-    return wing.pure(lambda: wing.cell(wing.ours, name, **options), carry, x, policy=policy), carry
-
-
 def loop(wing: Wing, lib: Any, name: str, policy: str | None = None, **options: Any) -> Pure:
     """An RNN over a cell of `lib`."""
     make = lambda: lib.RNN(wing.cell(lib, name, **options), return_carry=True)  # noqa: E731
@@ -132,10 +117,6 @@ def dtypes(tree: Any) -> set[str]:
     return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
 
 
-def types(tree: Any) -> list[str]:
-    return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
-
-
 def equations(fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Every equation of a program, those of inner bodies included."""
     return [site.equation for site in walk(jax.make_jaxpr(fn)(*args).jaxpr)]
@@ -143,28 +124,12 @@ def equations(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
     """The dtypes of all operands and results of all matmuls and convolutions."""
-    found = [
-        e
-        for e in equations(fn, *args)
-        if e.primitive.name in ("dot_general", "conv_general_dilated")
-    ]
+    names = ("dot_general", "conv_general_dilated")
+    found = [e for e in equations(fn, *args) if e.primitive.name in names]
     assert found
     return {v.aval.dtype.name for e in found for v in (*e.invars, *e.outvars)}
 
 
-def lowered(fn: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(lambda *args: fn(*args)).lower(*args).as_text()
-
-
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
-
-
 def assert_close(ours: Any, theirs: Any, atol: float) -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol
-        )
+        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=atol)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import policy
 from mpmodules import linen, nnx, use_policy
@@ -244,3 +245,44 @@ def test_scanned_and_rematerialised_layers_multiply_in_8_bits(blocks):
         seen, leaves = dots(jax.grad(loss), params), jax.tree.leaves(jax.grad(loss)(params))
     assert seen == {("int8", "int8"): 3}  # a product is not recomputed
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in leaves)
+
+
+# --- arrays that vary by device -------------------------------------------------------------------
+
+SMALL = [LAYERS[name] for name in ("linen/Dense", "linen/Conv", "nnx/Linear", "nnx/Conv")]
+
+
+@pytest.mark.parametrize(
+    "policy", ["mixed_int8", "mixed_float8", "p=f32,c=bf16,o=f32,m=i8:compute"]
+)
+@pytest.mark.parametrize("made", [*SMALL, *ATTENTION.values()])
+def test_gradients_of_replicated_params_inside_of_shard_map_are_those_outside(made, policy):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    by_data = PartitionSpec("data")
+    with use_policy(policy):
+        run, params = loss_of(made())
+        loss = squared(run)
+
+        def mapped(params: Any, x: jax.Array) -> Any:
+            mean = lambda *args: jax.lax.pmean(loss(*args), "data")  # noqa: E731
+            return jax.grad(mean, argnums=(0, 1))(params, x)
+
+        specs = (PartitionSpec(), by_data)
+        inside = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=specs)(params, X)
+        outside = jax.grad(loss, argnums=(0, 1))(params, X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), inside, outside
+    )
+
+
+@pytest.mark.parametrize("policy", ["mixed_int8", "mixed_float8"])
+@pytest.mark.parametrize("made", SMALL)
+def test_large_inputs_times_small_weights_are_finite(made, policy):
+    with use_policy(policy):
+        apply, params = loss_of(made())
+        # powers of two: the codes are the same
+        small = jax.tree.map(lambda x: 2.0**-13 * x, params)
+        large = apply(small, 2.0**123 * X)
+        expected = 2.0**110 * np.asarray(apply(params, X), np.float32)
+    assert np.abs(X).max() * 2.0**123 > 1e37
+    np.testing.assert_allclose(np.asarray(large, np.float32), expected, rtol=1e-6)

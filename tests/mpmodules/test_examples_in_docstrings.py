@@ -14,11 +14,17 @@ import optax
 import pytest
 
 from mpmodules import linen, nnx
-from mpmodules.functions import activations, attention, functional, moments, normalization, pooling
-from mpmodules.functions.fused_attention import choose
+from mpmodules.functions import (
+    activations,
+    attention,
+    functional,
+    fused_attention,
+    normalization,
+    pooling,
+)
 from policy import mixed_precision, use_policy
 
-MODULES = (activations, attention, choose, functional, moments, normalization, pooling)
+MODULES = (activations, attention, functional, fused_attention, normalization, pooling)
 WINGS = (linen, nnx)
 NAMES: dict[str, Any] = {
     "flax": flax,

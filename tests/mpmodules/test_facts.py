@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mpmodules import linen, nnx
-from policy import get_policy, use_policy
+from policy import use_policy
 from tests.mpmodules.wings import BOTH
 from tests.programs import apply, named, operations
 
@@ -194,61 +194,6 @@ def test_our_attentions_gradients_follow_float32_and_linens_are_no_nearer(wing):
         assert error < 0.01 and (error <= before or wing.name == "nnx")  # there JAX's own
 
 
-NAMES = ("MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention")
-LAYERS = [
-    ("linen", name, options)
-    for name in NAMES
-    for options in ({}, {"dropout_rate": 0.5}, {"normalize_qk": True}, {"decode": True})
-]
-LAYERS += [
-    ("nnx", "MultiHeadAttention", options)
-    for options in ({}, {"dropout_rate": 0.5}, {"num_kv_heads": 2}, {"normalize_qk": True})
-]
-
-
-def attention_layer(wing: str, name: str, options: Any, policy: str) -> tuple[Any, Any]:
-    """Returns the sum of a layer's outputs as a function of its variables, and these."""
-    x = jnp.ones((1, 1 if "decode" in options else 3, 8))
-    keys = {"params": KEY, "dropout": KEY}
-    call = {"deterministic": not options.get("dropout_rate")}
-    with use_policy(policy):
-        if wing == "linen":
-            layer = getattr(linen, name)(4, **options)
-            variables = jax.eval_shape(lambda: layer.init(keys, x, **call))
-            run = lambda v: layer.apply(v, x, rngs=keys, mutable=["cache"], **call)[0]  # noqa: E731
-        else:
-            make = lambda: getattr(nnx, name)(4, 8, decode=False, rngs=nnx.Rngs(0), **options)  # noqa: E731
-            graph, variables = flax.nnx.split(flax.nnx.eval_shape(make))
-            run = lambda v: flax.nnx.merge(graph, v, copy=True)(x, **call)  # noqa: E731
-
-    def total(variables: Any) -> jax.Array:
-        with use_policy(policy):
-            return run(variables).astype(jnp.float32).sum()
-
-    return total, variables
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize(("wing", "name", "options"), LAYERS)
-@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
-def test_every_attention_layer_keeps_exp_in_float32_and_matmuls_on_half_operands(
-    wing, name, options, half
-):
-    total, variables = attention_layer(wing, name, options, f"p=f32,c={half},o=f32")
-    if wing == "linen":
-        stored = {leaf.dtype.name for leaf in jax.tree.leaves(variables.get("cache", {}))}
-        assert stored <= {half, "int32"}
-    forward = operations(total, variables)
-    for ops in (forward, operations(jax.grad(total, allow_int=True), variables)):
-        dots = {op.inputs for op in named(ops, "dot_general")}
-        assert dots == {(half, half)}
-        assert {op.outputs for op in named(ops, "exp")} == {("float32",)}
-    # of the forward matmuls, the logits come as their accumulator, and what is divided by the
-    # softmax's sums
-    accumulators = 1 if options.get("dropout_rate") else 2
-    assert [op.outputs for op in named(forward, "dot_general")].count(("float32",)) == accumulators
-
-
 @BOTH
 def test_sown_attention_weights_come_from_the_float32_softmax(wing):
     x = jax.random.normal(KEY, (1, 4, 4))
@@ -276,22 +221,3 @@ def test_dropout_masks_of_attention_weights_are_upstreams():
         half = (x.astype(jnp.bfloat16) for x in (q, k))
         half = linen.dot_product_attention_weights(*half, **options)
         np.testing.assert_array_equal(half == 0, wide == 0)
-
-
-# --- output dtypes --------------------------------------------------------------------------------
-
-
-@BOTH
-def test_upstreams_layers_return_float32_from_half_inputs_and_ours_compute_dtype(wing):
-    x = jnp.ones((2, 4), jnp.bfloat16)
-
-    def run(layers: Any) -> Any:
-        if wing.name == "linen":
-            return jax.eval_shape(lambda: layers.Dense(3).init_with_output(KEY, x)[0])
-        return layers.Linear(4, 3, rngs=flax.nnx.Rngs(0))(x)
-
-    with use_policy(get_policy("mixed_bfloat16")):
-        assert run(wing.module).dtype == jnp.bfloat16
-    found = standard(run)(wing.flax).dtype
-    repaired(found == jnp.bfloat16)
-    assert found == jnp.float32

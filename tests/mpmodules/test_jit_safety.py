@@ -107,23 +107,6 @@ def test_another_thread_sees_the_global_policy_and_not_this_threads_scope(wing):
 
 
 @BOTH
-def test_threads_that_build_and_call_at_once_do_not_mix_their_policies(wing):
-    run, gate, found = forward(wing, []), threading.Barrier(2), {}
-
-    def work(policy: str) -> None:
-        gate.wait(timeout=60)
-        with use_policy(policy):
-            found[policy] = {jax.eval_shape(run, X).dtype.name for _ in range(20)}
-
-    threads = [threading.Thread(target=work, args=(policy,)) for policy in (A, B)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {A: {"bfloat16"}, B: {"float16"}}
-
-
-@BOTH
 def test_a_policy_of_the_modules_own_is_that_of_a_step_whose_parameters_are_donated(wing):
     model = wing.ours(NET, MIXED, X)
 

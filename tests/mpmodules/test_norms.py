@@ -14,8 +14,7 @@ import pytest
 from flax import errors
 
 from mpmodules import linen, nnx
-from mpmodules.functions.moments import Region
-from mpmodules.functions.normalization import normalize
+from mpmodules.functions.normalization import Region, normalize
 from policy.programs.reading.walk import walk
 from policy.testing import assert_close_in_ulps
 from tests.mpmodules.norm_layers import NORMS, WINGS, built, exact, leaves_named, normalised

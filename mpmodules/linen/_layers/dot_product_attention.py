@@ -107,7 +107,7 @@ def dot_product_attention(
       key, value: (batch..., keys, key heads, width), where the key heads divide the heads (Flax's
         own function takes equal ones only).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
-        neither; None chooses (`mpmodules.functions.fused_attention.choose.fused_kernel` says when).
+        neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with

@@ -1,22 +1,24 @@
-"""Dense, DenseGeneral and Einsum: matmuls in compute_dtype."""
+"""Matmuls, convolutions and embeddings in compute_dtype."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
-from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.layers.matmul_calls import Numerics, Product, linear, linear_general
-from mpmodules.linen._layer import Layer
+from mpmodules.layers import matmul_calls
+from mpmodules.layers.matmul_calls import Product
+from mpmodules.linen._layer import Layer, half_safe_fields
+from policy.core.policy import Policy
 
 
 class Matmul(Layer):
@@ -28,11 +30,17 @@ class Matmul(Layer):
     param_dtype: DTypeLike | None = None
 
     @flax_nn.nowrap
+    def _kernel(self, shape: Sequence[int]) -> jax.Array:
+        """Makes the kernel, masked in a layer that has a mask."""
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        return matmul_calls.masked(self, kernel)
+
+    @flax_nn.nowrap
     def _bias(self, shape: Sequence[int]) -> jax.Array | None:
         """Makes the bias, in a layer that has one."""
-        return (
-            self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
-        )
+        if not self.use_bias:
+            return None
+        return self.param("bias", self.bias_init, shape, self.param_dtype)
 
     @flax_nn.nowrap
     def _product(
@@ -47,11 +55,7 @@ class Matmul(Layer):
         """Promotes the operands of a call; see `Product`."""
         layer: Any = self
         promoted = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-        if layer.promote_dtype is promote_dtype:
-            numerics = self._numerics
-        else:  # the user's own, as Flax has it
-            numerics, bias = Numerics(), promoted[2]
-        return Product(self, promoted, bias, operation, hook, numerics=numerics, **options)
+        return Product(self, promoted, bias, operation, hook, **options)
 
 
 class Dense(Matmul, flax_nn.Dense):
@@ -71,11 +75,10 @@ class Dense(Matmul, flax_nn.Dense):
     @flax_nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Multiplies inputs (..., in) by the kernel, and adds the bias: (..., features)."""
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = self._kernel((jnp.shape(inputs)[-1], self.features))
         bias = self._bias((self.features,))
         product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
-        return linear(product, precision=self.precision)
+        return matmul_calls.linear(product, precision=self.precision)
 
 
 class DenseGeneral(Matmul, flax_nn.DenseGeneral):
@@ -113,7 +116,7 @@ class DenseGeneral(Matmul, flax_nn.DenseGeneral):
             init = _flattened(self.bias_init, (n * size,))
             bias = self.param("bias", init, (*batch, *features), self.param_dtype)
         product = self._product(lax.dot_general, inputs, kernel, bias, "dot_general")
-        return linear_general(product, axis, batch_dims, precision=self.precision)
+        return matmul_calls.linear_general(product, axis, batch_dims, precision=self.precision)
 
 
 def _flattened(init: Callable[..., Any], flat: tuple[int, ...]) -> Callable[..., Any]:
@@ -152,10 +155,150 @@ class Einsum(Matmul, flax_nn.Einsum):
                 "`einsum_str` equation must have exactly two operands and therefore, exactly one "
                 f"comma character, instead of {equation.count(',')}"
             )
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias, added = None, None
+        kernel, bias, added = self._kernel(self.shape), None, None
         if self.use_bias:
             shape, added = self._get_bias_shape(equation, inputs, kernel)
             bias = self._bias(shape)
         product = self._product(jnp.einsum, inputs, kernel, bias)
         return product.finish(product.multiply(before=(equation,), precision=self.precision), added)
+
+
+class Conv(Matmul, flax_nn.Conv):
+    """`flax.linen.Conv` that obeys policies.
+
+    Kernel and bias are created in param_dtype; inputs, kernel and bias are cast to compute_dtype,
+    and so is the result. A Conv that is a boundary with a wider output_dtype returns the
+    convolution's accumulator.
+
+    Example:
+      >>> layer = linen.Conv(8, (3, 3), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 6, 2)))
+      >>> y.shape, y.dtype, variables["params"]["kernel"].dtype
+      ((1, 6, 6, 8), dtype(bfloat16), dtype('float32'))
+    """
+
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Convolves inputs (batch..., spatial..., in), and adds the bias."""
+        groups = self.feature_group_count
+        assert inputs.shape[-1] % groups == 0
+        size = matmul_calls.kernel_size_of(self)
+        kernel = self._kernel((*size, inputs.shape[-1] // groups, self.features))
+        product_of = functools.partial(
+            self._product,
+            lax.conv_general_dilated,
+            kernel=kernel,
+            bias=self._bias((self.features,)),
+            hook="conv_general_dilated",
+        )
+        return matmul_calls.convolve(self, inputs, product_of, feature_group_count=groups)
+
+
+class ConvLocal(Matmul, flax_nn.ConvLocal):
+    """`flax.linen.ConvLocal` that obeys policies; dtypes as in `Conv`.
+
+    JAX's operation has no accumulator to return: one that is a boundary with a wider output_dtype
+    widens its result.
+
+    Example:
+      >>> layer = linen.ConvLocal(8, (3,), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 2)))
+      >>> y.shape, y.dtype
+      ((1, 6, 8), dtype(bfloat16))
+    """
+
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Convolves inputs (batch..., spatial..., in) with a kernel of each place's own, and adds
+        a bias of each place's own.
+        """
+        if self.feature_group_count != 1:
+            raise NotImplementedError(
+                "`lax.conv_general_dilated_local` does not support `feature_group_count != 1`, "
+                f"got `{self.feature_group_count}`."
+            )
+        size, features = matmul_calls.kernel_size_of(self), inputs.shape[-1]
+
+        def convolved(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+            flat, _ = matmul_calls.one_batch_axis(inputs, len(size))
+            padded, windows, options = matmul_calls.windows_of(self, flat)
+            return lax.conv_general_dilated(padded, kernel, *windows, **options)
+
+        shared = jax.ShapeDtypeStruct((*size, features, self.features), inputs.dtype)
+        places = jax.eval_shape(convolved, inputs, shared).shape[1:-1]
+        product_of = functools.partial(
+            self._product,
+            lax.conv_general_dilated_local,
+            kernel=self._kernel((*places, math.prod(size) * features, self.features)),
+            bias=self._bias((*places, self.features)),
+            accumulates=False,
+        )
+        return matmul_calls.convolve(self, inputs, product_of, filter_shape=size)
+
+
+class ConvTranspose(Matmul, flax_nn.ConvTranspose):
+    """`flax.linen.ConvTranspose` that obeys policies; dtypes as in `Conv`.
+
+    Example:
+      >>> layer = linen.ConvTranspose(8, (3,), strides=(2,), dtype_policy="p=f32,c=bf16")
+      >>> y, variables = layer.init_with_output(key, jnp.ones((1, 6, 2)))
+      >>> y.shape, y.dtype
+      ((1, 12, 8), dtype(bfloat16))
+    """
+
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Convolves inputs (batch..., spatial..., in) as a convolution's transpose, and adds the
+        bias.
+        """
+        size, channels = matmul_calls.kernel_size_of(self), (inputs.shape[-1], self.features)
+        product_of = functools.partial(
+            self._product,
+            lax.conv_transpose,
+            kernel=self._kernel((*size, *(channels[::-1] if self.transpose_kernel else channels))),
+            bias=self._bias((self.features,)),
+        )
+        return matmul_calls.convolve_transposed(self, inputs, product_of)
+
+
+class Embed(Layer, flax_nn.Embed):
+    """`flax.linen.Embed` that obeys policies.
+
+    The lookup reads the stored table and the result is cast afterwards, so that the gradient of a
+    token is summed over its occurrences in reduction_dtype (a table stored in half is widened
+    first, which XLA fuses into the lookup). `attend` is a matmul in compute_dtype; where it is a
+    boundary with a wider output_dtype it returns its accumulator.
+
+    Example:
+      >>> layer = linen.Embed(10, 4, dtype_policy="p=f32,c=bf16")
+      >>> tokens = jnp.zeros(4096, jnp.int32)
+      >>> y, variables = layer.init_with_output(key, tokens)
+      >>> y.shape, y.dtype
+      ((4096, 4), dtype(bfloat16))
+      >>> loss = lambda variables: layer.apply(variables, tokens).sum()
+      >>> jax.grad(loss)(variables)["params"]["embedding"][0]  # each occurrence counts
+      Array([4096., 4096., 4096., 4096.], dtype=float32)
+    """
+
+    param_dtype: DTypeLike | None = None
+
+    _takes_inputs_as_they_come: ClassVar[bool] = True
+
+    def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
+        fields = super()._policy_fields(policy)
+        return fields | half_safe_fields(self, fields["param_dtype"])  # the table is made in setup
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Looks up integers of any shape: (..., features)."""
+        table: Any = self.embedding
+        if not matmul_calls.promotes_as_flax(self):
+            (table,) = self.promote_dtype(table, dtype=self.dtype, inexact=False)
+        return matmul_calls.embedded(self, table, inputs)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """Returns the inner products of a query (..., features) with each embedding: (...,
+        num_embeddings).
+        """
+        promoted: Any = self.promote_dtype(query, self.embedding, dtype=self.dtype)
+        product = Product(self, (*promoted, None), None, matmul_calls.inner_products)
+        return product.multiply()

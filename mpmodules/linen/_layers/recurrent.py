@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -22,9 +23,7 @@ from mpmodules.calls.boundary import (
     step_in,
 )
 from mpmodules.calls.classes import is_upstream
-from mpmodules.functions.functional import is_half, widen
-from mpmodules.functions.promotion import mixing_allowed
-from mpmodules.layers.cell_steps import gru_step, lstm_step, mixed, simple_step
+from mpmodules.functions.functional import is_half, mixing_allowed, widen
 from mpmodules.layers.matmul_calls import Product, linear, numerics_of
 from mpmodules.linen._layer import (
     Layer,
@@ -33,8 +32,7 @@ from mpmodules.linen._layer import (
     half_safe_fields,
     layer_inside,
 )
-from mpmodules.linen._layers.convolution import Conv
-from mpmodules.linen._layers.linear import Dense
+from mpmodules.linen._layers.linear import Conv, Dense
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
 from policy.core.arrays import cast_floating
@@ -87,10 +85,8 @@ class Cell(Layer):
             fields["_numerics"] = numerics_of(call._replace(crosses=False))
         else:
             fields["dtype"] = dtype
-        mixing = mixing_allowed(
-            bool(current_scope().rules)
-        )  # may give layers inside another output_dtype
-        with fields_set(self, fields), mixing:
+        # Rules may give layers inside another output_dtype.
+        with fields_set(self, fields), mixing_allowed(bool(current_scope().rules)):
             return step_in(fields["dtype"], self, call)
 
     @flax_nn.nowrap
@@ -159,9 +155,9 @@ class SimpleCell(Cell, flax_nn.SimpleCell):
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
         features = carry.shape[-1]
-        total = self._dense("i", inputs, features, self.bias_init)
-        total = total + self._dense("h", carry, features)
-        return simple_step(self, total, carry)
+        h = self._dense("i", inputs, features, self.bias_init) + self._dense("h", carry, features)
+        h = self.activation_fn(h + carry if self.residual else h)
+        return h, h
 
 
 class LSTMCell(Cell, flax_nn.LSTMCell):
@@ -191,7 +187,25 @@ class LSTMCell(Cell, flax_nn.LSTMCell):
             + self._dense(f"h{gate}", h, features, self.bias_init)
             for gate in "ifgo"
         )
-        return lstm_step(self, gates, c)
+        return _lstm_step(self, gates, c)
+
+
+def _lstm_step(cell: Any, gates: Iterable[jax.Array], c: jax.Array) -> Any:
+    """Takes a step of a long short-term memory: c' = f c + i g, h' = o tanh(c').
+
+    Args:
+      cell: its `gate_fn` activates i, f and o, and its `activation_fn` g and the memory.
+      gates: i, f, g and o before activation, each the sum of what the inputs and h say.
+      c: the memory.
+
+    Returns:
+      The carry (c', h'), and h'.
+    """
+    activations = cell.gate_fn, cell.gate_fn, cell.activation_fn, cell.gate_fn
+    i, f, g, o = (run(gate) for run, gate in zip(activations, gates, strict=True))
+    c = f * c + i * g
+    h = o * cell.activation_fn(c)
+    return (c, h), h
 
 
 class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
@@ -229,7 +243,7 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
             of_carry[gate] = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
         by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
         gates = (a + b for a, b in zip(by_carry, by_inputs, strict=True))
-        return lstm_step(self, gates, c)
+        return _lstm_step(self, gates, c)
 
     @flax_nn.nowrap
     def _multiplied(self, x: jax.Array, parts: dict[str, Any]) -> list[jax.Array]:
@@ -238,7 +252,7 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
         kernel = jnp.concatenate(kernels, axis=-1)
         bias = None if biases[0] is None else jnp.concatenate(biases, axis=-1)
         promoted = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        product = Product(self, promoted, bias, lax.dot_general, numerics=self._numerics)
+        product = Product(self, promoted, bias, lax.dot_general)
         return jnp.split(linear(product), len(kernels), axis=-1)
 
 
@@ -257,15 +271,15 @@ class GRUCell(Cell, flax_nn.GRUCell):
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
         dense = functools.partial(self._dense, features=carry.shape[-1])
-        bias_init, of_hidden = self.bias_init, {"n": self.bias_init}
-        gates = (
-            (
-                dense(f"i{gate}", inputs, bias_init=bias_init),
-                dense(f"h{gate}", carry, bias_init=of_hidden.get(gate)),
-            )
-            for gate in "rzn"
+        bias_init = self.bias_init
+        r, z = (
+            self.gate_fn(dense(f"i{gate}", inputs, bias_init=bias_init) + dense(f"h{gate}", carry))
+            for gate in "rz"
         )
-        return gru_step(self, gates, carry)
+        n = dense("in", inputs, bias_init=bias_init)
+        n = self.activation_fn(n + r * dense("hn", carry, bias_init=bias_init))
+        h = (1.0 - z) * n + z * carry
+        return h, h
 
 
 class MGUCell(Cell, flax_nn.MGUCell):
@@ -289,7 +303,8 @@ class MGUCell(Cell, flax_nn.MGUCell):
         if self.reset_gate:
             of_hidden = of_hidden * f
         n = self.activation_fn(dense("in", inputs, bias_init=bias_init) + of_hidden)
-        return mixed(f, n, carry)
+        h = (1.0 - f) * n + f * carry
+        return h, h
 
 
 class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
@@ -358,10 +373,7 @@ class RNN(Module, flax_nn.RNN):
         def widened(variables: Any) -> Any:
             return jax.tree.map(lambda x: widen(x, policy.reduction_dtype), variables)
 
-        def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
-            return call.method(rnn, *args, **kwargs)
-
-        return flax_nn.map_variables(run, "params", widened)(self, *call.args, **call.kwargs)
+        return flax_nn.map_variables(call.run, "params", widened)(self)
 
     @flax_nn.nowrap
     def _may_widen(self) -> bool:

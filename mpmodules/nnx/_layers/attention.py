@@ -20,18 +20,6 @@ from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.eight_bits.quantisation import shared_operands
 
 
-def _decoding(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's `__call__`, which may decode in x64 mode, and projects one input."""
-
-    @functools.wraps(call)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
-        with attention.adding_indices(bool(decodes)), shared_operands():
-            return call(self, *args, **kwargs)
-
-    return wrapped
-
-
 class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` that obeys policies.
 
@@ -57,7 +45,12 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
             return kwargs | {"attention_fn": dot_product_attention}
         return kwargs
 
-    __call__ = _decoding(flax_nnx.MultiHeadAttention.__call__)
+    @functools.wraps(flax_nnx.MultiHeadAttention.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # It may decode in x64 mode, and projects one input.
+        decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
+        with attention.adding_indices(bool(decodes)), shared_operands():
+            return flax_nnx.MultiHeadAttention.__call__(self, *args, **kwargs)
 
     def init_cache(self, input_shape: Any, dtype: DTypeLike | None = None) -> None:
         """Runs Flax's `init_cache` in compute_dtype, or in float32 with no policy, unless `dtype`

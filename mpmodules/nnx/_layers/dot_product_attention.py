@@ -47,7 +47,7 @@ def dot_product_attention(
       query: (batch..., queries, heads, width).
       key, value: (batch..., keys, key heads, width).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
-        neither; None chooses (`mpmodules.functions.fused_attention.choose.fused_kernel` says when).
+        neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
@@ -65,25 +65,15 @@ def dot_product_attention(
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    upstream = None
-    if not _is_ours(query):
+    upstream = sow = None
+    # Flax's computes logits in float32 for float64 too.
+    is_ours = current_policy() is not None and query.dtype == jnp.float64
+    if not (is_ours or is_wider(reduction_dtype(), query.dtype)):
         how = (dtype, precision, module, promote_dtype, is_causal)
         upstream = functools.partial(
             flax_nnx.dot_product_attention, query, key, value, bias, mask, *dropout, *how
         )
-    call = AttentionCall(bias, mask, *dropout, precision, _sow(module), is_causal)
+    if module is not None:
+        sow = functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
+    call = AttentionCall(bias, mask, *dropout, precision, sow, is_causal)
     return call.attend(implementation, query, key, value, upstream)
-
-
-def _sow(module: flax_nnx.Module | None) -> Callable[[jax.Array], object] | None:
-    if module is None:
-        return None
-    return functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
-
-
-def _is_ours(query: jax.Array) -> bool:
-    """Returns whether attention over such queries is ours: Flax's computes logits in float32 for
-    float64 too.
-    """
-    in_float64 = current_policy() is not None and query.dtype == jnp.float64
-    return in_float64 or is_wider(reduction_dtype(), query.dtype)

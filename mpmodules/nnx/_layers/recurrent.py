@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,10 +21,7 @@ from mpmodules.calls.boundary import (
     step_in,
 )
 from mpmodules.calls.classes import is_upstream
-from mpmodules.functions.functional import HalfSafe, is_half, widen
-from mpmodules.functions.promotion import mixing_allowed
-from mpmodules.layers.cell_steps import gru_step, lstm_step, simple_step
-from mpmodules.layers.initializers import half_safe_inits
+from mpmodules.functions.functional import HalfSafe, half_safe_inits, is_half, mixing_allowed, widen
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import is_initialiser, viewed
@@ -76,15 +74,9 @@ class Cell(Layer):
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
     def _call_layer(self, call: LayerCall) -> Any:
-        inside = (
-            getattr(part, "dtype_policy", None)
-            for part in vars(self).values()
-            if isinstance(part, Module)
-        )
-        mixes = any(
-            policy != self.dtype_policy for policy in inside
-        )  # those may have another output_dtype
-        with mixing_allowed(mixes):
+        inside = [part for part in vars(self).values() if isinstance(part, Module)]
+        # Those of other policies may have another output_dtype.
+        with mixing_allowed(any(part.dtype_policy != self.dtype_policy for part in inside)):
             return step_in(self.dtype, self, call)
 
     def initialize_carry(
@@ -134,11 +126,6 @@ class SimpleCell(Cell, flax_nnx.SimpleCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
-        total = self.dense_i(inputs) + self.dense_h(carry)
-        return simple_step(self, total, carry)
-
 
 class LSTMCell(Cell, flax_nnx.LSTMCell):
     """`flax.nnx.LSTMCell` that obeys policies.
@@ -157,13 +144,6 @@ class LSTMCell(Cell, flax_nnx.LSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
-        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
-        c, h = carry
-        layers = (self.ii, self.hi), (self.if_, self.hf), (self.ig, self.hg), (self.io, self.ho)
-        gates = (of_inputs(inputs) + of_hidden(h) for of_inputs, of_hidden in layers)
-        return lstm_step(self, gates, c)
-
 
 class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
     """`flax.nnx.OptimizedLSTMCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -176,12 +156,6 @@ class OptimizedLSTMCell(Cell, flax_nnx.OptimizedLSTMCell):
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
 
-    def __call__(self, carry: Any, inputs: jax.Array) -> Any:
-        """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
-        c, h = carry
-        gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, axis=-1)
-        return lstm_step(self, gates, c)
-
 
 class GRUCell(Cell, flax_nnx.GRUCell):
     """`flax.nnx.GRUCell` that obeys policies; dtypes as in `LSTMCell`.
@@ -193,12 +167,6 @@ class GRUCell(Cell, flax_nnx.GRUCell):
       >>> y.shape, y.dtype, {leaf.dtype.name for leaf in jax.tree.leaves(carry)}
       ((2, 3), dtype(bfloat16), {'bfloat16'})
     """
-
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes a step, from carry h and inputs (..., in) to the new carry, which is the output."""
-        of_inputs, of_hidden = self.dense_i(inputs), self.dense_h(carry)
-        gates = zip(*(jnp.split(x, 3, axis=-1) for x in (of_inputs, of_hidden)), strict=True)
-        return gru_step(self, gates, carry)
 
 
 class RNN(Module, flax_nnx.RNN):
@@ -218,18 +186,8 @@ class RNN(Module, flax_nnx.RNN):
 
     _crossing: ClassVar[Crossing] = LoopCrossing()
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        *,
-        initial_carry: Any = None,
-        seq_lengths: jax.Array | None = None,
-        return_carry: bool | None = None,
-        time_major: bool | None = None,
-        reverse: bool | None = None,
-        keep_order: bool | None = None,
-        rngs: Any = None,
-    ) -> Any:
+    @functools.wraps(flax_nnx.RNN.__call__, assigned=("__name__",))
+    def __call__(self, inputs: jax.Array, **options: Any) -> Any:  # type: ignore[override]
         """Runs the cell over a sequence, as Flax's `__call__` does.
 
         Args:
@@ -243,25 +201,14 @@ class RNN(Module, flax_nnx.RNN):
           The outputs of all steps, or a pair of the last carry and the outputs where
           `return_carry`.
         """
-        if initial_carry is not None and isinstance(self.cell, Cell):
-            initial_carry = self.cell._cast_carry(initial_carry)
-        loop: Any = self
-        policy: Any = self.dtype_policy
+        loop, policy, given = self, self.dtype_policy, options.get("initial_carry")
+        if given is not None and isinstance(self.cell, Cell):
+            options["initial_carry"] = self.cell._cast_carry(given)
         if policy is not None:
-            seq_lengths = indexing_lengths(seq_lengths)
-        if policy is not None and self._may_widen():
-            loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
-        outputs = flax_nnx.RNN.__call__(
-            loop,
-            inputs,
-            initial_carry=initial_carry,
-            seq_lengths=seq_lengths,
-            return_carry=return_carry,
-            time_major=time_major,
-            reverse=reverse,
-            keep_order=keep_order,
-            rngs=rngs,
-        )
+            options["seq_lengths"] = indexing_lengths(options.get("seq_lengths"))
+            if self._may_widen():
+                loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
+        outputs = flax_nnx.RNN.__call__(loop, inputs, **options)
         if loop is not self:
             flax_nnx.update(self.cell, flax_nnx.state(loop.cell, flax_nnx.Not(flax_nnx.Param)))
         return outputs

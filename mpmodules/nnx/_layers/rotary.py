@@ -15,7 +15,7 @@ from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import LayerCall
-from mpmodules.functions.promotion import mixing_allowed
+from mpmodules.functions.functional import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.core.arrays import cast_array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules.functions.moments import Region, moments, shift_of
+from mpmodules.functions.normalization import Region, moments, shift_of
 
 RNG = np.random.default_rng(0)
 HALVES = [jnp.bfloat16, jnp.float16]
@@ -127,7 +127,7 @@ def test_parts_are_joined_in_one_pass():
 
 
 def shift(x: jax.Array, *axes: int) -> jax.Array:
-    shifted = shift_of(Region.of(axes, x.ndim), x)
+    shifted = shift_of(Region(tuple(sorted(axis % x.ndim for axis in axes))), x)
     assert shifted is not None
     return shifted
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mpmodules.functions.moments import Region
-from mpmodules.functions.normalization import normalize
+from mpmodules.functions.normalization import Region, normalize
 from policy.testing import assert_close_in_ulps
 
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mpmodules import linen, nnx
-from mpmodules.functions.fused_attention import splash_kernel as _splash_kernel
+from mpmodules.functions import splash_attention as _splash_attention
 from policy import audit, use_policy
 from tests.benchmarks.accelerators import target
 
@@ -66,7 +66,7 @@ def assert_close(found: Any, wanted: Any, ulps: float = 1.0) -> None:
 @pytest.fixture
 def interpreter(monkeypatch):
     """Pallas's interpreter in the place of a TPU."""
-    monkeypatch.setattr(_splash_kernel, "INTERPRET", True)
+    monkeypatch.setattr(_splash_attention, "INTERPRET", True)
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tests.mpmodules.table.cases import CAUSAL, IMAGE, KEYS, QUERIES, ROWS, SEQUENCE, TOKENS, Case
+from tests.mpmodules.table.cases import (
+    CAUSAL,
+    IMAGE,
+    KEYS,
+    QUERIES,
+    ROWS,
+    SEQUENCE,
+    TOKENS,
+    Case,
+    layer,
+)
 
 ONES = jax.nn.initializers.ones
 NORMAL = jax.nn.initializers.normal(0.3)
@@ -30,8 +41,7 @@ def _nnx_promote(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tu
     return tuple(None if x is None else jnp.asarray(x, jnp.float32) for x in args)
 
 
-# Options that the two wings name alike, as (class, arguments, inputs, keyword arguments of the
-# call).
+# Options that the two wings name alike.
 DENSE: list[dict[str, Any]] = [
     {"dtype": jnp.float32, "param_dtype": jnp.float32},
     {"precision": "highest"},
@@ -73,23 +83,25 @@ ATTENTION: list[dict[str, Any]] = [
     {"out_kernel_init": NORMAL, "out_bias_init": ONES},
 ]
 
-Options = list[dict[str, Any]]
+TRAINING = {"use_running_average": False}
+GROUPS = {"num_groups": 2}
+SIZED = {"num_groups": None, "group_size": 2}
+THREE = (QUERIES, KEYS, KEYS)
 
 
-def _rows(cls: str, base: dict[str, Any], options: Options, inputs: Any, **call: Any) -> list[Case]:
+def _rows(
+    name: str,
+    given: tuple[Any, ...],
+    options: list[dict[str, Any]],
+    inputs: Any,
+    base: Mapping[str, Any] = MappingProxyType({}),
+    method: str = "__call__",
+    **call: Any,
+) -> list[Case]:
     """Returns a layer with each of the options; `call` are keyword arguments of the call."""
-    method = call.pop("method", "__call__")
-
-    def made(arguments: dict[str, Any]) -> Callable[..., Any]:
-        def make(modules: Any, rngs: Any = None, **dtypes: Any) -> Any:
-            keys = {} if rngs is None else {"rngs": rngs}
-            return getattr(modules, cls)(**arguments, **keys, **dtypes)
-
-        return make
-
+    how: dict[str, Any] = {"inputs": inputs, "call": call, "method": method}
     return [
-        Case(cls, _named(option | call), made(base | option), inputs, call, method)
-        for option in options
+        layer(name, _named(option | call), *given, **how, **base, **option) for option in options
     ]
 
 
@@ -101,76 +113,58 @@ def _named(arguments: dict[str, Any]) -> str:
     return ",".join(f"{name}={text(value)}" for name, value in arguments.items())
 
 
-def _attention_rows(options: Options, inputs: Any = (QUERIES,), **call: Any) -> list[Case]:
-    return _rows("MultiHeadDotProductAttention", {"num_heads": 2}, options, inputs, **call)
+def _shared(*width: int) -> list[Case]:
+    """Rows of both wings. nnx's layers are given their `width` first."""
+    kernel, image = (*width, 6, (3, 3)), (IMAGE,)
+    return [
+        *_rows("Conv", kernel, CONV, image),
+        *_rows("ConvTranspose", kernel, TRANSPOSED, image),
+        *_rows("Embed", (5, 4), [{"dtype": jnp.float32}], (TOKENS,)),
+        *_rows("Embed", (5, 4), [{"embedding_init": NORMAL}], (ROWS,), method="attend"),
+        *_rows("LayerNorm", width, [*NORM, *BIASED], image),
+        *_rows("RMSNorm", width, NORM, image),
+        *_rows("GroupNorm", width, [*NORM, *BIASED], image, GROUPS),
+        *_rows("GroupNorm", width, [{}], image, SIZED),
+        *_rows("InstanceNorm", width, [*NORM, *BIASED], image),
+        *_rows("BatchNorm", width, [*NORM, *BIASED, {"momentum": 0.5}], image, TRAINING),
+        *_rows("BatchNorm", width, NORM, image, {"use_running_average": True}),
+    ]
 
 
-def _nnx_attention_rows(options: Options, inputs: Any, **call: Any) -> list[Case]:
-    base = {"num_heads": 2, "in_features": 8, "decode": False}
-    return _rows("MultiHeadAttention", base, options, inputs, **call)
-
-
-KERNEL = {"features": 6, "kernel_size": (3, 3)}
-NNX_KERNEL = {"in_features": 4, "out_features": 6, "kernel_size": (3, 3)}
-EMBED = {"num_embeddings": 5, "features": 4}
-EINSUM = {"shape": (4, 3), "einsum_str": "bsi,io->bso"}
-NNX_EINSUM = {"einsum_str": "bsi,io->bso", "kernel_shape": (4, 3)}
-LINEAR = {"in_features": 4, "out_features": 3}
-GENERAL = {"in_features": 4, "out_features": 3}
-FOUR = {"num_features": 4}
-TRAINING = {"use_running_average": False}
+HEADS = {"num_heads": 2}
+NNX_HEADS = {"num_heads": 2, "in_features": 8, "decode": False}
+_DOT = "MultiHeadDotProductAttention"
 
 LINEN: list[Case] = [
-    *_rows("Dense", {"features": 3}, [*DENSE, {"promote_dtype": _linen_promote}], (ROWS,)),
-    *_rows(
-        "Dense", {"features": 3}, [{"dot_general_cls": lambda: _reference_dot_general}], (ROWS,)
-    ),
-    *_rows("DenseGeneral", {"features": (3, 2)}, [*DENSE, {"axis": (1, -1)}], (IMAGE,)),
-    *_rows("Einsum", EINSUM, [{"use_bias": False}], (SEQUENCE,)),
-    *_rows("Conv", KERNEL, CONV, (IMAGE,)),
-    *_rows("ConvLocal", KERNEL, [{"padding": "VALID"}, {"strides": 2}], (IMAGE,)),
-    *_rows("ConvTranspose", KERNEL, TRANSPOSED, (IMAGE,)),
-    *_rows("ConvTranspose", KERNEL | {"features": 4}, [{"transpose_kernel": True}], (IMAGE,)),
-    *_rows("Embed", EMBED, [{"dtype": jnp.float32}], (TOKENS,)),
-    *_rows("Embed", EMBED, [{"embedding_init": NORMAL}], (ROWS,), method="attend"),
-    *_rows("LayerNorm", {}, [*NORM, *BIASED, *AXES], (IMAGE,)),
-    *_rows("RMSNorm", {}, [*NORM, *AXES], (IMAGE,)),
-    *_rows("GroupNorm", {"num_groups": 2}, [*NORM, *BIASED], (IMAGE,)),
-    *_rows("GroupNorm", {"num_groups": None, "group_size": 2}, [{}], (IMAGE,)),
-    *_rows("InstanceNorm", {}, [*NORM, *BIASED], (IMAGE,)),
-    *_rows("BatchNorm", TRAINING, [*NORM, *BIASED, {"momentum": 0.5}, {"axis": 1}], (IMAGE,)),
-    *_rows("BatchNorm", {"use_running_average": True}, NORM, (IMAGE,)),
-    *_attention_rows(ATTENTION, (QUERIES, KEYS, KEYS)),
-    *_attention_rows([{"qkv_dot_general": _reference_dot_general}]),
-    *_rows(
-        "MultiHeadAttention", {"num_heads": 2}, [{"normalize_qk": True}], (QUERIES,), mask=CAUSAL
-    ),
-    *_rows("Dropout", {"rate": 0.5, "deterministic": False}, [{"broadcast_dims": (1,)}], (ROWS,)),
-    *_rows("Dropout", {"rate": 1.0, "deterministic": False}, [{}], (ROWS,)),
+    *_rows("Dense", (3,), [*DENSE, {"promote_dtype": _linen_promote}], (ROWS,)),
+    *_rows("Dense", (3,), [{"dot_general_cls": lambda: _reference_dot_general}], (ROWS,)),
+    *_rows("DenseGeneral", ((3, 2),), [*DENSE, {"axis": (1, -1)}], (IMAGE,)),
+    *_rows("Einsum", ((4, 3), "bsi,io->bso"), [{"use_bias": False}], (SEQUENCE,)),
+    *_rows("ConvLocal", (6, (3, 3)), [{"padding": "VALID"}, {"strides": 2}], (IMAGE,)),
+    *_rows("ConvTranspose", (4, (3, 3)), [{"transpose_kernel": True}], (IMAGE,)),
+    *_shared(),
+    *_rows("LayerNorm", (), AXES, (IMAGE,)),
+    *_rows("RMSNorm", (), AXES, (IMAGE,)),
+    *_rows("BatchNorm", (), [{"axis": 1}], (IMAGE,), TRAINING),
+    *_rows(_DOT, (), ATTENTION, THREE, HEADS),
+    *_rows(_DOT, (), [{"qkv_dot_general": _reference_dot_general}], (QUERIES,), HEADS),
+    *_rows("MultiHeadAttention", (), [{"normalize_qk": True}], (QUERIES,), HEADS, mask=CAUSAL),
+    *_rows("Dropout", (0.5,), [{"broadcast_dims": (1,)}], (ROWS,), {"deterministic": False}),
+    *_rows("Dropout", (1.0,), [{}], (ROWS,), {"deterministic": False}),
 ]
 
 NNX: list[Case] = [
-    *_rows("Linear", LINEAR, [*DENSE, {"promote_dtype": _nnx_promote}], (ROWS,)),
-    *_rows("Linear", LINEAR, [{"preferred_element_type": jnp.float32}], (ROWS,)),
-    *_rows("LinearGeneral", {"in_features": 4, "out_features": (3, 2)}, DENSE, (IMAGE,)),
-    *_rows("LinearGeneral", GENERAL, [{"in_features": (5, 4), "axis": (1, -1)}], (IMAGE,)),
-    *_rows("Einsum", NNX_EINSUM, [{"bias_shape": None}], (SEQUENCE,)),
-    *_rows("Conv", NNX_KERNEL, CONV, (IMAGE,)),
-    *_rows("ConvTranspose", NNX_KERNEL, TRANSPOSED, (IMAGE,)),
-    *_rows("Embed", EMBED, [{"dtype": jnp.float32}], (TOKENS,)),
-    *_rows("Embed", EMBED, [{"embedding_init": NORMAL}], (ROWS,), method="attend"),
-    *_rows("LayerNorm", FOUR, [*NORM, *BIASED], (IMAGE,)),
-    *_rows("LayerNorm", FOUR, [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": (-1,)}], (IMAGE,)),
-    *_rows("RMSNorm", FOUR, NORM, (IMAGE,)),
-    *_rows("GroupNorm", FOUR | {"num_groups": 2}, [*NORM, *BIASED], (IMAGE,)),
-    *_rows("GroupNorm", FOUR | {"num_groups": None, "group_size": 2}, [{}], (IMAGE,)),
-    *_rows("InstanceNorm", FOUR, [*NORM, *BIASED], (IMAGE,)),
-    *_rows("BatchNorm", FOUR, [*NORM, *BIASED, {"momentum": 0.5}], (IMAGE,)),
-    *_rows("BatchNorm", FOUR | {"use_running_average": True}, NORM[:2], (IMAGE,)),
-    *_rows("BatchNorm", FOUR, [{}], (IMAGE,), use_running_average=True),
-    *_rows("BatchNorm", FOUR, [{}], (IMAGE,), use_running_average=False),
-    *_nnx_attention_rows(ATTENTION, (QUERIES, KEYS, KEYS)),
-    *_rows("Dropout", {"rate": 0.5}, [{"broadcast_dims": (1,)}], (ROWS,)),
+    *_rows("Linear", (4, 3), [*DENSE, {"promote_dtype": _nnx_promote}], (ROWS,)),
+    *_rows("Linear", (4, 3), [{"preferred_element_type": jnp.float32}], (ROWS,)),
+    *_rows("LinearGeneral", (4, (3, 2)), DENSE, (IMAGE,)),
+    *_rows("LinearGeneral", ((5, 4), 3), [{"axis": (1, -1)}], (IMAGE,)),
+    *_rows("Einsum", ("bsi,io->bso", (4, 3)), [{"bias_shape": None}], (SEQUENCE,)),
+    *_shared(4),
+    *_rows("LayerNorm", (4,), [{"reduction_axes": (1, 2, 3)}, {"reduction_axes": -1}], (IMAGE,)),
+    *_rows("BatchNorm", (4,), [{}], (IMAGE,), use_running_average=True),
+    *_rows("BatchNorm", (4,), [{}], (IMAGE,), use_running_average=False),
+    *_rows("MultiHeadAttention", (), ATTENTION, THREE, NNX_HEADS),
+    *_rows("Dropout", (0.5,), [{"broadcast_dims": (1,)}], (ROWS,)),
 ]
 
 OPTIONS = [("linen", case) for case in LINEN] + [("nnx", case) for case in NNX]

@@ -1,4 +1,6 @@
-"""What the table of layers has to run for: initial values, and jit."""
+"""What the table of layers has to run for: initial values, jit, half precision near float32, empty
+batches; and initialisers in half.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 
-from policy import get_policy
+from mpmodules import linen, nnx
+from policy import get_policy, use_policy
 from tests.mpmodules.table.cases import CASES, Case
-from tests.mpmodules.table.running import THEIRS, program, scope_of
+from tests.mpmodules.table.running import THEIRS, dtypes_of, program, scope_of, traced
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
@@ -22,15 +26,21 @@ pytestmark = [
 FIRST: dict[tuple[str, str], Case] = {}
 for _wing, _case in CASES:
     FIRST.setdefault((_wing, _case.layer), _case)
-EACH_LAYER = pytest.mark.parametrize(
-    ("wing", "case"),
-    [(wing, case) for (wing, _), case in FIRST.items()],
-    ids=[f"{wing}-{layer}" for wing, layer in FIRST],
-)
+LAYERS = [(wing, case) for (wing, _), case in FIRST.items()]
+BARE = [
+    (wing, case)
+    for wing, case in LAYERS
+    if not (case.is_module or case.is_cell or case.layer == "Dropout")
+]
 KEY = jax.random.key(0)
 # In half precision Flax can't initialise cells, rounds normalised weights, and keeps LoRALinear's
 # low rank in float32.
 REPAIRED = ("RNN", "Bidirectional", "WeightNorm", "SpectralNorm", "LoRALinear")
+
+
+def each(cases: list[tuple[str, Case]]) -> pytest.MarkDecorator:
+    ids = [f"{wing}-{case.layer}" for wing, case in cases]
+    return pytest.mark.parametrize(("wing", "case"), cases, ids=ids)
 
 
 def initial_values(wing: str, case: Case, modules: Any, **dtypes: Any) -> Any:
@@ -40,10 +50,10 @@ def initial_values(wing: str, case: Case, modules: Any, **dtypes: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "bfloat16"))
-@EACH_LAYER
+@each(LAYERS)
 def test_a_layer_has_flaxs_tree_and_initial_values(wing, case, policy):
     param_dtype = get_policy(policy).param_dtype
-    if param_dtype != jnp.float32 and (case.layer in REPAIRED or case.layer.endswith("Cell")):
+    if param_dtype != jnp.float32 and (case.layer in REPAIRED or case.is_cell):
         pytest.skip("repaired: Flax fails there, or stores another dtype than param_dtype")
     given = {} if param_dtype == jnp.float32 else {"param_dtype": param_dtype}
     with scope_of(policy):
@@ -61,23 +71,67 @@ def test_a_layer_has_flaxs_tree_and_initial_values(wing, case, policy):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.parametrize("policy", ("float32", "mixed_bfloat16"))
-@EACH_LAYER
-def test_jit_changes_nothing(wing, case, policy):
-    with scope_of(policy):
-        run = program(wing, case)
-        params, rest = jax.jit(run.init)(KEY)
-        jitted = jax.jit(lambda params, rest: run.apply(params, rest, run.inputs)[0])(params, rest)
-        plain, _ = run.apply(params, rest, run.inputs)
-    resolved = get_policy(policy)
+def assert_near(found: Any, expected: Any, ulps: float, dtype: Any) -> None:
+    """Within so many ulps of the largest number, or of 1."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        atol = ulps * float(jnp.finfo(dtype).eps) * max(1.0, float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=atol)
 
-    def close(a: jax.Array, b: jax.Array) -> None:
-        assert a.dtype == b.dtype
-        # XLA rounds what it does not fuse: an ulp of compute_dtype at each step, of the largest
-        # value
-        atol = 4 * float(jnp.finfo(resolved.compute_dtype).eps) * max(1.0, float(jnp.abs(b).max()))
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol
-        )
 
-    jax.tree.map(close, jitted, plain)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@each(LAYERS)
+def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_pass(
+    wing, case, policy
+):
+    def run(policy):
+        with scope_of(policy):
+            layer = program(wing, case)
+            params, rest = jax.jit(layer.init)(KEY)
+            out, _ = layer.apply(params, rest, layer.inputs)
+            jitted, _ = jax.jit(lambda params: layer.apply(params, rest, layer.inputs))(params)
+            empty = jax.tree.map(lambda x: x[:0], layer.inputs)
+            nothing, _ = layer.apply(params, rest, empty)
+            shaped, _ = jax.eval_shape(layer.apply, params, rest, empty)
+        for found, expected in zip(*map(jax.tree.leaves, (nothing, shaped)), strict=True):
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            assert found.shape[0] == 0
+        return out, jitted
+
+    compute, (out, jitted) = get_policy(policy).compute_dtype, run(policy)
+    assert [x.dtype for x in jax.tree.leaves(out)] == [x.dtype for x in jax.tree.leaves(jitted)]
+    # XLA rounds what it does not fuse; each layer rounds its operands and its result, attention's
+    # three matmuls more
+    assert_near(jitted, out, 4, compute)
+    assert_near(out, run(None)[0], 12 if "Attention" in case.layer else 4, compute)
+
+
+@each(BARE)
+def test_a_layer_with_a_policy_of_its_own_stores_param_dtype_and_returns_output_dtype(wing, case):
+    trace = traced(wing, case, None, dtype_policy="p=bf16,c=f16,o=f32")
+    assert dtypes_of(trace.params) <= {"bfloat16"} and dtypes_of(trace.out) == {"float32"}
+
+
+ORTHOGONAL, X = jax.nn.initializers.orthogonal(), jnp.ones((2, 3, 4))
+BOXED = linen.with_partitioning(ORTHOGONAL, ("a", "b"))
+RNGS = flax_nnx.Rngs
+MADE: dict[str, Any] = {
+    "Dense": lambda: linen.Dense(4, kernel_init=ORTHOGONAL).init(KEY, X),
+    "partitioned": lambda: linen.Dense(4, kernel_init=BOXED).init(KEY, X),
+    "Embed": lambda: linen.Embed(4, 4, embedding_init=ORTHOGONAL).init(KEY, jnp.zeros(2, int)),
+    "attention": lambda: linen.MultiHeadDotProductAttention(2, kernel_init=ORTHOGONAL).init(KEY, X),
+    "Linear": lambda: flax_nnx.state(nnx.Linear(4, 4, kernel_init=ORTHOGONAL, rngs=RNGS(0))),
+    "LoRA": lambda: flax_nnx.state(nnx.LoRA(4, 2, 4, a_initializer=ORTHOGONAL, rngs=RNGS(0))),
+}
+
+
+@pytest.mark.parametrize("policy", ("bfloat16", "float16"))
+@pytest.mark.parametrize("name", MADE)
+def test_an_initialiser_that_fails_in_half_runs_in_float32(name, policy):
+    wide = MADE[name]()
+    with use_policy(policy):
+        found = MADE[name]()
+    for a, b in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            assert a.dtype == policy
+            if name in ("Dense", "Linear"):
+                np.testing.assert_array_equal(a, b.astype(policy))

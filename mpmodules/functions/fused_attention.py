@@ -8,7 +8,7 @@ weights to return, and take no dropout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from mpmodules.functions.fused_attention.cudnn import cudnn_attention, fits_cudnn
-from mpmodules.functions.fused_attention.splash import Splash, splash_attention
-from mpmodules.functions.fused_attention.splash_kernel import LANES, StaticMask
+from mpmodules.functions.splash_attention import LANES, Splash, StaticMask, splash_attention
 from policy.functions.checkpointing import cached_inline_jit
 
 Array = jax.Array
@@ -40,6 +39,7 @@ def fused_kernel(
     mask: Any,
     is_causal: bool,
     reduction_dtype: DTypeLike,
+    precision: PrecisionLike = None,
     obstacles: dict[str, bool],
 ) -> Attention | None:
     """Chooses the kernel to compute attention with.
@@ -61,7 +61,8 @@ def fused_kernel(
       bias, mask: broadcastable to (B..., N, T, S), or None.
       is_causal: masks out the keys after each query.
       reduction_dtype: the dtype of logits and softmax.
-      obstacles: features that no kernel has, by name, and whether each is asked for.
+      precision: None, which alone the kernels have.
+      obstacles: other features that no kernel has, by name, and whether each is asked for.
 
     Returns:
       `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere
@@ -72,7 +73,7 @@ def fused_kernel(
 
     Example:
       >>> x = jnp.ones((2, 5, 4, 8))  # float32, which no kernel takes
-      >>> choose.fused_kernel(
+      >>> fused_attention.fused_kernel(
       ...     None, x, x, x, bias=None, mask=None, is_causal=False,
       ...     reduction_dtype=jnp.float32, obstacles={},
       ... ) is None
@@ -85,34 +86,34 @@ def fused_kernel(
         )
     if implementation == "xla":
         return None
-    obstacles = {
-        f"reduction_dtype={jnp.dtype(reduction_dtype).name}": jnp.dtype(reduction_dtype)
-        != jnp.float32,
-        **obstacles,
-    }
+    wide = jnp.dtype(reduction_dtype)
+    obstacles = {f"reduction_dtype={wide.name}": wide != jnp.float32, **obstacles}
+    obstacles["a precision"] = precision is not None
+    cudnn = functools.partial(_cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
     if implementation == "cudnn":
         _refuse("cudnn", {f"{query.dtype.name} queries": not is_half, **obstacles})
-        return _cudnn(bias, mask, is_causal)
-    if implementation == "splash":
-        obstacles |= _splash_obstacles(query, key, value, bias)
-        static = None if mask is None else _static_mask(query, key, mask)
-        obstacles["a mask that is traced, or differs within the batch"] = (
-            mask is not None and static is None
-        )
-        obstacles["a mask that hides all keys from a query"] = _has_empty_row(static, is_causal)
-        _refuse("splash", obstacles)
-        return _splash(static, is_causal, insists=True)
-    if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
-        return None
-    if fits_cudnn(query, key, value, bias, mask):
-        return _cudnn(bias, mask, is_causal)
-    if any(_splash_obstacles(query, key, value, bias).values()):
-        return None
+        return cudnn
+    insists = implementation == "splash"
+    if not insists:
+        if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
+            return None
+        if _fits_cudnn(query, key, value, bias, mask):
+            return cudnn
+    obstacles |= _splash_obstacles(query, key, value, bias)
+    if not insists and any(obstacles.values()):
+        return None  # without a look at the mask, which may be on a device
     static = None if mask is None else _static_mask(query, key, mask)
-    if (mask is not None and static is None) or _has_empty_row(static, is_causal):
+    obstacles |= {
+        "a mask that is traced, or differs within the batch": mask is not None and static is None,
+        "a mask that hides all keys from a query": _has_empty_row(static, is_causal),
+    }
+    if insists:
+        _refuse("splash", obstacles)
+    if any(obstacles.values()):
         return None
-    return _splash(static, is_causal, insists=False)
+    how = Splash(None if static is None else StaticMask.of(static), is_causal, insists)
+    return functools.partial(splash_attention, how) if insists else cached_inline_jit(_on_tpu, how)
 
 
 def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
@@ -122,15 +123,6 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
             f"implementation={implementation!r} does not support {', '.join(refused)}. "
             "Leave it out, or give implementation='xla'."
         )
-
-
-def _cudnn(bias: Array | None, mask: Any, is_causal: bool) -> Attention:
-    return functools.partial(cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
-
-
-def _splash(mask: np.ndarray | None, is_causal: bool, *, insists: bool) -> Attention:
-    how = Splash(None if mask is None else StaticMask.of(mask), is_causal, insists)
-    return functools.partial(splash_attention, how) if insists else cached_inline_jit(_on_tpu, how)
 
 
 def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
@@ -188,11 +180,8 @@ def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
     """
     if mask is None:
         return False
-    return (
-        not (np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask)
-        .any(-1)
-        .all()
-    )
+    allowed = np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask
+    return not allowed.any(-1).all()
 
 
 def _one_shard(*arrays: Array) -> bool:
@@ -210,3 +199,78 @@ def _one_shard(*arrays: Array) -> bool:
     if any(mesh.size > 1 and not whole for mesh, whole in zip(meshes, manual, strict=True)):
         return False
     return bool(meshes) or jax.device_count() == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# cuDNN's kernel for NVIDIA GPUs, through `jax.nn.dot_product_attention`
+# --------------------------------------------------------------------------------------------------
+
+
+def _fits_cudnn(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
+) -> bool:
+    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward
+    and backward.
+    """
+    width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
+    if width > _widest_head() or width % 8 or value.shape[-1] != width:
+        return False
+    if 0 in query.shape + key.shape:
+        return False
+    if bias is not None and bias.dtype != query.dtype:  # it would be rounded
+        return False
+    return (bias is None and mask is None) or not any(length % 2 for length in lengths)
+
+
+def _widest_head() -> int:
+    """Returns the widest head that the kernel takes on this process's device.
+
+    0 where there is no such kernel.
+
+    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256
+    from 9.0 on.
+    """
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not capability.replace(".", "").isdigit():  # ROCm's are names
+        return 0
+    major = int(capability.split(".")[0])
+    return 256 if major >= 9 else 128 if major >= 8 else 0
+
+
+def _cudnn_attention(
+    query: Array, key: Array, value: Array, *, bias: Array | None, mask: Any, is_causal: bool
+) -> Array:
+    """Computes softmax(q k^T / sqrt(H) + bias) v in one kernel.
+
+    Args:
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
+      bias: added to the logits; broadcastable to (B..., N, T, S).
+      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S).
+      is_causal: masks out the keys after each query.
+
+    Returns:
+      (B..., T, N, H) in the queries' dtype.
+    """
+    batch, lengths = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    if mask is not None:
+        mask = _four_axes(jnp.asarray(mask).astype(bool), batch, lengths)
+    if bias is not None:
+        bias = _four_axes(bias, batch, lengths)
+    out = jax.nn.dot_product_attention(
+        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        implementation="cudnn",
+    )
+    return out.reshape(query.shape)
+
+
+def _four_axes(x: Any, batch: Sequence[int], lengths: tuple[int, int]) -> Array:
+    """Broadcasts a bias or mask to (B, N, T, S); only B and N may stay 1."""
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    x = jnp.broadcast_to(x, (*x.shape[:-2], *lengths))
+    if all(size == 1 for size in x.shape[:-3]):
+        return x.reshape(1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(int(np.prod(batch)), *x.shape[-3:])

@@ -1,1 +1,0 @@
-"""Attention in one kernel, on GPUs and TPUs."""

@@ -1,0 +1,464 @@
+"""Splash attention for TPUs: JAX's kernel, as a function that JAX can differentiate in either mode,
+any number of times, and batch.
+
+JAX's kernel has a `custom_vjp`, which has no forward mode. Here the first derivative is a
+primitive: forward mode evaluates XLA's formula, and transposition, which is reverse mode, calls the
+kernel's backward pass. Derivatives of higher order are XLA's. As a primitive, the kernel is also
+traced when it is lowered for a TPU, and not before: a program for other platforms never imports it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from mpmodules.functions.attention import dot_product_attention
+
+Array = jax.Array
+Three = tuple[Array, Array, Array]
+
+INTERPRET = False  # True in tests: Pallas's interpreter, on any platform
+LANES = 128  # block lengths are multiples of it
+# The longest block whose float32 logits leave room for the others in a core's vector memory.
+_BLOCK = 512
+_LONGEST_KEYS = 2048  # up to which keys and values stay in that memory while backward reads them
+_WIDEST_KEYS = 128  # the widest head for which they do
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticMask:
+    """A mask known while tracing, hashable by its contents.
+
+    Attributes:
+      bits: `numpy.packbits` of it.
+      shape: (1 or N, T, S).
+    """
+
+    bits: bytes
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> StaticMask:
+        heads, queries, keys = mask.shape
+        return cls(np.packbits(mask).tobytes(), (heads, queries, keys))
+
+    @property
+    def array(self) -> np.ndarray:
+        bits = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=math.prod(self.shape))
+        return bits.astype(bool).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splash:
+    """The static parameters of one attention.
+
+    Attributes:
+      mask: the pairs that are kept; None keeps all.
+      is_causal: masks out the keys after each query.
+      insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel
+        can't be partitioned.
+    """
+
+    mask: StaticMask | None
+    is_causal: bool
+    insists: bool
+
+    def formula(self, query: Array, key: Array, value: Array) -> Array:
+        """Computes the same attention by XLA's operations."""
+        mask: Any = None
+        if self.mask is not None:
+            mask = self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+        return dot_product_attention(
+            query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
+        )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def splash_attention(how: Splash, query: Array, key: Array, value: Array) -> Array:
+    """Computes softmax(q k^T / sqrt(H)) v in one kernel.
+
+    Args:
+      how: the masks, and whether to insist on the kernel.
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), K a divisor of N.
+
+    Returns:
+      (B..., T, N, H) in the queries' dtype.
+    """
+    (out,) = _kernel_p.bind(query, key, value, how=how, stage="forward")
+    return out
+
+
+@splash_attention.defjvp
+def _attention_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Array, Array]:
+    out, log_sum = _with_residuals(how, *primals)
+    return out, _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_residuals(how: Splash, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    out, log_sum = _kernel_p.bind(query, key, value, how=how, stage="forward_with_residuals")
+    return out, log_sum
+
+
+@_with_residuals.defjvp
+def _with_residuals_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Any, Any]:
+    out, log_sum = _with_residuals(how, *primals)
+    tangent = _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
+    # Backward's derivative goes by the operands alone.
+    return (out, log_sum), (tangent, jnp.zeros_like(log_sum))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(how: Splash, *operands: Array) -> Three:
+    """Computes the cotangents of `query, key, value = operands[:3]`, by the kernel from the result,
+    its residual and the cotangent that follow.
+    """
+    return tuple(_kernel_p.bind(*operands, how=how, stage="backward"))
+
+
+@_backward.defjvp
+def _backward_jvp(
+    how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Three, Three]:
+    def pullback(query: Array, key: Array, value: Array, cotangent: Array) -> Three:
+        return jax.vjp(how.formula, query, key, value)[1](cotangent)
+
+    _, derivative = jax.jvp(pullback, (*primals[:3], primals[5]), (*tangents[:3], tangents[5]))
+    return _backward(how, *primals), derivative
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernel as a primitive
+# --------------------------------------------------------------------------------------------------
+
+_kernel_p = jex_core.Primitive("splash_attention")
+_kernel_p.multiple_results = True
+
+
+def _log_sum(query: Any) -> Any:
+    """Returns the aval of the logarithms of the softmax's denominators: (B..., N, T), float32."""
+    *batch, queries, heads, _ = query.shape
+    shape = (*batch, heads, queries)
+    sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return query.update(shape=shape, dtype=jnp.dtype(jnp.float32), sharding=sharding)
+
+
+@_kernel_p.def_abstract_eval
+def _kernel_avals(query: Any, key: Any, value: Any, *_: Any, how: Splash, stage: str) -> list[Any]:
+    if stage == "backward":
+        return [query, key, value]
+    return [query] if stage == "forward" else [query, _log_sum(query)]
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    how: Splash, stage: str, operands: tuple[jax.ShapeDtypeStruct, ...], interpret: bool
+) -> Any:
+    """Traces the kernel to a jaxpr.
+
+    It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`,
+    JAX's kernel does not say over which axes its outputs vary. Its `_kernel_avals` here do.
+    """
+    run = functools.partial(
+        _STAGES[stage], mask=how.mask, is_causal=how.is_causal, interpret=interpret
+    )
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(jax.make_jaxpr(run), *operands).result()
+
+
+def _run_formula(*operands: Array, how: Splash, stage: str) -> list[Array]:
+    """XLA's formula, for the outputs that its backward needs: it computes the softmax again."""
+    if stage == "backward":
+        return list(jax.vjp(how.formula, *operands[:3])[1](operands[5]))
+    out = how.formula(*operands)
+    if stage == "forward":
+        return [out]
+    *batch, queries, heads, _ = operands[0].shape
+    return [out, jnp.zeros((*batch, heads, queries), jnp.float32)]
+
+
+def _lower(context: Any, *operands: Any, how: Splash, stage: str, is_for_tpu: bool) -> Any:
+    """Lowers to the kernel, or to XLA's formula: in a program that XLA partitions, because Mosaic's
+    kernels can't be, and for other platforms, because a program for several has the branch for TPUs
+    lowered for all of them.
+    """
+    if _is_whole(context.module_context.axis_context) if is_for_tpu else INTERPRET:
+        return _lower_kernel(context, *operands, how=how, stage=stage)
+    if how.insists and is_for_tpu:
+        raise ValueError(
+            "implementation='splash' is a kernel that XLA can't partition. Call it within "
+            "jax.shard_map, or leave it out."
+        )
+    if how.insists:
+        raise ValueError(
+            "implementation='splash' is a kernel for TPUs. Leave it out, or give "
+            "implementation='xla'."
+        )
+    return mlir.lower_fun(functools.partial(_run_formula, how=how, stage=stage))(context, *operands)
+
+
+def _lower_kernel(context: Any, *operands: Any, how: Splash, stage: str) -> Any:
+    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_in)
+    program = _program(how, stage, shapes, INTERPRET)
+    lower = mlir.lower_fun(jex_core.jaxpr_as_fun(program))
+    return lower(context.replace(avals_in=program.in_avals), *operands)
+
+
+def _is_whole(axis_context: Any) -> bool:
+    """Returns whether the program that is lowered sees whole arrays: on one device, or within
+    `shard_map`.
+    """
+    if hasattr(axis_context, "num_devices"):
+        return axis_context.num_devices == 1
+    mesh = getattr(axis_context, "mesh", None)
+    return mesh is None or {*axis_context.manual_axes, *mesh.manual_axes} == set(mesh.axis_names)
+
+
+@functools.cache
+def _compiled(how: Splash, stage: str) -> Any:
+    return jax.jit(functools.partial(_kernel_p.bind, how=how, stage=stage))
+
+
+def _batch(primitive: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+    """Batches a primitive: the new batch axis comes before the others."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    operands = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    results = primitive.bind(*operands, **params)
+    return results, [0] * len(results) if primitive.multiple_results else 0
+
+
+_kernel_p.def_impl(lambda *operands, how, stage: _compiled(how, stage)(*operands))
+batching.primitive_batchers[_kernel_p] = functools.partial(_batch, _kernel_p)
+mlir.register_lowering(_kernel_p, functools.partial(_lower, is_for_tpu=False))
+mlir.register_lowering(_kernel_p, functools.partial(_lower, is_for_tpu=True), platform="tpu")
+
+
+# --------------------------------------------------------------------------------------------------
+# Its derivative, linear in the tangents
+# --------------------------------------------------------------------------------------------------
+
+_tangent_p = jex_core.Primitive("splash_attention_tangent")
+_RESIDUALS = 5  # queries, keys, values, what was returned, the softmax's denominators
+
+
+def _run_tangent(*operands: Array, how: Splash) -> Array:
+    return jax.jvp(how.formula, operands[:3], operands[_RESIDUALS:])[1]
+
+
+def _tangent_jvp(primals: Any, tangents: Any, *, how: Splash) -> tuple[Array, Array]:
+    tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    run = functools.partial(_run_tangent, how=how)
+    return jax.jvp(run, tuple(primals), tuple(tangents))
+
+
+def _tangent_transpose(cotangent: Any, *operands: Any, how: Splash) -> list[Any]:
+    return [None] * _RESIDUALS + list(_backward(how, *operands[:_RESIDUALS], cotangent))
+
+
+_tangent_p.def_abstract_eval(lambda *avals, how: avals[0])
+_tangent_p.def_impl(
+    lambda *operands, how: jax.jit(functools.partial(_run_tangent, how=how))(*operands)
+)
+ad.primitive_jvps[_tangent_p] = _tangent_jvp
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+batching.primitive_batchers[_tangent_p] = functools.partial(_batch, _tangent_p)
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_run_tangent, multiple_results=False))
+
+
+# --------------------------------------------------------------------------------------------------
+# JAX's kernel, forward and backward, over arrays of (B..., T, N, H)
+# --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_written() -> Iterator[None]:
+    """Traces JAX's kernel as it was written: 32-bit indices, standard promotion."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def _forward(
+    query: Array, key: Array, value: Array, *, save_residuals: bool = False, **how: Any
+) -> list[Array]:
+    """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H).
+
+    Args:
+      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
+      save_residuals: returns the logarithms of the softmax's denominators, too: (B..., N, T) in
+        float32.
+      **how: `mask`, `is_causal` and `interpret`; see `_kernel`.
+    """
+    lengths = _lengths(query, key)
+    kernel = _kernel(lengths, query.shape[-1], save_residuals=save_residuals, **how)
+    with _as_written():
+        found = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
+        if not save_residuals:
+            return [_heads_last(found, query)]
+        out, (log_sum,) = found
+        return [_heads_last(out, query), log_sum.reshape(*query.shape[:-3], *log_sum.shape[1:])]
+
+
+def _backward_kernel(
+    query: Array, key: Array, value: Array, out: Array, log_sum: Array, cotangent: Array, **how: Any
+) -> Three:
+    """Computes the cotangents of queries, keys and values, from the results of
+    `_forward`.
+    """
+    kernel = _kernel(_lengths(query, key), query.shape[-1], **how)
+    with _as_written():
+        inputs = [_scaled(query), _heads_first(key), _heads_first(value)]
+        log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
+        outs, cotangents = _heads_first(out), _heads_first(cotangent)
+        grads = jax.vmap(functools.partial(_pullback, kernel))(inputs, outs, log_sum, cotangents)
+        d_query = (grads[0].astype(jnp.float32) * _scale(query)).astype(query.dtype)
+        return _heads_last(d_query, query), _heads_last(grads[1], key), _heads_last(grads[2], value)
+
+
+def _pullback(
+    kernel: Callable[..., Array],
+    inputs: Sequence[Array],
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
+) -> tuple[Array, ...]:
+    """Applies the kernel's pullback to `cotangent`, with `out` and `log_sum` as residuals: forward
+    is not run again.
+
+    Raises:
+      NotImplementedError: JAX's kernel has other residuals.
+    """
+    program, shapes = jax.make_jaxpr(
+        lambda *operands: jax.vjp(kernel, *operands), return_shape=True
+    )(*inputs)
+    jaxpr: Any = program.jaxpr
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
+    known[jaxpr.outvars[0]] = out
+    leaves = []
+    for atom in jaxpr.outvars[1:]:
+        if hasattr(atom, "val"):
+            leaves.append(atom.val)
+        elif atom in known:
+            leaves.append(known[atom])
+        elif (atom.aval.shape, atom.aval.dtype) == (log_sum.shape, log_sum.dtype):
+            leaves.append(log_sum)
+        else:
+            raise NotImplementedError(
+                f"JAX's splash attention keeps {atom.aval} for backward, which is not known here."
+            )
+    _, pull = jax.tree.unflatten(jax.tree.structure(shapes), [out, *leaves])
+    return pull(cotangent)
+
+
+def _scale(query: Array) -> np.ndarray:
+    return np.asarray(1 / math.sqrt(query.shape[-1]), np.float32)
+
+
+def _scaled(query: Array) -> Array:
+    """Divides the queries by sqrt(H), heads first; exact where that is a power of two."""
+    return _heads_first((query.astype(jnp.float32) * _scale(query)).astype(query.dtype))
+
+
+def _heads_first(x: Array) -> Array:
+    """Reshapes (B..., T, N, H) to (B, N, T, H)."""
+    return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
+
+
+def _heads_last(x: Array, like: Array) -> Array:
+    return jnp.swapaxes(x, 1, 2).reshape(like.shape)
+
+
+def _lengths(query: Array, key: Array) -> tuple[int, int, int]:
+    return query.shape[-2], query.shape[-3], key.shape[-3]  # (N, T, S)
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    lengths: tuple[int, int, int],
+    width: int,
+    *,
+    mask: StaticMask | None,
+    is_causal: bool,
+    interpret: bool,
+    save_residuals: bool = False,
+) -> Callable[..., Any]:
+    """Makes JAX's kernel for one example: (N, T, H), (K, S, H), (K, S, H) -> (N, T, H).
+
+    It is cached here: the kernel's own caches compare masks by identity.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    heads, queries, keys = lengths
+    if mask is None:
+        one = splash.CausalMask((queries, keys)) if is_causal else splash.FullMask((queries, keys))
+        masks = [one] * heads
+    else:
+        allowed = mask.array
+        if is_causal:
+            allowed = np.logical_and(allowed, np.tri(queries, keys, dtype=bool))
+        masks = [splash.NumpyMask(each) for each in np.broadcast_to(allowed, lengths)]
+    sizes = _block_sizes(queries, keys, width, is_full=mask is None and not is_causal)
+    with jax.ensure_compile_time_eval(), _as_written():
+        made = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask(masks),
+            block_sizes=sizes,
+            save_residuals=save_residuals,
+            interpret=interpret,
+        )
+        return jax.tree.map(np.asarray, made)
+
+
+def _block_sizes(queries: int, keys: int, width: int, *, is_full: bool) -> Any:
+    """Chooses blocks of up to 512 queries by 512 keys.
+
+    Where all keys fit in one block of backward, one kernel returns all three gradients and reads
+    the logits' operands once. Masked blocks can be skipped only where there are several.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    block_q, block_kv = _block(queries), _block(keys)
+    together = keys == block_kv or (is_full and keys <= _LONGEST_KEYS and width <= _WIDEST_KEYS)
+    layout = splash.QKVLayout.SEQ_MINOR if width < LANES else splash.QKVLayout.HEAD_DIM_MINOR
+    return splash.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=keys if together else block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=None if together else block_q,
+        block_kv_dq=None if together else block_kv,
+        use_fused_bwd_kernel=together,
+        q_layout=layout,
+        k_layout=layout,
+        v_layout=layout,
+    )
+
+
+def _block(length: int) -> int:
+    return next(size for size in range(_BLOCK, 0, -LANES) if length % size == 0)
+
+
+_STAGES: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "forward_with_residuals": functools.partial(_forward, save_residuals=True),
+    "backward": _backward_kernel,
+}
