@@ -1,4 +1,4 @@
-"""`policy.reductions.einsum` hands on its accumulator, and multiplies half numbers backward too."""
+"""Matmuls that return their accumulator, and arrays that stay in half precision in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import policy
+from policy.functions.checkpointing import materialized
 from policy.testing import assert_close_in_ulps, assert_dots_in, assert_same_program
 
 RNG = np.random.default_rng(0)
@@ -32,9 +33,8 @@ def test_half_is_multiplied_and_float32_handed_on(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
     query, key = operands(dtype)
-    weights = jnp.asarray(
-        RNG.normal(size=(2, 3, 2, 5)), dtype
-    )  # representable: the cotangent is rounded to half
+    # representable: the cotangent is rounded to half
+    weights = jnp.asarray(RNG.normal(size=(2, 3, 2, 5)), dtype)
 
     def loss(query, key):
         return jnp.sum(logits(query, key) * weights.astype(jnp.float32))
@@ -52,9 +52,8 @@ def test_gradients_are_matmuls_of_half_and_come_back_in_it(dtype):
 
 
 def test_float32_is_jax_s_own_einsum():
-    assert_same_program(
-        logits, lambda q, k: jnp.einsum("btnh,bsnh->btns", q, k), operands(jnp.float32)
-    )
+    theirs = lambda q, k: jnp.einsum("btnh,bsnh->btns", q, k)  # noqa: E731
+    assert_same_program(logits, theirs, operands(jnp.float32))
 
 
 def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
@@ -65,11 +64,34 @@ def test_the_policy_s_reduction_dtype_is_what_is_handed_on():
 
 def test_operands_of_two_dtypes_or_integers_are_refused():
     query, key = operands(jnp.bfloat16)
-    with pytest.raises(
-        TypeError, match="takes two floating operands of one dtype, but got bfloat16 and float32"
-    ):
+    told = "takes two floating operands of one dtype, but got"
+    with pytest.raises(TypeError, match=f"{told} bfloat16 and float32"):
         logits(query, key.astype(jnp.float32))
-    with pytest.raises(
-        TypeError, match="takes two floating operands of one dtype, but got int32 and int32"
-    ):
+    with pytest.raises(TypeError, match=f"{told} int32 and int32"):
         logits(query.astype(int), key.astype(int))
+
+
+# --------------------------------------------------------------------------------------------------
+# The identity that keeps a half-precision array in memory on GPUs, and is nothing elsewhere
+# --------------------------------------------------------------------------------------------------
+
+X = jnp.asarray(np.linspace(-2, 2, 12).reshape(3, 4), jnp.bfloat16)
+
+
+def test_values_tangents_and_cotangents_pass_unchanged():
+    for transform in (lambda fn: fn, jax.jit, jax.vmap, jax.checkpoint):
+        run = transform(materialized)
+        np.testing.assert_array_equal(run(X), X)
+    y, tangent = jax.jvp(materialized, (X,), (2 * X,))
+    np.testing.assert_array_equal((y, tangent), (X, 2 * X))
+    gradient = jax.grad(lambda x: jnp.sum(materialized(x) * X).astype(jnp.float32))
+    np.testing.assert_array_equal(gradient(X), X)
+    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(materialized(x) ** 3))(x)))(X)
+    np.testing.assert_array_equal(second, 6 * X)
+
+
+def test_a_barrier_is_in_programs_for_gpus_alone():
+    traced = jax.jit(jax.grad(lambda x: jnp.sum(materialized(x) * x))).trace(X)
+    for platform in ("cpu", "tpu", "cuda", "rocm"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("optimization_barrier" in text) == (platform in ("cuda", "rocm"))
