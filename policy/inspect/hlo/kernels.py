@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from policy.inspect.hlo.text import Computation, HloArray, Instruction, numpy_name
+from policy.inspect.hlo.text import HloArray, Instruction, numpy_name
 
 Flops = dict[str, float]
 _Arrays = Sequence[HloArray]
@@ -217,11 +217,13 @@ def moved(instruction: Instruction, size: _Size = off_chip) -> float:
         update = operands[1].results
         return size(update) + min(size(results), everywhere(update))
     if opcode == "fusion":
-        fused = instruction.fused
-        sizes = (size(operand.results) for operand in operands)
-        return sum(_read(fused, *each) for each in enumerate(sizes)) + _written(
-            fused.root, results, size
+        parameters = instruction.fused.parameters
+        read = sum(
+            min(size(operand.results), _sliced(parameters[number]))
+            for number, operand in enumerate(operands)
+            if size(operand.results)
         )
+        return read + _written(instruction.fused.root, results, size)
     if opcode == "custom-call" and instruction.target.startswith(("__cublas", "__cudnn")):
         results = [array for array in results if array.dtype not in ("s8", "u8")] or results
     return size(arrays_of(operands)) + size(results)
@@ -245,44 +247,24 @@ def produced(instruction: Instruction) -> _Arrays:
     return results
 
 
-def _read(fused: Computation, number: int, whole: float) -> float:
-    """Returns the bytes that a fusion reads of an operand."""
-    if not whole or number not in fused.parameters:
-        return whole
-    sliced = _sliced(fused.parameters[number])
-    return whole if sliced is None else min(whole, sliced)
-
-
-def _sliced(value: Instruction) -> float | None:
-    """Returns the bytes read of an array that a fusion only slices or updates; else None."""
+def _sliced(value: Instruction) -> float:
+    """Returns the bytes read of an array that a fusion only slices or updates; else infinity."""
     users = [i for i in value.computation.instructions.values() if value in i.operands]
-    total = 0.0
-    for user in users:
-        only_first = user.operands[0] is value and value not in user.operands[1:]
-        if user.opcode in _SLICES and only_first:
-            total += everywhere(user.results)
-        elif user.opcode in ("bitcast", "fusion"):
-            inner = _sliced_inside(user, value)
-            if inner is None:
-                return None
-            total += inner
-        elif not (user.opcode == "dynamic-update-slice" and only_first and _is_result(user)):
-            return None
-    return total if users else None
+    return sum(_read_by(user, value) for user in users) if users else math.inf
 
 
-def _sliced_inside(user: Instruction, value: Instruction) -> float | None:
-    """Returns the bytes read of an array by the users of its bitcast, or in a nested fusion."""
-    if user.opcode == "bitcast":
-        return None if user.is_root else _sliced(user)
-    parameters = user.fused.parameters
+def _read_by(user: Instruction, value: Instruction) -> float:
+    """Returns the bytes that an instruction of a fusion reads of an array; infinity for all."""
     places = [number for number, operand in enumerate(user.operands) if operand is value]
-    read = [_sliced(parameters[number]) for number in places]
-    return None if None in read else sum(filter(None, read))
-
-
-def _is_result(instruction: Instruction) -> bool:
-    return instruction.is_root or instruction in instruction.computation.root.operands
+    if user.opcode == "bitcast" and not user.is_root:
+        return _sliced(user)
+    if user.opcode == "fusion":
+        return sum(_sliced(user.fused.parameters[number]) for number in places)
+    if user.opcode in _SLICES and places == [0]:
+        return everywhere(user.results)
+    is_result = user.is_root or user in user.computation.root.operands
+    is_update = user.opcode == "dynamic-update-slice" and places == [0]
+    return 0.0 if is_update and is_result else math.inf
 
 
 def _written(root: Instruction, results: _Arrays, size: _Size) -> float:

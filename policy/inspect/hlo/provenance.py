@@ -158,8 +158,12 @@ class Makers:
         seen.add(part)
         instruction, index = part
         if instruction.opcode in _PASSING:
-            found = self._passed(instruction, index, seen)
-            return found or (Maker(instruction) if self._is_named(instruction) else None)
+            for source in _sources(instruction, index):
+                if found := self._made(source, seen):
+                    return found
+            is_parameter = instruction.opcode == "parameter"
+            is_argument = is_parameter and instruction.computation is self.program.entry
+            return Maker(instruction) if is_argument or self._is_named(instruction) else None
         if instruction.opcode == "fusion":
             return self._fused(instruction, index, seen)
         if self._is_named(instruction):
@@ -181,17 +185,6 @@ class Makers:
         if found is None or opcode in _WITHOUT_EFFECT:
             return found
         return dataclasses.replace(found, moving=opcode)
-
-    def _passed(
-        self, instruction: Instruction, index: tuple[int, ...], seen: set[_Part]
-    ) -> Maker | None:
-        """Returns the maker of what a tuple, a computation, or one's parameter passes on."""
-        for part in _sources(instruction, index):
-            if found := self._made(part, seen):
-                return found
-        is_parameter = instruction.opcode == "parameter"
-        is_argument = is_parameter and instruction.computation is self.program.entry
-        return Maker(instruction) if is_argument else None
 
     def _fused(self, fusion: Instruction, index: tuple[int, ...], seen: set[_Part]) -> Maker | None:
         root = fusion.fused.root
