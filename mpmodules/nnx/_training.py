@@ -19,7 +19,7 @@ from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
 from policy.grads.float32_sums import evaluated
 from policy.grads.loss_scale import LossScale
-from policy.grads.scaled_gradients import ScaledGradients
+from policy.grads.scaling import ScaledGradients
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss
 from policy.optim.wrapper import MixedPrecision
 from policy.programs.dtypes import holds_half
@@ -83,7 +83,7 @@ def value_and_grad(
             f"{f.__qualname__}, whose model would get no gradients. Pass a function: "
             "lambda model, ...: model.loss(...)."
         )
-    finish = Finish.of(policy, loss_scale, grads)
+    finish = Finish(policy, loss_scale, grads)
     differentiated = _with_float32_sums(
         nnx.value_and_grad(
             scaled_loss(f, finish.scale, has_aux), argnums=argnums, has_aux=True, **options

@@ -5,7 +5,7 @@ Only floating arrays are cast, and only if they have another dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -219,6 +219,16 @@ def is_typed(axis: Hashable) -> bool:
             "devices by itself."
         ) from None
     return axis in varying_axes(index)
+
+
+def axes_of_leaves(tree: Any, axis_name: Sequence[Hashable]) -> list[frozenset[Hashable]]:
+    """Returns, for each leaf, the mapped axes over which devices hold different parts of it.
+
+    Inside `jax.shard_map` the type of each leaf says so. Axes that types say nothing about
+    (`check_vma=False`, `jax.vmap`) are those of `axis_name`, for every leaf.
+    """
+    untyped = frozenset(axis for axis in axis_name if not is_typed(axis))
+    return [varying_axes(leaf) | untyped for leaf in jax.tree.leaves(tree)]
 
 
 def alike_varying(*arrays: jax.Array) -> list[jax.Array]:

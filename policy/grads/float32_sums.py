@@ -6,10 +6,13 @@ sums in float32. The matmuls that make the contributions round them to half prec
 return their accumulators (`grads="accumulator"`). Their operands stay in half precision, and so
 does every cotangent of an activation.
 
-The sums are those of `policy.grads.rounded_sums`: in programs inside of others (`jit`, `scan`,
-`cond`, `checkpoint`, `shard_map`) and in custom derivative rules alike, behind casts, data movement
-and products with other weights. An exchange between devices stays in the dtype that JAX gives it;
-with accumulators it is in float32, unless `policy.sharding` was asked for another dtype.
+A search finds the sums that reach a gradient only by rounding. It walks from the gradients back
+over casts and over operations that move, add or scale numbers, to the additions over the uses of a
+weight, the sums over its elements, and the casts that round to half precision; for accumulators
+also to matmuls and convolutions. It enters programs inside of others (`jit`, `scan`, `cond`,
+`checkpoint`, `shard_map`) and custom derivative rules alike. An exchange between devices stays in
+the dtype that JAX gives it; with accumulators it is in float32, unless `policy.sharding` was asked
+for another dtype.
 """
 
 from __future__ import annotations
@@ -22,23 +25,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal, Var
 from jax.typing import DTypeLike
 
 from policy.core.arrays import is_overwritten
-from policy.grads.rounded_sums import HANDS_ON, RoundedSums, sums_nothing
-from policy.programs.dtypes import F32, holds_half
-from policy.programs.jaxprs import Equation, Subprogram, bind, opened, programs_of, subprogram
+from policy.programs.dtypes import F32, float_dtype, holds_half
+from policy.programs.jaxprs import (
+    Equation,
+    OpenJaxpr,
+    Subprogram,
+    bind,
+    opened,
+    programs_of,
+    subprogram,
+    subprograms,
+)
 from policy.programs.marks import EXCHANGE, innermost_scope
 from policy.programs.primitives import (
+    ANNOTATES,
+    LINEAR_IN_ALL,
     MATMULS,
+    MOVES_COTANGENTS,
     ONE_FOR_EACH,
+    PRODUCTS,
     RUNS_PROGRAMS,
     SUMMING_COLLECTIVES,
+    WIDENABLE_SUMS,
 )
 from policy.programs.rewriting import control_flow
 from policy.programs.rewriting.control_flow import Body, has_options
-from policy.programs.rewriting.interpreter import Interpreter
+from policy.programs.rewriting.interpreter import Interpreter, equations_of
 from policy.programs.tracing.trace import ArrayTree
+
+_HANDS_ON = MOVES_COTANGENTS | ANNOTATES
+"""Hand on the numbers of their first operand, in its dtype."""
 
 
 def with_float32_sums(
@@ -94,8 +114,10 @@ def evaluated(
         or cast from half precision, is returned as the float32 sum before.
       accumulators: whether the results of matmuls and convolutions are such sums.
     """
-    sums = RoundedSums.of(jaxpr, is_gradient, accumulators=accumulators)
     body, consts = opened(jaxpr)
+    search = _Search(accumulators)
+    search.reached(body, is_gradient, [True] * len(body.invars))
+    sums = RoundedSums(accumulators, frozenset(search.rounded), frozenset(search.widened))
     results = Float32Sums(sums).run(body, consts, arrays)
     pairs = zip(results, is_gradient, strict=True)
     return [x.value if one and isinstance(x, Wide) else read(x) for x, one in pairs]
@@ -138,7 +160,7 @@ class Float32Sums(Interpreter[Any]):
 
     def filled(self, value: Any, arrays: Sequence[Any]) -> Any:
         (array,) = arrays
-        return dataclasses.replace(value, value=array) if isinstance(value, Wide) else array
+        return _like(value, array)
 
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         is_wide = any(isinstance(x, Wide) for x in values)
@@ -158,14 +180,10 @@ class Float32Sums(Interpreter[Any]):
         if name == "convert_element_type":
             new = equation.params["new_dtype"]
             return bind(equation, [values[0].value]) if jnp.dtype(new).itemsize >= 4 else None
-        if (name in HANDS_ON or sums_nothing(equation)) and isinstance(values[0], Wide):
+        if (name in _HANDS_ON or _sums_nothing(equation)) and isinstance(values[0], Wide):
             return [_like(values[0], x) for x in bind(equation, [values[0].value, *values[1:]])]
         if name in ONE_FOR_EACH and not self._is_in_its_dtype(equation):
-            results = bind(equation, [x.value if isinstance(x, Wide) else x for x in values])
-            return [
-                _like(x, y) if isinstance(x, Wide) else y
-                for x, y in zip(values, results, strict=True)
-            ]
+            return self.refilled(values, bind(equation, self.flat(values)))
         return None
 
     def _is_in_its_dtype(self, equation: Equation) -> bool:
@@ -215,29 +233,23 @@ def _unrounded(equation: Equation, values: Sequence[Any]) -> Wide:
         (result,) = bind(equation, [read(x) for x in values], params)
     elif name == "convert_element_type":
         (result,) = values
-    elif name == "scatter-add":
-        result = _scatter_add(equation, [_widened(x) for x in values])
+    elif name == "scatter-add":  # it holds a program that adds two numbers of its dtype
+        params = equation.params
+        result = lax.scatter_add(
+            *map(_widened, values),
+            params["dimension_numbers"],
+            indices_are_sorted=params["indices_are_sorted"],
+            unique_indices=params["unique_indices"],
+            mode=params["mode"],
+        )
     else:
         (result,) = bind(equation, [_widened(x) for x in values])
     return Wide(result, dtype)
 
 
-def _scatter_add(equation: Equation, operands: list[Any]) -> jax.Array:
-    """Binds the equation for another dtype: it holds a program that adds two numbers of one."""
-    params, (operand, indices, updates) = equation.params, operands
-    return lax.scatter_add(
-        operand,
-        indices,
-        updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
-
-
-def _like(wide: Wide, value: Any) -> Wide:
-    return Wide(value, wide.dtype)
+def _like(value: Any, array: Any) -> Any:
+    """Returns an array as a wide value where `value` is one."""
+    return dataclasses.replace(value, value=array) if isinstance(value, Wide) else array
 
 
 def _widened(x: Any) -> Any:
@@ -259,3 +271,163 @@ def _jitted(
 
     call.__name__ = name
     return jax.jit(call), body
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedSums:
+    """The variables of a gradient program that hold sums which a gradient widens.
+
+    Attributes:
+      accumulators: whether matmuls and convolutions are among the sums.
+      rounded: results of sums, products and casts that round to half precision, and, where asked
+        for, of matmuls and convolutions.
+      widened: results, of equations that hold programs, that are float32 where half precision was
+        traced.
+    """
+
+    accumulators: bool
+    rounded: frozenset[Var]
+    widened: frozenset[Var]
+
+    def within(self, jaxpr: OpenJaxpr) -> RoundedSums:
+        """Returns those of a program inside this one, and of the programs inside of it."""
+        inside = set(_results_of(jaxpr))
+        return dataclasses.replace(
+            self, rounded=self.rounded & inside, widened=self.widened & inside
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _results_of(jaxpr: OpenJaxpr) -> frozenset[Any]:
+    """Returns the variables that the equations of a program, and of those inside of it, define."""
+    found = {variable for equation in equations_of(jaxpr) for variable in equation.outvars}
+    inner = [one for equation in equations_of(jaxpr) for one in programs_of(equation)]
+    return frozenset(found.union(*map(_results_of, inner)))
+
+
+class _Search:
+    """Collects the sums of `RoundedSums`.
+
+    Of each program that it enters, it knows which variables are computed from weights alone: a
+    cotangent that one of these multiplies is searched further.
+    """
+
+    def __init__(self, accumulators: bool) -> None:
+        self.accumulators = accumulators
+        self.rounded: set[Any] = set()
+        self.widened: set[Any] = set()
+        self._known: dict[Any, list[bool]] = {}
+
+    def reached(
+        self, jaxpr: OpenJaxpr, is_wanted: Sequence[bool], is_weight: Sequence[bool]
+    ) -> list[bool]:
+        """Returns for each argument of a program whether its numbers reach a wanted result."""
+        key = (jaxpr, tuple(is_wanted), tuple(is_weight))
+        if key not in self._known:
+            weights = _of_weights(jaxpr, is_weight)
+            wanted = {
+                atom
+                for atom, one in zip(jaxpr.outvars, is_wanted, strict=True)
+                if one and not isinstance(atom, Literal)
+            }
+            for equation in reversed(equations_of(jaxpr)):
+                if not wanted.isdisjoint(equation.outvars):
+                    found = [equation.invars[i] for i in self._operands(equation, wanted, weights)]
+                    wanted.update(atom for atom in found if not isinstance(atom, Literal))
+            self._known[key] = [variable in wanted for variable in jaxpr.invars]
+        return self._known[key]
+
+    def _operands(self, equation: Equation, wanted: set[Any], weights: set[Any]) -> Sequence[int]:
+        """Returns the operands of an equation whose numbers its wanted results hold, by index."""
+        name = equation.primitive.name
+        if name in RUNS_PROGRAMS:
+            is_wanted = [v in wanted for v in equation.outvars]
+            return self._of_programs(equation, is_wanted, weights)
+        if name in ONE_FOR_EACH:
+            return [i for i, result in enumerate(equation.outvars) if result in wanted]
+        result, operands = equation.outvars[0], equation.invars
+        dtype = float_dtype(result.aval)
+        if dtype is None:
+            return ()
+        if name == "convert_element_type":
+            return self._of_cast(equation)
+        if name in _HANDS_ON or _sums_nothing(equation):
+            return (0,)
+        is_half = holds_half(result.aval)
+        is_matmul = name in MATMULS and all(holds_half(x.aval) for x in operands[:2])
+        if is_half and (name in WIDENABLE_SUMS or (self.accumulators and is_matmul)):
+            self.rounded.add(result)
+            return ()
+        of_dtype = [i for i, x in enumerate(operands) if float_dtype(x.aval) == dtype]
+        if name in PRODUCTS:
+            if self.accumulators and not is_half:
+                return of_dtype
+            # the operand that the other one, of weights, scales
+            first, second = (_is_of_weights(atom, weights) for atom in operands)
+            of_dtype = [int(first)] if first != second else []
+        elif name not in LINEAR_IN_ALL:
+            return ()
+        if of_dtype and is_half:
+            self.rounded.add(result)
+        return of_dtype
+
+    def _of_cast(self, equation: Equation) -> Sequence[int]:
+        """Follows casts to other widths, and notes those that round to half."""
+        before, after = float_dtype(equation.invars[0].aval), float_dtype(equation.outvars[0].aval)
+        if before is None or after is None:
+            return ()
+        if before.itemsize > after.itemsize and holds_half(equation.outvars[0].aval):
+            self.rounded.add(equation.outvars[0])
+        return () if before.itemsize == after.itemsize and before != after else (0,)
+
+    def _of_programs(
+        self, equation: Equation, is_wanted: list[bool], weights: set[Any]
+    ) -> Sequence[int]:
+        found: set[int] = set()
+        for program in subprograms(equation):
+            if program.operands is None or program.role == "cond":
+                continue
+            wanted = list(is_wanted)
+            is_weight = [_is_of_weights(equation.invars[i], weights) for i in program.operands]
+            is_weight[program.carry] = [False] * program.carried
+            while True:  # a loop carries from turn to turn
+                reached = self.reached(program.body, wanted, is_weight)
+                carried = [
+                    a or b
+                    for a, b in zip(wanted[: program.carried], reached[program.carry], strict=True)
+                ]
+                if carried == wanted[: program.carried]:
+                    break
+                wanted[: program.carried] = carried
+            found |= {i for i, one in zip(program.operands, reached, strict=True) if one}
+            is_wanted = wanted
+        self.widened.update(
+            variable for variable, one in zip(equation.outvars, is_wanted, strict=True) if one
+        )
+        return sorted(found)
+
+
+def _of_weights(jaxpr: OpenJaxpr, is_weight: Sequence[bool]) -> set[Any]:
+    """Returns the variables of a program that are computed from weights alone.
+
+    Args:
+      jaxpr: the program.
+      is_weight: for each of its arguments, whether it is one.
+    """
+    weights = {v for v, one in zip(jaxpr.invars, is_weight, strict=True) if one}
+    for equation in equations_of(jaxpr):
+        if equation.invars and all(_is_of_weights(x, weights) for x in equation.invars):
+            weights.update(equation.outvars)
+    return weights
+
+
+def _is_of_weights(atom: Any, weights: set[Any]) -> bool:
+    return isinstance(atom, Literal) or atom in weights
+
+
+def _sums_nothing(equation: Equation) -> bool:
+    """Returns whether an equation sums over axes of size 1: it transposes a broadcast of these."""
+    return (
+        equation.primitive.name == "reduce_sum"
+        and equation.invars[0].aval.size == equation.outvars[0].aval.size
+    )

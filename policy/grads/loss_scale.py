@@ -20,9 +20,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.grads.scaled_gradients import require_positive
-from policy.grads.scaled_losses import note_scaled, note_unscaled
-from policy.grads.scaling import scale_tree, unscale_tree
+from policy.grads.scaling import (
+    note_scaled,
+    note_unscaled,
+    require_positive,
+    scale_tree,
+    unscale_tree,
+)
 
 T = TypeVar("T")
 
@@ -177,7 +181,13 @@ class DynamicLossScale(_ByNumber):
             )
         if not isinstance(self.loss_scale, Tracer):
             require_positive(self.loss_scale)
-            _require_between(self.loss_scale, self.min_loss_scale, self.max_loss_scale)
+            largest = np.float32(min(self.max_loss_scale, _LARGEST))
+            scale = np.asarray(self.loss_scale)
+            if not np.all((np.float32(self.min_loss_scale) <= scale) & (scale <= largest)):
+                raise ValueError(
+                    f"loss_scale should lie between min_loss_scale={self.min_loss_scale} and "
+                    f"max_loss_scale={self.max_loss_scale}, but got {self.loss_scale}."
+                )
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
         put("hysteresis_left", _strong_scalar(left, np.int32) if self.hysteresis > 1 else None)
 
@@ -239,8 +249,8 @@ def _flatten(loss_scale: DynamicLossScale):
 def _unflatten(static: tuple[Any, ...], leaves: Any) -> DynamicLossScale:
     # past __post_init__: JAX also puts placeholders where arrays were
     made = object.__new__(DynamicLossScale)
-    object.__setattr__(made, "hysteresis_left", None)
-    values = *zip(_DYNAMIC_STATIC, static, strict=True), *zip(_DYNAMIC_LEAVES, leaves, strict=False)
+    # None is the hysteresis_left of a scale that has two leaves
+    values = zip(_DYNAMIC_STATIC + _DYNAMIC_LEAVES, (*static, *leaves, None), strict=False)
     for name, value in values:
         object.__setattr__(made, name, value)
     return made
@@ -284,8 +294,7 @@ def _strong_scalar(x: Any, dtype: DTypeLike) -> Any:
 
 
 def _number(x: Any) -> float:
-    is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
-    return x if is_number else float(np.asarray(x))
+    return x if type(x) in (int, float) else float(np.asarray(x))
 
 
 def _count(name: str, x: Any) -> int:
@@ -295,15 +304,6 @@ def _count(name: str, x: Any) -> int:
             f"{name} should be a whole number from 1 to {_LARGEST_INT}, but got {value}."
         )
     return int(value)
-
-
-def _require_between(scale: Any, smallest: float, largest: float) -> None:
-    bounds = np.float32(smallest), np.float32(min(largest, _LARGEST))
-    if not np.all((bounds[0] <= np.asarray(scale)) & (np.asarray(scale) <= bounds[1])):
-        raise ValueError(
-            f"loss_scale should lie between min_loss_scale={smallest} and "
-            f"max_loss_scale={largest}, but got {scale}."
-        )
 
 
 def _warn_if_not_floating(x: Any, name: str) -> None:

@@ -21,7 +21,7 @@ from policy.core.arrays import (
     working_dtype,
 )
 from policy.core.messages import require_function, shortened, shown
-from policy.grads.scaled_gradients import ScaledGradients
+from policy.grads.scaling import ScaledGradients
 
 T = TypeVar("T")
 
@@ -121,16 +121,15 @@ def accumulate_gradients(
             f"{weights.shape}."
         )
 
-    def one(params: Any, microbatch: Any) -> tuple[Any, Any]:
-        return _divided(value_and_grad_fn(params, microbatch))
-
     def body(sums: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
         microbatch, weight = turn
-        new, stacked = one(params, microbatch)
+        new, stacked = _divided(value_and_grad_fn(params, microbatch))
         return jax.tree_util.tree_map_with_path(lambda *x: _add(weight, *x), sums, new), stacked
 
     like, _ = jax.eval_shape(
-        lambda p, m: one(p, jax.tree.map(lambda x: x[0], m)), params, microbatches
+        lambda p, m: _divided(value_and_grad_fn(p, jax.tree.map(lambda x: x[0], m))),
+        params,
+        microbatches,
     )
     weight_axes = frozenset() if weights is None else varying_axes(weights)
     start = jax.tree_util.tree_map_with_path(lambda path, x: _zero(path, x, weight_axes), like)
@@ -176,15 +175,14 @@ def _common(scales: jax.Array) -> jax.Array:
 def _zero(path: Any, like: Any, more_axes: frozenset[Any]) -> jax.Array:
     """Returns the start of a sum or maximum, with the sharding and varying type of the result."""
     if is_overwritten(path):
-        start = make_varying(jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like))
+        start, axes = jnp.full(like.shape, -jnp.inf, like.dtype), varying_axes(like)
     else:
-        start = make_varying(
-            jnp.zeros(like.shape, working_dtype(like.dtype)), varying_axes(like) | more_axes
-        )
+        start = jnp.zeros(like.shape, working_dtype(like.dtype))
+        axes = varying_axes(like) | more_axes
+    start = make_varying(start, axes)
     sharding = jax.typeof(like).sharding  # under a mesh of explicit axes
-    return (
-        jax.reshard(start, sharding) if any(axis is not None for axis in sharding.spec) else start
-    )
+    is_sharded = any(axis is not None for axis in sharding.spec)
+    return jax.reshard(start, sharding) if is_sharded else start
 
 
 def _add(weight: Any, path: Any, total: jax.Array, x: jax.Array) -> jax.Array:

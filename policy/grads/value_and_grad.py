@@ -25,10 +25,14 @@ from policy.core.messages import dtype_and_shape, shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
-from policy.grads.known_gradients import note_gradients
 from policy.grads.loss_scale import LossScale, get_loss_scale
-from policy.grads.scaled_gradients import ScaledGradients, require_positive
-from policy.grads.scaling import scale_tree, unscale_tree
+from policy.grads.scaling import (
+    ScaledGradients,
+    note_gradients,
+    require_positive,
+    scale_tree,
+    unscale_tree,
+)
 
 GradientKind = Literal["float32", "accumulator", "compute"]
 
@@ -82,7 +86,7 @@ def value_and_grad(
         nnx references.
     """
     _require_loss(loss_fn, argnums)
-    finish = Finish.of(policy, loss_scale, grads)
+    finish = Finish(policy, loss_scale, grads)
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -149,19 +153,14 @@ class Finish:
       has_scale: whether a loss scale was given.
     """
 
-    def __init__(
-        self, policy: Policy | None, scale: ArrayLike, grads: GradientKind, has_scale: bool
-    ):
-        self.policy, self.scale, self.grads, self.has_scale = policy, scale, grads, has_scale
-
-    @classmethod
-    def of(cls, policy: Policy | str | None, loss_scale: Any, grads: GradientKind) -> Finish:
+    def __init__(self, policy: Policy | str | None, loss_scale: Any, grads: GradientKind):
         """Checks the three arguments. Raises as `value_and_grad` says."""
         if grads not in get_args(GradientKind):
             kinds = " or ".join(map(repr, get_args(GradientKind)))
             raise ValueError(f"grads should be {kinds}, but got {grads!r}.")
-        policy = None if policy is None else get_policy(policy)
-        return cls(policy, _scale_value(loss_scale), grads, loss_scale is not None)
+        self.policy = None if policy is None else get_policy(policy)
+        self.scale = _scale_value(loss_scale)
+        self.grads, self.has_scale = grads, loss_scale is not None
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.policy is None else use_policy(self.policy)
@@ -170,9 +169,15 @@ class Finish:
         if self.grads == "compute":
             policy = self.policy or current_policy()
             compute_dtype = jnp.dtype(jnp.float32) if policy is None else policy.compute_dtype
-            return ScaledGradients(
-                map_gradients(lambda g: _narrow(g, compute_dtype), gradients), self.scale
-            )
+
+            def narrow(gradient: jax.Array) -> jax.Array:
+                if not jnp.issubdtype(gradient.dtype, jnp.floating):
+                    return gradient
+                working = working_dtype(gradient.dtype)
+                is_narrower = compute_dtype.itemsize < working.itemsize
+                return gradient.astype(compute_dtype if is_narrower else working)
+
+            return ScaledGradients(map_gradients(narrow, gradients), self.scale)
         unscaled = map_gradients(lambda g: unscale_tree(g, self.scale), gradients)
         return note_gradients(unscaled, were_scaled=self.has_scale)
 
@@ -193,25 +198,20 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    if not has_aux:
-        return _require_floating_scalar(returned), None
-    if not (isinstance(returned, tuple) and len(returned) == 2):
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
         length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
         raise TypeError(
             "With has_aux=True loss_fn should return a pair (loss, aux), but got "
             f"{type(returned).__name__}{length}."
         )
-    return _require_floating_scalar(returned[0]), returned[1]
-
-
-def _require_floating_scalar(loss: Any) -> jax.Array:
+    loss, aux = returned if has_aux else (returned, None)
     is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float, complex))
     if not is_number or jnp.ndim(loss) or not is_inexact(loss):  # JAX takes complex ones, or not
         raise TypeError(
             f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return the "
             "mean or the sum, and use has_aux=True to return more."
         )
-    return jnp.asarray(loss)
+    return jnp.asarray(loss), aux
 
 
 def _require_loss(loss_fn: Any, argnums: Any) -> None:
@@ -233,6 +233,12 @@ def _require_loss(loss_fn: Any, argnums: Any) -> None:
 
 def _scale_value(loss_scale: Any) -> ArrayLike:
     """Returns the () scale, possibly traced, of a number or a loss scale (ours or similar)."""
+    if isinstance(loss_scale, str):  # "dynamic" would stay at its first value
+        raise ValueError(
+            f"loss_scale should be a loss scale or a number, but got {loss_scale!r}: write "
+            "mixed_precision(..., loss_scale='dynamic'), and pass "
+            "loss_scale=loss_scale_of(opt_state) here."
+        )
     if isinstance(loss_scale, (jax.Array, np.ndarray)):
         scale = loss_scale
     elif hasattr(loss_scale, "loss_scale") and not isinstance(loss_scale, type):
@@ -242,26 +248,12 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
                 f"loss_scale should be a loss scale, but got a {type(loss_scale).__name__}, which "
                 "holds one: pass loss_scale=loss_scale_of(opt_state)."
             )
-    elif isinstance(loss_scale, str):  # "dynamic" would stay at its first value
-        raise ValueError(
-            f"loss_scale should be a loss scale or a number, but got {loss_scale!r}: write "
-            "mixed_precision(..., loss_scale='dynamic'), and pass "
-            "loss_scale=loss_scale_of(opt_state) here."
-        )
     else:
-        given: Any = loss_scale  # of a class, too: it is refused by name
-        scale = get_loss_scale(given).loss_scale
+        scale = get_loss_scale(loss_scale).loss_scale  # of a class, too: it is refused by name
     require_positive(scale)
     if jnp.ndim(scale):
         raise ValueError(f"loss_scale should be a scalar, but got shape {jnp.shape(scale)}.")
     return scale
-
-
-def _narrow(gradient: jax.Array, compute_dtype: np.dtype) -> jax.Array:
-    if not jnp.issubdtype(gradient.dtype, jnp.floating):
-        return gradient
-    working = working_dtype(gradient.dtype)
-    return gradient.astype(compute_dtype if compute_dtype.itemsize < working.itemsize else working)
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
@@ -280,11 +272,9 @@ def _require_differentiable(argument: Any, position: int) -> None:
 
     def is_leaf(node: Any) -> bool:
         files = nnx_files(node)
-        if not files:
-            return False
-        if "flax.nnx.statelib" not in files:  # a State is a plain tree: its Variables are copies
+        if files and "flax.nnx.statelib" not in files:  # a State is a plain tree of copies
             references.append(type(node).__name__)
-        return True
+        return bool(files)
 
     leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf)
     if references:
@@ -296,14 +286,12 @@ def _require_differentiable(argument: Any, position: int) -> None:
     wrong = [
         f"{path_name(path)} ({dtype_and_shape(leaf)})"
         for path, leaf in leaves
-        if not (is_leaf(leaf) or is_overwritten(path) or _can_differentiate(leaf))
+        if not (is_leaf(leaf) or is_overwritten(path))
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex)))
+        or not is_inexact(leaf)
     ]
     if wrong:
         raise TypeError(
             f"Argument {position} holds leaves that have no gradient: {', '.join(wrong)}. Pass "
             "integers, booleans and PRNG keys as another argument, outside of argnums."
         )
-
-
-def _can_differentiate(leaf: Any) -> bool:
-    return (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))) and is_inexact(leaf)

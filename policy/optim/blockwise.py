@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy.optim.rounding import random_bits
+from policy.optim.storage_modes import random_bits
 
 BLOCK = 128
 """Elements that share a scale: the lanes of a TPU's vector register."""

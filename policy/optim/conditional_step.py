@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -13,16 +13,8 @@ import optax
 from jax import lax
 
 from policy.core.arrays import working_dtype
-from policy.optim.finiteness import agreed, stays_finite
 from policy.optim.moments import StoredInner
-from policy.optim.state import MixedPrecisionState, incremented
-from policy.optim.storage_modes import (
-    Encoded,
-    MasterWeights,
-    StorageMode,
-    Stored,
-    storage_mode,
-)
+from policy.optim.storage_modes import Encoded, StorageMode, Stored
 
 T = TypeVar("T")
 
@@ -41,11 +33,6 @@ class ParamUpdate:
     mode: StorageMode
     dtype: np.dtype
     as_update: bool
-
-    @classmethod
-    def of(cls, param: jax.Array, master_weights: MasterWeights, as_update: bool) -> ParamUpdate:
-        """Returns the update of `param` for the mode that `master_weights` stores its dtype in."""
-        return cls(storage_mode(param.dtype, master_weights), np.dtype(param.dtype), as_update)
 
     @property
     def is_wide(self) -> bool:
@@ -113,6 +100,11 @@ class Operands(NamedTuple):
     inner: StoredInner
     masters: optax.Params
 
+    def leaves(self) -> tuple[list[jax.Array], list[Stored]]:
+        """Returns the params and their stored arrays, in flattening order."""
+        leaves, tree = jax.tree.flatten(self.params)
+        return leaves, tree.flatten_up_to(self.masters)
+
 
 Results: TypeAlias = tuple[list[Encoded], StoredInner]
 """The results of a branch: each param's, in flattening order, and the inner transform's state."""
@@ -120,119 +112,61 @@ Results: TypeAlias = tuple[list[Encoded], StoredInner]
 Branch: TypeAlias = Callable[[Operands], Results]
 
 
-@dataclasses.dataclass(frozen=True)
-class ConditionalStep:
-    """A step that is applied, and one that changes nothing.
+def cond_or_select(
+    flag: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands
+) -> Results:
+    """Computes `lax.cond`, or on TPUs a select of the results of both branches.
 
-    Attributes:
-      param_updates: one for each param.
-      as_updates: True where results are updates to add to the params.
-      apply_step: the branch that steps.
-      skip_step: the branch that changes nothing, with results of the same types.
-      operands: the arguments of both.
+    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step
+    itself. It would write the results of a branch, and read them again for the addition. XLA:CPU
+    would compute the step once for each result of a select.
     """
+    apply_step = jax.jit(apply_step)  # traced once for both
+    return lax.platform_dependent(
+        flag,
+        operands,
+        tpu=lambda flag, of: selected(flag, apply_step(of), skip_step(of)),
+        default=lambda flag, of: lax.cond(flag, apply_step, skip_step, of),
+    )
 
-    param_updates: list[ParamUpdate]
-    as_updates: bool
-    apply_step: Branch
-    skip_step: Branch
-    operands: Operands
 
-    @property
-    def is_packed(self) -> bool:
-        """True where XLA computes a pair of results in one pass only inside of a branch."""
-        return any(each.mode.is_packed for each in self.param_updates)
+def unpacked_cond(
+    flag: jax.Array,
+    updates: list[ParamUpdate],
+    apply_step: Branch,
+    skip_step: Branch,
+    operands: Operands,
+) -> Results:
+    """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
 
-    def applied(self) -> Results:
-        """Applies the step."""
-        return self.apply_step(self.operands)
+    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each half
+    in a pass of its own over the moments.
+    """
+    if not any(each.is_packed for each in updates):
+        return lax.cond(flag, apply_step, skip_step, operands)
+    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
 
-    def applied_where(self, flag: jax.Array) -> Results:
-        """Applies the step where `flag`, () bool and computed from the gradients, is True."""
-        return self._selected_on_tpus(flag) if self.as_updates else self._unpacked(flag)
+    def unpacked(results: Results) -> Results:
+        encoded, inner = results
+        return [d.unpacked(e) for d, e in zip(updates, encoded, strict=True)], inner
 
-    def applied_mostly(self, flag: jax.Array) -> Results:
-        """Applies the step where `flag`, () bool and a scalar of the state, is True.
+    def apply_unpacked(operands: Operands) -> Results:
+        encoded, inner = apply_step(operands)
+        return unpacked(([lax.optimization_barrier(each) for each in encoded], inner))
 
-        Such a flag is known before the step, so a select costs no pass of its own.
-        """
-        if any(each.mode.stores for each in self.param_updates):
-            return self._unpacked(flag)
-        return selected(flag, self.applied(), self.skip_step(self.operands))
+    def skip_unpacked(operands: Operands) -> Results:
+        same = zip(updates, *operands.leaves(), skip_step(operands)[0], strict=True)
+        pairs: list[Encoded] = [(p, kept) if d.is_packed else e for d, p, kept, e in same]
+        return pairs, operands.inner
 
-    def _selected_on_tpus(self, flag: jax.Array) -> Results:
-        """Computes `lax.cond`, or on TPUs a select of the results of both branches.
-
-        A TPU's compiler fuses the selects, and the addition of the updates that follows, into the
-        step itself. It would write the results of a branch, and read them again for the addition.
-        XLA:CPU would compute the step once for each result of a select.
-        """
-        apply_step, skip_step = jax.jit(self.apply_step), self.skip_step  # traced once for both
-        return lax.platform_dependent(
-            flag,
-            self.operands,
-            tpu=lambda flag, of: selected(flag, apply_step(of), skip_step(of)),
-            default=lambda flag, of: lax.cond(flag, apply_step, skip_step, of),
-        )
-
-    def _unpacked(self, flag: jax.Array) -> Results:
-        """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
-
-        A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each
-        half in a pass of its own over the moments.
-        """
-        skip_step, updates = self.skip_step, self.param_updates
-        if not any(each.is_packed for each in updates):
-            return lax.cond(flag, self.apply_step, skip_step, self.operands)
-        apply_step = jax.jit(self.apply_step, inline=True)  # traced once for both
-
-        def unpacked(results: Results) -> Results:
-            encoded, inner = results
-            return [d.unpacked(e) for d, e in zip(updates, encoded, strict=True)], inner
-
-        def apply_unpacked(operands: Operands) -> Results:
-            encoded, inner = apply_step(operands)
-            return unpacked(([lax.optimization_barrier(each) for each in encoded], inner))
-
-        def skip_unpacked(operands: Operands) -> Results:
-            leaves, tree = jax.tree.flatten(operands.params)
-            stored = tree.flatten_up_to(operands.masters)
-            same = zip(updates, leaves, stored, skip_step(operands)[0], strict=True)
-            pairs: list[Encoded] = [(p, kept) if d.is_packed else e for d, p, kept, e in same]
-            return pairs, operands.inner
-
-        return lax.platform_dependent(
-            flag,
-            self.operands,
-            tpu=lambda flag, of: lax.cond(flag, apply_unpacked, skip_unpacked, of),
-            default=lambda flag, of: unpacked(lax.cond(flag, apply_step, skip_step, of)),
-        )
+    return lax.platform_dependent(
+        flag,
+        operands,
+        tpu=lambda flag, of: lax.cond(flag, apply_unpacked, skip_unpacked, of),
+        default=lambda flag, of: unpacked(lax.cond(flag, apply_step, skip_step, of)),
+    )
 
 
 def selected(flag: jax.Array, new: T, old: T) -> T:
     """Returns the leaves of `new` where `flag`, () bool, is True, else those of `old`."""
     return jax.tree.map(lambda x, y: lax.select(flag, x, y), new, old)
-
-
-def unless_not_finite(
-    before: tuple[optax.Params, MixedPrecisionState],
-    after: tuple[optax.Params, MixedPrecisionState],
-    gradients: optax.Updates,
-    axis_name: Sequence[Hashable],
-    as_updates: bool,
-) -> tuple[optax.Params, MixedPrecisionState]:
-    """Returns the results of a step, or those of a skipped one where a finite leaf becomes
-    infinite or NaN.
-    """
-    (params, state), (new, new_state) = before, after
-    moved = jax.tree.map(lambda p, u: p.astype(u.dtype) + u, params, new) if as_updates else new
-    parts = [(params, state.masters, state.inner, state.moment_scales)]
-    parts += [(moved, new_state.masters, new_state.inner, new_state.moment_scales)]
-    sound = agreed(stays_finite(*parts), gradients, axis_name)
-    skipped = state._replace(
-        loss_scale=state.loss_scale.adjust(jnp.array(False)),
-        finite=jnp.zeros_like(new_state.finite),
-        skipped=incremented(state.skipped, jnp.array(True)),
-    )
-    same = jax.tree.map(jnp.zeros_like, new) if as_updates else params
-    return selected(sound, after, (same, skipped))

@@ -1,4 +1,4 @@
-"""Master weights: the float32 values that half-precision params are a rounding of, as trees."""
+"""Master weights: the float32 values that half-precision params are a rounding of."""
 
 from __future__ import annotations
 
@@ -8,116 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
+from jax.core import Tracer
 
-from policy.core.arrays import (
-    boxed_like,
-    is_overwritten,
-    leaf_names,
-    path_name,
-    unboxed,
-    working_dtype,
-)
+from policy.core.arrays import boxed_like, is_overwritten, path_name, unboxed, working_dtype
 from policy.core.messages import shortened
-from policy.optim.finiteness import differentiated
-from policy.optim.rounding import round_to
+from policy.optim.checks import check_params, check_tree, has_mode, require_storage
+from policy.optim.moments import StoredInner, is_moment, narrow_moments, widen_moments
 from policy.optim.state import (
-    Layout,
     MixedPrecisionState,
+    check_mode,
     find_state,
+    layout_of,
     require_state,
     states_in,
     strong_copy,
+    strongly_typed,
+    without_overwritten,
 )
-from policy.optim.state_checks import check_tree, has_mode, require_storage
-from policy.optim.storage_modes import (
-    STORAGE_MODES,
-    MasterWeights,
-    Stored,
-    storage_mode,
-)
+from policy.optim.storage_modes import Stored, round_to, storage_mode
+from policy.optim.wrapper import MixedPrecision, require_mixed_precision
 
 Params = TypeVar("Params")
-
-
-def without_overwritten(tree: Any) -> Any:
-    """Returns `tree` with an empty node for each leaf under `_overwrite_with_gradient`.
-
-    No optimizer steps those.
-    """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if is_overwritten(path) else leaf, tree
-    )
-
-
-def with_overwritten(
-    result: optax.Params, params: Any, gradients: Any, finite: jax.Array, as_updates: bool
-) -> optax.Params:
-    """Fills the empty nodes of a step's result: a leaf's gradient is its new value.
-
-    Args:
-      result: new params, or with `as_updates` the differences to them.
-      params: the params before.
-      gradients: their gradients, unscaled there.
-      finite: () bool; where it is False, the leaves stay.
-      as_updates: see `result`.
-    """
-    if differentiated(params) is not params:
-        gradients = type(params)(gradients, gradients)
-
-    def one(path: jax.tree_util.KeyPath, p: jax.Array, g: jax.Array, r: jax.Array) -> jax.Array:
-        if not is_overwritten(path):
-            return r
-        return (
-            jnp.where(finite, g - p, jnp.zeros_like(p)) if as_updates else jnp.where(finite, g, p)
-        )
-
-    return jax.tree_util.tree_map_with_path(one, params, gradients, result)
-
-
-def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
-    """Returns the layout of params without their overwritten leaves.
-
-    Args:
-      params: a tree of arrays.
-      master_weights: the mode's name, or "auto".
-
-    Raises:
-      ValueError: the mode can't store a param's dtype, such as float16 in "remainder".
-    """
-    leaves = jax.tree.leaves(params)
-    _check_mode(leaf_names(params), [leaf.dtype for leaf in leaves], master_weights)
-    names = tuple(np.dtype(leaf.dtype).name for leaf in leaves)
-    return Layout(master_weights, names or None)
-
-
-def _check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: MasterWeights) -> None:
-    wrong = [
-        f"{name} is {np.dtype(dtype).name}"
-        for name, dtype in zip(names, dtypes, strict=True)
-        if np.dtype(dtype).itemsize < 4
-        and np.dtype(dtype).name not in storage_mode(dtype, master_weights).param_dtypes
-    ]
-    if wrong:
-        takes = " and ".join(STORAGE_MODES[master_weights].param_dtypes)
-        raise ValueError(
-            f"master_weights={master_weights!r} is for {takes} params, but {shortened(wrong)}. Use "
-            "'auto', which stores a master of each half dtype, or 'full'."
-        )
-
-
-def make_masters(params: optax.Params, master_weights: MasterWeights) -> optax.Params:
-    """Returns a tree like `params`: the stored array of each leaf, or an empty node."""
-    return jax.tree.map(lambda p: storage_mode(p.dtype, master_weights).init(p), params)
-
-
-def inner_params(
-    params: optax.Params, masters: optax.Params, master_weights: MasterWeights
-) -> optax.Params:
-    """Returns the params that the inner transform sees: float32, or wider."""
-    return jax.tree.map(
-        lambda p, stored: storage_mode(p.dtype, master_weights).join(p, stored), params, masters
-    )
 
 
 def master_params(params: Params, state: Any) -> Params:
@@ -225,25 +136,165 @@ def resync(params: Any, state: MixedPrecisionState) -> MixedPrecisionState:
     return state._replace(masters=masters, mode=code, layout=layout)
 
 
-def init_masters(
-    f32_params: Any, param_dtype: DTypeLike, master_weights: MasterWeights
-) -> tuple[Any, Any]:
-    """Returns params in `param_dtype`, and the masters that hold their rounding errors.
+def init_from_master(
+    tx: optax.GradientTransformation, f32_params: Params
+) -> tuple[Params, MixedPrecisionState]:
+    """Makes params in the policy's param_dtype, and a state whose masters are the float32 weights.
 
-    All are rounded to nearest; overwritten leaves stay as they are. Raises as `layout_of` does.
+    Loads a float32 checkpoint: `tx.init(cast params)` would start from rounded masters.
+
+    Args:
+      tx: the transform that `mixed_precision` returned.
+      f32_params: a tree of float32 arrays.
+
+    Returns:
+      `(params, state)`.
+
+    Raises:
+      TypeError: `tx` is not `mixed_precision`'s own.
+      ValueError: a leaf is no floating array.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy import master_params, mixed_precision
+      >>> from policy.optim import init_from_master
+      >>> tx = mixed_precision(optax.adam(1e-3), "bfloat16")
+      >>> params, opt_state = init_from_master(tx, {"w": jnp.array([0.1])})
+      >>> params["w"]
+      Array([0.100098], dtype=bfloat16)
+      >>> master_params(params, opt_state)["w"]
+      Array([0.1], dtype=float32)
     """
+    stepper = require_mixed_precision(tx).stepper
+    check_params(f32_params)
     leaves, tree = jax.tree_util.tree_flatten_with_path(f32_params)
     params, masters = [], []
     for path, leaf in leaves:
-        if is_overwritten(path):
-            params.append(leaf)
-            masters.append(optax.MaskedNode())
-            continue
-        dtype = param_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
-        _check_mode([path_name(path)], [dtype], master_weights)
-        mode = storage_mode(dtype, master_weights)
-        param, stored = mode.split(jnp.asarray(leaf).astype(working_dtype(dtype)), dtype)
+        param, stored = leaf, optax.MaskedNode()
+        if not is_overwritten(path):
+            is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            dtype = stepper.policy.param_dtype if is_floating else leaf.dtype
+            check_mode([path_name(path)], [dtype], stepper.master_weights)
+            mode = storage_mode(dtype, stepper.master_weights)
+            param, stored = mode.split(jnp.asarray(leaf).astype(working_dtype(dtype)), dtype)
+            if mode.is_master:  # it may be the caller's own array, which isn't ours to donate
+                stored = jax.tree.map(strong_copy, stored)
         params.append(param)
-        # a master may be the caller's own array, which isn't ours to donate
-        masters.append(jax.tree.map(strong_copy, stored) if mode.is_master else stored)
-    return jax.tree.unflatten(tree, params), jax.tree.unflatten(tree, masters)
+        masters.append(stored)
+    params = tree.unflatten(params)
+    return params, stepper.make_state(without_overwritten(params), tree.unflatten(masters))
+
+
+def convert(
+    state: MixedPrecisionState, params: Any, *, to: optax.GradientTransformation
+) -> MixedPrecisionState:
+    """Migrates an optimizer state to another storage mode, moment_dtype and kind of loss scale.
+
+    The float32 weights stay, to the precision of the new mode: "kahan" keeps 16 bits of the
+    fraction of a bfloat16 param's master, "none" and "stochastic" the param itself. Params stay as
+    they are. Moments are widened, or rounded to nearest. Counts stay; a loss scale of another kind
+    starts anew.
+
+    The state of an `nnx.Optimizer` goes into one that was made with the new transform::
+
+      made = convert(before.opt_state, nnx.state(model, nnx.Param), to=after.tx)
+      nnx.update(after.opt_state, nnx.state(made))
+
+    Args:
+      state: a `MixedPrecisionState` of concrete arrays, in the mode that it was made, or restored,
+        with.
+      params: the params that it belongs to.
+      to: a transform that `mixed_precision` returned, around the same inner transform.
+
+    Returns:
+      A new state.
+
+    Raises:
+      TypeError: `state` is not a `MixedPrecisionState`, or holds traced arrays; or `to` is not
+        `mixed_precision`'s own.
+      ValueError: the params' tree or dtypes are not those of the state; a master is not that of its
+        param; the mode has no storage for a param's dtype; or the inner transform's state has
+        another tree. Where it has the same tree, moments are taken as they are.
+
+    Example:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from policy import mixed_precision
+      >>> from policy.optim import convert
+      >>> tx = mixed_precision(optax.adam(1e-3), "bfloat16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> opt_state = tx.init(params)
+      >>> opt_state.masters["w"].dtype
+      dtype('uint16')
+      >>> full = mixed_precision(optax.adam(1e-3), "bfloat16", master_weights="full")
+      >>> convert(opt_state, params, to=full).masters["w"].dtype
+      dtype('float32')
+    """
+    require_state(state, "convert(opt_state, params, to=tx)")
+    to = require_mixed_precision(to)
+    state, params = unboxed(state), without_overwritten(unboxed(params))
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
+        raise TypeError("convert checks values: call it outside of jit, on concrete arrays.")
+    require_storage(params, state, state.layout.master_weights)
+    layout = layout_of(params, to.master_weights)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    masters, wrong = [], []
+    for (path, p), stored in zip(leaves, tree.flatten_up_to(state.masters), strict=True):
+        before = storage_mode(p.dtype, state.layout.master_weights)
+        after = storage_mode(p.dtype, to.master_weights)
+        if before.is_master and (off := _elements_off(p, stored)):
+            wrong.append(f"{path_name(path)} in {off} of {p.size} elements")
+        if not after.stores:
+            masters.append(after.init(p))
+            continue
+        value = before.join(p, stored)
+        # where a master misses its param by an ulp, as optax's own addition can make it, the param
+        # is right
+        is_near = round_to(value, p.dtype) == p
+        masters.append(after.split(jnp.where(is_near, value, p.astype(value.dtype)), p.dtype)[1])
+    if wrong:
+        raise ValueError(
+            f"params should be the rounded masters of state, but differ: {shortened(wrong)}. If "
+            "params were changed outside the optimizer, call resync(params, state) first."
+        )
+    state = _with_options(state, params, to)
+    code = jnp.full_like(state.mode, layout.storage)
+    return state._replace(masters=jax.tree.unflatten(tree, masters), mode=code, layout=layout)
+
+
+def _elements_off(param: jax.Array, master: jax.Array) -> int:
+    """Counts the elements of a master that are nowhere near those of its param.
+
+    Near is an ulp, and a step through optax's own addition: that rounds to an ulp of float32 of the
+    larger operand.
+    """
+    wide, stored = np.asarray(param, np.float64), np.asarray(master, np.float64)
+    is_finite = np.isfinite(wide)
+    largest = np.max(np.abs(wide), initial=0, where=is_finite)
+    room = float(jnp.finfo(param.dtype).eps) * np.abs(wide) + 2.0**-20 * largest + 2.0**-24
+    with np.errstate(invalid="ignore"):  # both may be infinite
+        is_off = np.abs(stored - wide) > room
+    return int(np.sum(is_off | (is_finite & np.isnan(stored))))
+
+
+def _with_options(
+    state: MixedPrecisionState, params: optax.Params, to: MixedPrecision
+) -> MixedPrecisionState:
+    """Returns a state whose moments' dtypes and kind of loss scale are those of `to`."""
+    fresh = jax.eval_shape(to.init, params)
+    if jax.tree.structure(fresh.inner) != jax.tree.structure(state.inner):
+        raise ValueError(
+            "convert keeps the inner state, but to wraps a transform whose state has another tree, "
+            f"{jax.tree.structure(fresh.inner)}: make a new state with tx.init(params)."
+        )
+    inner = jax.tree.map(strongly_typed, state.inner)
+    stored = StoredInner(inner, state.moment_scales)
+    pairs = zip(jax.tree.leaves(inner), jax.tree.leaves(fresh.inner), strict=True)
+    # the floating dtype of a leaf in the new state, where it is another
+    targets = [like.dtype if is_moment(x) and x.dtype != like.dtype else None for x, like in pairs]
+    computed = widen_moments(stored, targets)
+    new = narrow_moments(computed, targets, to.moment_dtypes, like=stored)
+    is_same_kind = type(state.loss_scale) is type(to.loss_scale)
+    scale = state.loss_scale if is_same_kind else jax.tree.map(strong_copy, to.loss_scale)
+    return state._replace(inner=new.state, moment_scales=new.scales, loss_scale=scale)

@@ -1,7 +1,12 @@
-"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening."""
+"""Moments of optax states in 16 or 8 bits: their fields and dtypes, rounding and widening.
+
+----
+
+Refusals of moments that can't be stored narrow, found by steps of params of one element."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,21 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from policy.core.arrays import varying_axes, working_dtype
 from policy.core.dtypes import dtype_names, parse_dtype
+from policy.core.messages import shortened
 from policy.optim.blockwise import (
     FLOAT8_POSITIVE,
     FLOAT8_SIGNED,
     FORMATS,
     INT8_POSITIVE,
-    INT8_SIGNED,
     decode,
     encode,
 )
-from policy.optim.rounding import round_stochastically, round_to
+from policy.optim.storage_modes import round_stochastically, round_to
 
 FIRST_MOMENTS = ("mu", "m", "m1", "trace", "ema", "exp_avg")
 """Fields of optax's states that hold a running mean of gradients.
@@ -63,12 +67,12 @@ def get_moment_dtypes(
     return {name: _storage_dtype(name, dtype) for name, dtype in asked.items()}
 
 
-_FORMS = (
-    *(("int8", form) for form in (INT8_SIGNED, INT8_POSITIVE)),
-    *(("float8", form) for form in (FLOAT8_SIGNED, FLOAT8_POSITIVE)),
-    *((form.dtype.name, form) for form in FORMATS.values()),  # as read from a MixedPrecision
-)
-_FORMAT_OF = {(name, form.is_signed): form for name, form in _FORMS}
+# by the name that is asked for, or that of the codes' dtype, as read from a MixedPrecision
+_FORMAT_OF = {(form.dtype.name, form.is_signed): form for form in FORMATS.values()} | {
+    ("int8", False): INT8_POSITIVE,
+    ("float8", True): FLOAT8_SIGNED,
+    ("float8", False): FLOAT8_POSITIVE,
+}
 
 
 def _storage_dtype(name: str, asked: DTypeLike | None) -> np.dtype:
@@ -95,7 +99,7 @@ def has_codes(dtypes: Mapping[str, np.dtype] | None) -> bool:
     return any(dtype in FORMATS for dtype in (dtypes or {}).values())
 
 
-def moment_targets(
+def stored_dtypes(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
 ) -> list[np.dtype | None]:
     """Returns, for each leaf of an optax state, the dtype that it is stored in.
@@ -104,25 +108,22 @@ def moment_targets(
     are stored in 8 bits already are of any size: inside `jax.shard_map` they are parts of larger
     ones.
     """
-    leaves, targets = jax.tree.leaves(inner), asked_dtypes(inner, params, dtypes)
-    pairs = zip(leaves, targets, strict=True)
-    return [dtype if dtype is None or _is_stored_in(x, dtype) else None for x, dtype in pairs]
 
+    def is_stored(leaf: jax.Array, dtype: np.dtype | None) -> bool:
+        if dtype not in FORMATS or leaf.dtype in FORMATS:
+            return True
+        return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
 
-def _is_stored_in(leaf: jax.Array, dtype: np.dtype) -> bool:
-    if dtype not in FORMATS or leaf.dtype in FORMATS:
-        return True
-    return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
+    pairs = zip(jax.tree.leaves(inner), asked_dtypes(inner, params, dtypes), strict=True)
+    return [dtype if is_stored(leaf, dtype) else None for leaf, dtype in pairs]
 
 
 def asked_dtypes(
     inner: optax.OptState, params: optax.Params, dtypes: Mapping[str, np.dtype]
 ) -> list[np.dtype | None]:
     """Returns, for each leaf of an optax state, the dtype that is asked for its field, or None."""
-    suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     targets: list[np.dtype | None] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(inner):
-        name = field_of(path, suffixes)
+    for name, leaf in zip(fields_of(inner, params), jax.tree.leaves(inner), strict=True):
         dtype = dtypes.get(name, dtypes.get("") if name in FIRST_MOMENTS else None)
         targets.append(dtype if is_moment(leaf) else None)
     return targets
@@ -134,14 +135,18 @@ def is_moment(leaf: Any) -> bool:
     return is_array and (leaf.dtype in FORMATS or jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def field_of(path: KeyPath, suffixes: set[KeyPath]) -> str:
-    """Returns the innermost field of a state that a leaf lies in.
+def fields_of(inner: optax.OptState, params: optax.Params) -> list[str]:
+    """Returns, for each leaf of an optax state, the innermost field that it lies in.
 
-    Fields of the params themselves don't count: the paths of params are `suffixes`.
+    Fields of the params themselves don't count.
     """
-    cut = next((i for i in range(len(path) + 1) if path[i:] in suffixes), len(path))
-    names = [key.name for key in path[:cut] if isinstance(key, jax.tree_util.GetAttrKey)]
-    return names[-1] if names else ""
+    suffixes = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    fields = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(inner):
+        cut = next((i for i in range(len(path) + 1) if path[i:] in suffixes), len(path))
+        names = [key.name for key in path[:cut] if isinstance(key, jax.tree_util.GetAttrKey)]
+        fields.append(names[-1] if names else "")
+    return fields
 
 
 class StoredInner(NamedTuple):
@@ -180,10 +185,9 @@ def _widen(x: jax.Array, scales: Any) -> jax.Array:
 def narrow_moments(
     inner: optax.OptState,
     targets: list[np.dtype | None],
+    dtypes: Mapping[str, np.dtype] | None,
     keys: list[jax.Array | None] | None = None,
     like: StoredInner | None = None,
-    *,
-    with_scales: bool,
 ) -> StoredInner:
     """Rounds the moments of a state to the dtypes that they are stored in.
 
@@ -191,18 +195,18 @@ def narrow_moments(
 
     Args:
       inner: a state of an optax transform.
-      targets: see `moment_targets`.
+      targets: see `stored_dtypes`.
+      dtypes: see `get_moment_dtypes`.
       keys: PRNG keys of stochastic rounding, one for each leaf; None rounds to nearest.
       like: the state before. Leaves without a target keep their scales, and where devices that
         hold different parts of a moment share a scale, they compute it together again.
-      with_scales: True if a moment may be in 8 bits.
     """
     leaves, tree = jax.tree.flatten(inner)
     draws: list[jax.Array | None] = keys or [None] * len(leaves)
     before = [optax.MaskedNode()] * len(leaves) if like is None else scales_of(like)
     each = zip(leaves, targets, draws, before, strict=True)
     pairs = [(x, old) if t is None else _narrow(x, t, key, old) for x, t, key, old in each]
-    scales = tree.unflatten(s for _, s in pairs) if with_scales else optax.MaskedNode()
+    scales = tree.unflatten(s for _, s in pairs) if has_codes(dtypes) else optax.MaskedNode()
     return StoredInner(tree.unflatten(x for x, _ in pairs), scales)
 
 
@@ -219,3 +223,139 @@ def _narrow(x: jax.Array, dtype: np.dtype, key: jax.Array | None, before: Any) -
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     rounded = round_to(x, dtype) if key is None else round_stochastically(x, dtype, key)
     return rounded, optax.MaskedNode()
+
+
+LARGEST_RETENTION = 0.98
+"""The largest decay rate at which a bfloat16 mean that is rounded to nearest converges.
+
+At .99 it stops at 0.8 of the true value, at .999 at once.
+"""
+
+_PROBE_PARAM, _PROBE_VALUE, _PROBE_STEPS = 1.2345, 0.75, 64
+_PROBE_SIGNS = (1.0, -2.0, 3.0, -0.5)
+
+
+def check_moments(
+    tx: optax.GradientTransformationExtraArgs,
+    inner: optax.OptState,
+    params: optax.Params,
+    dtypes: Mapping[str, np.dtype],
+    stochastic: bool,
+) -> None:
+    """Refuses moments that can't be stored as asked.
+
+    A step of gradients of 0, on params of one element, tells a field's decay rate; it is taken at
+    counts 1 and 1e5.
+
+    Args:
+      tx: the transform.
+      inner: a state that it made for `params`.
+      params: a tree of arrays.
+      dtypes: see `get_moment_dtypes`.
+      stochastic: True if moments are rounded stochastically.
+
+    Raises:
+      ValueError: a name matches no field of the state; a field is a copy of the params or a running
+        sum; a field that is no first moment is to be in 8 bits and has a sign; or a mean of squares
+        in bfloat16, or any mean in 8 bits, decays to more of itself than rounding to nearest
+        follows, and is not rounded stochastically.
+    """
+    if not jax.tree.leaves(params):
+        return
+    fields = fields_of(inner, params)
+    pairs = zip(fields, asked_dtypes(inner, params, dtypes), strict=True)
+    found = {name for name, target in pairs if target}
+    seen = shortened(sorted({name for name in fields if name})) or "none"
+    for name in dtypes:
+        if not found if name == "" else name not in found:
+            asked = "first moment" if name == "" else f"field {name!r}"
+            raise ValueError(
+                f"moment_dtype matched nothing: the state of tx has no {asked}. Its fields: {seen}."
+            )
+    for name in sorted(found):
+        dtype = dtypes[name if name in dtypes else ""]
+        if dtype.itemsize < 4:
+            _check_field(tx, params, name, dtype, stochastic)
+
+
+def _check_field(
+    tx: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    name: str,
+    dtype: np.dtype,
+    stochastic: bool,
+) -> None:
+    form, is_first = FORMATS.get(dtype), name in FIRST_MOMENTS
+    try:
+        with jax.ensure_compile_time_eval():
+            is_copy, is_negative, kept = _tried(tx, params, name)
+    except Exception as error:
+        # a transform that needs more arguments: a first moment is one by its name
+        if is_first and (form is None or stochastic):
+            return
+        raise ValueError(
+            f"moment_dtype for {name!r} can't be checked: a trial step on params of one element "
+            f"failed ({error}). Leave it float32."
+        ) from error
+    shown = "bfloat16" if form is None else "8 bits"
+    if is_copy or kept >= 1 - 2.0**-22:
+        what = "copy of the params" if is_copy else "running sum"
+        raise ValueError(
+            f"moment_dtype for {name!r} is refused: the field is a {what}. Leave it float32."
+        )
+    if is_negative and form is not None and not is_first:
+        raise ValueError(
+            f"moment_dtype for {name!r} is 8 bits, which store a sign for first moments only, but "
+            "a step makes this field negative: make it bfloat16, or leave it float32."
+        )
+    largest = 1.0 if is_first else LARGEST_RETENTION
+    largest = largest if form is None else form.largest_retention
+    if kept > largest and not stochastic:
+        raise ValueError(
+            f"moment_dtype for {name!r} is {shown}, but its decay rate is {kept:.6g}. Above "
+            f"{largest:.2g}, rounding to nearest undoes the decay: leave it float32, or pass "
+            "key=jax.random.key(0) for stochastic rounding."
+        )
+
+
+def _tried(
+    tx: optax.GradientTransformationExtraArgs, params: optax.Params, name: str
+) -> tuple[bool, bool, float]:
+    """Steps params of one element, and looks at a field of the state.
+
+    Returns:
+      Whether the field starts as the params; whether gradients of both signs make it negative; and
+      the largest share of itself that it keeps on a step of gradients of 0.
+    """
+    small = jax.tree.map(lambda p: jnp.full((1,) * p.ndim, _PROBE_PARAM, jnp.float32), params)
+    start = tx.init(small)
+    leaves, tree = jax.tree.flatten(start)
+    is_mine = [field == name for field in fields_of(start, small)]
+
+    def field(state: optax.OptState) -> list[jax.Array]:
+        return [x for x, mine in zip(jax.tree.leaves(state), is_mine, strict=True) if mine]
+
+    def stepped(state: optax.OptState, gradient: float) -> optax.OptState:
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), small)
+        return tx.update(gradients, state, small)[1]
+
+    def kept(count: int) -> float:
+        state = tree.unflatten(
+            jnp.full_like(x, _PROBE_VALUE if mine else count) if mine or _is_count(x) else x
+            for x, mine in zip(leaves, is_mine, strict=True)
+        )
+        for _ in range(_PROBE_STEPS):  # several, for transforms that accumulate gradients first
+            state = stepped(state, 0)
+            largest = max(float(jnp.max(x)) for x in field(state))
+            if largest != _PROBE_VALUE:
+                return largest / _PROBE_VALUE
+        return 1.0
+
+    is_copy = all(bool(jnp.all(x == np.float32(_PROBE_PARAM))) for x in field(start))
+    states = itertools.accumulate(_PROBE_SIGNS, stepped, initial=start)
+    is_negative = any(bool(jnp.any(x < 0)) for state in states for x in field(state))
+    return is_copy, is_negative, max(kept(count) for count in (1, 10**5))
+
+
+def _is_count(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 0

@@ -1,4 +1,4 @@
-"""The state of `mixed_precision` between steps, and functions that read it."""
+"""The state of `mixed_precision` between steps: functions that read it, and its shardings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.typing import ArrayLike
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike, DTypeLike
 
-from policy.core.arrays import unboxed
+from policy.core.arrays import is_overwritten, leaf_names, path_name, unboxed
+from policy.core.messages import shortened
 from policy.grads.loss_scale import LossScale
-from policy.optim.storage_modes import MasterWeights, storage_code
+from policy.optim.blockwise import BLOCK, scales_shape
+from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, storage_code, storage_mode
 
 
 @jax.tree_util.register_static
@@ -85,6 +89,47 @@ class MixedPrecisionState(NamedTuple):
     masters: Any
     mode: jax.Array
     moment_scales: Any
+
+
+def layout_of(params: optax.Params, master_weights: MasterWeights) -> Layout:
+    """Returns the layout of params without their overwritten leaves.
+
+    Args:
+      params: a tree of arrays.
+      master_weights: the mode's name, or "auto".
+
+    Raises:
+      ValueError: the mode can't store a param's dtype, such as float16 in "remainder".
+    """
+    leaves = jax.tree.leaves(params)
+    check_mode(leaf_names(params), [leaf.dtype for leaf in leaves], master_weights)
+    names = tuple(np.dtype(leaf.dtype).name for leaf in leaves)
+    return Layout(master_weights, names or None)
+
+
+def check_mode(names: list[str], dtypes: list[DTypeLike], master_weights: MasterWeights) -> None:
+    wrong = [
+        f"{name} is {np.dtype(dtype).name}"
+        for name, dtype in zip(names, dtypes, strict=True)
+        if np.dtype(dtype).itemsize < 4
+        and np.dtype(dtype).name not in storage_mode(dtype, master_weights).param_dtypes
+    ]
+    if wrong:
+        takes = " and ".join(STORAGE_MODES[master_weights].param_dtypes)
+        raise ValueError(
+            f"master_weights={master_weights!r} is for {takes} params, but {shortened(wrong)}. Use "
+            "'auto', which stores a master of each half dtype, or 'full'."
+        )
+
+
+def without_overwritten(tree: Any) -> Any:
+    """Returns `tree` with an empty node for each leaf under `_overwrite_with_gradient`.
+
+    No optimizer steps those.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: optax.MaskedNode() if is_overwritten(path) else leaf, tree
+    )
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:
@@ -171,6 +216,22 @@ def require_state(state: Any, call: str) -> None:
         )
 
 
+def require_transform(tx: Any, call: str) -> None:
+    """Refuses values that are no optax gradient transformation.
+
+    Args:
+      tx: the value.
+      call: the right call, for the message.
+
+    Raises:
+      TypeError: it has not the methods of one.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"tx should be an optax transform, but got {type(tx).__name__}: call {call}."
+        )
+
+
 def states_in(tree: Any) -> list[MixedPrecisionState]:
     """Returns every MixedPrecisionState in a tree, outermost ones only."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState))
@@ -223,3 +284,89 @@ def incremented(count: jax.Array, by: jax.Array) -> jax.Array:
     """
     room = count < np.iinfo(np.int32).max
     return count + (room & by).astype(jnp.int32)
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Returns the sharding of every leaf of `tx.init(params)`: its param's, or replicated.
+
+    A leaf belongs to a param if its path ends in the param's and its shape is the param's: moments,
+    masters, remainders, Kahan errors. One with more axes in front, such as a history of gradients,
+    has those on every device. The scales of 8-bit moments lie as these do, but on every device of
+    the last axis where that is not sharded into whole blocks of 128. All others (counts, the loss
+    scale, a factored second moment's rows and columns) are replicated. For `jax.shard_map`, the
+    specs are ``jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params))``.
+
+    Args:
+      tx: `mixed_precision`'s, or any optax transform.
+      params: a tree of arrays, or of `jax.ShapeDtypeStruct` with a sharding. Nothing is computed.
+
+    Returns:
+      A tree like the state, of shardings.
+
+    Raises:
+      TypeError: `tx` is no transform.
+      ValueError: a param has no sharding, or one that is neither a NamedSharding nor a single
+        device's.
+
+    Example:
+
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from policy import mixed_precision
+      >>> from policy.optim import state_shardings
+      >>> tx = mixed_precision(optax.adam(1e-3), "mixed_bfloat16")
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> rows = jax.NamedSharding(mesh, jax.P("data"))
+      >>> params = {"w": jax.device_put(jnp.ones((8, 2)), rows)}
+      >>> shardings = state_shardings(tx, params)
+      >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> opt_state.inner[0].mu["w"].sharding == rows
+      True
+    """
+    require_transform(tx, "state_shardings(tx, params)")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    known = {path: (leaf.shape, _sharding(path, leaf)) for path, leaf in leaves}
+    first = next((sharding for _, sharding in known.values()), None)  # None leaves it to JAX
+    is_named = isinstance(first, NamedSharding)
+    everywhere = NamedSharding(first.mesh, PartitionSpec()) if is_named else first
+
+    def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Sharding | None:
+        for start in range(len(path) + 1):  # the longest end of the path that is a param's
+            if path[start:] in known:
+                shape, sharding = known[path[start:]]
+                more = len(leaf.shape) - len(shape)
+                if more >= 0 and leaf.shape[more:] == shape:
+                    return _with_more_axes(sharding, more)
+                is_scales = any(getattr(key, "name", None) == "moment_scales" for key in path)
+                if is_scales and shape and leaf.shape[more:] == scales_shape(shape):
+                    return _with_more_axes(_of_scales(sharding, shape), more)
+                return everywhere
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
+
+
+def _sharding(path: KeyPath, leaf: Any) -> Sharding:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        raise ValueError(
+            f"Each param should have a NamedSharding, or lie on a single device, but "
+            f"{path_name(path)} has {sharding}: put it there with jax.device_put, or give its "
+            "jax.ShapeDtypeStruct a sharding."
+        )
+    return sharding
+
+
+def _of_scales(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """Returns the sharding of the scales of a moment's blocks, from that of its codes."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < len(shape):
+        return sharding
+    *leading, last = sharding.spec
+    if last is None or not sharding.shard_shape(shape)[-1] % BLOCK:
+        return sharding
+    return sharding.update(spec=PartitionSpec(*leading, None))
+
+
+def _with_more_axes(sharding: Sharding, more: int) -> Sharding:
+    if not more or not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec(*[None] * more, *sharding.spec))

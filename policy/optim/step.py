@@ -1,7 +1,8 @@
 """`Stepper`: the options of a `mixed_precision`, and the functions that init and step with them.
 
 The order of a step is always: cast to float32, unscale, one finiteness flag for all gradients,
-clip, the inner transform, master weights, round to the param's dtype.
+clip, the inner transform, master weights, round to the param's dtype. A step is applied or skipped
+on the flag, as each platform compiles it best.
 """
 
 from __future__ import annotations
@@ -18,56 +19,51 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.core.arrays import varying_axes, working_dtype
+from policy.core.arrays import is_overwritten, varying_axes, working_dtype
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.grads.finiteness import fusion_barrier
-from policy.grads.known_gradients import were_never_scaled
 from policy.grads.loss_scale import LossScale, NoOpLossScale
-from policy.grads.scaled_gradients import ScaledGradients, require_positive
-from policy.grads.scaled_losses import warn_if_scaled
-from policy.optim.checks import check_initial_params, require_outermost, warn_of_wide_params
+from policy.grads.scaling import (
+    ScaledGradients,
+    require_positive,
+    warn_if_scaled,
+    were_never_scaled,
+)
+from policy.optim import checks, moments
 from policy.optim.conditional_step import (
-    ConditionalStep,
+    Branch,
     Operands,
     ParamUpdate,
     Results,
-    unless_not_finite,
+    cond_or_select,
+    selected,
+    unpacked_cond,
 )
-from policy.optim.finiteness import (
+from policy.optim.gradients import (
     agreed,
+    check_gradients,
+    check_stepped,
     clip_to_norm,
+    differentiated,
+    examples_axis,
     gradient_norm,
     gradients_finite,
+    stays_finite,
     true_gradients,
 )
-from policy.optim.gradient_checks import check_gradients, check_stepped, per_example
-from policy.optim.master_weights import (
-    inner_params,
-    layout_of,
-    make_masters,
-    with_overwritten,
-    without_overwritten,
-)
-from policy.optim.moment_checks import check_moments
-from policy.optim.moments import (
-    StoredInner,
-    has_codes,
-    moment_targets,
-    narrow_moments,
-    widen_moments,
-)
-from policy.optim.rounding import rounding_keys
+from policy.optim.moments import StoredInner
 from policy.optim.state import (
     MixedPrecisionState,
     as_type_of,
     incremented,
+    layout_of,
     owned,
     strong_copy,
     strongly_typed,
+    without_overwritten,
 )
-from policy.optim.state_checks import check_inner, check_loss_scale, require_storage
-from policy.optim.storage_modes import MasterWeights
+from policy.optim.storage_modes import MasterWeights, inner_params, rounding_keys, storage_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,11 +92,13 @@ class Stepper:
 
     def init(self, params: optax.Params) -> MixedPrecisionState:
         """Returns a state for `params`. Raises ValueError where a param can't be stepped."""
-        require_outermost()
-        check_initial_params(params)
+        checks.require_outermost()
+        checks.check_initial_params(params)
         params = without_overwritten(params)
-        warn_of_wide_params(params, self.policy)
-        return self.make_state(params, make_masters(params, self.master_weights))
+        checks.warn_of_wide_params(params, self.policy)
+        modes = self.master_weights
+        masters = jax.tree.map(lambda p: storage_mode(p.dtype, modes).init(p), params)
+        return self.make_state(params, masters)
 
     def make_state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
         """Returns a state for params without their overwritten leaves, and their stored arrays."""
@@ -108,10 +106,11 @@ class Stepper:
         inner = _run_optax(self.inner.init, wide)
         stored = StoredInner(inner, optax.MaskedNode())
         if self.moment_dtypes is not None:
-            by_chance = self.key is not None
-            _run_optax(check_moments, self.inner, inner, params, self.moment_dtypes, by_chance)
-            targets = moment_targets(inner, params, self.moment_dtypes)
-            stored = narrow_moments(inner, targets, with_scales=has_codes(self.moment_dtypes))
+            dtypes, by_chance = self.moment_dtypes, self.key is not None
+            _run_optax(moments.check_moments, self.inner, inner, params, dtypes, by_chance)
+            stored = moments.narrow_moments(
+                inner, moments.stored_dtypes(inner, params, dtypes), dtypes
+            )
         layout = layout_of(params, self.master_weights)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         stored = jax.tree.map(lambda leaf: owned(leaf, seen), stored)
@@ -144,13 +143,18 @@ class Stepper:
           ValueError: the params' tree or dtypes, the storage mode, the inner state's tree, a
             moment's dtype, or the kind of loss scale differ.
         """
-        is_stored = require_storage(params, state, self.master_weights)
-        check_loss_scale(state.loss_scale, self.loss_scale)
+        is_stored = checks.require_storage(params, state, self.master_weights)
+        if type(state.loss_scale) is not type(self.loss_scale):
+            raise ValueError(
+                f"state has a {type(state.loss_scale).__name__}, but tx was made with a "
+                f"{type(self.loss_scale).__name__}: make tx with the loss_scale of the state, or "
+                f"{checks.CONVERT}."
+            )
         wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, working_dtype(p.dtype)), params)
         made = self._made_for(wide)
         if made is not None:
             stored = StoredInner(state.inner, state.moment_scales)
-            check_inner(stored, made, wide, self.moment_dtypes)
+            checks.check_inner(stored, made, wide, self.moment_dtypes)
         return is_stored
 
     def _made_for(self, wide: optax.Params) -> optax.OptState | None:
@@ -243,10 +247,13 @@ class Stepper:
           belongs: True, or a () bool: the step is left out where it is False.
         """
         norm = self._norm(gradients, scale, params)
-        operands = Operands(
-            params, gradients, StoredInner(state.inner, state.moment_scales), state.masters
-        )
-        step = self._branches(operands, scale, norm, state.count, extra_args, as_updates)
+        leaves, tree = jax.tree.flatten(params)
+        modes = [storage_mode(p.dtype, self.master_weights) for p in leaves]
+        each = zip(leaves, modes, strict=True)
+        updates = [ParamUpdate(mode, np.dtype(p.dtype), as_updates) for p, mode in each]
+        inner = StoredInner(state.inner, state.moment_scales)
+        operands = Operands(params, gradients, inner, state.masters)
+        branches = self._branches(updates, scale, norm, state.count, extra_args)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
@@ -257,18 +264,25 @@ class Stepper:
                 else fusion_barrier(jnp.isfinite(norm))
             )
             finite = finite if belongs is True else finite & belongs
-            results = step.applied_where(finite)
-        elif belongs is not True or step.is_packed:
-            # always True where the state belongs, which XLA can't know
+            results = (
+                cond_or_select(finite, *branches, operands)
+                if as_updates
+                else unpacked_cond(finite, updates, *branches, operands)
+            )
+        elif belongs is not True or any(mode.is_packed for mode in modes):
+            # always True where the state belongs, which XLA can't know; known before the step, so
+            # that a select costs no pass of its own
             finite = state.count >= 0 if belongs is True else belongs
-            results = step.applied_mostly(finite)
+            results = (
+                unpacked_cond(finite, updates, *branches, operands)
+                if any(mode.stores for mode in modes)
+                else selected(finite, *(branch(operands) for branch in branches))
+            )
         else:
             finite = jnp.array(True)
-            results = step.applied()
-        leaves, tree = jax.tree.flatten(params)
+            results = branches[0](operands)
         encoded, inner = results
-        pairs = zip(step.param_updates, encoded, leaves, strict=True)
-        new = [d.result(e, p) for d, e, p in pairs]
+        new = [d.result(e, p) for d, e, p in zip(updates, encoded, leaves, strict=True)]
         after = state._replace(
             inner=inner.state,
             moment_scales=inner.scales,
@@ -280,26 +294,22 @@ class Stepper:
         )
         returned = tree.unflatten(result for result, _ in new), after
         if self.check_results:
-            before = params, state
-            return unless_not_finite(before, returned, gradients, self.axis_name, as_updates)
+            return self._unless_not_finite((params, state), returned, gradients, as_updates)
         return returned
 
     def _branches(
         self,
-        operands: Operands,
+        param_updates: list[ParamUpdate],
         scale: ArrayLike | None,
         norm: jax.Array | None,
         count: jax.Array,
         extra_args: dict[str, Any],
-        as_updates: bool,
-    ) -> ConditionalStep:
-        """Returns the step, and the one that changes nothing.
+    ) -> tuple[Branch, Branch]:
+        """Returns the step, and the one that changes nothing, with results of the same types.
 
         Gradients are cast and unscaled again inside: that fuses into the operations that read them,
         and a skipped step pays for the flag only.
         """
-        leaves, tree = jax.tree.flatten(operands.params)
-        param_updates = [ParamUpdate.of(leaf, self.master_weights, as_updates) for leaf in leaves]
 
         def apply_step(operands: Operands) -> Results:
             params, gradients, inner, masters = operands
@@ -315,11 +325,10 @@ class Stepper:
             return applied, inner
 
         def skip_step(operands: Operands) -> Results:
-            leaves, stored = jax.tree.leaves(operands.params), tree.flatten_up_to(operands.masters)
-            each = zip(param_updates, leaves, stored, strict=True)
+            each = zip(param_updates, *operands.leaves(), strict=True)
             return [d.skipped(p, kept) for d, p, kept in each], operands.inner
 
-        return ConditionalStep(param_updates, as_updates, apply_step, skip_step, operands)
+        return apply_step, skip_step
 
     def _norm(
         self, gradients: optax.Updates, scale: ArrayLike | None, params: optax.Params
@@ -327,12 +336,37 @@ class Stepper:
         """Returns the global norm of unscaled gradients, () float32; None without clipping."""
         if self.clip_global_norm is None:
             return None
-        if per_example(gradients, params):
+        if examples_axis(gradients, params):
             raise ValueError(
                 "clip_global_norm clips one gradient, but these gradients are per example, and the "
                 "transform that takes them clips each example's: leave clip_global_norm out."
             )
         return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
+
+    def _unless_not_finite(
+        self,
+        before: tuple[optax.Params, MixedPrecisionState],
+        after: tuple[optax.Params, MixedPrecisionState],
+        gradients: optax.Updates,
+        as_updates: bool,
+    ) -> tuple[optax.Params, MixedPrecisionState]:
+        """Returns the results of a step, or those of a skipped one where a finite leaf becomes
+        infinite or NaN.
+        """
+        (params, state), (new, new_state) = before, after
+        moved = jax.tree.map(lambda p, u: p.astype(u.dtype) + u, params, new) if as_updates else new
+        parts = [
+            (tree, each.masters, each.inner, each.moment_scales)
+            for tree, each in ((params, state), (moved, new_state))
+        ]
+        sound = agreed(stays_finite(*parts), gradients, self.axis_name)
+        skipped = state._replace(
+            loss_scale=state.loss_scale.adjust(jnp.array(False)),
+            finite=jnp.zeros_like(new_state.finite),
+            skipped=incremented(state.skipped, jnp.array(True)),
+        )
+        same = jax.tree.map(jnp.zeros_like, new) if as_updates else params
+        return selected(sound, after, (same, skipped))
 
     def inner_step(
         self,
@@ -344,15 +378,15 @@ class Stepper:
     ) -> tuple[optax.Updates, StoredInner]:
         """Runs the inner transform: float32 updates, and its state in the types that it had."""
         dtypes, inner = self.moment_dtypes or {}, stored.state
-        targets = moment_targets(inner, wide, dtypes)
-        computed = widen_moments(stored, targets)
+        targets = moments.stored_dtypes(inner, wide, dtypes)
+        computed = moments.widen_moments(stored, targets)
         updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
         check_stepped(gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
         leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
         key = self.key if dtypes else None
         keys = rounding_keys(key, leaves, count, self.axis_name, first=first)
-        new = narrow_moments(new_inner, targets, keys, stored, with_scales=has_codes(dtypes))
+        new = moments.narrow_moments(new_inner, targets, dtypes, keys, stored)
         return updates, jax.tree.map(as_type_of, new, stored)
 
 
@@ -372,3 +406,27 @@ def _run_optax(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     # also where a program asks for strict.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return function(*args, **kwargs)
+
+
+def with_overwritten(
+    result: optax.Params, params: Any, gradients: Any, finite: jax.Array, as_updates: bool
+) -> optax.Params:
+    """Fills the empty nodes of a step's result: a leaf's gradient is its new value.
+
+    Args:
+      result: new params, or with `as_updates` the differences to them.
+      params: the params before.
+      gradients: their gradients, unscaled there.
+      finite: () bool; where it is False, the leaves stay.
+      as_updates: see `result`.
+    """
+    if differentiated(params) is not params:
+        gradients = type(params)(gradients, gradients)
+
+    def one(path: jax.tree_util.KeyPath, p: jax.Array, g: jax.Array, r: jax.Array) -> jax.Array:
+        if not is_overwritten(path):
+            return r
+        new, same = (g - p, jnp.zeros_like(p)) if as_updates else (g, p)
+        return jnp.where(finite, new, same)
+
+    return jax.tree_util.tree_map_with_path(one, params, gradients, result)

@@ -25,8 +25,8 @@ class _Thread(threading.local):
       backend: the platform and kind of the devices to trace for, or None for the default ones
         (`policy.core.dtypes`).
       shared_operands: operands in 8 bits by their identities, or None
-        (`policy.eight_bits.quantisation`).
-      scaled_losses: the scales that multiplied a traced loss (`policy.grads.scaled_losses`).
+        (`policy.eight_bits.scaled_matmul`).
+      scaled_losses: the scales that multiplied a traced loss (`policy.grads.scaling`).
     """
 
     names_models = False

@@ -31,7 +31,7 @@ from policy.core.arrays import (
 )
 from policy.core.dtypes import parse_dtype
 from policy.core.messages import shortened
-from policy.grads.scaled_gradients import ScaledGradients
+from policy.grads.scaling import ScaledGradients
 from policy.programs.marks import EXCHANGE
 
 T = TypeVar("T")

@@ -153,15 +153,8 @@ def _partitioned_text(lowered: Any) -> tuple[str, Any]:
 
 
 def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
-    found = (
-        [
-            instruction
-            for computation in parse(text).computations.values()
-            for instruction in computation.instructions.values()
-        ]
-        if text
-        else []
-    )
+    computations = parse(text).computations.values() if text else ()
+    found = [one for computation in computations for one in computation.instructions.values()]
     with naming(_path_of(instruction) for instruction in found):
         for instruction in found:
             if instruction.opcode in HLO_COLLECTIVES.values():

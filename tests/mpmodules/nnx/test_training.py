@@ -24,7 +24,7 @@ from policy.grads.microbatching import accumulate_gradients, split_batch
 from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
 from policy.optim import convert, finite_of, init_from_master, resync
-from policy.optim.rounding import round_to
+from policy.optim.storage_modes import round_to
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 

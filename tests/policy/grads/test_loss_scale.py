@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    all_finite,
-    select_tree,
-)
+from policy import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree
 from policy.grads.finiteness import all_squares_finite, fusion_barrier
 from policy.grads.loss_scale import get_loss_scale
 from policy.grads.scaling import unscale_by_reciprocal, unscale_tree

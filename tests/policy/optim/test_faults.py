@@ -19,6 +19,7 @@ from policy import (
     mixed_precision,
     value_and_grad,
 )
+from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, stepped, wrapped
 
 MODES = ["full", "remainder", "kahan", "stochastic", "none"]
 PARAMS = {
@@ -30,40 +31,28 @@ PERIOD = 3
 LAST = np.iinfo(np.int32).max
 
 
-def wrapped(mode, tx=None, **options):
-    inner: Any = tx or optax.adamw(0.1)
-    key = jax.random.key(0) if mode == "stochastic" else None
+def adamw(mode: Any, **options: Any) -> Any:
     scale = DynamicLossScale(2.0**10, period=PERIOD)
-    return mixed_precision(
-        inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options
+    return wrapped(optax.adamw(0.1), mode=mode, loss_scale=scale, **options)
+
+
+def gradients(leaf: Any = -1, value: Any = 0.0) -> Any:
+    """Ones; where `leaf` is one's number, its first element is `value`. Both may be traced."""
+    leaves, tree = jax.tree.flatten(PARAMS)
+    first = [jnp.arange(p.size).reshape(p.shape) == 0 for p in leaves]
+    one_by_one = zip(range(LEAVES), leaves, first, strict=True)
+    return tree.unflatten(
+        jnp.where((leaf == i) & is_first, value, jnp.ones(p.shape)) for i, p, is_first in one_by_one
     )
 
 
-def gradients(leaf=-1, value: Any = 0.0):
-    """Ones; where `leaf` is one's number, its first element is `value`. Both may be traced."""
-    leaves, tree = jax.tree.flatten(PARAMS)
-    ones = [jnp.ones(p.shape) for p in leaves]
-    first = lambda g: jnp.arange(g.size).reshape(g.shape) == 0  # noqa: E731
-    return tree.unflatten(jnp.where((leaf == i) & first(g), value, g) for i, g in enumerate(ones))
-
-
-def bits(tree):
-    as_bits = lambda x: x.view(f"u{x.dtype.itemsize}") if x.dtype.kind in "fV" else x  # noqa: E731
-    return [as_bits(np.atleast_1d(x)) for x in jax.tree.leaves(tree)]
-
-
-def unchanged(state):
-    return state.inner, state.masters, state.count
-
-
-def assert_same_bits(a, b):
-    for one, other in zip(bits(a), bits(b), strict=True):
-        np.testing.assert_array_equal(one, other)
+def unchanged(params: Any, state: Any) -> Any:
+    return params, state.inner, state.masters, state.count
 
 
 # mode, through optax, other options, the scale that gradients carry
 CASES: list[Any] = [
-    *((mode, through_optax, {}, None) for mode in MODES for through_optax in (False, True)),
+    *((mode, through_optax, {}, None) for mode in MODES for through_optax in BOTH_WAYS),
     ("remainder", False, {"clip_global_norm": 1.0}, None),
     ("full", False, {"clip_global_norm": 1.0}, 8.0),
     ("full", False, {}, 8.0),
@@ -74,7 +63,7 @@ CASES: list[Any] = [
 def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_only(
     mode, through_optax, options, scale
 ):
-    tx = wrapped(mode, **options)
+    tx = adamw(mode, **options)
 
     @jax.jit
     def step(params, state, leaf, value):
@@ -89,7 +78,7 @@ def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_onl
         for leaf in range(LEAVES):
             for value in (np.nan, np.inf, -np.inf, 1e20, -3e37):  # the squares of two are infinite
                 new, after = step(params, state, leaf, value)
-                assert_same_bits((new, unchanged(after)), (params, unchanged(state)))
+                assert_same(unchanged(new, after), unchanged(params, state))
                 assert loss_scale_of(after).loss_scale == loss_scale_of(state).loss_scale / 2
                 assert after.skipped == state.skipped + 1
                 assert not after.finite
@@ -102,85 +91,69 @@ def test_a_fault_in_any_leaf_at_any_position_of_the_schedule_moves_the_scale_onl
     assert loss_scale_of(state).loss_scale == 2.0**12
 
 
-def stepped(tx: Any, params: Any, state: Any, given: Any, through_optax: bool) -> Any:
-    if not through_optax:
-        return apply_gradients(tx, params, state, given)[:2]
-    updates, state = tx.update(given, state, params)
-    with jax.numpy_dtype_promotion("standard"):
-        return optax.apply_updates(params, updates), state
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_under_vmap_a_fault_skips_the_step_of_its_own_lane_only(mode):
-    tx = wrapped(mode)
-    lanes = LEAVES + 1
+    tx, lanes = adamw(mode), LEAVES + 1
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (lanes, *p.shape)), PARAMS)
     state = jax.vmap(tx.init)(params)
 
-    @jax.jit
-    def step(params, state, faulty):
-        one = lambda p, s, leaf: apply_gradients(tx, p, s, gradients(leaf, np.nan))  # noqa: E731
-        return jax.vmap(one)(params, state, faulty)
+    def one(params, state, leaf):
+        return apply_gradients(tx, params, state, gradients(leaf, np.nan))
 
-    new, after, finite = step(params, state, jnp.arange(lanes))
+    new, after, finite = jax.jit(jax.vmap(one))(params, state, jnp.arange(lanes))
     np.testing.assert_array_equal(finite, [False] * LEAVES + [True])
-    lane = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
-    for i in range(LEAVES):
-        assert_same_bits(lane((new, unchanged(after)), i), lane((params, unchanged(state)), i))
+    first = [
+        jax.tree.map(lambda x: x[:-1], unchanged(*of)) for of in ((new, after), (params, state))
+    ]
+    assert_same(*first)
     assert (new["a"][-1] < params["a"][-1]).all()
     np.testing.assert_array_equal(loss_scale_of(after).loss_scale, [2.0**9] * LEAVES + [2.0**10])
 
 
 def test_hyperparameters_are_read_and_changed_in_float32_through_the_wrapper():
     tx = mixed_precision(optax.inject_hyperparams(optax.adamw)(learning_rate=0.1), "bfloat16")
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    params, ones = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.ones(3)}
+    get, put = optax.tree_utils.tree_get, optax.tree_utils.tree_set
     state: Any = tx.init(params)
-    rate = optax.tree_utils.tree_get(state, "learning_rate")
-    assert rate.dtype == jnp.float32
-    assert rate == np.float32(0.1)
-    step = jax.jit(lambda p, s: apply_gradients(tx, p, s, {"w": jnp.ones(3)}))
-    for new_rate in (1e-3, jnp.float32(1e-3)):
-        changed: Any = optax.tree_utils.tree_set(state, learning_rate=new_rate)
-        assert_same_bits(changed.masters, state.masters)
-        after = step(params, changed)[1]
-        rate = optax.tree_utils.tree_get(after, "learning_rate")
-        assert rate.dtype == jnp.float32
-        assert not jax.typeof(rate).weak_type
-        assert rate == np.float32(1e-3)
-    eager = apply_gradients(
-        tx, params, optax.tree_utils.tree_set(state, learning_rate=1e-3), {"w": jnp.ones(3)}
-    )[1]
-    assert optax.tree_utils.tree_get(eager, "learning_rate") == np.float32(1e-3)
+    rate = get(state, "learning_rate")
+    assert (rate.dtype, rate) == (jnp.float32, np.float32(0.1))
+    for step in (
+        jax.jit(lambda s: apply_gradients(tx, params, s, ones)[1]),
+        lambda s: tx.update(ones, s, params)[1],
+    ):
+        for new_rate in (1e-3, jnp.float32(1e-3)):
+            changed: Any = put(state, learning_rate=new_rate)
+            assert_same(changed.masters, state.masters)
+            rate = get(step(changed), "learning_rate")
+            assert (rate.dtype, rate) == (jnp.float32, np.float32(1e-3))
+            assert not jax.typeof(rate).weak_type
 
 
 def test_float64_params_take_gradients_whose_squares_float64_holds():
     with jax.enable_x64(True):
         params = {"w": jnp.ones(3, jnp.float64)}
         tx = mixed_precision(optax.adam(0.1), "float32")
-        state = tx.init(params)
-        assert apply_gradients(tx, params, state, {"w": jnp.full(3, 1e20)})[2]
-        assert not apply_gradients(tx, params, state, {"w": jnp.full(3, 1e160)})[2]
+        for value, is_finite in ((1e20, True), (1e160, False)):
+            given = {"w": jnp.full(3, value)}
+            assert apply_gradients(tx, params, tx.init(params), given)[2] == is_finite
 
 
-def overflowing(count):
+def overflowing(count: int) -> Any:
     """A transform whose state becomes infinite on step `count`; half of it is from the start."""
 
     def init(params):
-        return {
-            "count": jnp.int32(0),
-            "limit": jnp.float32(np.inf),
-            "mean": jax.tree.map(jnp.zeros_like, params),
-        }
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"count": jnp.int32(0), "limit": jnp.float32(np.inf), "mean": zeros}
 
     def update(updates, state, params=None):
         factor = jnp.where(state["count"] == count, jnp.float32(np.inf), jnp.float32(1))
         mean = jax.tree.map(lambda m, g: m + g * factor, state["mean"], updates)
-        return updates, {"count": state["count"] + 1, "limit": state["limit"], "mean": mean}
+        return updates, {**state, "count": state["count"] + 1, "mean": mean}
 
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("through_optax", [True, False])
+@pytest.mark.parametrize("through_optax", BOTH_WAYS)
 @pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "none"])
 def test_check_results_skips_a_step_that_makes_a_finite_leaf_infinite(mode, through_optax):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -188,11 +161,7 @@ def test_check_results_skips_a_step_that_makes_a_finite_leaf_infinite(mode, thro
     def run(check):
         tx = mixed_precision(overflowing(1), "bfloat16", master_weights=mode, check_results=check)
         assert tx.check_results is check
-
-        @jax.jit
-        def step(params, state):
-            return stepped(tx, params, state, gradients(), through_optax)
-
+        step = jax.jit(lambda p, s: stepped(tx, p, s, gradients(), through_optax))
         first = step(params, tx.init(params))
         return first, step(*first)
 
@@ -201,22 +170,20 @@ def test_check_results_skips_a_step_that_makes_a_finite_leaf_infinite(mode, thro
     assert np.isinf(after.inner["mean"]["a"]).all()
     (moved, before), (new, after) = run(check=True)
     assert before.finite and not after.finite
-    assert_same_bits((new, after.inner, after.masters), (moved, before.inner, before.masters))
+    assert_same(unchanged(new, after), unchanged(moved, before))
     assert (after.count, after.skipped) == (1, 1)
 
 
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
 @pytest.mark.parametrize("mode", ["remainder", "full", "none"])
 def test_counters_stay_at_the_largest_integer_and_training_goes_on(mode, skip_nonfinite):
-    tx = mixed_precision(
-        optax.sgd(0.5), "bfloat16", master_weights=mode, skip_nonfinite=skip_nonfinite
-    )
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = wrapped(optax.sgd(0.5), "bfloat16", mode, skip_nonfinite=skip_nonfinite)
+    params = jnp.ones(3, jnp.bfloat16)
     state = tx.init(params)._replace(count=jnp.int32(LAST - 1), skipped=jnp.int32(LAST - 1))
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, {"w": g})[:2])
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
     for expected in (0.5, 0.0, -0.5):
         params, state = step(params, state, jnp.ones(3))
-        assert (params["w"] == expected).all()
+        assert (params == expected).all()
         assert state.count == LAST
         if skip_nonfinite:
             params, state = step(params, state, jnp.full(3, jnp.nan))
@@ -226,34 +193,30 @@ def test_counters_stay_at_the_largest_integer_and_training_goes_on(mode, skip_no
 @pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, np.nan])
 @pytest.mark.parametrize("grads", ["float32", "compute"])
 def test_a_traced_loss_scale_that_is_no_scale_skips_the_step_and_heals(scale, grads):
-    tx = mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale="dynamic")
-    params = {"w": jnp.ones(3)}
+    policy = "mixed_float16"
+    tx = mixed_precision(optax.sgd(0.1), policy, loss_scale="dynamic")
+    params = jnp.ones(3)
     state = tx.init(params)
-    loss_fn = lambda p: jnp.sum(jnp.square(p["w"]))  # noqa: E731
 
     @jax.jit
     def step(params, state):
-        scale = loss_scale_of(state)
-        _, found = value_and_grad(loss_fn, policy="mixed_float16", loss_scale=scale, grads=grads)(
-            params
-        )
+        options = {"policy": policy, "loss_scale": loss_scale_of(state), "grads": grads}
+        _, found = value_and_grad(lambda p: jnp.sum(jnp.square(p)), **options)(params)
         return apply_gradients(tx, params, state, found)
 
-    broken: Any = jax.tree.unflatten(
-        jax.tree.structure(DynamicLossScale()), [jnp.float32(scale), jnp.int32(0)]
-    )
+    structure = jax.tree.structure(DynamicLossScale())
+    broken: Any = structure.unflatten([jnp.float32(scale), jnp.int32(0)])
     new, after, finite = step(params, state._replace(loss_scale=broken))
     assert not finite
-    assert_same_bits(new, params)
+    assert_same(new, params)
     healed: Any = loss_scale_of(after)
     assert 1 <= healed.loss_scale < np.inf
     with pytest.raises(ValueError, match="loss_scale should be positive and finite, but got"):
-        apply_gradients(tx, params, state._replace(loss_scale=broken), {"w": jnp.ones(3)})
+        apply_gradients(tx, params, state._replace(loss_scale=broken), params)
 
 
 def test_check_results_moves_the_bytes_that_the_docs_say():
-    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
-    gradients = {"w": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)}
+    params, gradients = (jax.ShapeDtypeStruct((512, 256), d) for d in (jnp.float32, jnp.bfloat16))
 
     def moved(check):
         tx = mixed_precision(optax.adamw(1e-3), "mixed_bfloat16", check_results=check)

@@ -13,18 +13,18 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
+from policy import apply_gradients, master_params
 from policy.optim import convert, init_from_master, resync
 from policy.optim.storage_modes import storage_code, storage_text
+from tests.policy.optim.steps import BOTH_WAYS, MODES, assert_same, stepped, wrapped
 
-MODES: list[Any] = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
-DTYPES = ["bfloat16", "float16"]
 PAIRS = [
     (dtype, a, b)
-    for dtype in DTYPES
+    for dtype in ("bfloat16", "float16")
     for a, b in itertools.permutations(MODES, 2)
     if dtype == "bfloat16" or "remainder" not in (a, b)
 ]
+pairs = pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
 WIDE = {"a": np.float32(3.14159), "w": np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)}
 BITS = {
     "bfloat16": {"full": 24, "kahan": 16, "none": 8},
@@ -34,26 +34,23 @@ GRADIENTS = jax.tree.map(lambda x: jnp.full(np.shape(x), 0.5), WIDE)
 
 
 @functools.cache
-def transform(mode, dtype) -> Any:
-    key = jax.random.key(0) if mode == "stochastic" else None
-    none = NoOpLossScale()
-    return mixed_precision(
-        optax.sgd(0.0, momentum=0.9), dtype, loss_scale=none, master_weights=mode, key=key
-    )
+def transform(mode: str, dtype: str) -> Any:
+    return wrapped(optax.sgd(0.0, momentum=0.9), dtype, mode)
 
 
 @functools.cache
-def start(mode, dtype) -> Any:
+def start(mode: str, dtype: str) -> Any:
     """Params and state of the masters of WIDE."""
     return init_from_master(transform(mode, dtype), jax.tree.map(jnp.asarray, WIDE))
 
 
-def kind(mode: str) -> str:
-    """Returns the mode that keeps as many bits: a remainder keeps those of a full master."""
-    return {"auto": "full", "remainder": "full", "stochastic": "none"}.get(mode, mode)
+def bits_of(dtype: str, *modes: str) -> int:
+    """Returns the fewest bits that modes keep: a remainder keeps those of a full master."""
+    kinds = {"auto": "full", "remainder": "full", "stochastic": "none"}
+    return min(BITS[dtype][kinds.get(mode, mode)] for mode in modes)
 
 
-def is_same_storage(dtype, a, b):
+def is_same_storage(dtype: str, a: str, b: str) -> bool:
     stored = {"auto": "remainder" if dtype == "bfloat16" else "full", "stochastic": "none"}
     return stored.get(a, a) == stored.get(b, b)
 
@@ -63,36 +60,23 @@ def assert_masters(params: Any, state: Any, bits: int) -> None:
         np.testing.assert_allclose(found, WIDE[name], rtol=2.0**-bits, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+@pairs
 def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, a, b):
-    params, state = start(a, dtype)
-    tx = transform(b, dtype)
-    calls: list[Any] = [
-        lambda: apply_gradients(tx, params, state, GRADIENTS)[:2],
-        lambda: (params, tx.update(GRADIENTS, state, params)[1]),
-        lambda: jax.eval_shape(
-            lambda p, s: apply_gradients(tx, p, s, GRADIENTS)[:2], params, state
-        ),
-    ]
-    for call in calls:
-        if is_same_storage(dtype, a, b):
-            call()
-            continue
-        with pytest.raises(
-            ValueError,
-            match=rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\(",
-        ):
-            call()
+    (params, state), tx = start(a, dtype), transform(b, dtype)
+    calls: list[Any] = [functools.partial(stepped, tx, through_optax=way) for way in BOTH_WAYS]
     if is_same_storage(dtype, a, b):
-        new, after = calls[0]()
-        assert_masters(new, after, BITS[dtype][kind(a)])
+        for call in calls:
+            assert_masters(*call(params, state, GRADIENTS), bits_of(dtype, a))
+        return
+    text = rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\("
+    for call in (*calls, functools.partial(jax.eval_shape, calls[0])):
+        with pytest.raises(ValueError, match=text):
+            call(params, state, GRADIENTS)
 
 
-@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+@pairs
 def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
-    params, state = start(a, dtype)
-    bits = min(BITS[dtype][kind(mode)] for mode in (a, b))
-    tx = transform(b, dtype)
+    (params, state), tx, bits = start(a, dtype), transform(b, dtype), bits_of(dtype, a, b)
     made = convert(state, params, to=tx)
     assert jax.tree.structure(made) == jax.tree.structure(tx.init(params))
     assert made.mode == storage_code([dtype], b)
@@ -101,21 +85,20 @@ def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
     assert finite
     assert after.count == 1
     assert_masters(new, after, bits)
-    if kind(b) != "none":
-        jax.tree.map(np.testing.assert_array_equal, new, params)
+    if b not in ("stochastic", "none"):
+        assert_same(new, params)
 
 
-@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+@pairs
 def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
     saved, target = serialization.to_bytes(start(a, dtype)), start(b, dtype)
     if is_same_storage(dtype, a, b):
         params, state = jax.tree.map(jnp.asarray, serialization.from_bytes(target, saved))
-        new, after, _ = apply_gradients(transform(b, dtype), params, state, GRADIENTS)
-        assert_masters(new, after, BITS[dtype][kind(a)])
+        after = stepped(transform(b, dtype), params, state, GRADIENTS)
+        assert_masters(*after, bits_of(dtype, a))
         return
-    with pytest.raises(
-        ValueError, match=rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"
-    ):
+    text = rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"
+    with pytest.raises(ValueError, match=text):
         serialization.from_bytes(target, saved)
 
 
@@ -132,7 +115,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-def restored(folder, target):
+def restored(folder: Any, target: Any) -> Any:
     """Restores with Orbax into a target's tree; returns the tree, or None where it refuses."""
     import orbax.checkpoint
 
@@ -145,18 +128,16 @@ def restored(folder, target):
             return None
 
 
-@pytest.mark.parametrize(("dtype", "a", "b"), PAIRS)
+@pairs
 def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoints, dtype, a, b):
     found = restored(checkpoints / f"{a}_{dtype}", start(b, dtype))
     if found is None:
         assert not is_same_storage(dtype, a, b)
         return
-    params, state = found
-    tx = transform(b, dtype)
-    step = jax.jit(lambda p, s: apply_gradients(tx, p, s, GRADIENTS))
+    (params, state), tx = found, transform(b, dtype)
+    step = jax.jit(lambda p, s: stepped(tx, p, s, GRADIENTS))
     if is_same_storage(dtype, a, b):
-        new, after, _ = step(params, state)
-        assert_masters(new, after, BITS[dtype][kind(a)])
+        assert_masters(*step(params, state), bits_of(dtype, a))
         return
     saved = storage_text(storage_code([dtype], a))
     text = rf"masters of another mode: .* as {saved}, .* of master_weights='{b}'"
@@ -171,47 +152,28 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
             call()
     if jax.tree.structure(state) != jax.tree.structure(start(b, dtype)[1]):
         return  # what was never saved is missing
-    new, after, finite = step(params, state)
-    assert not finite
-    assert (after.skipped, after.count) == (1, 0)
-    jax.tree.map(np.testing.assert_array_equal, (new, after.inner), (params, state.inner))
-    assert all(
-        np.isnan(leaf).all() for leaf in jax.tree.leaves(jax.jit(master_params)(params, state))
-    )
+    new, after = step(params, state)
+    assert_same((new, after.inner), (params, state.inner))
+    assert (after.finite, after.skipped, after.count) == (False, 1, 0)
+    wide = jax.jit(master_params)(params, state)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(wide))
     followed = jax.jit(resync)(params, state)  # starts from the params
-    assert_masters(params, followed, BITS[dtype]["none"])
+    assert_masters(params, followed, bits_of(dtype, "none"))
 
 
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
-@pytest.mark.parametrize("through_optax", [True, False])
+@pytest.mark.parametrize("through_optax", BOTH_WAYS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_traced_step_of_masters_of_another_mode_changes_nothing(
     mode, through_optax, skip_nonfinite
 ):
-    key = jax.random.key(0) if mode == "stochastic" else None
-    adam = optax.adam(0.1)
-    tx = mixed_precision(
-        adam, "bfloat16", master_weights=mode, key=key, skip_nonfinite=skip_nonfinite
-    )
+    tx = wrapped(None, "bfloat16", mode, skip_nonfinite=skip_nonfinite)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), WIDE)
     state = tx.init(params)
-    other = state._replace(mode=state.mode + 1)
-
-    @jax.jit
-    def step(params, state):
-        if not through_optax:
-            return apply_gradients(tx, params, state, GRADIENTS)[:2]
-        updates, state = tx.update(GRADIENTS, state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            return optax.apply_updates(params, updates), state
-
-    new, after = step(params, other)
-    jax.tree.map(np.testing.assert_array_equal, new, params)
-    jax.tree.map(
-        np.testing.assert_array_equal, (after.inner, after.masters), (state.inner, state.masters)
-    )
-    assert not after.finite
-    assert (after.skipped, after.count) == (1, 0)
+    step = jax.jit(lambda p, s: stepped(tx, p, s, GRADIENTS, through_optax))
+    new, after = step(params, state._replace(mode=state.mode + 1))
+    assert_same((new, after.inner, after.masters), (params, state.inner, state.masters))
+    assert (after.finite, after.skipped, after.count) == (False, 1, 0)
     new, after = step(params, state)
     assert after.finite
     assert (new["w"] < params["w"]).all()
@@ -222,24 +184,19 @@ def test_convert_checks_values_and_refuses_what_it_cannot_migrate():
     half, other = start("full", "float16")
     written = {**params, "w": params["w"].at[0, 1].set(7)}
     remainder, none = (transform(mode, "bfloat16") for mode in ("remainder", "none"))
-    adam = mixed_precision(optax.adam(0.1), "bfloat16")
-    for call, error, text in (
-        (
-            lambda: convert(state, written, to=remainder),
-            ValueError,
-            r"masters of state, but differ: w in 1 of 12 elements\. .* resync",
-        ),
-        (
-            lambda: jax.jit(lambda s: convert(s, params, to=none))(state),
-            TypeError,
-            "outside of jit",
-        ),
-        (lambda: convert(state, params, to="none"), TypeError, "but got str"),  # pyright: ignore[reportArgumentType]
+    adam: Any = wrapped(None, "bfloat16")
+    text: Any = "none"
+    traced = jax.jit(lambda s: convert(s, params, to=none))
+    differ = r"masters of state, but differ: w in 1 of 12 elements\. .* resync"
+    for call, error, told in (
+        (lambda: convert(state, written, to=remainder), ValueError, differ),
+        (lambda: traced(state), TypeError, "outside of jit"),
+        (lambda: convert(state, params, to=text), TypeError, "but got str"),
         (lambda: convert(state, params, to=adam), ValueError, "whose state has another tree"),
         (lambda: convert(other, half, to=remainder), ValueError, "'remainder' is for bfloat16 par"),
         (lambda: convert(state, half, to=none), ValueError, "params changed since"),
     ):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=told):
             call()
     followed = convert(resync(written, state), written, to=remainder)
     np.testing.assert_array_equal(master_params(written, followed)["w"][0, 1], 7)
@@ -256,13 +213,15 @@ def test_convert_takes_params_that_are_not_finite_as_they_are(value):
 
 @pytest.mark.parametrize(
     ("mode", "found", "needed"),
-    [("full", "float16", "float32"), ("remainder", "float32", "uint16"), ("kahan", "float32", "")],
+    [
+        ("full", "float16", "float32"),
+        ("remainder", "float32", "uint16"),
+        ("kahan", "float32", "bfloat16"),
+    ],
 )
 def test_masters_of_another_dtype_are_refused_by_name(mode, found, needed):
     params, state = start(mode, "bfloat16")
-    masters = {**state.masters, "w": state.masters["w"].astype(found)}
-    text = rf"master_weights='{mode}' .*: w is {found}\[3, 4\] instead of {needed or 'bfloat16'}"
+    state = state._replace(masters={**state.masters, "w": state.masters["w"].astype(found)})
+    text = rf"master_weights='{mode}' .*: w is {found}\[3, 4\] instead of {needed}"
     with pytest.raises(ValueError, match=text):
-        apply_gradients(
-            transform(mode, "bfloat16"), params, state._replace(masters=masters), GRADIENTS
-        )
+        apply_gradients(transform(mode, "bfloat16"), params, state, GRADIENTS)

@@ -1,5 +1,6 @@
 """`moment_dtype`: which moments are stored narrow, how well they do, and which are refused."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,25 +9,23 @@ import numpy as np
 import optax
 import pytest
 
-from policy import apply_gradients, mixed_precision
+import mpmodules  # noqa: F401  (tells Flax of the states)
+from policy import apply_gradients
+from policy.optim import convert
+from policy.optim.blockwise import FORMATS
+from policy.optim.moments import StoredInner, stored_dtypes, widen_moments
+from tests.policy.optim.steps import assert_same, dtypes, stepped, types, wrapped
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.full((2, 3), 1.5)}
 GRADIENTS = {"w": jnp.full((2, 3), 0.3)}
 
 
-def wrapped(tx: Any, **options: Any) -> Any:
-    return mixed_precision(tx, "float32", **options)
-
-
-def fields(tx, params=PARAMS):
-    leaves = jax.tree_util.tree_leaves_with_path(tx.init(params).inner)
-    names = {
-        path: [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        for path, _ in leaves
-    }
+def fields(tx: Any) -> dict[str, str]:
+    """Returns the dtype of each floating field of a state."""
+    leaves = jax.tree_util.tree_leaves_with_path(tx.init(PARAMS).inner)
     return {
-        names[path][-1]: leaf.dtype.name
+        [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]: str(leaf.dtype)
         for path, leaf in leaves
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     }
@@ -48,8 +47,8 @@ def fields(tx, params=PARAMS):
     ],
 )
 def test_a_dtype_means_the_first_moments_and_nothing_else(tx, narrow):
-    plain, ours = fields(wrapped(tx)), fields(wrapped(tx, moment_dtype="bfloat16"))
-    assert ours == {**plain, narrow: "bfloat16"}
+    ours = fields(wrapped(tx, moment_dtype="bfloat16"))
+    assert ours == {**fields(wrapped(tx)), narrow: "bfloat16"}
 
 
 class Named(NamedTuple):
@@ -59,9 +58,8 @@ class Named(NamedTuple):
 
 def test_a_param_that_is_called_as_a_moment_is_none():
     params = Named(jnp.ones(2), jnp.ones(3))
-    state = wrapped(optax.adam(1e-3), moment_dtype="bfloat16").init(params).inner[0]
-    assert {leaf.dtype.name for leaf in state.mu} == {"bfloat16"}
-    assert {leaf.dtype.name for leaf in state.nu} == {"float32"}
+    state = wrapped(moment_dtype="bfloat16").init(params).inner[0]
+    assert (set(dtypes(state.mu)), set(dtypes(state.nu))) == ({"bfloat16"}, {"float32"})
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -74,38 +72,32 @@ def test_moments_keep_their_dtype_in_a_scan_and_are_computed_in_float32(key):
         return adam.update(updates, state, params)
 
     tx = wrapped(optax.GradientTransformation(adam.init, update), moment_dtype="bfloat16", key=key)
-    step: Any = lambda carry, _: (apply_gradients(tx, carry[0], carry[1], GRADIENTS)[:2], None)  # noqa: E731
+    step: Any = lambda carry, _: (stepped(tx, *carry, GRADIENTS), None)  # noqa: E731
     (params, state), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), None, length=20)
     assert set(seen) == {jnp.dtype(jnp.float32)}
-    assert state.inner[0].mu["w"].dtype == jnp.bfloat16
-    exact = 0.3 * (1 - 0.9**20)
+    mu = state.inner[0].mu["w"]
+    assert mu.dtype == jnp.bfloat16
     # each step rounds by half an ulp of bfloat16 at most, and forgets a tenth of it: 10 · 2^-9
-    np.testing.assert_allclose(
-        np.asarray(state.inner[0].mu["w"], np.float64), exact, rtol=10 * 2.0**-9
-    )
+    exact = 0.3 * (1 - 0.9**20)
+    np.testing.assert_allclose(np.asarray(mu, np.float64), exact, rtol=10 * 2.0**-9)
     np.testing.assert_allclose(params["w"], 1.5 - 20 * 1e-2, rtol=1e-3)
 
 
 def test_a_bfloat16_second_moment_decays_with_stochastic_rounding():
     params, gradients = jnp.ones(4096), jnp.zeros(4096)
-    tx = wrapped(optax.adam(0.0, b2=0.999), moment_dtype={"nu": "bfloat16"}, key=KEY)
+    tx = wrapped(optax.scale_by_rms(decay=0.999), moment_dtype={"nu": "bfloat16"}, key=KEY)
     state = tx.init(params)
-    started = state._replace(
-        inner=(state.inner[0]._replace(nu=jnp.ones(4096, jnp.bfloat16)), *state.inner[1:])
-    )
-    step: Any = lambda state, _: (apply_gradients(tx, params, state, gradients)[1], None)  # noqa: E731
-    state: Any = jax.lax.scan(step, started, None, length=1000)[0]
-    nu = np.asarray(state.inner[0].nu, np.float64)
-    np.testing.assert_allclose(nu.mean(), 0.999**1000, rtol=0.02)
+    state = state._replace(inner=state.inner._replace(nu=jnp.ones(4096, jnp.bfloat16)))
+    step: Any = lambda state, _: (stepped(tx, params, state, gradients)[1], None)  # noqa: E731
+    end: Any = jax.lax.scan(step, state, None, length=1000)[0]
+    np.testing.assert_allclose(np.float64(end.inner.nu).mean(), 0.999**1000, rtol=0.02)
 
 
 def test_a_moment_beyond_float16_is_its_largest_number():
-    tx = wrapped(optax.trace(0.9), moment_dtype="float16")
-    params = jnp.ones(2)
-    state: Any
-    _, state, finite = apply_gradients(tx, params, tx.init(params), jnp.asarray([1e6, -1e6]))
-    assert finite
-    np.testing.assert_array_equal(state.inner.trace, np.asarray([65504, -65504], np.float16))
+    tx, params = wrapped(optax.trace(0.9), moment_dtype="float16"), jnp.ones(2)
+    _, state = stepped(tx, params, tx.init(params), jnp.asarray([1e6, -1e6]))
+    assert state.finite
+    assert_same(state.inner.trace, np.asarray([65504, -65504], np.float16))
 
 
 ADAM, BF16, SUM = optax.adam(1e-3), "bfloat16", "the field is a running sum"
@@ -149,3 +141,156 @@ def test_fields_that_cannot_be_tried_are_first_moments_by_their_names():
     with pytest.raises(ValueError, match="'mu' can't be checked"):
         wrapped(odd, moment_dtype="int8").init(PARAMS)
     assert wrapped(odd, moment_dtype={"mu": BF16}).init(PARAMS).inner.mu["w"].dtype == jnp.bfloat16
+
+
+# --------------------------------------------------------------------------------------------------
+# Moments in 8 bits
+# --------------------------------------------------------------------------------------------------
+
+INT8, FLOAT8 = ({"mu": name, "nu": name} for name in ("int8", "float8"))
+LARGE = {"w": jnp.full((32, 160), 0.5), "b": jnp.ones(160)}
+CODES = {"int8": ["int8", "uint8"], "float8": ["float8_e4m3fn", "float8_e5m2"]}
+
+
+def adam_in(moment_dtype: Any = None, **options: Any) -> Any:
+    key = None if moment_dtype is None else KEY
+    return wrapped(optax.adam(1e-2), moment_dtype=moment_dtype, key=key, **options)
+
+
+def gradients(step: Any) -> Any:
+    key = jax.random.fold_in(jax.random.key(7), step)
+    return jax.tree.map(lambda p: jax.random.normal(key, p.shape), LARGE)
+
+
+def wide(tx: Any, state: Any) -> Any:
+    """The inner state with float32 moments."""
+    targets = stored_dtypes(state.inner, LARGE, tx.moment_dtypes or {})
+    return widen_moments(StoredInner(state.inner, state.moment_scales), targets)
+
+
+@functools.cache
+def trained(name: str | None) -> Any:
+    """Transform, params and state after three steps of Adam."""
+    tx = adam_in(name and {"mu": name, "nu": name}, loss_scale=8.0)
+    params, state = LARGE, tx.init(LARGE)
+    for step in range(3):
+        params, state = stepped(tx, params, state, gradients(step))
+        assert state.finite
+    return tx, params, state
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_both_moments_of_a_large_leaf_take_two_bytes_and_their_scales(name):
+    params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+    state: Any = jax.eval_shape(adam_in({"mu": name, "nu": name}).init, params)
+    moments, scales = state.inner[0][1:], state.moment_scales[0][1:]
+    assert dtypes(moments) == CODES[name]
+    assert [x.shape for x in (*moments, *scales)] == [(1024, 4096)] * 2 + [(1024, 32)] * 2
+    taken = sum(x.size * x.dtype.itemsize for x in (*moments, *scales)) / (1024 * 4096)
+    assert taken == 2 + 2 * 4 / 128 < 2.1
+
+
+def test_small_leaves_and_those_of_a_short_last_axis_stay_float32():
+    shapes = {"w": (16, 256), "small": (16, 255), "short": (4096, 15), "none": (0, 8), "scalar": ()}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state: Any = jax.eval_shape(adam_in(INT8).init, params)
+    found = {name: str(x.dtype) for name, x in state.inner[0].nu.items()}
+    assert found == dict.fromkeys(shapes, "float32") | {"w": "uint8"}
+    assert [x.shape for x in jax.tree.leaves(state.moment_scales)] == [(16, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "mu", "nu"),
+    [
+        ("int8", "int8", "float32"),
+        ("float8", "float8_e4m3fn", "float32"),
+        ({"mu": jnp.int8, "nu": "bfloat16"}, "int8", "bfloat16"),
+        ({"mu": "bf16", "nu": "float8"}, "bfloat16", "float8_e5m2"),
+        ({"mu": "float8_e4m3fn", "nu": "uint8"}, "float8_e4m3fn", "uint8"),
+    ],
+)
+def test_a_bare_dtype_is_the_first_moments_and_fields_may_differ(asked, mu, nu):
+    tx = adam_in(asked)
+    adam: Any = jax.eval_shape(tx.init, LARGE).inner[0]
+    assert (str(adam.mu["w"].dtype), str(adam.nu["w"].dtype)) == (mu, nu)
+    assert adam_in(tx.moment_dtypes).moment_dtypes == tx.moment_dtypes
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_moments_are_those_of_float32_to_the_steps_of_their_codes(name):
+    (tx, params, state), (_, truth, exact) = trained(name), trained(None)
+    magnitudes = sum(0.1 * np.abs(np.asarray(gradients(step)["w"])) for step in range(3))
+    for field in ("mu", "nu"):
+        form = FORMATS[getattr(state.inner[0], field)["w"].dtype]
+        got, right = (getattr(inner[0], field) for inner in (wide(tx, state), exact.inner))
+        # each of three steps rounds by less than a step between codes; terms of mu may cancel
+        largest = magnitudes if field == "mu" else np.float64(right["w"])
+        room = 3 * 2.0**-form.fraction_bits * largest + 1e-9
+        np.testing.assert_array_less(np.abs(np.float64(got["w"]) - np.float64(right["w"])), room)
+        assert_same(got["b"], right["b"])
+    np.testing.assert_allclose(params["w"], truth["w"], atol=0.3 * 3e-2)
+    assert_same(params["b"], truth["b"])
+
+
+@pytest.mark.parametrize("options", [{}, {"check_results": True}])
+def test_a_step_that_is_not_finite_keeps_codes_and_scales(options):
+    _, params, before = trained("int8")
+    tx = adam_in(INT8, loss_scale=8.0, **options)
+    bad = {**gradients(3), "w": gradients(3)["w"].at[3, 5].set(jnp.nan)}
+    new, after = stepped(tx, params, before, bad)
+    assert not after.finite
+    parts = after.inner, after.moment_scales
+    assert_same((new, parts), (params, (before.inner, before.moment_scales)))
+    assert stepped(tx, params, before, gradients(3))[1].finite
+
+
+def test_fields_steps_and_leaves_are_rounded_by_bits_of_their_own():
+    params = {"a": jnp.zeros((32, 128)), "b": jnp.zeros((32, 128))}
+    tx = wrapped(optax.trace(0.0), moment_dtype="int8", key=KEY)
+    value = jnp.full((32, 128), 0.55).at[:, 0].set(1.0)  # between two codes
+    state: Any = tx.init(params)
+    seen = []
+    for _ in range(2):
+        state = stepped(tx, params, state, {"a": value, "b": value})[1]
+        seen += [np.asarray(state.inner.trace[name]) for name in "ab"]
+    assert all(len(np.unique(x[:, 1:])) == 2 for x in seen)
+    assert all((seen[i] != seen[j]).any() for i in range(4) for j in range(i))
+
+
+OTHERS = [None, "bfloat16", {"mu": "float8", "nu": "int8"}, {"nu": "int8"}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_moment_dtype_is_refused_by_name_and_converted(other):
+    tx, params, state = trained("int8")
+    loads = adam_in(other, loss_scale=8.0)
+    text = r"other arrays than tx stores for .*0/(mu|nu)/w is \w+\[32, 160\] instead of \w+"
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(loads, params, state, gradients(3))
+    made = convert(state, params, to=loads)
+    assert types(made) == types(loads.init(params))
+    assert jax.tree.structure(made) == jax.tree.structure(loads.init(params))
+    pairs = zip(*(jax.tree.leaves(wide(*of)) for of in ((loads, made), (tx, state))), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=2.0**-4, atol=2.0**-9 * np.abs(b).max())
+    _, made, finite = apply_gradients(loads, params, made, gradients(3))
+    assert finite
+    with pytest.raises(ValueError, match=text):
+        apply_gradients(tx, params, made, gradients(3))
+    back = convert(made, params, to=tx)
+    assert types(back) == types(state)
+    assert apply_gradients(tx, params, back, gradients(3))[2]
+
+
+def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
+    tx, params, state = trained("int8")
+    half = jax.tree.map(lambda x: x[:, :1], state.moment_scales)
+    for scales, text in (
+        (optax.MaskedNode(), "moment_scales are MaskedNode, .* are MaskedNode instead of"),
+        (half, r"scales of 0/mu/w are float32\[32, 1\] instead of float32\[32, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            apply_gradients(tx, params, state._replace(moment_scales=scales), gradients(3))
+    small = {"b": jnp.ones(4)}
+    with pytest.raises(ValueError, match="moment_scales are tuple"):
+        apply_gradients(adam_in(), small, adam_in(INT8).init(small), small)

@@ -11,7 +11,7 @@ from jax import lax
 
 from policy import apply_gradients, mixed_precision
 from policy.grads.finiteness import _sum, _sum_by_matmul
-from policy.optim.rounding import _halves, _halves_in_turn, pack
+from policy.optim.storage_modes import _halves, _halves_in_turn, pack
 
 
 def test_halves_taken_in_turn_are_the_halves():

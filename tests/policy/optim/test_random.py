@@ -26,7 +26,7 @@ from policy import (
     mixed_precision,
 )
 from policy.optim import convert, resync
-from policy.optim.rounding import round_to
+from policy.optim.storage_modes import round_to
 
 pytestmark = pytest.mark.random
 

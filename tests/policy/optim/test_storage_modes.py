@@ -1,24 +1,197 @@
-"""A storage mode is one record: a sixth works everywhere that the five do."""
+"""Float32 values in half-precision params: rounding to nearest and back, stochastic rounding, and
+modes. A mode is one record: a sixth works everywhere that the five do.
+"""
 
+import itertools
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
-from policy import NoOpLossScale, apply_gradients, master_params, mixed_precision
+from policy import apply_gradients, master_params
+from policy.inspect.ulps import spacing
 from policy.optim import convert, init_from_master, resync, storage_modes
-from policy.optim.rounding import round_to
 from policy.optim.storage_modes import (
+    KAHAN,
     STORAGE_MODES,
     MasterWeights,
     StorageMode,
+    join_master,
     mode_names,
+    pack,
+    packed,
+    round_stochastically,
+    round_to,
+    split,
     storage_code,
     storage_text,
 )
+from policy.testing import assert_close_in_ulps
+from tests.policy.optim.steps import assert_same, stepped, wrapped
+
+RNG = np.random.default_rng(0)
+HALF = [jnp.bfloat16, jnp.float16]
+# numpy warns of signalling NaNs, which are among all bit patterns
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+EVERY_16_BITS = np.arange(2**16, dtype=np.uint16)
+FLOATS = np.concatenate(
+    [
+        RNG.integers(0, 2**32, 20000, dtype=np.uint32),
+        (np.arange(2**16, dtype=np.uint32) << 16) + np.uint32(0x8000),
+        np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000], np.uint32),
+    ]
+).view(np.float32)  # any, every tie, NaN and infinity
+
+
+def test_bfloat16_is_rounded_half_away_from_zero():
+    ulp = 2.0**-7
+    x = [1, 1 + ulp / 2, -1 - ulp / 2, 1 + ulp * 0.499, 1 + ulp * 1.5, 0.0, -0.0]
+    rounded: jax.Array = jax.jit(lambda x: round_to(x, jnp.bfloat16))(jnp.asarray(x, jnp.float32))
+    expected = [1, 1 + ulp, -1 - ulp, 1, 1 + 2 * ulp, 0, -0.0]
+    assert_same(rounded, jnp.asarray(expected, jnp.bfloat16))
+    largest = jnp.finfo(jnp.bfloat16).max
+    assert round_to(jnp.array([largest], jnp.float32), jnp.bfloat16)[0] == largest
+
+
+def test_a_float32_is_the_same_after_it_was_taken_apart():
+    param, low = split(pack(jnp.asarray(FLOATS)))
+    rounded = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(param, np.float32), np.asarray(rounded, np.float32))
+    np.testing.assert_array_equal(jnp.isnan(param), np.isnan(FLOATS))
+    assert jnp.isinf(param[np.isinf(FLOATS)]).all()
+    joined = np.asarray(join_master(param, low))
+    np.testing.assert_array_equal(np.isnan(joined), np.isnan(FLOATS))
+    assert_same(joined[~np.isnan(FLOATS)], FLOATS[~np.isnan(FLOATS)])
+
+
+def test_halves_taken_in_turn_are_the_halves():
+    """TPUs take the low half of a pair from the high one."""
+    pair = pack(jnp.asarray(FLOATS))
+    (high, low), expected = storage_modes._halves_in_turn(pair), split(pair)
+    assert_same(low ^ np.uint16(0x8000), expected[1])
+    is_nan = jnp.isnan(expected[0])  # a NaN may lose its payload
+    np.testing.assert_array_equal(jnp.isnan(high), is_nan)
+    assert_same(jnp.where(is_nan, 0, high), jnp.where(is_nan, 0, expected[0]))
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(low):
+    param = jnp.asarray(EVERY_16_BITS.view(ml_dtypes.bfloat16))
+    stale = jnp.full(param.shape, low, jnp.uint16)
+    joined = np.asarray(jax.jit(join_master)(param, stale)).astype(np.float64)
+    exact = np.asarray(param).astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(joined), np.isnan(exact))
+    finite = np.isfinite(exact)
+    assert np.isfinite(joined[finite]).all()
+    assert_close_in_ulps(joined[finite], exact[finite], 0.5, jnp.bfloat16)
+    # a step that changes nothing keeps every bit, NaN's too
+    assert_same(split(packed(param, stale)), (param, stale))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(dtype):
+    param = jnp.asarray(EVERY_16_BITS.view(dtype))
+    stale = jnp.asarray(RNG.permutation(EVERY_16_BITS).view(dtype))
+    wide = np.asarray(jax.jit(KAHAN.join)(param, stale)).astype(np.float64)
+    exact = np.asarray(param).astype(np.float64)
+    finite = np.isfinite(exact)
+    assert np.isfinite(wide[finite]).all()
+    tiny = float(jnp.finfo(dtype).tiny)  # XLA may take a subnormal number for 0
+    allowed = np.where(np.abs(exact) < tiny, tiny, spacing(exact, dtype))
+    assert (np.abs(wide - exact)[finite] <= allowed[finite]).all()
+    assert_same(KAHAN.decode(KAHAN.encode_same(param, stale), jnp.dtype(dtype)), (param, stale))
+
+
+NAN_BITS = [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF]  # quiet, negative, signalling, all ones
+STORED = [
+    ("remainder", "bfloat16"),
+    *itertools.product(["kahan", "full", "stochastic", "none"], ["bfloat16", "float16"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), STORED)
+def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
+    params = jnp.asarray(RNG.normal(size=64), dtype)
+    tx = wrapped(optax.adamw(1e-2), dtype, mode)
+    step = jax.jit(lambda p, s: stepped(tx, p, s, jnp.ones(64)))
+    params, state = step(params, tx.init(params))
+    nans = [lax.bitcast_convert_type(jnp.full(64, b, jnp.uint16), dtype) for b in NAN_BITS]
+    pruned = jnp.where(RNG.random(64) < 0.5, jnp.zeros_like(params), params)
+    constants = [jnp.full_like(params, value) for value in (0.0, -0.0, 1.0)]
+    for value in (*constants, pruned, *nans):
+        new, after = jnp.where(np.arange(64) % 2 == 0, value, params), state
+        bad = np.isnan(np.asarray(new, np.float32))
+        for _ in range(3):
+            new, after = step(new, after)
+            for result in (new, master_params(new, after)):
+                finite = np.isfinite(np.asarray(result, np.float32))
+                # a full master, not the param, is the truth
+                np.testing.assert_array_equal(finite, ~bad if mode != "full" else True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stochastic rounding
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7]
+)
+def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average(dtype, value):
+    count = 2**14
+    x = jnp.full((128, count // 128), value, jnp.float32)
+    rounded = np.asarray(round_stochastically(x, dtype, jax.random.key(1))).astype(np.float64)
+    exact = float(np.float32(value))
+    low, high = np.unique(rounded)
+    assert low < exact < high
+    assert float(jnp.nextafter(jnp.asarray(low, dtype), jnp.asarray(np.inf, dtype))) == high
+    probability = (exact - low) / (high - low)
+    sigma = (high - low) * (probability * (1 - probability) / count) ** 0.5
+    # 13 and 16 random bits
+    assert abs(rounded.mean() - exact) < 4 * sigma + (high - low) * 2.0**-12
+    for axis in (0, 1):  # rows and columns are not alike
+        off = np.abs((rounded == high).mean(axis) - probability)
+        assert off.max() < 6 * (0.25 / 128) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_stochastic_rounding_leaves_what_fits_and_never_overflows_a_number(dtype):
+    exact = jnp.asarray(EVERY_16_BITS.view(dtype))
+    rounded = round_stochastically(exact.astype(jnp.float32), dtype, jax.random.key(2))
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(exact, np.float32))
+    info = jnp.finfo(dtype)
+    beyond = jnp.full(4096, np.float32(info.max) * np.float32(1 + float(info.eps) / 8))
+    np.testing.assert_array_equal(round_stochastically(beyond, dtype, jax.random.key(3)), info.max)
+
+
+def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
+    params = {"a": jnp.ones(512, jnp.bfloat16), "b": jnp.ones(512, jnp.bfloat16)}
+    half = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)  # half of the ulp below 1
+
+    def rounded(params, steps=1, key=0, axis_name=None):
+        raw = jax.random.PRNGKey(key)  # the old kind of key
+        tx = wrapped(optax.sgd(1.0), mode="stochastic", key=raw, axis_name=axis_name)
+        return stepped(tx, params, tx.init(params)._replace(count=jnp.int32(steps)), half)[0]
+
+    first = rounded(params)
+    assert 0.4 < (first["a"] < 1).mean() < 0.6
+    lanes = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    parts = jax.vmap(lambda p: rounded(p, axis_name="i"), axis_name="i")(lanes)["a"]
+    others = first["b"], rounded(params, 2)["a"], rounded(params, key=1)["a"]
+    for one, other in (*((first["a"], other) for other in others), (parts[0], parts[1])):
+        assert 0.4 < (one == other).mean() < 0.6
+    assert_same(first, rounded(params))
+
+
+# --------------------------------------------------------------------------------------------------
+# Records
+# --------------------------------------------------------------------------------------------------
 
 WIDE = {"w": jnp.linspace(-2.1, 3.3, 12).reshape(3, 4)}
 GRADIENTS = {"w": jnp.full((3, 4), 0.5)}
@@ -46,11 +219,6 @@ def sixth(monkeypatch) -> Any:
     return "error"
 
 
-def wrapped(mode: Any) -> Any:
-    tx = optax.sgd(0.0, momentum=0.9)
-    return mixed_precision(tx, "bfloat16", master_weights=mode, loss_scale=NoOpLossScale())
-
-
 def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
     assert get_args(MasterWeights) == mode_names()
     for name, mode in STORAGE_MODES.items():
@@ -64,19 +232,16 @@ def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
 def test_a_value_that_is_split_is_joined_again(mode):
     value = jnp.linspace(-3.0, 3.0, 101)
     param, stored = mode.split(value, jnp.bfloat16)
-    assert param.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(param, round_to(value, jnp.bfloat16))
-    assert getattr(stored, "dtype", None) == (
-        mode.stored_dtype(param.dtype) if mode.stores else None
-    )
+    assert_same(param, round_to(value, jnp.bfloat16))
+    expected = mode.stored_dtype(param.dtype) if mode.stores else None
+    assert getattr(stored, "dtype", None) == expected
     bits = {"full": 24, "remainder": 24, "kahan": 16}.get(mode.name, 8)
     np.testing.assert_allclose(mode.join(param, stored), value, rtol=2.0**-bits, atol=0)
-    same = mode.decode(mode.encode_same(param, stored), param.dtype)
-    jax.tree.map(np.testing.assert_array_equal, same, (param, stored))
+    assert_same(mode.decode(mode.encode_same(param, stored), param.dtype), (param, stored))
 
 
 def test_a_sixth_record_is_a_mode(sixth):
-    tx = wrapped(sixth)
+    tx, full = (wrapped(optax.sgd(0.0, momentum=0.9), "bfloat16", m) for m in (sixth, "full"))
     params, state = init_from_master(tx, WIDE)
     assert state.masters["w"].dtype == jnp.float16
     close = {"rtol": 2.0**-16, "atol": 0}
@@ -87,21 +252,16 @@ def test_a_sixth_record_is_a_mode(sixth):
     np.testing.assert_allclose(master_params(params, state)["w"], WIDE["w"], **close)
     updates, _ = tx.update(GRADIENTS, state, params)
     np.testing.assert_array_equal(updates["w"], 0)
-    full = convert(state, params, to=wrapped("full"))
-    np.testing.assert_allclose(full.masters["w"], WIDE["w"], **close)
-    back = convert(full, params, to=tx)
-    np.testing.assert_array_equal(back.masters["w"], state.masters["w"])
+    migrated = convert(state, params, to=full)
+    np.testing.assert_allclose(migrated.masters["w"], WIDE["w"], **close)
+    assert_same(convert(migrated, params, to=tx).masters, state.masters)
     np.testing.assert_array_equal(resync(params, state).masters["w"], 0)
 
 
 def test_codes_tell_every_storage_of_every_pair_of_dtypes_apart(sixth):
-    codes = {
-        storage_code(dtypes, mode)
-        for mode in ("full", "kahan", sixth)
-        for dtypes in (["bfloat16"], ["float16"], ["bfloat16", "float16"])
-    }
-    assert len(codes) == 9
     both = ["bfloat16", "float16"]
+    pairs = itertools.product(("full", "kahan", sixth), (both[:1], both[1:], both))
+    assert len({storage_code(dtypes, mode) for mode, dtypes in pairs}) == 9
     assert storage_text(storage_code(both, sixth)) == "error for bfloat16, error for float16"
     assert storage_text(storage_code(both, "auto")) == "remainder for bfloat16, full for float16"
     assert storage_text(storage_code(["float16"], "none")) == "nothing"
