@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.autocasting.values import CastValue, cast
+from policy.autocasting.values import CastValue, Values, cast
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs.dtypes import F32, explicit_sharding, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind
@@ -94,14 +94,14 @@ def is_broadcast(value: CastValue, shape: tuple[Any, ...] | None) -> bool:
     return (
         shape is not None
         and value.constant is None
-        and is_floating_dtype(value.dtype)
+        and value.is_float
         and value.array.shape != shape
     )
 
 
 def broadcast_product(
-    equation: Equation, values: list[CastValue], arrays: list[Any], dtype: DTypeLike
-) -> list[CastValue]:
+    equation: Equation, values: Values, arrays: list[Any], dtype: DTypeLike
+) -> Values:
     """Returns the product or quotient of values in half precision, of which one is broadcast.
 
     Args:
@@ -119,7 +119,7 @@ def broadcast_product(
     return [CastValue(compute(_Repeats.to(result, dtype), a, b))]
 
 
-def sums_cotangents(equation: Equation, values: Sequence[CastValue]) -> bool:
+def sums_cotangents(equation: Equation, values: Values) -> bool:
     """Returns whether the derivative of an equation that moves half values is a sum."""
     if not any(value.is_half for value in values):
         return False
@@ -140,12 +140,12 @@ def _overlapping(equation: Equation) -> float:
     return math.prod(-(-width // step) for width, step in pairs)
 
 
-def widened_operand(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+def widened_operand(equation: Equation, values: Values) -> Values:
     """Evaluates an equation that moves half values in float32, and casts its results back.
 
     The residuals are integers, or the half values themselves.
     """
-    dtypes = [value.dtype for value in values if is_floating_dtype(value.dtype)]
+    dtypes = [value.dtype for value in values if value.is_float]
 
     def run(*arrays: Any) -> list[Any]:
         outputs = bind(equation, arrays)

@@ -12,14 +12,7 @@ from jax import lax
 from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
 from policy.autocasting.memoization import once_for_all_alike
-from policy.autocasting.values import (
-    CastValue,
-    as_traced,
-    bound,
-    cast,
-    floats_of,
-    traced_kind,
-)
+from policy.autocasting.values import CastValue, Values, as_traced, bound, cast
 from policy.functions.checkpointing import keeping_inputs
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import (
@@ -47,7 +40,7 @@ from policy.programs.rewriting import control_flow
 from policy.programs.rewriting.control_flow import Body
 
 
-def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
     if not control_flow.has_options(equation):
         handler = _checkpointed if _is_activation(evaluator, equation, values) else _inlined
@@ -63,7 +56,7 @@ def _jit(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> l
 _inlined = once_for_all_alike(control_flow.call, saves=False)
 
 
-def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> bool:
+def _is_activation(evaluator: Evaluator, equation: Equation, values: Values) -> bool:
     """Returns whether a jit is an elementwise function of half-precision activations, in float32.
 
     Softplus is one, as its exponential and logarithm are. Its residuals would be float32.
@@ -71,7 +64,7 @@ def _is_activation(evaluator: Evaluator, equation: Equation, values: Sequence[Ca
     if not equation.outvars:
         return False
     shape = equation.outvars[0].aval.shape
-    is_half = [v.narrows or v.is_half for v in floats_of(values) if v.array.shape == shape]
+    is_half = [v.narrows or v.is_half for v in values if v.is_float and v.array.shape == shape]
     if not is_half or not all(is_half) or evaluator.place_of(equation).compute == F32:
         return False
     names = {each.primitive.name for each in equations_within(subprogram(equation, "call").body)}
@@ -83,16 +76,14 @@ _ELEMENTWISE = ELEMENTWISE | TRANSCENDENTALS | INLINED | COMPARISONS | FORWARDS 
 
 
 @once_for_all_alike
-def _checkpointed(
-    evaluator: Evaluator, equation: Equation, values: list[CastValue]
-) -> list[CastValue]:
+def _checkpointed(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Inlines a jit of which backward keeps the operands alone."""
     body = Body(evaluator.inside(equation), subprogram(equation, "call"), values)
     results = keeping_inputs(body.arrays)(*evaluator.flat(values))
     return evaluator.refilled(body.outputs, results)
 
 
-def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+def _scan(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     program = subprogram(equation, "loop")
     values = evaluator.saved(equation, _carrying_as_traced(equation, values, program.carry))
     for i in range(len(values))[program.fixed]:
@@ -102,42 +93,38 @@ def _scan(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> 
     return control_flow.scan(evaluator, equation, values, carried)
 
 
-def _while(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+def _while(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     carry = slice(len(values) - len(equation.outvars), len(values))
     values = _carrying_as_traced(equation, values, carry)
     return control_flow.while_loop(evaluator, equation, values)
 
 
-def _carrying_as_traced(
-    equation: Equation, values: Sequence[CastValue], carry: slice
-) -> list[CastValue]:
+def _carrying_as_traced(equation: Equation, values: Values, carry: slice) -> Values:
     """Returns the operands of a loop, the carry in the dtypes that it was traced with."""
     init = map(CastValue, as_traced(equation.invars[carry], values[carry]))
     return [*values[: carry.start], *init, *values[carry.stop :]]
 
 
-def _cond(evaluator: Evaluator, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+def _cond(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     if control_flow.is_for_platforms(equation):  # whose branches must return the same dtypes
         return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
     return control_flow.cond(evaluator, equation, values)
 
 
-def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> list[CastValue]:
+def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> Values:
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     settings, programs = inside.settings, subprograms(equation)
     is_told = settings.strict or inside.report is not None
     narrowed = MATMULS | settings.allow
     if not is_told and not any(runs_any(one.body, narrowed) for one in programs):
         return bound(equation, arrays)
-    operands, out = arrays[1:], list(map(traced_kind, equation.outvars))
+    operands, out = arrays[1:], [CastValue(v.aval) for v in equation.outvars]
     branches = [Body(inside, one, list(map(CastValue, operands)), out) for one in programs]
     rewritten = [jax.make_jaxpr(branch.arrays)(*operands) for branch in branches]
     return bound(equation, arrays, with_subprograms(equation, rewritten))
 
 
-def _carries_handed_on(
-    evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]
-) -> list[CastValue]:
+def _carries_handed_on(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Returns a value like each carry of a scan.
 
     It is half precision if a rule requires it and a step given half precision also returns it.
@@ -156,7 +143,7 @@ def _carries_handed_on(
     ]
 
 
-def _half_carry(evaluator: Evaluator, equation: Equation, xs: Sequence[CastValue]) -> Any:
+def _half_carry(evaluator: Evaluator, equation: Equation, xs: Values) -> Any:
     """Returns the half dtype of the carry between layers, or None."""
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
@@ -167,17 +154,13 @@ def _half_carry(evaluator: Evaluator, equation: Equation, xs: Sequence[CastValue
     return half
 
 
-def _has_layers(body: OpenJaxpr, xs: Sequence[CastValue]) -> bool:
+def _has_layers(body: OpenJaxpr, xs: Values) -> bool:
     """Returns whether each step has weights of its own and a matmul."""
     return any(x.yields and np.ndim(x.array) > 2 for x in xs) and runs_any(body, MATMULS)
 
 
 def _stable(
-    evaluator: Evaluator,
-    equation: Equation,
-    given: Sequence[CastValue],
-    traced: Sequence[Any],
-    half: Any,
+    evaluator: Evaluator, equation: Equation, given: Values, traced: Sequence[Any], half: Any
 ) -> list[Any]:
     """Returns the dtypes of a carry that a step preserves, found by fixpoint iteration."""
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)

@@ -10,15 +10,13 @@ import jax
 from policy.autocasting.evaluator import Evaluator
 from policy.autocasting.operations import opaque_kind
 from policy.autocasting.settings import UnknownPrimitiveError
-from policy.autocasting.values import CastValue, cast
+from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import float_dtype
 from policy.programs.jaxprs import Equation, bind, subprogram
 from policy.programs.rewriting.control_flow import Body
 
 
-def custom_jvp(
-    evaluator: Evaluator, equation: Equation, values: list[CastValue]
-) -> list[CastValue]:
+def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Rebuilds a function with a custom_jvp rule: both are rewritten."""
     inside = evaluator.inside(equation)
     arrays, like_traced = evaluator.flat(values), _dtypes(equation.invars)
@@ -52,9 +50,7 @@ def custom_jvp(
     return evaluator.refilled(body.outputs, results)
 
 
-def custom_vjp(
-    evaluator: Evaluator, equation: Equation, values: list[CastValue]
-) -> list[CastValue]:
+def custom_vjp(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Rebuilds a function with custom_vjp rules.
 
     The rules are rebuilt only if it is differentiated, as a rule may call it. If that fails, they
@@ -108,7 +104,7 @@ class _VjpRules:
       backward: the rule of the backward pass as a program, once the function was differentiated.
     """
 
-    def __init__(self, evaluator: Evaluator, equation: Equation, values: list[CastValue]):
+    def __init__(self, evaluator: Evaluator, equation: Equation, values: Values):
         self.equation, self.values = equation, values
         self.inside, self.arrays = evaluator.inside(equation), evaluator.flat(values)
         self.scope = lambda: evaluator.tracing_rules(equation)

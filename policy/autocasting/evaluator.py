@@ -17,12 +17,7 @@ from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.report import Report
 from policy.autocasting.settings import Place, Places, Settings
-from policy.autocasting.values import (
-    CastValue,
-    bound_as_traced,
-    cast,
-    traced_kind,
-)
+from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
@@ -32,7 +27,7 @@ from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
 from policy.programs.rewriting.interpreter import Interpreter, equations_of, readers_of
 from policy.programs.rewriting.outlining import is_part
 
-AutocastHandler = Callable[["Evaluator", Any, list[CastValue]], list[CastValue]]
+AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
 
 class Evaluator(Interpreter[CastValue]):
@@ -100,10 +95,7 @@ class Evaluator(Interpreter[CastValue]):
     # Programs inside equations --------------------------------------------------------------------
 
     def merge(
-        self,
-        equation: Equation,
-        values: Sequence[CastValue],
-        branches: Sequence[Any] = (),
+        self, equation: Equation, values: Sequence[CastValue], branches: Sequence[Any] = ()
     ) -> Sequence[CastValue | None]:
         """Returns the dtypes of the outputs of a loop, of branches, or of a jit with shardings.
 
@@ -114,7 +106,7 @@ class Evaluator(Interpreter[CastValue]):
             outputs = zip(equation.outvars, *(branch.outputs for branch in branches), strict=True)
             return [_merged(variable, found) for variable, *found in outputs]
         if equation.primitive.name in REBUILT:
-            return list(map(traced_kind, equation.outvars))
+            return [CastValue(v.aval) for v in equation.outvars]
         return super().merge(equation, values)
 
     def settled(self, value: CastValue, like: CastValue) -> CastValue:
@@ -135,7 +127,7 @@ class Evaluator(Interpreter[CastValue]):
         known = self.regions.within(equation)
         return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
 
-    def saved(self, equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+    def saved(self, equation: Equation, values: Values) -> Values:
         """Returns operands to save as residuals: half precision if the body would narrow them."""
         place = self.place_of(equation)
         return [value if place.region else value.narrowed_to(place.compute) for value in values]
@@ -157,7 +149,7 @@ class Evaluator(Interpreter[CastValue]):
 
     def run(
         self, jaxpr: OpenJaxpr, consts: Sequence[CastValue], args: Sequence[CastValue]
-    ) -> list[CastValue]:
+    ) -> Values:
         regions = None if self.held is None else self.held.get(id(jaxpr))
         if regions is None:
             is_param = [value.yields for value in args]
@@ -174,7 +166,7 @@ class Evaluator(Interpreter[CastValue]):
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         return super(Evaluator, inner).run(jaxpr, consts, args)
 
-    def equation(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    def equation(self, equation: Equation, values: Values) -> Values:
         # Widened where it is first read: a report attributes the cast to that module.
         values = [value.widened_param() if value.is_shared else value for value in values]
         outputs = self._evaluated(equation, values)
@@ -192,7 +184,7 @@ class Evaluator(Interpreter[CastValue]):
                 return CastValue(value.array, yields=True, is_shared=True)
         return value
 
-    def _evaluated(self, equation: Equation, values: list[CastValue]) -> list[CastValue]:
+    def _evaluated(self, equation: Equation, values: Values) -> Values:
         name, place = equation.primitive.name, self.place_of(equation)
         if (mark := marks.mark_of(equation)) is not None:
             return [_handed_on(mark, values[0], place)]
@@ -249,7 +241,7 @@ def _is_square(equation: Equation) -> bool:
     return equation.primitive.name == "mul" and equation.invars[0] is equation.invars[1]
 
 
-def _merged(variable: Any, outputs: Sequence[CastValue]) -> CastValue:
+def _merged(variable: Any, outputs: Values) -> CastValue:
     """Returns a value like an output of a conditional.
 
     It is half precision if every branch returns half precision, otherwise as traced.
@@ -262,7 +254,7 @@ def _merged(variable: Any, outputs: Sequence[CastValue]) -> CastValue:
     return CastValue(jax.ShapeDtypeStruct(variable.aval.shape, dtype), narrows=narrows)
 
 
-def _of_layer(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+def _of_layer(equation: Equation, values: Values) -> Values:
     """Evaluates an equation of a layer that obeys a policy itself, in its traced dtypes.
 
     The casts at its boundary are dropped if the code around it already computes in the layer's

@@ -11,21 +11,13 @@ import numpy as np
 from jax import lax
 
 from policy.autocasting.settings import Place
-from policy.autocasting.values import (
-    CastValue,
-    Evaluated,
-    as_traced,
-    bound,
-    bound_as_traced,
-    cast,
-)
+from policy.autocasting.values import CastValue, Values, as_traced, bound, bound_as_traced, cast
 from policy.core.dtypes import canonical_precision
 from policy.eight_bits import scaled_convolution, scaled_matmul
-from policy.programs.dtypes import is_floating_dtype
 from policy.programs.jaxprs import Equation
 
 
-def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> Evaluated:
+def computed(equation: Equation, values: Values, place: Place) -> tuple[str, Values]:
     """Evaluates a matmul or convolution with its operands and result in compute_dtype."""
     if _is_outer_product(equation, values):
         return "float32", [_outer_product(equation, values)]
@@ -38,9 +30,7 @@ def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> E
         params["preferred_element_type"] = dtype
     if precision is None and place.precision is not None:
         params["precision"] = canonical_precision(place.precision)
-    arrays = [
-        value.as_dtype(dtype) if is_floating_dtype(value.dtype) else value.array for value in values
-    ]
+    arrays = [value.as_dtype(dtype) if value.is_float else value.array for value in values]
     weights = [side for side, value in enumerate(values) if value.yields]
     by = place.matmul if len(weights) == 1 else None
     if by is not None and _may_be_scaled(equation, arrays, weights[0]):
@@ -49,7 +39,7 @@ def computed(equation: Equation, values: Sequence[CastValue], place: Place) -> E
     return str(dtype), bound(equation, arrays, params)
 
 
-def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
+def _is_outer_product(equation: Equation, values: Values) -> bool:
     """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
     without a contraction.
     """
@@ -61,7 +51,7 @@ def _is_outer_product(equation: Equation, values: Sequence[CastValue]) -> bool:
     )
 
 
-def _outer_product(equation: Equation, values: Sequence[CastValue]) -> CastValue:
+def _outer_product(equation: Equation, values: Values) -> CastValue:
     """Evaluates a dot without a contraction as a multiplication, which no device rounds."""
     batch = equation.params["dimension_numbers"][1]
     a, b = (

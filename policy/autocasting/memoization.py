@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
-from policy.autocasting.values import CastValue
+from policy.autocasting.values import Values
 from policy.programs.jaxprs import Equation, held_program
 
 
@@ -28,9 +28,7 @@ def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> Autoc
     """
 
     @functools.wraps(handler)
-    def shared(
-        evaluator: Evaluator, equation: Equation, values: list[CastValue]
-    ) -> list[CastValue]:
+    def shared(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
         values = evaluator.saved(equation, values) if saves else values
         if id(held_program(equation)) not in evaluator.places.repeated:
             return handler(evaluator, equation, values)
@@ -45,8 +43,8 @@ def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> Autoc
 
 
 def _rewritten(
-    handler: AutocastHandler, evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]
-) -> tuple[Any, list[CastValue]]:
+    handler: AutocastHandler, evaluator: Evaluator, equation: Equation, values: Values
+) -> tuple[Any, Values]:
     """Returns the program of an equation as a function of arrays, and its outputs without arrays.
 
     The outputs are known once it was traced. The function keeps the equation's parameters alive,
@@ -65,7 +63,7 @@ def _rewritten(
     return jax.jit(rewritten, inline=True), known
 
 
-def _key(evaluator: Evaluator, equation: Equation, values: Sequence[CastValue]) -> Hashable:
+def _key(evaluator: Evaluator, equation: Equation, values: Values) -> Hashable:
     """Returns a key that is equal for equations with the same rewritten program.
 
     Without rules, the place of an equation decides for the equations inside it. Their relative

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,14 +24,7 @@ from policy.autocasting.broadcasting import (
 from policy.autocasting.matmuls import computed
 from policy.autocasting.report import OPAQUE_MATMUL
 from policy.autocasting.settings import Place
-from policy.autocasting.values import (
-    CastValue,
-    Evaluated,
-    bound,
-    bound_as_traced,
-    cast,
-    floats_of,
-)
+from policy.autocasting.values import CastValue, Evaluated, Values, bound, bound_as_traced, cast
 from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
 from policy.programs.jaxprs import Equation, bind, programs_of, runs_any, subprograms
@@ -54,7 +48,7 @@ class CastOperation:
     category: str
     place: Place
     narrows: bool
-    values: list[CastValue]
+    values: Values
 
     def __post_init__(self) -> None:
         if not self.place.region and self.name != "add_any":
@@ -65,8 +59,8 @@ class CastOperation:
         return self.equation.primitive.name
 
     @functools.cached_property
-    def floats(self) -> list[CastValue]:
-        return floats_of(self.values)
+    def floats(self) -> Values:
+        return [value for value in self.values if value.is_float]
 
     @property
     def is_of_params(self) -> bool:
@@ -107,19 +101,19 @@ class CastOperation:
 
     # Operands -------------------------------------------------------------------------------------
 
-    def _read(self) -> list[CastValue]:
+    def _read(self) -> Values:
         """Returns the operands narrowed, except in sums with float32."""
         if self.category == "fp32":
             return self.values
         narrowed = [value.narrowed_to(self.place.compute) for value in self.values]
         if self.name in primitives.FORWARD_ADDITIONS and narrowed != self.values:
-            floats = floats_of(narrowed)
+            floats = [value for value in narrowed if value.is_float]
             is_wide = common_dtype(floats, self.place.compute) == F32
             if is_wide and not self._meets_tables(floats):
                 return self.values
         return narrowed
 
-    def _meets_tables(self, floats: Sequence[CastValue]) -> bool:
+    def _meets_tables(self, floats: Values) -> bool:
         half = self.place.compute
         return self.narrows and half != F32 and meets_tables(floats, half)
 
@@ -149,7 +143,7 @@ class CastOperation:
 
     # Treatments -----------------------------------------------------------------------------------
 
-    def _traced(self, **facts: Any) -> list[CastValue]:
+    def _traced(self, **facts: Any) -> Values:
         """Returns the outputs in the dtypes of the trace, with facts about them."""
         outputs = bound_as_traced(self.equation, self.values)
         return [dataclasses.replace(output, **facts) for output in outputs] if facts else outputs
@@ -261,7 +255,7 @@ class CastOperation:
 
         It is broadcast in float32, so that its cotangent is summed there.
         """
-        if not is_floating_dtype(value.dtype):
+        if not value.is_float:
             return value.array
         if value.constant is not None and saturates(value.constant, dtype):
             return saturated(value.array, dtype)
@@ -269,7 +263,7 @@ class CastOperation:
             return value.as_dtype(dtype)
         return repeated(value.as_dtype(F32), self.equation.outvars[0].aval, dtype)
 
-    def _bound(self, arrays: Sequence[Any]) -> list[CastValue]:
+    def _bound(self, arrays: Sequence[Any]) -> Values:
         try:
             return bound(self.equation, arrays)
         except (TypeError, NotImplementedError):  # the primitive takes no half precision
@@ -317,7 +311,7 @@ def has_range_of_float32(dtype: DTypeLike) -> bool:
     return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(F32).maxexp)
 
 
-def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = False) -> np.dtype:
+def common_dtype(values: Values, half: Any, *, selects: bool = False) -> np.dtype:
     """Returns the dtype for mixing float32 values of the trace: `half` or float32.
 
     It is `half` if one value is half already and every other yields: params and constants always,
@@ -338,7 +332,7 @@ def common_dtype(values: Sequence[CastValue], half: Any, *, selects: bool = Fals
     return np.dtype(half)
 
 
-def meets_tables(values: Sequence[CastValue], half: Any) -> bool:
+def meets_tables(values: Values, half: Any) -> bool:
     """Returns whether half-precision activations meet nothing that widens them.
 
     These are tables, scalars, and inputs of the shape of an activation. Mixed in float32, they make
@@ -352,12 +346,12 @@ def meets_tables(values: Sequence[CastValue], half: Any) -> bool:
     )
 
 
-def makes_table(values: Sequence[CastValue], half: Any) -> bool:
+def makes_table(values: Values, half: Any) -> bool:
     """Returns whether an operation on float32 values makes a table."""
     return all(_is_table(value) and not _is_lost(value, half) for value in values)
 
 
-def is_input(values: Sequence[CastValue], half: Any) -> bool:
+def is_input(values: Values, half: Any) -> bool:
     """Returns whether an operation shifts or scales inputs of a module's call by tables."""
     return any(value.weak for value in values) and all(
         value.weak or (_is_table(value) and not _is_lost(value, half)) for value in values

@@ -147,8 +147,8 @@ class Places:
         self[path]  # known, for the check of the rules
         rules = self.settings.rules
         policy = _match(rules, without_marks(path)) if path else None
-        is_half = policy is not None and policy.output_dtype.itemsize < F32.itemsize
-        return policy.output_dtype if is_half else None
+        output = F32 if policy is None else policy.output_dtype
+        return output if output.itemsize < F32.itemsize else None
 
     def check(self, rules: PolicyRules | None) -> None:
         """Raises if a rule matched no path."""

@@ -59,8 +59,12 @@ class CastValue:
         return self.array.dtype
 
     @property
+    def is_float(self) -> bool:
+        return is_floating_dtype(self.array.dtype)
+
+    @property
     def is_half(self) -> bool:
-        return is_floating_dtype(self.dtype) and self.dtype.itemsize < F32.itemsize
+        return self.is_float and self.dtype.itemsize < F32.itemsize
 
     def as_dtype(self, dtype: np.dtype) -> Any:
         """Returns the array in `dtype`.
@@ -101,12 +105,10 @@ class CastValue:
         return dataclasses.replace(self, array=array, narrowed=None, widened=None, transposed=None)
 
 
-Evaluated = tuple[str, list[CastValue]]
+Values = list[CastValue]
+
+Evaluated = tuple[str, Values]
 """The treatment of an equation, as reports name it, and its outputs."""
-
-
-def floats_of(values: Sequence[CastValue]) -> list[CastValue]:
-    return [value for value in values if is_floating_dtype(value.dtype)]
 
 
 def cast(array: Any, dtype: DTypeLike) -> Any:
@@ -117,7 +119,7 @@ def cast(array: Any, dtype: DTypeLike) -> Any:
         return lax.convert_element_type(array, dtype)
 
 
-def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
+def as_traced(atoms: Sequence[Any], values: Values) -> list[Any]:
     """Returns the arrays of values in the dtypes that they were traced with."""
     return [
         value.as_dtype(dtype) if (dtype := float_dtype(atom.aval)) is not None else value.array
@@ -127,15 +129,10 @@ def as_traced(atoms: Sequence[Any], values: Sequence[CastValue]) -> list[Any]:
 
 def bound(
     equation: Equation, arrays: Sequence[Any], params: dict[str, Any] | None = None
-) -> list[CastValue]:
+) -> Values:
     """Evaluates an equation on arrays."""
     return list(map(CastValue, bind(equation, arrays, params)))
 
 
-def bound_as_traced(equation: Equation, values: Sequence[CastValue]) -> list[CastValue]:
+def bound_as_traced(equation: Equation, values: Values) -> Values:
     return bound(equation, as_traced(equation.invars, values))
-
-
-def traced_kind(variable: Any) -> CastValue:
-    """Returns a value of the dtype that a variable was traced with."""
-    return CastValue(variable.aval)

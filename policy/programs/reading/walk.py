@@ -114,10 +114,16 @@ def site_of(equation: Equation, around: Site | None) -> Site:
     if around is None:
         return Site(equation, place.path, place.is_backward, 1, (), (), *place.marks)
     inherited = around.is_recomputed, around.is_placed, around.in_island
-    marks = map(operator.or_, place.marks, inherited)
-    is_backward = place.is_backward or around.is_backward
-    enclosing = around.count, around.inside, around.axes
-    return Site(equation, place.path, is_backward, *enclosing, *marks, around.call, around)
+    again, placed, island = map(operator.or_, place.marks, inherited)
+    return Site(
+        equation,
+        place.path,
+        place.is_backward or around.is_backward,
+        *(around.count, around.inside, around.axes),
+        *(again, placed, island),
+        around.call,
+        around,
+    )
 
 
 def _once(stack: str) -> str:

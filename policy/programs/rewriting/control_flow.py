@@ -34,11 +34,7 @@ class Body(Generic[V]):
     """
 
     def __init__(
-        self,
-        run: Interpreter[V],
-        program: Any,
-        inputs: Sequence[V],
-        like: Sequence[V | None] = (),
+        self, run: Interpreter[V], program: Any, inputs: Sequence[V], like: Sequence[V | None] = ()
     ):
         """Takes a subprogram of an equation, or a closed jaxpr.
 
