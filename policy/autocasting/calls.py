@@ -2,42 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import source_info_util
 
 from policy.autocasting.derivative_rules import custom_jvp, custom_vjp
 from policy.autocasting.evaluator import AutocastHandler, Evaluator
-from policy.autocasting.memoization import once_for_all_alike
 from policy.autocasting.values import CastValue, Values, as_traced, bound, cast
 from policy.functions.checkpointing import keeping_inputs
+from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
     equations_within,
+    held_program,
     runs_any,
     subprogram,
     subprograms,
     with_subprograms,
 )
 from policy.programs.paths import scanned_path
-from policy.programs.primitives import (
-    BOUNDED,
-    CALLS,
-    COMPARISONS,
-    ELEMENTWISE,
-    FORWARDS,
-    INLINED,
-    MATMULS,
-    REMATS,
-    TRANSCENDENTALS,
-)
 from policy.programs.rewriting import control_flow
 from policy.programs.rewriting.control_flow import Body
+
+# --------------------------------------------------------------------------------------------------
+# Equal equations, such as those of layers that share a trace, are rewritten once
+# --------------------------------------------------------------------------------------------------
+
+
+def once_for_all_alike(handler: AutocastHandler, *, saves: bool = True) -> AutocastHandler:
+    """Returns a handler that traces and differentiates equal equations once.
+
+    The normalisations of a model are an example: their equations hold the same program. The handler
+    must return new values that do not refer to its operands.
+
+    Args:
+      handler: the handler.
+      saves: whether it gets its operands as `Evaluator.saved` returns them.
+    """
+
+    @functools.wraps(handler)
+    def shared(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
+        values = evaluator.saved(equation, values) if saves else values
+        if id(held_program(equation)) not in evaluator.places.repeated:
+            return handler(evaluator, equation, values)
+        programs, key = evaluator.places.shared, _key(evaluator, equation, values)
+        if key not in programs:
+            programs[key] = _rewritten(handler, evaluator, equation, values)
+        call, outputs = programs[key]
+        arrays = call(*evaluator.flat(values))
+        return evaluator.refilled(outputs, arrays)
+
+    return shared
+
+
+def _rewritten(
+    handler: AutocastHandler, evaluator: Evaluator, equation: Equation, values: Values
+) -> tuple[Any, Values]:
+    """Returns the program of an equation as a function of arrays, and its outputs without arrays.
+
+    The outputs are known once it was traced. The function keeps the equation's parameters alive,
+    whose identities are part of the key.
+    """
+    inputs, known = [value.with_array(None) for value in values], []
+
+    def rewritten(*arrays: Any) -> list[Any]:
+        # The names around the first equation do not apply to the others.
+        with source_info_util.reset_name_stack():
+            outputs = handler(evaluator, equation, evaluator.refilled(inputs, arrays))
+        known[:] = [output.with_array(None) for output in outputs]
+        return evaluator.flat(outputs)
+
+    rewritten.__name__ = rewritten.__qualname__ = equation.primitive.name
+    return jax.jit(rewritten, inline=True), known
+
+
+def _key(evaluator: Evaluator, equation: Equation, values: Values) -> Hashable:
+    """Returns a key that is equal for equations with the same rewritten program.
+
+    Without rules, the place of an equation decides for the equations inside it. Their relative
+    names do not depend on it, except for names that start again at the root.
+    """
+    path = evaluator.path_of(equation)
+    where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
+    params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
+    known = tuple(
+        (jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows, v.weak, v.is_table)
+        for v in values
+    )
+    return equation.primitive, params, where, known
+
+
+def _exactly(constant: Any) -> Hashable:
+    return None if constant is None else (jnp.result_type(constant), str(constant))
+
+
+V = TypeVar("V")
+
+
+class Recent(dict[Hashable, V], Generic[V]):
+    """At most `most` values, those that were kept last."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most, self._lock = most, threading.Lock()
+
+    def keep(self, key: Hashable, value: V) -> V:
+        """Keeps a value, and returns it."""
+        with self._lock:
+            self[key] = value
+            if len(self) > self._most:
+                del self[next(iter(self))]
+        return value
+
+
+# --------------------------------------------------------------------------------------------------
+# Handlers
+# --------------------------------------------------------------------------------------------------
 
 
 def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
@@ -72,7 +161,15 @@ def _is_activation(evaluator: Evaluator, equation: Equation, values: Values) -> 
     return is_wide and names <= _ELEMENTWISE and evaluator.settings.narrows
 
 
-_ELEMENTWISE = ELEMENTWISE | TRANSCENDENTALS | INLINED | COMPARISONS | FORWARDS | BOUNDED | {"jit"}
+_ELEMENTWISE = (
+    primitives.ELEMENTWISE
+    | primitives.TRANSCENDENTALS
+    | primitives.INLINED
+    | primitives.COMPARISONS
+    | primitives.FORWARDS
+    | primitives.BOUNDED
+    | {"jit"}
+)
 
 
 @once_for_all_alike
@@ -115,7 +212,7 @@ def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> Valu
     """Rebuilds branches by platform with the same primitive, which alone knows the platforms."""
     settings, programs = inside.settings, subprograms(equation)
     is_told = settings.strict or inside.report is not None
-    narrowed = MATMULS | settings.allow
+    narrowed = primitives.MATMULS | settings.allow
     if not is_told and not any(runs_any(one.body, narrowed) for one in programs):
         return bound(equation, arrays)
     operands, out = arrays[1:], [CastValue(v.aval) for v in equation.outvars]
@@ -156,7 +253,7 @@ def _half_carry(evaluator: Evaluator, equation: Equation, xs: Values) -> Any:
 
 def _has_layers(body: OpenJaxpr, xs: Values) -> bool:
     """Returns whether each step has weights of its own and a matmul."""
-    return any(x.yields and np.ndim(x.array) > 2 for x in xs) and runs_any(body, MATMULS)
+    return any(x.yields and np.ndim(x.array) > 2 for x in xs) and runs_any(body, primitives.MATMULS)
 
 
 def _stable(
@@ -174,14 +271,9 @@ def _stable(
     def step(fixed_arrays: list[Any], init: list[Any], xs_arrays: list[Any]) -> list[Any]:
         carry = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]
         rows = [lax.index_in_dim(array, 0, keepdims=False) for array in xs_arrays]
-        like = [
-            *fixed,
-            *map(CastValue, carry),
-            *(
-                CastValue(row, x.yields, is_table=x.is_table)
-                for row, x in zip(rows, xs, strict=True)
-            ),
-        ]
+        pairs = zip(rows, xs, strict=True)
+        steps = [CastValue(row, x.yields, is_table=x.is_table) for row, x in pairs]
+        like = [*fixed, *map(CastValue, carry), *steps]
         return Body(inside, program, like).arrays(*fixed_arrays, *carry, *rows)[: program.carried]
 
     while True:
@@ -196,8 +288,8 @@ def _stable(
 
 HANDLERS: Mapping[str, AutocastHandler] = {
     "jit": _jit,
-    **dict.fromkeys(CALLS, control_flow.call),
-    **dict.fromkeys(REMATS, once_for_all_alike(control_flow.remat)),
+    **dict.fromkeys(primitives.CALLS, control_flow.call),
+    **dict.fromkeys(primitives.REMATS, once_for_all_alike(control_flow.remat)),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

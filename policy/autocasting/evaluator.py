@@ -20,7 +20,7 @@ from policy.autocasting.settings import Place, Places, Settings
 from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
 from policy.core.scope import Scope, enter
 from policy.programs import marks
-from policy.programs.dtypes import F32, float_dtype, is_floating_dtype
+from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
 from policy.programs.jaxprs import Equation, OpenJaxpr, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
@@ -30,6 +30,7 @@ from policy.programs.rewriting.outlining import is_part
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
 
 
+@dataclasses.dataclass(eq=False)
 class Evaluator(Interpreter[CastValue]):
     """Runs the equations of a jaxpr on values that are half where the trace has float32.
 
@@ -51,38 +52,33 @@ class Evaluator(Interpreter[CastValue]):
         one of the same numbers.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        places: Places,
-        handlers: Mapping[str, AutocastHandler],
-        report: Report | None = None,
-        scope: Scope | None = None,
-    ):
+    settings: Settings
+    places: Places
+    handlers: Mapping[str, AutocastHandler]
+    report: Report | None = None
+    scope: Scope | None = None
+    path: Path = ()
+    held: dict[int, Regions] | None = None
+    is_whole: bool = False
+    regions: Regions = NOWHERE
+    readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
+    widened: set[Any] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.settings, self.places, self.handlers = settings, places, handlers
-        self.report, self.scope = report, scope
-        self.path: Path = ()
-        self.held: dict[int, Regions] | None = None
-        self.is_whole = False
-        self.regions = NOWHERE
-        self.readers: dict[Any, collections.Counter[str]] = {}
-        self.widened: set[Any] = set()
 
     # Values ---------------------------------------------------------------------------------------
 
     def constant(self, array: Any) -> CastValue:
-        half = self.settings.policy.compute_dtype
-        half = half if half.itemsize < F32.itemsize else np.dtype(np.float16)
+        compute = self.settings.policy.compute_dtype
+        half = compute if is_half(compute) else np.dtype(np.float16)
         may_be = self.settings.narrows and is_floating_dtype(array.dtype)
         return CastValue(array, is_table=may_be and fits_in_range(array, half))
 
     def literal(self, literal: jex_core.Literal) -> CastValue:
         dtype = getattr(literal.aval, "dtype", None)
         number = literal.val if dtype is None else np.asarray(literal.val, dtype)
-        is_number = (
-            isinstance(number, np.ndarray) and number.ndim == 0 and is_floating_dtype(number.dtype)
-        )
+        is_number = np.ndim(number) == 0 and float_dtype(number) is not None
         return CastValue(number, yields=True, constant=number[()] if is_number else None)
 
     def arrays(self, value: CastValue) -> tuple[Any]:
@@ -118,8 +114,7 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.path, inner.held = self.path_of(equation), self.held_by(equation)
         inner.is_whole = self.is_whole or id(equation) in self.regions.measures
-        inner.regions = NOWHERE
-        inner.report = self.report if reports else None
+        inner.regions, inner.report = NOWHERE, self.report if reports else None
         return inner
 
     def held_by(self, equation: Equation) -> dict[int, Regions]:
@@ -156,13 +151,10 @@ class Evaluator(Interpreter[CastValue]):
             regions = normalizations(jaxpr, is_param) if self.settings.narrows else NOWHERE
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
-        inner.widened = {
-            atom
-            for equation in equations_of(jaxpr)
-            if equation.primitive.name in FORWARD_ADDITIONS and inner._category(equation) == "fp32"
-            for atom in equation.invars
-            if not isinstance(atom, jex_core.Literal)
-        }
+        inner.widened = set()
+        for each in equations_of(jaxpr):
+            if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
+                inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         return super(Evaluator, inner).run(jaxpr, consts, args)
 

@@ -18,29 +18,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from policy.programs import primitives
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
-from policy.programs.primitives import (
-    BROADCASTS,
-    ELEMENTWISE,
-    FORWARD_ADDITIONS,
-    FORWARDS,
-    JOINS_ROOTS,
-    MATMULS,
-    OF_MOMENTS,
-    PRODUCTS,
-    REWRITTEN_INSIDE,
-    SIGN_CHANGES,
-    SQUARE_ROOTS,
-)
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
 from policy.programs.reading.matmul_operands import is_cotangent
 
-_ROOTS = SQUARE_ROOTS | {"pow"}
+_ROOTS = primitives.SQUARE_ROOTS | {"pow"}
 _SUMS = frozenset(("reduce_sum",))
-_COPIES = FORWARDS | {"row", "rows", "shard", "shards", "branch"}
+_COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}
 """Copy elements of an operand, some of them or several times."""
 # Primitives allowed between the sum of a second moment and its root.
-_OF_MOMENTS = _COPIES | OF_MOMENTS
+_OF_MOMENTS = _COPIES | primitives.OF_MOMENTS
 # Operations that are followed back to find whether a value repeats numbers along an axis.
 _DEEPEST = 8
 
@@ -88,7 +76,7 @@ def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
     """
     if not any(each.primitive.name in _ROOTS for each in equations_within(jaxpr, once=True)):
         return NOWHERE
-    graph, found = Graph(jaxpr, REWRITTEN_INSIDE), _Found(set(), set())
+    graph, found = Graph(jaxpr, primitives.REWRITTEN_INSIDE), _Found(set(), set())
     _note_facts(graph, is_param)
     for node in graph.nodes:
         if node.name in _ROOTS:
@@ -115,7 +103,7 @@ def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
         floats = [value for value in inputs if value.is_float] or inputs
         # A row of a table is an activation, as it is for the evaluator.
         yields = node.name != "gather" and bool(floats) and all(value.yields for value in floats)
-        is_moved = node.name in _COPIES or node.name in ELEMENTWISE
+        is_moved = node.name in _COPIES or node.name in primitives.ELEMENTWISE
         given = is_moved and all(value.given for value in inputs)
         for output in node.outputs:
             output.yields, output.given = yields, given
@@ -220,10 +208,9 @@ def _is_centred(numerator: _DefinitionChain, affine: Sequence[Node], of_root: se
     """
     if numerator.data[0].yields:
         return False
-    return any(
-        op.name == "sub" and _is_stored(op.inputs[1], op.out.shape) for op in numerator.operations
-    ) or any(
-        op.name in FORWARD_ADDITIONS and any(data.maker in of_root for data in op.inputs)
+    before = (op for op in numerator.operations if op.name == "sub")
+    return any(_is_stored(op.inputs[1], op.out.shape) for op in before) or any(
+        op.name in primitives.FORWARD_ADDITIONS and any(data.maker in of_root for data in op.inputs)
         for op in affine
     )
 
@@ -297,10 +284,10 @@ def _read(
         return None, (is_inverse, is_scaled)
     if name == "reciprocal" or (name == "integer_pow" and operation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
-    if name in JOINS_ROOTS:
+    if name in primitives.JOINS_ROOTS:
         stored = all(_is_stored(other, shape) for other in others if other.is_float)
         return None, (is_inverse, is_scaled) if stored else None
-    if name not in PRODUCTS or len(others) != 1:
+    if name not in primitives.PRODUCTS or len(others) != 1:
         return None, None
     other, divides = others[0], name == "div" and operation.inputs[1] is data
     is_whole = data.shape == shape and not _repeats(data, shape)
@@ -322,14 +309,14 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
         others = [other for other in operation.inputs if other is not data]
         is_number = len(others) == 1 and others[0].number is not None
         after: tuple[bool, bool] | None = None
-        is_scaling = operation.name in PRODUCTS and is_number and len(readers) == 1
+        is_scaling = operation.name in primitives.PRODUCTS and is_number and len(readers) == 1
         if operation.name in _COPIES or is_scaling:
             rest = _affine(operation.out, is_scaled, is_shifted, of_root)
             found += [operation, *rest] if rest else []
         elif len(others) == 1 and not is_number and _affects(operation, data, others[0], of_root):
-            if operation.name in PRODUCTS and not (is_scaled or is_shifted):
+            if operation.name in primitives.PRODUCTS and not (is_scaled or is_shifted):
                 after = (True, False)
-            elif operation.name in FORWARD_ADDITIONS and not is_shifted:
+            elif operation.name in primitives.FORWARD_ADDITIONS and not is_shifted:
                 after = (True, True)
         if after is not None:
             found += [operation, *_affine(operation.out, *after, of_root)]
@@ -338,7 +325,7 @@ def _affine(data: Value, is_scaled: bool, is_shifted: bool, of_root: set[Node]) 
 
 def _feeds_a_matmul(data: Value) -> bool:
     return any(
-        reader.name in MATMULS
+        reader.name in primitives.MATMULS
         or (reader.name in _COPIES and any(map(_feeds_a_matmul, reader.outputs)))
         for reader in data.readers
     )
@@ -481,13 +468,13 @@ def _through(operation: Node) -> Value | None:
     name, inputs = operation.name, operation.inputs
     if name in _COPIES and inputs:
         return _operand_copied(operation)
-    if name in SIGN_CHANGES:
+    if name in primitives.SIGN_CHANGES:
         return inputs[0]
     if name == "select_n":
         cases = [data for data in inputs[1:] if not data.yields]
         return cases[0] if len(cases) == 1 else None
     shape = operation.out.shape
-    if name in FORWARD_ADDITIONS:
+    if name in primitives.FORWARD_ADDITIONS:
         kept = [data for data in inputs if not (data.yields or _repeats(data, shape))]
     elif name == "mul":
         kept = [data for data in inputs if not _is_stored(data, shape)]
@@ -513,11 +500,11 @@ def _repeats(data: Value, shape: tuple[Any, ...], depth: int = _DEEPEST) -> bool
     operation = data.maker
     if operation is None or not depth:
         return False
-    if operation.name in BROADCASTS and operation.inputs[0].shape != shape:
+    if operation.name in primitives.BROADCASTS and operation.inputs[0].shape != shape:
         return True
     if operation.name in _COPIES:
         return _repeats(_operand_copied(operation), _operand_copied(operation).shape, depth - 1)
-    if operation.name not in ELEMENTWISE:
+    if operation.name not in primitives.ELEMENTWISE:
         return False
     floats = [operand for operand in operation.inputs if operand.is_float]
     return bool(floats) and all(_repeats(operand, shape, depth - 1) for operand in floats)

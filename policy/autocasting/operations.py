@@ -218,15 +218,10 @@ class CastOperation:
         else:
             return "operand dtype", outputs
         keeps = self.name in primitives.KEEPS_CONSTANTS
-        return "operand dtype", [
-            CastValue(
-                output.array,
-                source.yields and (keeps or not _is_lost(source, place.compute)),
-                source.constant if keeps else None,
-                weak=source.weak,
-            )
-            for output, source in zip(outputs, sources, strict=True)
-        ]
+        for output, source in zip(outputs, sources, strict=True):
+            output.yields = source.yields and (keeps or not _is_lost(source, place.compute))
+            output.constant, output.weak = source.constant if keeps else None, source.weak
+        return "operand dtype", outputs
 
     def _mixed(self) -> Evaluated:
         """Computes in half precision if nothing keeps it in float32."""

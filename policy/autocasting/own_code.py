@@ -15,9 +15,8 @@ import jax.core
 import jax.extend.core as jex_core
 import numpy as np
 
-from policy.autocasting.calls import HANDLERS
+from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
-from policy.autocasting.memoization import Recent
 from policy.autocasting.settings import Places, Settings
 from policy.autocasting.values import CastValue, cast
 from policy.core.policy import Policy

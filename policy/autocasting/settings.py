@@ -100,24 +100,22 @@ class Place:
         return dataclasses.replace(self, region=region)
 
 
-class Places:
+class Places(dict[Path, Place]):
     """The places of a program by module path; remembers the paths for the check of the rules.
 
     Attributes:
       repeated: the identities of programs that are rewritten once for all equations that hold them.
-      shared: the rewritten programs; see `policy.autocasting.memoization`.
+      shared: the rewritten programs; see `policy.autocasting.calls`.
     """
 
     def __init__(self, settings: Settings, repeated: frozenset[int] = frozenset()):
+        super().__init__()
         self.settings, self.repeated = settings, repeated
         self.shared: dict[Any, Any] = {}
-        self._known: dict[Path, Place] = {}
 
-    def __getitem__(self, path: Path) -> Place:
-        place = self._known.get(path)
-        if place is None:
-            place = self._known[path] = self._find(path)
-        return place
+    def __missing__(self, path: Path) -> Place:
+        self[path] = self._find(path)
+        return self[path]
 
     def _find(self, path: Path) -> Place:
         settings = self.settings
@@ -153,7 +151,7 @@ class Places:
     def check(self, rules: PolicyRules | None) -> None:
         """Raises if a rule matched no path."""
         if rules:
-            paths = map(without_marks, self._known)
+            paths = map(without_marks, self)
             prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
             rules.check_places(sorted({name for path in prefixes for name in _names(path)}))
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
-from policy.autocasting.calls import HANDLERS
+from policy.autocasting.calls import HANDLERS, Recent
 from policy.autocasting.evaluator import Evaluator
-from policy.autocasting.memoization import Recent
 from policy.autocasting.parameters import (
     ParamsArgument,
     other_state,
@@ -301,16 +300,11 @@ class _Autocast:
             body, consts = opened(outlined(jaxpr) if shares else jaxpr)
             places = Places(settings, repeated_programs(body) if shares else frozenset())
             evaluator = Evaluator(settings, places, HANDLERS, report)
-            values = [
-                CastValue(
-                    array if _is_key(array) else jnp.asarray(array),
-                    is_param and settings.narrows,
-                    is_table=is_buffer and is_fixed and settings.narrows,
-                )
-                for array, is_param, is_buffer, is_fixed in zip(
-                    arrays, params, is_state, is_unwritten(body), strict=True
-                )
-            ]
+            values = []
+            for array, *facts in zip(arrays, params, is_state, is_unwritten(body), strict=True):
+                yields, is_buffer, is_fixed = (fact and settings.narrows for fact in facts)
+                array = array if _is_key(array) else jnp.asarray(array)
+                values.append(CastValue(array, yields, is_table=is_buffer and is_fixed))
             outputs = evaluator.run(body, list(map(evaluator.constant, consts)), values)
             if self.options.settings.rules is not None:
                 places.check(settings.rules)  # those of a scope may be meant for other code

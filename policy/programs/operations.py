@@ -10,29 +10,19 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from policy.programs import primitives
 from policy.programs.dtypes import HALVES, WIDES, dtype_name_of, is_inexact_name
 from policy.programs.jaxprs import Equation
-from policy.programs.primitives import (
-    CASTS,
-    CONVOLUTIONS,
-    DOTS,
-    FREE,
-    STEEP,
-    SUMMING_COLLECTIVES,
-    TRANSCENDENTALS,
-    WINDOWED,
-    of_kinds,
-)
 
 _KINDS = {
-    "dot": DOTS,
-    "convolution": CONVOLUTIONS,
-    "reduction": of_kinds("reduction", "cumulative", "window", "select-sum"),
-    "scatter-add": of_kinds("scatter-sum"),
-    "transcendental": TRANSCENDENTALS,
-    "collective": of_kinds("collective-reduce", "collective-move"),
-    "cast": CASTS,
-    "opaque": of_kinds("kernel", "attention-bwd", "linalg", "fft"),
+    "dot": primitives.DOTS,
+    "convolution": primitives.CONVOLUTIONS,
+    "reduction": primitives.of_kinds("reduction", "cumulative", "window", "select-sum"),
+    "scatter-add": primitives.of_kinds("scatter-sum"),
+    "transcendental": primitives.TRANSCENDENTALS,
+    "collective": primitives.of_kinds("collective-reduce", "collective-move"),
+    "cast": primitives.CASTS,
+    "opaque": primitives.of_kinds("kernel", "attention-bwd", "linalg", "fft"),
 }
 OPERATION_KINDS = (*_KINDS, "other")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -45,13 +35,13 @@ def kind_of(name: str) -> str:
 
 def is_steep(name: str) -> bool:
     """Returns whether a function is as sensitive as an exponential, a logarithm or a power."""
-    return name in STEEP
+    return name in primitives.STEEP
 
 
 def sums(equation: Equation) -> bool:
     """Returns whether an equation adds numbers one by one, as a sum, a scatter or a collective."""
     name = equation.primitive.name
-    return kind_of(name) in ("reduction", "scatter-add") or name in SUMMING_COLLECTIVES
+    return kind_of(name) in ("reduction", "scatter-add") or name in primitives.SUMMING_COLLECTIVES
 
 
 def operands_of(equation: Equation) -> tuple[str, ...]:
@@ -137,12 +127,12 @@ def flops_of(equation: Equation) -> int:
     dtypes = map(dtype_name_of, equation.invars)
     are_numbers = [is_inexact_name(dtype) or dtype in counted for dtype in dtypes]
     numbers = [atom.aval for atom in itertools.compress(equation.invars, are_numbers)]
-    if not numbers or kind in ("opaque", "cast") or name in FREE or not equation.outvars:
+    if not numbers or kind in ("opaque", "cast") or name in primitives.FREE or not equation.outvars:
         return 0
     result = size(getattr(equation.outvars[0].aval, "shape", ()))
     if kind in ("dot", "convolution"):
         return (_dot if kind == "dot" else _convolution)(equation, result)
-    if name in WINDOWED:
+    if name in primitives.WINDOWED:
         return result * size(equation.params["window_dimensions"])
     if kind == "scatter-add":
         return size(equation.invars[-1].aval.shape)

@@ -33,39 +33,33 @@ _TABLE: dict[str, dict[str, str]] = {
             unreduced_reduce_scatter_start
             psum: of_moments saved all-reduce
             psum_invariant: of_moments saved all-reduce
-            reduce_scatter: saved reduce-scatter
-        """,
+            reduce_scatter: saved reduce-scatter""",
         "cumulative": "cumlogsumexp cumprod cumsum",
         "fft": "fft",
         "linalg": """
             cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
             householder_product lu lu_pivots_to_permutation ormqr qr schur svd triangular_solve
-            tridiagonal tridiagonal_solve
-        """,
+            tridiagonal tridiagonal_solve""",
         "reduction": """
             reduce: combines
             reduce_prod: saved
-            reduce_sum: of_moments saved
-        """,
+            reduce_sum: of_moments saved""",
         "scatter-sum": """
             scatter-add: combines
             scatter-mul: combines
-            scatter-sub: combines
-        """,
+            scatter-sub: combines""",
         "select-sum": "select_and_gather_add select_and_scatter_add",
         "sparse": """
             bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcoo_sum_duplicates
             bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec
-            csr_spmm csr_spmv spsolve
-        """,
+            csr_spmm csr_spmv spsolve""",
         "special": """
             bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
             regularized_incomplete_beta zeta
             _copysign: gentle
             nextafter: reads_bits gentle
             one_minus_square: gentle
-            polynomial: gentle
-        """,
+            polynomial: gentle""",
         "transcendental": """
             acos acosh asin asinh atanh cosh exp2 expm1 log1p log2 sinh tan
             erf_inv: gentle
@@ -75,8 +69,7 @@ _TABLE: dict[str, dict[str, str]] = {
             pow: elementwise
             reciprocal: elementwise gentle
             rsqrt: elementwise infinite_at_zero square_roots gentle
-            square: elementwise powers gentle of_moments
-        """,
+            square: elementwise powers gentle of_moments""",
         "trig": "cos sin",
         "window": "reduce_window_sum reduce_window: combines",
     },
@@ -85,8 +78,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "addition": """
             add: elementwise injective rescales of_moments joins_roots
             add_any: elementwise
-            sub: elementwise injective rescales of_moments joins_roots reads_logits
-        """,
+            sub: elementwise injective rescales of_moments joins_roots reads_logits""",
         "arith": "atan2 rem",
         "compare": "eq ge gt le lt ne",
         "compare-total": "eq_to le_to lt_to",
@@ -94,29 +86,24 @@ _TABLE: dict[str, dict[str, str]] = {
         "minmax": """
             clamp: exact elementwise limits of_moments
             max: exact elementwise rescales passes_activations of_moments joins_roots
-            min: exact elementwise limits passes_activations of_moments
-        """,
+            min: exact elementwise limits passes_activations of_moments""",
         "product": """
             div: elementwise rescales passes_activations of_moments
-            mul: elementwise rescales passes_activations of_moments
-        """,
+            mul: elementwise rescales passes_activations of_moments""",
         "ref-write": "accum_grad_in_ref addupdate masked_swap store swap",
         "select": """
             select_n: free exact elementwise selects_literals places limits rescales
-                passes_activations of_moments joins_roots
-        """,
+                passes_activations of_moments joins_roots""",
         "structural": """
             concatenate: free exact places of_moments joins_roots
             pad: free exact places
             scatter-max: combines
             scatter-min: combines
             select_and_scatter: combines
-            stack: moves_data free exact of_moments joins_roots
-        """,
+            stack: moves_data free exact of_moments joins_roots""",
         "update": """
             dynamic_update_slice: free exact places of_moments
-            scatter: free exact combines
-        """,
+            scatter: free exact combines""",
     },
     # Runs in the dtype that its operand has: moves numbers, compares them, or is bounded and
     # smooth.
@@ -125,13 +112,11 @@ _TABLE: dict[str, dict[str, str]] = {
             atan erfc
             erf: bounded
             logistic: elementwise bounded
-            tanh: elementwise bounded
-        """,
+            tanh: elementwise bounded""",
         "broadcast": """
             broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
                 rearranges selects_literals repeats
-            broadcast_to: moves_data free exact forwards keeps_constants repeats
-        """,
+            broadcast_to: moves_data free exact forwards keeps_constants repeats""",
         "collective-move": """
             all_gather_done all_gather_reduced all_gather_reduced_start all_gather_start
             all_to_all_done all_to_all_start ppermute_done ppermute_start precv psend
@@ -141,15 +126,13 @@ _TABLE: dict[str, dict[str, str]] = {
             all_to_all: moves_data exact saved all-to-all
             pmax: exact saved all-reduce
             pmin: exact saved all-reduce
-            ppermute: moves_data exact saved collective-permute
-        """,
+            ppermute: moves_data exact saved collective-permute""",
         "complex-part": "conj imag real",
         "extreme": """
             argmax: chooses
             argmin: chooses
             reduce_max: saved counts_ties
-            reduce_min: saved counts_ties
-        """,
+            reduce_min: saved counts_ties""",
         "grad-barrier": """
             dce_sink remat_opt tie unpin
             custom_lin: combines
@@ -158,8 +141,7 @@ _TABLE: dict[str, dict[str, str]] = {
             optimization_barrier: moves_data free exact forwards keeps_constants
             pin: exact
             stage: moves_data
-            stop_gradient: moves_data free exact forwards keeps_constants injective
-        """,
+            stop_gradient: moves_data free exact forwards keeps_constants injective""",
         "inspect": "is_finite: exact",
         "layout": """
             bcoo_transpose
@@ -176,8 +158,7 @@ _TABLE: dict[str, dict[str, str]] = {
             split: moves_data free exact forwards keeps_constants moves_cotangents
             tile: moves_data free exact forwards keeps_constants repeats
             transpose: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-            unstack: moves_data free exact forwards keeps_constants
-        """,
+            unstack: moves_data free exact forwards keeps_constants""",
         "order": """
             mosaic_gpu_reduce_max mosaic_gpu_reduce_min
             approx_top_k: repeats chooses
@@ -186,21 +167,17 @@ _TABLE: dict[str, dict[str, str]] = {
             reduce_window_max: counts_ties
             reduce_window_min: counts_ties
             sort: free exact combines repeats chooses
-            top_k: exact repeats chooses
-        """,
+            top_k: exact repeats chooses""",
         "ref-read": "get load masked_load",
         "reshape": """
             reshape: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-            squeeze: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-        """,
+            squeeze: moves_data free exact forwards keeps_constants moves_cotangents rearranges""",
         "root": """
             cbrt
-            sqrt: elementwise square_roots
-        """,
+            sqrt: elementwise square_roots""",
         "round": """
             ceil floor round
-            sign: exact
-        """,
+            sign: exact""",
         "sharding": """
             global_array_to_host_local_array has_memory_space host_local_array_to_global_array
             inspect_sharding pbroadcast_done pbroadcast_dynamic pbroadcast_start preduced
@@ -211,45 +188,37 @@ _TABLE: dict[str, dict[str, str]] = {
             pvary: moves_data free exact forwards annotates
             reduced_vary_cast: exact
             reshard: moves_data free exact forwards
-            sharding_constraint: moves_data free exact forwards keeps_constants annotates
-        """,
+            sharding_constraint: moves_data free exact forwards keeps_constants annotates""",
         "sign": """
             abs: exact elementwise rescales of_moments
-            neg: exact elementwise injective passes_activations of_moments
-        """,
+            neg: exact elementwise injective passes_activations of_moments""",
         "sparse-layout": """
             bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_todense bcsr_extract bcsr_fromdense
-            bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense todense
-        """,
+            bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense todense""",
     },
     # The author chose the dtypes: they are respected.
     "explicit": {
         "bits": """
             bitcast: reads_bits
-            bitcast_convert_type: free reads_bits states_bits
-        """,
+            bitcast_convert_type: free reads_bits states_bits""",
         "cast": """
             convert_element_type: forwards injective selects_literals rescales passes_activations
             reduce_precision: forwards states_bits
-            stochastic_round: reads_bits
-        """,
+            stochastic_round: reads_bits""",
         "fp8": """
             dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
             dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper scaled_dot
-            scaled_matmul scaled_matmul_wrapper
-        """,
+            scaled_matmul scaled_matmul_wrapper""",
     },
     # Holds programs, which are rewritten too.
     "control": {
         "branch": "cond",
         "call": """
-            call closed_call core_call eval_jaxpr jaxpr_call named_call xla_metadata_call
-        """,
+            call closed_call core_call eval_jaxpr jaxpr_call named_call xla_metadata_call""",
         "derivative": """
             custom_jvp_call_jaxpr
             custom_jvp_call: inlined
-            custom_vjp_call: inlined
-        """,
+            custom_vjp_call: inlined""",
         "devices": "shard_map",
         "jit": "jit: inlined",
         "loop": "scan while",
@@ -262,14 +231,12 @@ _TABLE: dict[str, dict[str, str]] = {
         "host": "debug_callback debug_print io_callback pure_callback trace_value",
         "kernel": """
             call_exported cudnn_fusion custom_partitioning emit_pipeline ffi_call mosaic_gpu_p
-            pallas_call pipeline_body run_scoped tpu_custom_call
-        """,
+            pallas_call pipeline_body run_scoped tpu_custom_call""",
         "opaque-call": """
             call_hi_primitive call_hi_primitive_linearized core_map custom_fusion linear_call
             mpmd_map run_state
             composite: inlined
-            custom_vmap_call: inlined
-        """,
+            custom_vmap_call: inlined""",
     },
     # Integers, keys, tokens and effects: nothing to cast.
     "exempt": {
@@ -277,25 +244,21 @@ _TABLE: dict[str, dict[str, str]] = {
             after_all axis_index create_linear create_token dim_as_value dimension_size empty2
             zeros_like
             empty: free
-            iota: free
-        """,
+            iota: free""",
         "edtype": "from_edtype to_edtype",
         "effects": """
             box_get box_set check empty_ref free_ref freeze get_barrier_semaphore get_global
             get_variable log_extend log_read new_box new_log new_ref new_variable set_variable
-            shape_assertion unreachable xla_metadata_value
-        """,
+            shape_assertion unreachable xla_metadata_value""",
         "int/bool": """
             and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left
-            shift_right_arithmetic shift_right_logical xor
-        """,
+            shift_right_arithmetic shift_right_logical xor""",
         "layout-hint": "max_contiguous multiple_of",
         "platform": "platform_index",
         "rng": """
             iota_2x32_shape philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split
             random_bits random_clone random_fold_in random_gamma random_seed random_split
-            random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32
-        """,
+            random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32""",
     },
 }
 

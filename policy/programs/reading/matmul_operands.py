@@ -7,27 +7,18 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
+from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
 from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
 from policy.programs.operations import kind_of
 from policy.programs.paths import Path
-from policy.programs.primitives import (
-    ADDITIONS,
-    CASTS,
-    CONVOLUTIONS,
-    DOTS,
-    MINMAX,
-    MOVES_DATA,
-    PRODUCTS,
-    ROUNDINGS,
-)
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
 from policy.programs.reading.source_lines import OUR_FOLDER, author_of
 from policy.programs.reading.walk import Site
 from policy.programs.rewriting.placed_interpreter import EnclosingEquations, module_path
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
-AS_IT_IS = MOVES_DATA | CASTS
+AS_IT_IS = primitives.MOVES_DATA | primitives.CASTS
 """Hand on the numbers of their operand, in another shape or dtype."""
 
 
@@ -52,7 +43,8 @@ def is_cotangent(node: Node) -> bool:
     return node.site.is_backward and not node.site.is_recomputed
 
 
-_KEEPS = AS_IT_IS | PRODUCTS | ADDITIONS  # return a gradient as it is, scaled, or added to one
+# Return a gradient as it is, scaled, or added to one.
+_KEEPS = AS_IT_IS | primitives.PRODUCTS | primitives.ADDITIONS
 
 
 class WeightMatmul(NamedTuple):
@@ -95,7 +87,7 @@ def _was_floating(value: Value) -> bool:
     while waiting:
         maker = waiting.pop().maker
         is_cast = maker is not None and maker.name == "convert_element_type"
-        if maker is None or not (is_cast or is_joint(maker) or maker.name in MOVES_DATA):
+        if maker is None or not (is_cast or is_joint(maker) or maker.name in primitives.MOVES_DATA):
             continue
         if is_cast and is_inexact_name(maker.inputs[0].dtype):
             return True
@@ -118,10 +110,10 @@ CodedSide = Literal["input", "weight", "cotangent"]
 _OURS = os.path.join(OUR_FOLDER, "eight_bits", "")
 """The folder that the equations of operations in 8 bits come from."""
 
-LIMITS_CODES = ROUNDINGS | MINMAX
+LIMITS_CODES = primitives.ROUNDINGS | primitives.MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
-_RESCALES = CASTS | {"mul"}
-_BETWEEN = MINMAX | MOVES_DATA | {"select_n"}
+_RESCALES = AS_IT_IS | {"mul"}
+_BETWEEN = primitives.MINMAX | primitives.MOVES_DATA | {"select_n"}
 
 
 class QuantisedOperand(NamedTuple):
@@ -194,7 +186,7 @@ def _side(depends_on: int) -> CodedSide:
 
 def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     """Returns the modules whose matmuls read the codes of a cast, as they are or widened."""
-    passes = lambda node: is_joint(node) or node.name in MOVES_DATA or node.name in _RESCALES  # noqa: E731
+    passes = lambda node: is_joint(node) or node.name in _RESCALES  # noqa: E731
     sites = [node.site for node in readers_past([cast.out], passes) if _is_product(node)]
     of_pass = [site for site in sites if site.is_backward == is_backward] or sites
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
@@ -227,7 +219,7 @@ def _is_of_ours(site: Site | None) -> bool:
 def _roundings_behind(value: Value) -> Iterator[CastPlace]:
     while value.maker is not None:
         maker = value.maker
-        if maker.name in ROUNDINGS:
+        if maker.name in primitives.ROUNDINGS:
             yield _at(maker.site)
         elif maker.name not in _BETWEEN:
             return
@@ -250,15 +242,15 @@ def _inner(graph: Graph) -> Iterator[CastPlace]:
 
 
 def _is_product(node: Node) -> bool:
-    return node.name in DOTS or node.name in CONVOLUTIONS
+    return node.name in primitives.DOTS or node.name in primitives.CONVOLUTIONS
 
 
 def _keeps_product(node: Node, products: Collection[int]) -> bool:
-    kept = node.name == "mul" or node.name in MOVES_DATA or node.name in CASTS
-    return kept and any(id(value) in products for value in node.inputs)
+    return node.name in _RESCALES and any(id(value) in products for value in node.inputs)
 
 
 def is_eight_bit_matmul(equation: Equation) -> bool:
     """Returns whether an equation multiplies matrices of 8-bit codes."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in equation.invars[:2]]
-    return equation.primitive.name in DOTS and len(dtypes) == 2 and all(map(is_eight_bits, dtypes))
+    is_dot = equation.primitive.name in primitives.DOTS and len(dtypes) == 2
+    return is_dot and all(map(is_eight_bits, dtypes))

@@ -123,10 +123,8 @@ def bound_wide(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
 
 def _are_wide_codes(equation: Equation, arrays: Sequence[Any]) -> bool:
     """Returns whether a matmul of int8 codes is given operands that were not rounded to them."""
-    return any(
-        dtype_of(atom) == np.int8 and jnp.issubdtype(array.dtype, jnp.floating)
-        for atom, array in zip(equation.invars, arrays, strict=True)
-    )
+    pairs = zip(map(dtype_of, equation.invars), arrays, strict=True)
+    return any(dtype == np.int8 and jnp.issubdtype(x.dtype, jnp.floating) for dtype, x in pairs)
 
 
 def _as_traced(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
@@ -172,11 +170,8 @@ def wide_program(program: Any) -> Any:
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype)) for v in body.invars]
 
     def run(*arrays: Any) -> list[Any]:
-        outputs = Upcast().run(
-            body,
-            [PlacedValue([widen(const)]) for const in consts],
-            [PlacedValue([array]) for array in arrays],
-        )
+        known = [PlacedValue([widen(const)]) for const in consts]
+        outputs = Upcast().run(body, known, [PlacedValue([array]) for array in arrays])
         return [widen(output.arrays[0]) for output in outputs]
 
     closed = jax.make_jaxpr(run)(*inputs)
@@ -327,10 +322,8 @@ def in_passes(equation: Equation, arrays: Sequence[Any], device: Device) -> list
         if lax.Precision.HIGHEST in levels:
             return bind(equation, arrays, params)
         levels = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    lhs, rhs = (
-        _parts(array, device, _PARTS[level])
-        for array, level in zip(arrays[:2], levels, strict=True)
-    )
+    pairs = zip(arrays[:2], levels, strict=True)
+    lhs, rhs = (_parts(array, device, _PARTS[level]) for array, level in pairs)
     products = [
         bind(equation, [left, right, *arrays[2:]], params)[0]
         for i, left in enumerate(lhs)
