@@ -52,8 +52,8 @@ def test_every_path_of_the_page_is_in_the_tree():
     ("file", "names"),
     [
         ("policy/programs/primitives.py", "_TABLE"),
-        ("policy/inspect/audit/finding_kinds.py", "FINDING_KINDS"),
-        ("policy/inspect/audit/findings.py", "_CHECKS"),
+        ("policy/inspect/audit/findings.py", "FINDING_KINDS"),
+        ("policy/inspect/audit/audit.py", "_CHECKS"),
         ("policy/inspect/audit/flow.py", "Flow"),
         ("policy/optim/storage_modes.py", "STORAGE_MODES StorageMode MasterWeights"),
         ("policy/optim/wrapper.py", "mixed_precision"),

@@ -37,7 +37,7 @@ from policy.command_line.target import (
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
-from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.audit.render.text import show
 from policy.inspect.audit.report import named
 from policy.inspect.estimate.estimate import estimate

@@ -5,40 +5,29 @@ All but `assert_close_in_ulps` only trace and run nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from policy.autocasting.parameters import ParamsArgument
+from policy.core.dtypes import dtype_names, parse_dtype
 from policy.core.policy import Policy, get_policy
+from policy.core.rules import PolicyRules, matches
 from policy.core.scope import RulesLike
-from policy.inspect.audit.assertions import (
-    DTypes,
-    accepted_dtypes,
-    allowed,
-    line,
-    line_of,
-    listed,
-    multiplies,
-    require_any,
-    require_dtypes,
-    rounds_a_result,
-)
-from policy.inspect.audit.audit import function_name
-from policy.inspect.audit.finding_kinds import MIXED, PROMOTION
-from policy.inspect.audit.findings import findings_of
-from policy.inspect.audit.weights import multiplied_dtypes, path_rules, policy_at
+from policy.inspect.audit.audit import findings_of, function_name
+from policy.inspect.audit.checks.sums import terms_of
+from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
+from policy.inspect.audit.values import is_cotangent, is_matmul
 from policy.inspect.traced.gradients import PlainCall, traced_call
 from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
-from policy.inspect.ulps import ulp_error_message
-from policy.programs.dtypes import HALVES, is_inexact_name
-from policy.programs.operations import accumulation_of, operands_of
-from policy.programs.paths import spelled
-from policy.programs.reading.graph import Graph
-from policy.programs.reading.matmul_operands import weight_matmuls
+from policy.inspect.ulps import assert_close_in_ulps as assert_close_in_ulps
+from policy.programs.operations import HALVES, accumulation_of, is_inexact_name, operands_of, sums
+from policy.programs.paths import Path, divided, joined, once, spelled
+from policy.programs.reading.graph import Graph, Node, is_joint
+from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls
 from policy.programs.reading.same_program import first_difference
 from policy.programs.tracing.trace import trace
 
@@ -52,9 +41,9 @@ __all__ = [
     "assert_same_program",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
+DTypes = DTypeLike | Collection[DTypeLike]
+# As in a policy's text: NumPy's f8 and i8 are float64 and int64.
+_EIGHT_BITS = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8",)}
 
 
 def assert_reductions_in(
@@ -92,11 +81,12 @@ def assert_reductions_in(
         dtype; or the program has no sum, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path.
     """
-    accepted = accepted_dtypes(dtype)
-    nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
-    sums_of_floats = [node for node in nodes if rounds_a_result(node)]
-    require_any(sums_of_floats, "sum of floating numbers", allow)
-    require_dtypes(sums_of_floats, accepted, "be summed in")
+    accepted = _accepted(dtype)
+    nodes = _allowed(_graph(fn, args, kwargs, backward, params), allow)
+    found = [node for node in nodes if sums(node.site.equation) and _is_floating(node)]
+    found = [node for node in found if terms_of(node)]
+    _require_any(found, "sum of floating numbers", allow)
+    _require_dtypes(found, accepted, "be summed in")
 
 
 def assert_dots_in(
@@ -130,16 +120,14 @@ def assert_dots_in(
     Raises:
       AssertionError, ValueError: as `assert_reductions_in`.
     """
-    accepted = accepted_dtypes(dtype)
-    nodes = allowed(_graph(fn, args, kwargs, backward, params), allow)
-    matmuls = [node for node in nodes if multiplies(node)]
-    require_any(matmuls, "matmul or convolution of floating numbers", allow)
-    require_dtypes(matmuls, accepted, "multiply")
+    accepted = _accepted(dtype)
+    nodes = _allowed(_graph(fn, args, kwargs, backward, params), allow)
+    matmuls = [one for one in nodes if is_matmul(one) and (_is_floating(one) or are_codes(one))]
+    _require_any(matmuls, "matmul or convolution of floating numbers", allow)
+    _require_dtypes(matmuls, accepted, "multiply")
     if accumulation is not None:
-        declared = accepted_dtypes(accumulation)
-        require_dtypes(
-            matmuls, declared, "accumulate in", lambda equation: (accumulation_of(equation),)
-        )
+        of = lambda equation: (accumulation_of(equation),)  # noqa: E731
+        _require_dtypes(matmuls, _accepted(accumulation), "accumulate in", of)
 
 
 def assert_matmuls_obey(
@@ -179,18 +167,23 @@ def assert_matmuls_obey(
         dtypes; or no matmul has a parameter, so that nothing would be asserted.
       ValueError: a pattern in `allow` matches no path; a rule is about a class.
     """
-    obeyed, ruled = get_policy(policy), path_rules(rules)
+    obeyed, ruled = get_policy(policy), PolicyRules(rules or {})
+    for pattern, _ in ruled:
+        if isinstance(pattern, type):
+            raise ValueError(
+                f"rules should select paths here, but one selects the class {pattern.__name__}, "
+                "which a traced program does not show. Give a pattern of its paths."
+            )
     graph = _graph(fn, args, kwargs, backward, params if backward else None)
     places = PlainCall.of(fn, tuple(args), dict(kwargs or {}), params).differentiated()
-    looked_at = set(map(id, allowed(graph, allow)))
-    matmuls = [one for one in weight_matmuls(graph, places) if id(one.node) in looked_at]
-    require_any(matmuls, "matmul of a parameter", allow)
+    looked_at = set(_allowed(graph, allow))
+    matmuls = [one for one in weight_matmuls(graph, places) if one.node in looked_at]
+    _require_any(matmuls, "matmul of a parameter", allow)
     told = []
     for one in matmuls:
-        expected = multiplied_dtypes(policy_at(obeyed, ruled, one.node.site.path), one)
-        found = operands_of(one.node.site.equation)
-        if not set(found) <= expected:
-            told.append(f"{line_of(one.node.site, found)}\n    should be {listed(expected)}")
+        expected = _multiplied(_policy_at(obeyed, ruled, one.node.site.path), one)
+        if not expected.issuperset(operands_of(one.node.site.equation)):
+            told.append(f"{_line_of(one.node)}\n    should be {_listed(expected)}")
     if told:
         raise AssertionError(
             f"{len(told)} of {len(matmuls)} matmuls of parameters do not obey '{obeyed}':\n"
@@ -225,16 +218,12 @@ def assert_no_silent_promotion(
       ValueError: a pattern in `allow` matches no path.
     """
     graph = _graph(fn, args, kwargs, backward, params)
-    nodes = allowed(graph, allow)
+    nodes = _allowed(graph, allow)
     values = (value for node in nodes for value in (*node.inputs, *node.outputs))
-    require_any([v for v in values if v.dtype in HALVES], "half-precision value", allow)
+    _require_any([v for v in values if v.dtype in HALVES], "half-precision value", allow)
     paths = {spelled(node.site.path) for node in nodes}
-    told = [
-        line(f.primitive, f.path, f.dtypes, f.is_backward, f.source)
-        for f in findings_of(graph)
-        if f.kind in (PROMOTION, MIXED) and f.path in paths
-    ]
-    if told:
+    found = [one for one in findings_of(graph) if one.kind in (PROMOTION, MIXED)]
+    if told := [_line(one) for one in found if one.path in paths]:
         raise AssertionError(
             "bfloat16 or float16 is combined with float32 without an explicit cast:\n"
             + "\n".join(told)
@@ -275,7 +264,7 @@ def assert_params_keep_dtype(
         that made it; or a parameter is not returned; or there is no floating one, so that nothing
         would be asserted.
     """
-    accepted = None if dtype is None else accepted_dtypes(dtype)
+    accepted = None if dtype is None else _accepted(dtype)
     before, after, jaxpr = parameters_of(
         fn, tuple(args), dict(kwargs or {}), params, returned, accepted is None
     )
@@ -290,7 +279,7 @@ def assert_params_keep_dtype(
             continue
         place, now = after[name]
         if is_inexact_name(was) and now not in (accepted or {was}):
-            should = listed(accepted) if accepted else was
+            should = _listed(accepted) if accepted else was
             told.append(f"  {name}: {now} instead of {should}, from {origin_of(jaxpr, place)}")
     if told:
         raise AssertionError(
@@ -337,51 +326,9 @@ def assert_same_program(
         raise AssertionError(f"{names} are not the same program. {difference}")
 
 
-def assert_close_in_ulps(
-    actual: Any, desired: Any, ulps: float, dtype: DTypeLike | None = None, *, floor: float = 0.0
-) -> None:
-    """Asserts that numbers are correct to a number of units in the last place.
-
-    An ulp is the spacing of floats at the magnitude of the true value, in the dtype of `actual`;
-    below the smallest normal number it is the spacing of the subnormal ones. An infinity counts as
-    the number after the largest. A NaN is right where the truth is NaN, or can't be represented
-    otherwise in that dtype.
-
-    >>> import jax.numpy as jnp
-    >>> import numpy as np
-    >>> from policy.inspect.testing import assert_close_in_ulps
-    >>> assert_close_in_ulps(jnp.bfloat16(1 / 3), np.float64(1 / 3), 0.5)
-
-    Args:
-      actual: an array, or a tree of arrays. Integers and booleans must be equal; complex numbers
-        are compared by parts.
-      desired: a tree of the same structure and shapes with the true values, preferably in float64.
-      ulps: the allowed error in ulps.
-      dtype: the dtype whose ulps are counted; by default each array's own.
-      floor: the magnitude below which an ulp gets no smaller.
-
-    Raises:
-      AssertionError: names the array's path, the number and index of the worst error, and the count
-        of wrong numbers.
-      ValueError: there is nothing to compare, or the trees or shapes differ.
-    """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(actual)
-    truths, other = jax.tree.flatten(desired)
-    if treedef != other:
-        raise ValueError(f"The trees should have one structure, but have {treedef} and {other}.")
-    if not leaves:
-        raise ValueError("assert_close_in_ulps was given no array: nothing would be asserted.")
-    told = [
-        message
-        for (path, leaf), truth in zip(leaves, truths, strict=True)
-        if (
-            message := ulp_error_message(
-                jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor
-            )
-        )
-    ]
-    if told:
-        raise AssertionError("\n".join(told))
+# --------------------------------------------------------------------------------------------------
+# What is looked at, and what is accepted
+# --------------------------------------------------------------------------------------------------
 
 
 def _graph(
@@ -391,10 +338,137 @@ def _graph(
     backward: bool,
     params: ParamsArgument,
 ) -> Graph:
-    if isinstance(args, (str, jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or not isinstance(
-        args, Sequence
-    ):
+    if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(
             f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
         )
     return Graph(traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr)
+
+
+def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
+    """Returns the nodes of a program that no path pattern leaves out.
+
+    Raises:
+      ValueError: a pattern matches no path.
+    """
+    if isinstance(allow, str):
+        raise TypeError(
+            f"allow should be a collection of path patterns, such as ({allow!r},), but got the "
+            "string itself."
+        )
+    nodes = [node for node in graph.nodes if not is_joint(node)]
+    patterns = PolicyRules(dict.fromkeys(allow, "float32")).rules  # refuses malformed patterns
+    paths = dict.fromkeys(node.site.path for node in nodes)
+    left_out = set[Path]()
+    for pattern, _ in patterns:
+        found = [
+            path
+            for path in paths
+            if any(matches(pattern, name, model=model) for name, model in _names_of(path))
+        ]
+        if not found:
+            known = ", ".join(sorted(spelled(path) for path in paths if path)) or "none"
+            raise ValueError(f"allow: '{pattern}' matches no path. Paths: {known}.")
+        left_out.update(found)
+    return [node for node in nodes if node.site.path not in left_out]
+
+
+def _names_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (path below the model, model's name) for a path and those above it."""
+    for length in range(1, len(path) + 1):
+        model, below = divided(path[:length]) or ("", path[:length])
+        yield joined(once(below)), model
+
+
+def _policy_at(policy: Policy, rules: PolicyRules, path: Path) -> Policy:
+    """Returns the policy of a path: that of the innermost one that a rule matches."""
+    for name, model in reversed(list(_names_of(path))):
+        rule = rules.rule_for(name, model=model)
+        if rule is not None:
+            return rule[1]
+    return policy
+
+
+def _multiplied(policy: Policy, matmul: WeightMatmul) -> frozenset[str]:
+    """Returns the dtypes of the operands of a matmul of a parameter under a policy."""
+    by = policy.matmul
+    if by is None or (by.weight_gradient == "compute" and matmul.weight is None):
+        return frozenset((policy.compute_dtype.name,))
+    gradients = [by.gradients.name] if is_cotangent(matmul.node) else []
+    return frozenset((by.operands.name, *gradients))
+
+
+def _is_floating(node: Node) -> bool:
+    return any(map(is_inexact_name, operands_of(node.site.equation)))
+
+
+def _accepted(dtype: DTypes) -> frozenset[str]:
+    """Returns the names of one accepted dtype, or of several."""
+    given: Any = dtype
+    if isinstance(dtype, (str, type, np.dtype)) or not isinstance(dtype, Collection):
+        given = [dtype]
+    names = [name for one in given for name in _dtype_names(one)]
+    if not names:
+        raise ValueError("No accepted dtype was given: pass one or several, such as 'bf16'.")
+    return frozenset(names)
+
+
+def _dtype_names(dtype: Any) -> tuple[str, ...]:
+    if isinstance(dtype, str) and (dtype in _EIGHT_BITS or dtype == "backend"):
+        return _EIGHT_BITS.get(dtype, (dtype,))
+    is_known = isinstance(dtype, str) and dtype in dtype_names()
+    try:
+        return ((parse_dtype(dtype) if is_known else jnp.dtype(dtype)).name,)
+    except TypeError:
+        raise TypeError(
+            "dtype should be one dtype or several, such as 'bf16' or jnp.bfloat16, but got "
+            f"{dtype!r}."
+        ) from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages
+# --------------------------------------------------------------------------------------------------
+
+
+def _require_any(found: Sequence[Any], what: str, allow: Collection[str]) -> None:
+    """Raises an `AssertionError` if nothing would be asserted."""
+    if not found:
+        but = f" apart from those that allow={tuple(allow)!r} excludes" if allow else ""
+        raise AssertionError(f"The program has no {what}{but}: nothing would be asserted.")
+
+
+def _require_dtypes(
+    nodes: Sequence[Node],
+    accepted: frozenset[str],
+    should: str,
+    of: Callable[[Any], tuple[str, ...]] = operands_of,
+) -> None:
+    """Raises an `AssertionError` that lists the nodes with other dtypes than the accepted ones.
+
+    Args:
+      of: gives the dtypes of an equation.
+    """
+    wrong = [
+        _line_of(node, of) for node in nodes if not accepted.issuperset(of(node.site.equation))
+    ]
+    if wrong:
+        operations = f"{len(wrong)} operation{'s' if len(wrong) > 1 else ''}"
+        lines = "\n".join(dict.fromkeys(wrong))
+        raise AssertionError(f"{operations} should {should} {_listed(accepted)}:\n{lines}")
+
+
+def _listed(dtypes: frozenset[str]) -> str:
+    return " or ".join(sorted(dtypes))
+
+
+def _line_of(node: Node, of: Callable[[Any], tuple[str, ...]] = operands_of) -> str:
+    return _line(finding("", node, "", of(node.site.equation)))
+
+
+def _line(found: Finding) -> str:
+    """Returns the line of a message: operation, path, dtypes, pass and source line."""
+    where = f"at '{found.path}'" if found.path else "outside of any module"
+    backward = ", backward" if found.is_backward else ""
+    source = found.source or "source line unknown"
+    return f"  {found.primitive} {where} in {', '.join(found.dtypes)}{backward}: {source}"

@@ -15,7 +15,7 @@ from jax import lax
 
 import policy
 from mpmodules import linen, nnx, use_policy
-from policy.inspect.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED
+from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTISED, UNSCALED
 from policy.inspect.audit.render.html import page
 from policy.testing import assert_dots_in, assert_matmuls_obey
 from tests.mpmodules import test_eight_bits as layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from policy.autocasting.parameters import ParamsArgument
@@ -9,24 +11,45 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.precedence import Asked, collecting
 from policy.core.scope import RulesLike, current_scope
-from policy.inspect.audit.findings import findings_of
-from policy.inspect.audit.lost_constants import noticing
-from policy.inspect.audit.operations import Operation
+from policy.inspect.audit.checks import (
+    carries,
+    constants,
+    discrete,
+    eight_bits,
+    functions,
+    sums,
+    widening,
+)
+from policy.inspect.audit.findings import FINDING_KINDS, Finding
+from policy.inspect.audit.flow import Flow, Lost, State, noticing, states_of
+from policy.inspect.audit.operations import operations_of
 from policy.inspect.audit.report import Audit
-from policy.inspect.audit.states import states_of
 from policy.inspect.traced.call import checked_policy, checked_rules, short_text
 from policy.inspect.traced.under_policy import traced_under
-from policy.programs.operations import (
-    accumulation_of,
-    bytes_of,
-    float32_precision_of,
-    flops_of,
-    kind_of,
-    operands_of,
-    result_of,
+from policy.programs.paths import naming
+from policy.programs.reading.graph import Graph
+
+_CHECKS = (
+    sums.low_precision_reductions,
+    sums.sums_by_hand,
+    functions.low_precision_functions,
+    constants.constants_out_of_range,
+    discrete.rounded_integers,
+    discrete.rounded_choices,
+    discrete.coarse_draws,
+    eight_bits.unscaled_casts,
+    eight_bits.narrow_accumulators,
+    carries.narrowed_carries,
+    carries.narrowed_states,
+    widening.mixed_matmuls,
+    eight_bits.dequantised_matmuls,
+    widening.silent_promotions,
+    widening.float32_matmuls,
+    widening.default_precisions,
+    widening.round_trips,
+    widening.repeated_casts,
+    widening.float32_residuals,
 )
-from policy.programs.paths import naming, spelled
-from policy.programs.reading.graph import Graph, is_joint
 
 
 def audit(
@@ -99,23 +122,36 @@ def audit(
     with noticing() as lost, collecting(*around) as asked:
         traced, _ = traced_under(fn, args, kwargs, backward, params, policy, rules)
     graph = Graph(traced.jaxpr)
+    has_policies = asked.has_policies or any(node.site.is_placed for node in graph.nodes)
+    in_force = "of modules" if has_policies else ""  # known by their casts if traced before
+    if asked.policy is not None:
+        in_force = short_text(asked.policy)
     with naming(node.site.path for node in graph.nodes):
         findings = findings_of(graph, lost, states_of(traced), asked)
-        return Audit(operations_of(graph), findings, function_name(fn), _in_force(asked, graph))
+        return Audit(operations_of(graph), findings, function_name(fn), in_force)
 
 
-def _in_force(asked: Asked, graph: Graph) -> str:
-    """Returns the policy of a program, for `Audit.policy`.
+def findings_of(
+    graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
+) -> tuple[Finding, ...]:
+    """Returns the findings of every check, sorted by gravity, then in program order.
 
-    Programs traced earlier are recognised by their casts.
+    Findings that differ in their count only are one.
+
+    Args:
+      lost: the constants noted by `noticing` while the program was traced.
+      states: arguments and outputs of the call that may be one state.
+      asked: the dtypes requested while the program was traced, which are exempt from findings.
     """
-    if asked.policy is not None:
-        return short_text(asked.policy)
-    return (
-        "of modules"
-        if asked.has_policies or any(node.site.is_placed for node in graph.nodes)
-        else ""
-    )
+    flow = Flow(graph, lost, states, asked)
+    counts: dict[Finding, int] = {}
+    for check in _CHECKS:
+        for finding in check(flow):
+            key = dataclasses.replace(finding, count=0)
+            counts[key] = counts.get(key, 0) + finding.count
+    gravity = {kind: i for i, kind in enumerate(FINDING_KINDS)}
+    found = [dataclasses.replace(finding, count=count) for finding, count in counts.items()]
+    return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))
 
 
 def function_name(fn: Any) -> str:
@@ -123,30 +159,3 @@ def function_name(fn: Any) -> str:
     while hasattr(fn, "func"):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def operations_of(graph: Graph) -> tuple[Operation, ...]:
-    """Returns the operations of a program; equal ones at one place and line are one row."""
-    totals: dict[tuple[Any, ...], list[int]] = {}
-    for node in graph.nodes:
-        if is_joint(node):
-            continue
-        equation, site = node.site.equation, node.site
-        kind = kind_of(site.name)
-        key = (
-            spelled(site.path),
-            kind,
-            site.name,
-            operands_of(equation),
-            accumulation_of(equation),
-            result_of(equation),
-            "" if kind == "other" else site.source,
-            site.is_backward,
-            float32_precision_of(equation),
-        )
-        total = totals.setdefault(key, [0, 0, 0])
-        times = site.count * site.devices
-        total[0] += site.count
-        total[1] += flops_of(equation) * times
-        total[2] += bytes_of(equation) * times
-    return tuple(Operation(*key[:-1], *total, precision=key[-1]) for key, total in totals.items())

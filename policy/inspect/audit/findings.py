@@ -1,82 +1,111 @@
-"""Runs every check of an audit on a program and merges the findings, the gravest first."""
+"""Findings, and their kinds, the gravest first."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from policy.core.precedence import Asked
-from policy.inspect.audit.checks.carries import narrowed_carries
-from policy.inspect.audit.checks.casts import repeated_casts, round_trips
-from policy.inspect.audit.checks.chains import sums_by_hand
-from policy.inspect.audit.checks.constants import constants_out_of_range
-from policy.inspect.audit.checks.discrete import coarse_draws, rounded_choices
-from policy.inspect.audit.checks.eight_bits import (
-    dequantised_matmuls,
-    narrow_accumulators,
-    unscaled_casts,
-)
-from policy.inspect.audit.checks.functions import low_precision_functions
-from policy.inspect.audit.checks.integers import rounded_integers
-from policy.inspect.audit.checks.promotions import (
-    default_precisions,
-    float32_matmuls,
-    mixed_matmuls,
-    silent_promotions,
-)
-from policy.inspect.audit.checks.residuals import float32_residuals
-from policy.inspect.audit.checks.states import narrowed_states
-from policy.inspect.audit.checks.sums import low_precision_reductions
-from policy.inspect.audit.finding_kinds import FINDING_KINDS as FINDING_KINDS
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.lost_constants import Lost
-from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.states import State
-from policy.programs.reading.graph import Graph
+from policy.programs.operations import is_inexact_name
+from policy.programs.paths import spelled
+from policy.programs.reading.graph import Node, Value
 
-_CHECKS: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
-    low_precision_reductions,
-    sums_by_hand,
-    low_precision_functions,
-    constants_out_of_range,
-    rounded_integers,
-    rounded_choices,
-    coarse_draws,
-    unscaled_casts,
-    narrow_accumulators,
-    narrowed_carries,
-    narrowed_states,
-    mixed_matmuls,
-    dequantised_matmuls,
-    silent_promotions,
-    float32_matmuls,
-    default_precisions,
-    round_trips,
-    repeated_casts,
-    float32_residuals,
-)
+REDUCTION = "low-precision-reduction"
+FUNCTION = "low-precision-function"
+CONSTANT = "constant-out-of-range"
+INTEGER = "rounded-integer"
+CHOICE = "rounded-choice"
+DRAW = "coarse-draw"
+UNSCALED = "unscaled-cast"
+ACCUMULATOR = "narrow-accumulator"
+CARRY = "narrowed-carry"
+MIXED = "mixed-matmul"
+DEQUANTISED = "dequantised-matmul"
+PROMOTION = "silent-promotion"
+LEAK = "float32-leak"
+MATMUL = "float32-matmul"
+PRECISION = "default-precision"
+ROUND_TRIP = "cast-round-trip"
+REPEATED = "repeated-cast"
+RESIDUAL = "float32-residual"
+
+FINDING_KINDS = {
+    REDUCTION: "A sum, scatter-add, or chain of additions runs in less than float32.",
+    FUNCTION: "An exponential, logarithm, root or square in half, whose error or range matters.",
+    CONSTANT: "A constant overflows or vanishes in the dtype that it is cast to.",
+    INTEGER: "Integers in half, larger than all that it holds exactly: positions, counts, indices.",
+    CHOICE: "A choice of the largest among numbers that were rounded to half precision before it.",
+    DRAW: "A uniform draw in half, compared with a probability that its few values miss.",
+    UNSCALED: "A cast to float8 or int8 with neither a scale computed from its operand nor limits.",
+    ACCUMULATOR: "A matmul of 8-bit operands returns less than its accumulator, int32 or float32.",
+    CARRY: "A running sum in half, over a loop or calls: small terms no longer change it.",
+    MIXED: "A matmul of a half-precision and a float32 operand, as slow as one of float32.",
+    DEQUANTISED: "A matmul of two arrays of 8-bit codes, both widened right before it.",
+    PROMOTION: "Half precision meets float32 or complex numbers without a cast, and stays wide.",
+    LEAK: "A half-precision value is widened, and then enters a matmul in float32.",
+    MATMUL: "A matmul runs in float32 in a program that otherwise multiplies in half precision.",
+    PRECISION: "A matmul that was asked for in float32 runs at a TPU's or GPU's lower precision.",
+    ROUND_TRIP: "A cast to another dtype and back, or on to a third, with nothing in between.",
+    REPEATED: "The same array is cast to the same dtype more than once.",
+    RESIDUAL: "A float32 array is saved for the backward pass where half precision would do.",
+}
 
 
-def findings_of(
-    graph: Graph, lost: Lost | None = None, states: Sequence[State] = (), asked: Asked | None = None
-) -> tuple[Finding, ...]:
-    """Returns the findings of every check, sorted by gravity, then in program order.
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A likely unintended loss of accuracy or speed.
 
-    Args:
-      lost: the constants noted by `noticing` while the program was traced.
-      states: arguments and outputs of the call that may be one state.
-      asked: the dtypes requested while the program was traced, which are exempt from findings.
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> fn = lambda x: jnp.exp(x.astype(jnp.float16))
+    >>> [finding.kind for finding in policy.audit(fn, jnp.ones(2)).findings]
+    ['low-precision-function']
+
+    Attributes:
+      kind: one of `policy.inspect.audit.findings.FINDING_KINDS`.
+      path: the module path, as in rules; "" outside of any module.
+      primitive: the name of the operation concerned.
+      dtypes: the dtypes involved, in the order of the message.
+      message: the problem and its remedy, in a sentence or two.
+      source: the line of the user's code, or the module, as `Operation.source`.
+      is_backward: whether it belongs to a backward pass.
+      count: the number of occurrences, with scan lengths multiplied.
     """
-    flow = Flow(graph, lost, states, asked)
-    found = _merged(finding for check in _CHECKS for finding in check(flow))
-    gravity = {kind: i for i, kind in enumerate(FINDING_KINDS)}
-    return tuple(sorted(found, key=lambda finding: gravity[finding.kind]))
+
+    kind: str
+    path: str
+    primitive: str
+    dtypes: tuple[str, ...]
+    message: str
+    source: str
+    is_backward: bool
+    count: int
 
 
-def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merges findings that differ in their count only, adding up the counts."""
-    counts: dict[Finding, int] = {}
-    for finding in findings:
-        key = dataclasses.replace(finding, count=0)
-        counts[key] = counts.get(key, 0) + finding.count
-    return [dataclasses.replace(finding, count=count) for finding, count in counts.items()]
+def finding(
+    kind: str, node: Node, message: str, dtypes: tuple[str, ...] = (), primitive: str = ""
+) -> Finding:
+    """Returns a finding about a node.
+
+    Its dtypes are those of the node's floating operands, each once, and of its result by default.
+    """
+    site, values = node.site, (*node.inputs, *node.outputs[:1])
+    named = [value.dtype for value in values if is_inexact_name(value.dtype)]
+    return Finding(
+        kind,
+        spelled(site.path),
+        primitive or site.name,
+        dtypes or tuple(dict.fromkeys(named)),
+        message,
+        site.source,
+        site.is_backward,
+        site.count,
+    )
+
+
+def shape_of(value: Value) -> str:
+    """Returns a value's type as JAX writes it: ``bfloat16[8,128]``."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def limit_of(dtype: str) -> str:
+    """Returns the reason not to sum in a half dtype, in words."""
+    return "overflows above 65504" if dtype == "float16" else "has 8 significant bits"

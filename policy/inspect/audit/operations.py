@@ -1,13 +1,26 @@
-"""The operations and findings of an audit, and totals of them."""
+"""The operations of an audit, their totals, and both by module."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from policy.inspect.audit.findings import Finding
 from policy.inspect.audit.values import bits, is_eight_bits, is_sixteen_bits, is_wide
+from policy.programs.operations import (
+    accumulation_of,
+    bytes_of,
+    float32_precision_of,
+    flops_of,
+    kind_of,
+    operands_of,
+    result_of,
+)
+from policy.programs.paths import parts_of, spelled
+from policy.programs.reading.graph import Graph, is_joint
 
 _WIDTHS = {"8 bits": is_eight_bits, "half": is_sixteen_bits, "float32": is_wide}
 
@@ -58,35 +71,31 @@ class Operation:
     precision: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A likely unintended loss of accuracy or speed.
-
-    >>> import jax.numpy as jnp
-    >>> import policy
-    >>> fn = lambda x: jnp.exp(x.astype(jnp.float16))
-    >>> [finding.kind for finding in policy.audit(fn, jnp.ones(2)).findings]
-    ['low-precision-function']
-
-    Attributes:
-      kind: one of `policy.inspect.audit.findings.FINDING_KINDS`.
-      path: the module path, as in rules; "" outside of any module.
-      primitive: the name of the operation concerned.
-      dtypes: the dtypes involved, in the order of the message.
-      message: the problem and its remedy, in a sentence or two.
-      source: the line of the user's code, or the module, as `Operation.source`.
-      is_backward: whether it belongs to a backward pass.
-      count: the number of occurrences, with scan lengths multiplied.
-    """
-
-    kind: str
-    path: str
-    primitive: str
-    dtypes: tuple[str, ...]
-    message: str
-    source: str
-    is_backward: bool
-    count: int
+def operations_of(graph: Graph) -> tuple[Operation, ...]:
+    """Returns the operations of a program; equal ones at one place and line are one row."""
+    totals: dict[tuple[Any, ...], list[int]] = {}
+    for node in graph.nodes:
+        if is_joint(node):
+            continue
+        equation, site = node.site.equation, node.site
+        kind = kind_of(site.name)
+        key = (
+            spelled(site.path),
+            kind,
+            site.name,
+            operands_of(equation),
+            accumulation_of(equation),
+            result_of(equation),
+            "" if kind == "other" else site.source,
+            site.is_backward,
+            float32_precision_of(equation),
+        )
+        total = totals.setdefault(key, [0, 0, 0])
+        times = site.count * site.devices
+        total[0] += site.count
+        total[1] += flops_of(equation) * times
+        total[2] += bytes_of(equation) * times
+    return tuple(Operation(*key[:-1], *total, precision=key[-1]) for key, total in totals.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,3 +182,89 @@ def _totals(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
     for dtype, amount in amounts:
         totals[dtype or "none"] += amount
     return {dtype: amount for dtype, amount in totals.most_common() if amount}
+
+
+# --------------------------------------------------------------------------------------------------
+# By module
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class ModuleNode:
+    """A module, or the root above all modules.
+
+    Attributes:
+      path: its path, its names joined by "/".
+      name: the last of these names.
+      id: the HTML id of its place on a page.
+      operations: the operations in the module itself.
+      children: the modules directly below, by name, in program order.
+      findings: the number of findings in the module and below.
+    """
+
+    path: str
+    name: str
+    id: str = ""
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    children: dict[str, ModuleNode] = dataclasses.field(default_factory=dict)
+    findings: int = 0
+
+    @functools.cached_property
+    def figures(self) -> AuditFigures:
+        """The totals of the operations in the module and below."""
+        return AuditFigures(tuple(op for node in self.walk() for op in node.operations))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs in the module and below."""
+        return sum(self.figures.flops_by_dtype.values())
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of its FLOPs, or of its bytes if it has none; the largest first."""
+        return list(self.figures.flops_by_dtype or self.figures.bytes_by_dtype)
+
+    @property
+    def matmul_shares(self) -> str:
+        """The shares of its matmul FLOPs by width, "8 bits 67%, half 33%"; "" without 8 bits."""
+        shares = self.figures.matmul_shares
+        if "8 bits" not in shares:
+            return ""
+        return ", ".join(f"{width} {share:.0%}" for width, share in shares.items())
+
+    def at(self, path: str) -> Iterator[ModuleNode]:
+        """Yields this node and those on the way to a path below, creating them if needed."""
+        node = self
+        yield node
+        for name in parts_of(path):
+            between = "" if node.path.endswith(":") or not node.path else "/"
+            above = f"{node.path}{between}{name}"
+            node = node.children.setdefault(name, ModuleNode(above, name))
+            yield node
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yields this node and all below it, each before its children."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def ids(self) -> dict[str, str]:
+        """Returns the HTML ids by path."""
+        return {node.path: node.id for node in self.walk()}
+
+
+def tree_of(operations: Iterable[Operation], findings: Iterable[Finding] = ()) -> ModuleNode:
+    """Returns the tree of all paths of operations and findings.
+
+    Operations of a model's own code come before those of its modules.
+    """
+    root = ModuleNode("", "")
+    for operation in sorted(operations, key=lambda one: not one.path.endswith(":")):
+        *_, node = root.at(operation.path)
+        node.operations.append(operation)
+    for finding in findings:
+        for node in root.at(finding.path):
+            node.findings += 1
+    for i, node in enumerate(root.walk()):
+        node.id = f"m{i}"
+    return root

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
+from policy.inspect.audit.findings import Finding as Finding
 from policy.inspect.audit.operations import AuditFigures
-from policy.inspect.audit.operations import Finding as Finding
 from policy.inspect.audit.operations import Operation as Operation
 from policy.inspect.audit.render.html import page
 from policy.inspect.audit.render.text import show, text

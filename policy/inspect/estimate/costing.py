@@ -14,10 +14,14 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 
-from policy.inspect.audit.audit import operations_of
-from policy.inspect.audit.operations import Operation, is_matmul_operation, widest_dtype
+from policy.inspect.audit.flow import states_of
+from policy.inspect.audit.operations import (
+    Operation,
+    is_matmul_operation,
+    operations_of,
+    widest_dtype,
+)
 from policy.inspect.audit.report import Audit
-from policy.inspect.audit.states import states_of
 from policy.inspect.estimate.chips import compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.estimate.placement import Placement, placed_arrays
 from policy.inspect.estimate.rows import Exchange, PolicyCost

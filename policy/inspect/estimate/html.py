@@ -18,10 +18,24 @@ from policy.inspect.estimate.text import (
     remarks_of,
     verdict,
 )
-from policy.inspect.render.document import html_document, resource, search_box, section
-from policy.inspect.render.markup import Markup, join_markup, tag
-from policy.inspect.render.parts import MEMORY, OUTSIDE, Cell, Columns, bar, chip, pieces, table
-from policy.inspect.render.units import amount, bytes_text, duration
+from policy.inspect.render.html import (
+    MEMORY,
+    OUTSIDE,
+    Cell,
+    Columns,
+    Markup,
+    bar,
+    chip,
+    html_document,
+    join_markup,
+    pieces,
+    resource,
+    search_box,
+    section,
+    table,
+    tag,
+)
+from policy.inspect.render.text import amount, bytes_text, duration
 
 _CLASSES = {True: "fits", False: "lacks"}
 _MODULES = 30  # rows of the table of modules

@@ -11,7 +11,7 @@ from policy.inspect.estimate.html import estimate_page
 from policy.inspect.estimate.plot import estimate_figure
 from policy.inspect.estimate.rows import EstimateRows
 from policy.inspect.estimate.text import estimate_text
-from policy.inspect.render.terminal import shows_colour
+from policy.inspect.render.text import shows_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

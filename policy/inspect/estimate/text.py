@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from policy.inspect.estimate.rows import Buffer, EstimateRows, PolicyCost
 from policy.inspect.estimate.targets import axes_text
-from policy.inspect.render.parts import MEMORY
-from policy.inspect.render.terminal import Paint, short
-from policy.inspect.render.units import amount, bytes_text, duration
+from policy.inspect.render.html import MEMORY
+from policy.inspect.render.text import Paint, amount, bytes_text, duration, short
 
 _WIDTH = 100
 _LONGEST = 32  # characters of a name that stands in its row; longer ones stand above theirs

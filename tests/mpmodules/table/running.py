@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmodules import linen, nnx
 from policy import use_policy
-from policy.inspect.audit.findings import findings_of
+from policy.inspect.audit.audit import findings_of
 from policy.inspect.audit.report import Finding
 from policy.programs.reading.graph import Graph
 from tests.mpmodules.table.cases import Case

@@ -1,30 +1,40 @@
-"""Loop carries that lose digits in half precision."""
+"""Sums that loops carry, or that one call returns for the next, in half precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
-from policy.inspect.audit.accumulations import Share, share_of
-from policy.inspect.audit.finding_kinds import CARRY, finding, shape_of
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.operations import Finding
+from policy.inspect.audit.findings import CARRY, Finding, finding, shape_of
+from policy.inspect.audit.flow import Flow, State
 from policy.inspect.audit.values import (
     behind,
+    followed,
+    in_order,
+    is_cotangent,
+    is_matmul,
     is_narrow,
     is_selection,
     is_view,
     made_of,
+    moved_from,
     narrows,
+    reached,
     users,
     views,
     widens,
 )
-from policy.programs.dtypes import is_inexact_name
-from policy.programs.operations import kind_of
-from policy.programs.primitives import ADDITIONS, MINMAX, SCALINGS
-from policy.programs.reading.graph import Node, Value
+from policy.programs import primitives as ops
+from policy.programs.jaxprs import combines_by
+from policy.programs.operations import is_inexact_name, kind_of
+from policy.programs.reading.graph import Node, Value, is_joint
+from policy.programs.reading.walk import written_at
 
-_MIXES = ADDITIONS | SCALINGS  # operations of sums and averages
+_MIXES = ops.ADDITIONS | ops.SCALINGS  # operations of sums and averages
+_ZEROS = ops.UPDATES | {"pad"}  # make arrays that are mostly zero
+_MOST = 0.5  # the smallest share, if known, that counts as a running average
 
 
 def narrowed_carries(flow: Flow) -> Iterator[Finding]:
@@ -33,87 +43,71 @@ def narrowed_carries(flow: Flow) -> Iterator[Finding]:
     The activations that a stack of layers hands on are exempt, because the terms added to them
     depend on them. Carries that a gate scales are exempt too.
     """
-    loops: dict[int, list[Node]] = {}
+    loops: dict[int, list[Node]] = defaultdict(list)
     for node in flow.graph.nodes:
-        if node.name == "carry" and node.outputs and len(node.inputs) == 2:
-            loops.setdefault(id(node.site.equation), []).append(node)
+        # Its inputs are the first value, and the result of the body for it.
+        is_carry = node.name == "carry" and node.outputs and len(node.inputs) == 2
+        if is_carry and node.params.get("length") != 1:
+            loops[id(node.site.equation)].append(node)
     for carries in loops.values():
-        if carries[0].params.get("length") != 1:
-            yield from _Loop(carries).findings()
+        gates = _gates_of((node.out, node.inputs[1]) for node in carries)
+        for node in carries:
+            if is_narrow(node.out.dtype) and (why := _loss_of(node, carries, gates)):
+                what = f"{shape_of(node.out)} is carried from one iteration of the {node.site.name}"
+                yield finding(CARRY, node, f"{what} to the next, {why} Carry it in float32.")
 
 
-class _Loop:
-    """The carries of one loop.
+def _loss_of(node: Node, carries: list[Node], gates: set[Value]) -> str:
+    """Returns the reason why a carry loses digits, in words; "" if it does not."""
+    maker, readers = node.inputs[1].maker, list(users(node.out))
+    if _is_added_to(node, carries, gates):
+        return "and is added to or scaled in each: terms below its last digit are lost."
+    if maker is not None and narrows(maker) and readers and all(map(widens, readers)):
+        return f"but is used in {maker.inputs[0].dtype} only: each iteration rounds it."
+    return ""
 
-    Each node makes one carry: its inputs are the first value, and the result of the body for it.
+
+def _is_added_to(node: Node, carries: list[Node], gates: set[Value]) -> bool:
+    """Returns whether a carry is added to or scaled, by itself or where carries swap places."""
+    passed, is_changed = [node], False
+    while (source := _source(passed[-1], carries, gates)) is not None:
+        other, share = source
+        is_changed = is_changed or share.scaled or bool(share.sums)
+        if other in passed:
+            return other is node and is_changed
+        passed.append(other)
+    return False
+
+
+def _source(node: Node, carries: list[Node], gates: set[Value]) -> tuple[Node, Share] | None:
+    """Returns the carry that another one's next value is a multiple or sum of, and its share.
+
+    Gradients with respect to the carry count as independent of it: adding them is an optimizer
+    step. In the backward pass only sums count, because cotangents are scaled there.
     """
 
-    def __init__(self, carries: list[Node]):
-        self.carries = carries
-        self.gates = gates_of((node.out, node.inputs[1]) for node in carries)
+    def terms(node: Node) -> list[Value]:
+        mixes = node.name in _MIXES or is_selection(node) or kind_of(node.name) == "scatter-add"
+        return node.inputs if mixes or is_view(node) else []
 
-    def findings(self) -> Iterator[Finding]:
-        for node in self.carries:
-            if is_narrow(node.out.dtype) and (message := self._message(node)):
-                yield finding(CARRY, node, message)
-
-    def _message(self, node: Node) -> str:
-        carry, maker, readers = node.out, node.inputs[1].maker, list(users(node.out))
-        what = (
-            f"{shape_of(carry)} is carried from one iteration of the {node.site.name} to the next"
-        )
-        if self._is_added_to(node):
-            return (
-                f"{what}, and is added to or scaled in each: terms below its last digit are lost. "
-                "Carry it in float32."
-            )
-        if maker is not None and narrows(maker) and readers and all(map(widens, readers)):
-            return (
-                f"{what}, but is used in {maker.inputs[0].dtype} only: each iteration rounds it. "
-                "Carry it in float32."
-            )
-        return ""
-
-    def _is_added_to(self, node: Node) -> bool:
-        """Returns whether a carry is added to or scaled, by itself or where carries swap places."""
-        passed, is_changed = [node], False
-        while (source := self._source(passed[-1])) is not None:
-            other, share = source
-            is_changed = is_changed or share.scaled or bool(share.sums)
-            if other is node:
-                return is_changed
-            if other in passed:
-                return False
-            passed.append(other)
-        return False
-
-    def _source(self, node: Node) -> tuple[Node, Share] | None:
-        """Returns the carry that another one's next value is a multiple or sum of, and its share.
-
-        Gradients with respect to the carry count as independent of it: adding them is an optimizer
-        step. In the backward pass only sums count, because cotangents are scaled there.
-        """
-        is_forward = not node.site.is_backward
-        ends = _ends(node.inputs[1], {id(other.out) for other in self.carries})
-        is_own = id(node.out) in ends
-        others = [one for one in self.carries if id(one.out) in ends and not is_own]
-        for other in (node, *others):
-            share = share_of(
-                other.out, node.inputs[1], self.gates, scales=is_forward, gradients=is_forward
-            )
-            if share is not None and share.factor:
-                return other, share
-        return None
+    after, is_forward = node.inputs[1], not node.site.is_backward
+    mixed = set(behind(after, terms))
+    others = [one for one in carries if one.out in mixed and node.out not in mixed]
+    for other in (node, *others):
+        share = share_of(other.out, after, gates, scales=is_forward, gradients=is_forward)
+        if share is not None and share.factor:
+            return other, share
+    return None
 
 
-def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
-    """Returns the ids of carries that may be gates, of pairs of a carry and its next value.
+def _gates_of(carried: Iterator[tuple[Value, Value]]) -> set[Value]:
+    """Returns the carries that may be gates, of pairs of a carry and its next value.
 
     Counters are no gates: sums may be scaled by them. Nor are running maxima: an online softmax
     rescales its sums when the maximum grows.
     """
     return {
-        id(carry)
+        carry
         for carry, result in carried
         if is_inexact_name(carry.dtype) and not _is_extreme(carry, result)
     }
@@ -122,16 +116,283 @@ def gates_of(carried: Iterator[tuple[Value, Value]]) -> set[int]:
 def _is_extreme(carry: Value, result: Value) -> bool:
     """Returns whether a carry is a running maximum or minimum."""
     maker = made_of(result, is_view).maker
-    if maker is None or maker.name not in MINMAX - {"clamp"}:
+    if maker is None or maker.name not in ops.MINMAX - {"clamp"}:
         return False
-    return any(one is carry for value in maker.inputs for one in views(value, is_view))
+    return any(carry in views(value, is_view) for value in maker.inputs)
 
 
-def _ends(value: Value, carries: set[int]) -> set[int]:
-    """Returns the ids of the carries that a value is made of by sums, scaling and selections."""
+# --------------------------------------------------------------------------------------------------
+# State that one call returns for the next
+# --------------------------------------------------------------------------------------------------
 
-    def terms(node: Node) -> list[Value]:
-        mixes = node.name in _MIXES or is_selection(node) or kind_of(node.name) == "scatter-add"
-        return node.inputs if mixes or is_view(node) else []
 
-    return {id(one) for one in behind(value, terms)} & carries
+def narrowed_states(flow: Flow) -> Iterator[Finding]:
+    """Yields half-precision params, averages and statistics that each call adds to.
+
+    A residual stream is not state, because the terms added to it depend on it. Gradients with
+    respect to a state may be added to it. Params are exempt if master weights, or their rounding
+    errors, are kept beside them.
+    """
+    arguments, outputs = flow.graph.arguments, flow.graph.outputs
+    pairs = {one: (arguments[one.argument], outputs[one.output]) for one in flow.states}
+    changed = {one: pair for one, pair in pairs.items() if pair[0] is not pair[1]}
+    # Scalars are hyperparameters.
+    gates = _gates_of(pair for pair in changed.values() if pair[0].shape)
+    sums: dict[int, tuple[State, Node] | None] = {}
+    for state, pair in changed.items():
+        is_known = sums.setdefault(state.output, None) is not None
+        if not is_known and (node := _sum(*pair, gates)) is not None:
+            sums[state.output] = state, node
+    found: dict[tuple[str, ...], list[tuple[State, Node]]] = defaultdict(list)
+    for state, node in filter(None, sums.values()):
+        dtype = arguments[state.argument].dtype
+        key = (*node.site.path, written_at(node.site.equation), node.name, dtype)
+        found[key].append((state, node))
+    for (first, node), *others in found.values():
+        more = f" and {len(others)} more" if others else ""
+        message = (
+            f"{first.name}, {shape_of(arguments[first.argument])}{more}: each call adds to it and "
+            "returns it for the next call. Terms below its last digit are lost each time. Keep it "
+            "in float32; for parameters, policy.mixed_precision stores what rounding would lose."
+        )
+        yield finding(CARRY, node, message)
+
+
+def _sum(before: Value, after: Value, gates: set[Value]) -> Node | None:
+    """Returns the addition that makes the next value of a half-precision state, or None."""
+    if not is_narrow(before.dtype):
+        return None
+    share = share_of(before, after, gates, statistics=True)
+    if share is None or share.factor <= 0 or (share.is_exact and share.factor < _MOST):
+        return None
+    is_counter = not before.shape  # a counter of calls adds a literal
+    if not share.terms or not (is_counter or any(_is_new(term, before) for term in share.terms)):
+        return None
+    made = (one for one in followed(share.terms, _operands) if one.maker is not None)
+    multiplied = [operand for one in made if is_matmul(one.maker) for operand in _operands(one)]
+    if before in followed(multiplied, _operands):
+        return None
+    return next((node for node in share.sums if not is_cotangent(node)), None)
+
+
+def _operands(value: Value) -> list[Value]:
+    """Returns the operands that the forward pass computes a value of."""
+    return [] if value.maker is None or is_cotangent(value.maker) else value.maker.inputs
+
+
+def _is_new(value: Value, state: Value) -> bool:
+    """Returns whether a term depends on an input of the call other than the state itself.
+
+    Constants and random noise do not count: images are shifted and perturbed, too.
+    """
+
+    def others(node: Node) -> list[Value]:
+        return [] if node.name in ops.DRAWS else [v for v in node.inputs if v is not state]
+
+    return value is not state and any(
+        one.maker is None and one.array is None for one in behind(value, others)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The share of a carry in its next value
+# --------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """The share of a carry in a value: the value is `factor` times the carry, plus other terms.
+
+    Attributes:
+      factor: the coefficient of the carry. Numbers that the program computes count as 1.
+      is_exact: whether the coefficient is known.
+      scaled: whether the carry was multiplied by anything.
+      is_gated: whether a term that depends on a gate was added.
+      is_gate_scaled: whether such a sum was multiplied by anything.
+      sums: the additions on the way from the carry, the last one first, and the terms of each.
+    """
+
+    factor: float
+    is_exact: bool = True
+    scaled: bool = False
+    is_gated: bool = False
+    is_gate_scaled: bool = False
+    sums: Mapping[Node, tuple[Value, ...]] = {}
+
+    @property
+    def terms(self) -> list[Value]:
+        """The terms that were added to the carry."""
+        return [term for terms in self.sums.values() for term in terms]
+
+
+def share_of(
+    carry: Value,
+    value: Value,
+    gates: Collection[Value],
+    *,
+    scales: bool = True,
+    gradients: bool = True,
+    statistics: bool = False,
+) -> Share | None:
+    """Returns the share of a carry in a value of the same iteration of a loop, or None.
+
+    It is None unless the value is the sum of a multiple of the carry and of terms independent of
+    the carry. It is also None if a term is zero in most places, as a padded one is, and if the sum
+    keeps its rounding errors.
+
+    Args:
+      carry: the carry at the start of the iteration.
+      value: the value in question.
+      gates: the values that gate others. A carry has no share if it is multiplied by a factor that
+        depends on a gate or on the carry, or if a sum with a term that depends on a gate is scaled.
+      scales: whether the carry may be multiplied.
+      gradients: whether gradients with respect to the carry count as independent of it.
+      statistics: whether reductions of the carry, such as its norm or mean, count as independent of
+        it in the terms added to it.
+    """
+    shares: dict[Value, Share | None] = {carry: Share(1.0)}
+    gated = {carry, *gates}
+    for node in in_order(value, lambda node: not (gradients and is_cotangent(node))):
+        if not gated.isdisjoint(node.inputs):
+            gated.update(node.outputs)
+        mine = [one for one in node.inputs if one in shares]
+        if mine and not (statistics and _is_statistic(node)):
+            shares.update(
+                (out, _made(node, out, mine, shares, gated, scales)) for out in node.outputs
+            )
+    share = shares.get(value)
+    is_none = share is None or share.is_gate_scaled or _is_compensated(carry, share)
+    return None if is_none else share
+
+
+def _made(
+    node: Node,
+    out: Value,
+    mine: list[Value],
+    shares: Mapping[Value, Share | None],
+    gated: Collection[Value],
+    scales: bool,
+) -> Share | None:
+    """Returns the share in a result of an operation on values that depend on the carry."""
+    if cases := _cases(node, mine):
+        return _chosen([shares.get(one, Share(0.0)) for one in cases])
+    is_addition = node.name in ops.ADDITIONS
+    if is_addition and len(mine) == 2:
+        return _summed(node, *(shares[one] for one in node.inputs))
+    share = shares[mine[0] if len(mine) == 1 else moved_from(node, out)]
+    if share is None or is_joint(node):
+        return None
+    others = tuple(one for one in node.inputs if one not in mine)
+    is_right = len(node.inputs) > 1 and mine[0] is node.inputs[1]
+    if node.name in ops.PRODUCTS:
+        is_factor = len(mine) == 1 and not (node.name == "div" and is_right)
+        is_free = scales and is_factor and not any(one in gated for one in others)
+        return _scaled(share, node, others[0]) if is_free else None
+    if is_addition and any(one.maker is not None and one.maker.name in _ZEROS for one in others):
+        return None
+    # `x.at[i].apply` may add to elements in place.
+    applies = node.name == "scatter" and combines_by(node.site.equation, ops.ADDITIONS)
+    if is_addition or applies or kind_of(node.name) == "scatter-add":
+        return share._replace(
+            factor=-share.factor if node.name == "sub" and is_right else share.factor,
+            is_gated=share.is_gated or any(one in gated for one in others),
+            sums={node: others, **share.sums},
+        )
+    if node.name == "neg":
+        return share._replace(factor=-share.factor)
+    is_written_into = node.name in ops.UPDATES and mine[0] is node.inputs[0]
+    return share if is_view(node) or is_written_into else None
+
+
+def _cases(node: Node, mine: list[Value]) -> list[Value]:
+    """Returns the operands that a node selects from or assembles its result from.
+
+    Returns [] for other nodes, and for updates unless both target and update are in `mine`.
+    """
+    if is_selection(node):
+        return node.inputs[1:]
+    if node.name in ops.UPDATES:
+        parts = [node.inputs[0], node.inputs[1 if node.name == "dynamic_update_slice" else 2]]
+        return parts if all(one in mine for one in parts) else []
+    return []
+
+
+def _chosen(shares: list[Share | None]) -> Share | None:
+    """Returns the share in a result that is selected or assembled from values with shares."""
+    held = [share for share in shares if share is not None and share.factor]
+    if None in shares or not held:
+        return None
+    largest = max(held, key=lambda share: (bool(share.terms), share.scaled))
+    return largest._replace(
+        is_exact=all(one.is_exact and one.factor == largest.factor for one in held),
+        is_gated=any(one.is_gated for one in held),
+        is_gate_scaled=any(one.is_gate_scaled for one in held),
+        sums={node: terms for one in held for node, terms in one.sums.items()},
+    )
+
+
+def _summed(node: Node, first: Share | None, second: Share | None) -> Share | None:
+    """Returns the share in a sum of two values that both hold a share."""
+    if first is None or second is None:
+        return None
+    factor, other = first.factor, -second.factor if node.name == "sub" else second.factor
+    is_exact = first.is_exact and second.is_exact
+    # an average subtracts a part of the carry from the carry: a share remains
+    factor = factor + other if is_exact or factor * other > 0 else max(factor, other)
+    return Share(factor, is_exact, scaled=True, sums={node: (), **first.sums, **second.sums})
+
+
+def _scaled(share: Share, node: Node, by: Value) -> Share:
+    """Returns the share in a product with a factor, or in a quotient by it."""
+    number, is_exact = _number(by)
+    return share._replace(
+        factor=share.factor / number if node.name == "div" and number else share.factor * number,
+        is_exact=share.is_exact and is_exact,
+        scaled=True,
+        is_gate_scaled=share.is_gated,
+    )
+
+
+def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
+    """Returns a factor, and whether it is known.
+
+    A computed factor counts as 1, multiplied by the literals and signs that the program applies to
+    it.
+    """
+    if value.is_literal:
+        return float(value.array.real), True
+    maker = value.maker
+    is_product = maker is not None and (is_view(maker) or maker.name in ("neg", "mul"))
+    if maker is None or not is_product or not maker.inputs or not depth:
+        return 1.0, False
+    operands = maker.inputs if maker.name == "mul" else maker.inputs[:1]
+    factors = [_number(operand, depth - 1) for operand in operands]
+    number = math.prod(factor for factor, _ in factors)
+    return -number if maker.name == "neg" else number, all(is_known for _, is_known in factors)
+
+
+def _is_compensated(carry: Value, share: Share) -> bool:
+    """Returns whether the additions keep their rounding errors, as Kahan summation does.
+
+    They do if a difference of two of these reaches the next carry or an output: the carry, the
+    sums, and casts of them.
+    """
+    sums = [out for node in share.sums for out in node.outputs]
+    ends = {carry, *sums}
+    differences = (node for value in sums for node in users(value, is_view) if node.name == "sub")
+    return any(
+        all(made_of(one, is_view) in ends for one in node.inputs) and _goes_on(node.out)
+        for node in differences
+    )
+
+
+def _is_statistic(node: Node) -> bool:
+    return not is_joint(node) and (kind_of(node.name) == "reduction" or node.name in ops.EXTREMES)
+
+
+def _goes_on(value: Value) -> bool:
+    """Returns whether a value reaches a carry or an output through sums, casts or selections."""
+    passes = lambda node: node.name in ops.ADDITIONS or is_selection(node) or is_view(node)  # noqa: E731
+    return any(
+        each.is_output or any(node.name == "carry" for node in each.readers)
+        for each in reached([value], passes)
+    )

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.audit.finding_kinds import CONSTANT, finding
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.lost_constants import Lost
-from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.ranges import ARITHMETIC, numbers_in
+from policy.inspect.audit.findings import CONSTANT, Finding, finding
+from policy.inspect.audit.flow import Flow, Lost
 from policy.inspect.audit.values import (
+    ARITHMETIC,
     bits,
     is_cotangent,
     is_narrow,
     is_selection,
     made_of,
+    numbers_in,
     users,
 )
 from policy.programs.primitives import COMPARISONS, INFINITE_AT_ZERO, MINMAX, MOVES_DATA
@@ -37,46 +36,66 @@ def constants_out_of_range(flow: Flow) -> Iterator[Finding]:
     constant that JAX cast during tracing is already infinite or zero: it is a finding where NumPy
     reported the cast, or where it must be a mistake, as a factor or beside a divisor.
     """
-    known: dict[int, Numbers] = {}
+    known: dict[Value, Numbers] = {}
     for node in flow.graph.nodes:
-        if _is_to_floating(node):
-            yield from _cast(node, known)
+        operands = [_numbers(value, known) for value in node.inputs]
+        if node.name == "convert_element_type" and bits(node.out.dtype):
+            yield from _cast(node, operands[0])
         elif node.outputs and not is_cotangent(node):
             yield from _traced_away(node, flow.lost)
-        _propagate(node, known)
+        if len(node.outputs) == 1 and len(found := _computed(node, operands)) <= _MOST_NUMBERS:
+            known[node.out] = found
 
 
-def _is_to_floating(node: Node) -> bool:
-    """Returns whether a node casts integers or floating numbers to a floating dtype."""
-    return node.name == "convert_element_type" and bits(node.out.dtype) > 0
+def _numbers(value: Value, known: dict[Value, Numbers]) -> Numbers:
+    """Returns numbers that a value holds in some places, as far as they are known."""
+    if value.array is None:
+        return known.get(value, frozenset())
+    numbers = numbers_in(value.array)
+    if value.shape:
+        numbers = numbers[numbers != 0]
+    return frozenset(map(float, (numbers.min(), numbers.max()) if numbers.size else ()))
 
 
-def _cast(node: Node, known: dict[int, Numbers]) -> Iterator[Finding]:
+def _computed(node: Node, operands: list[Numbers]) -> Numbers:
+    """Returns numbers that the result of a node holds in some places."""
+    none: Numbers = frozenset()
+    if node.name in MOVES_DATA:
+        return none.union(*operands)
+    if is_selection(node):
+        return none.union(*operands[1:])
+    if node.name == "convert_element_type":
+        return frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else operands[0]
+    if node.name not in ARITHMETIC:
+        return none
+    with np.errstate(all="ignore"):  # none, if those of an operand are unknown
+        each = itertools.product(*operands)
+        return frozenset(float(ARITHMETIC[node.name](*numbers)) for numbers in each)
+
+
+def _cast(node: Node, numbers: Numbers) -> Iterator[Finding]:
     dtype = node.out.dtype
-    for number in sorted(_numbers(node.inputs[0], known)):
-        result = _as(number, dtype)
+    largest = float(jnp.finfo(dtype).max)
+    for number in sorted(numbers):
+        with np.errstate(over="ignore", under="ignore"):
+            result = float(np.asarray(number, np.float64).astype(jnp.dtype(dtype)))
+        is_beyond = np.isfinite(number) and abs(number) > _JUST_BEYOND * largest
         if np.isfinite(number) and not np.isfinite(result) and bits(dtype) > 8:
             becomes = (
                 f"{result:g}: it overflows. Use jnp.finfo({dtype}).min, or -inf if no row is "
                 "masked completely"
             )
-        elif _is_beyond(number, dtype) or (np.isinf(number) and np.isnan(result)):
+        elif is_beyond or (np.isinf(number) and np.isnan(result)):
             becomes = (
-                f"{result:g}: the largest finite number is {_largest(dtype):.4g}. Divide by a "
-                "scale before the cast, and keep the scale"
+                f"{result:g}: the largest finite number is {largest:.4g}. Divide by a scale before "
+                "the cast, and keep the scale"
             )
         elif number != 0 and result == 0:
             becomes = f"0: it vanishes. The smallest number is {_smallest(dtype)}"
         else:
             continue
-        yield finding(
-            CONSTANT, node, f"{number:g} in {dtype} is {becomes}.", (node.inputs[0].dtype, dtype)
-        )
-
-
-def _as(number: float, dtype: str) -> float:
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.asarray(number, np.float64).astype(jnp.dtype(dtype)))
+        message = f"{number:g} in {dtype} is {becomes}."
+        yield finding(CONSTANT, node, message, (node.inputs[0].dtype, dtype))
 
 
 def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
@@ -89,26 +108,30 @@ def _traced_away(node: Node, lost: Lost) -> Iterator[Finding]:
         numbers, dtype = numbers_in(value.array), value.dtype
         if not numbers.size or not is_narrow(dtype):
             continue
-        if (
-            np.isinf(numbers).any()
-            and (line in lost.overflowed or (value.is_literal and node.name == "mul"))
-        ) or _is_beyond_8_bits(node, value):
+        is_factor = value.is_literal and node.name == "mul"
+        is_infinite = np.isinf(numbers).any() and (line in lost.overflowed or is_factor)
+        if is_infinite or _is_beyond_8_bits(node, value):
             number = numbers[np.abs(numbers).argmax()]
             message = (
                 f"A constant overflowed: it is {number:g} in {dtype}, whose largest finite number "
-                f"is {_largest(dtype):.4g}."
+                f"is {float(jnp.finfo(dtype).max):.4g}."
             )
             message += " 0 * inf and inf - inf are NaN." if np.isinf(number) else ""
             yield finding(CONSTANT, node, message, (dtype,))
         elif (numbers == 0).any() and (
             line in lost.vanished
-            or (value.is_literal and (_is_shift_of_divisor(node) or _is_8_bit_factor(node, value)))
+            or (is_factor and bits(dtype) <= 8)
+            or (value.is_literal and _is_shift_of_divisor(node))
         ):
             message = (
                 f"A constant vanished: it is 0 in {dtype}, whose smallest number is "
                 f"{_smallest(dtype)}."
             )
             yield finding(CONSTANT, node, message, (dtype,))
+
+
+def _smallest(dtype: str) -> str:
+    return f"{float(jnp.finfo(dtype).smallest_subnormal):.1e}"
 
 
 def _is_beyond_8_bits(node: Node, value: Value) -> bool:
@@ -123,57 +146,11 @@ def _is_beyond_8_bits(node: Node, value: Value) -> bool:
     return bool(np.isnan(number)) or (number == np.inf and node.name not in MINMAX)
 
 
-def _is_8_bit_factor(node: Node, value: Value) -> bool:
-    return bits(value.dtype) <= 8 and node.name == "mul"
-
-
 def _is_shift_of_divisor(node: Node) -> bool:
     """Returns whether a node adds to a divisor, as an epsilon is added."""
-    return node.name == "add" and any(_divides_by(user, node.out) for user in users(node.out))
 
+    def divides(user: Node) -> bool:
+        is_divisor = user.name == "div" and made_of(user.inputs[1]) is node.out
+        return is_divisor or user.name in INFINITE_AT_ZERO
 
-def _is_beyond(number: float, dtype: str) -> bool:
-    return bool(np.isfinite(number)) and abs(number) > _JUST_BEYOND * _largest(dtype)
-
-
-def _largest(dtype: str) -> float:
-    return float(jnp.finfo(dtype).max)
-
-
-def _smallest(dtype: str) -> str:
-    return f"{float(jnp.finfo(dtype).smallest_subnormal):.1e}"
-
-
-def _divides_by(node: Node, value: Value) -> bool:
-    if node.name == "div":
-        return made_of(node.inputs[1]) is value
-    return node.name in INFINITE_AT_ZERO
-
-
-def _numbers(value: Value, known: dict[int, Numbers]) -> Numbers:
-    """Returns numbers that a value holds in some places, as far as they are known."""
-    if value.array is None:
-        return known.get(id(value), frozenset())
-    numbers = numbers_in(value.array)
-    if value.shape:
-        numbers = numbers[numbers != 0]
-    return frozenset(map(float, (numbers.min(), numbers.max()) if numbers.size else ()))
-
-
-def _propagate(node: Node, known: dict[int, Numbers]) -> None:
-    if len(node.outputs) != 1:
-        return
-    operands = [_numbers(value, known) for value in node.inputs]
-    found: Numbers = frozenset()
-    if node.name in MOVES_DATA:
-        found = found.union(*operands)
-    elif is_selection(node):
-        found = found.union(*operands[1:])
-    elif node.name == "convert_element_type":
-        found = frozenset((0.0, 1.0)) if node.inputs[0].dtype == "bool" else operands[0]
-    elif node.name in ARITHMETIC:  # of no numbers, if those of an operand are unknown
-        with np.errstate(all="ignore"):
-            each = itertools.product(*operands)
-            found = frozenset(float(ARITHMETIC[node.name](*numbers)) for numbers in each)
-    if len(found) <= _MOST_NUMBERS:
-        known[id(node.out)] = found
+    return node.name == "add" and any(map(divides, users(node.out)))

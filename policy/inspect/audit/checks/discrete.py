@@ -1,43 +1,199 @@
-"""Choices and draws that half precision changes: the largest numbers, and rare events."""
+"""Integers, choices and draws that half precision changes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from policy.inspect.audit.finding_kinds import CHOICE, DRAW, finding
+from policy.inspect.audit.findings import CHOICE, DRAW, INTEGER, Finding, finding
 from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.ranges import interval_of, numbers_in
-from policy.inspect.audit.scales import is_constant
 from policy.inspect.audit.values import (
-    behind,
     bits,
+    interval_of,
+    is_constant,
+    is_cotangent,
     is_narrow,
+    is_selection,
+    is_sixteen_bits,
     made_of,
+    makers,
     narrows,
+    numbers_in,
     widens,
 )
-from policy.programs.primitives import (
-    ADDITIONS,
-    CASTS,
-    CHOOSES,
-    COMPARISONS,
-    DRAWS,
-    MINMAX,
-    MOVES_DATA,
-    PRODUCTS,
-    REDUCTIONS,
-    SIGN_CHANGES,
-)
+from policy.programs import primitives as ops
+from policy.programs.operations import size
 from policy.programs.reading.graph import Node, Value, is_joint
 
-_SHIFTS = MOVES_DATA | ADDITIONS | PRODUCTS | MINMAX | SIGN_CHANGES | {"select_n"}
-_SCALES_A_DRAW = MOVES_DATA | ADDITIONS | PRODUCTS | MINMAX | CASTS
+_KEEPS = ops.MOVES_DATA | ops.SIGN_CHANGES | ops.EXTREMES | ops.ROUNDINGS | {"row", "rows"}
+_MIXES = ops.MOVES_DATA | ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX
+_SHIFTS = _MIXES | ops.SIGN_CHANGES | {"select_n"}
+_SCALES_A_DRAW = _MIXES | ops.CASTS
 _MOST_STEPS = 32  # from a comparison back to the bits of a draw
 _WORST = 0.1  # the relative error of a probability
+
+
+# --------------------------------------------------------------------------------------------------
+# Integers
+# --------------------------------------------------------------------------------------------------
+
+
+class _Steps(NamedTuple):
+    """Integers in an array, or multiples of one number.
+
+    Attributes:
+      largest: the steps from the smallest to the largest; 0 if unknown, and for a single number.
+      unit: the size of a step; NaN where it is unknown.
+    """
+
+    largest: float = 0
+    unit: float = 1
+
+
+def rounded_integers(flow: Flow) -> Iterator[Finding]:
+    """Yields half-precision arrays of more integers, in even steps, than the dtype tells apart.
+
+    Integers count that the program itself makes, scaled or shifted: positions, distances, counts
+    and indices. Those of an argument are not known, but their sums and remainders are.
+    """
+    integers = _Integers()
+    for node in flow.graph.nodes:
+        integers.enter(node)
+        if len(node.outputs) != 1 or is_joint(node) or is_cotangent(node):
+            continue
+        is_cast = node.name == "convert_element_type" and not is_narrow(node.inputs[0].dtype)
+        if not is_sixteen_bits(node.out.dtype) or not (is_cast or node.name == "iota"):
+            continue
+        many = integers.steps(node.out).largest
+        limit = 2 ** (jnp.finfo(node.out.dtype).nmant + 1)
+        if many > limit:
+            message = (
+                f"{many + 1:.0f} integers, or multiples of one number, in {node.out.dtype}, which "
+                f"rounds those above {limit}. Compute with them in float32, and cast the result."
+            )
+            yield finding(INTEGER, node, message)
+
+
+class _Integers:
+    """The steps of the values of a program, and the values that depend on no argument or draw."""
+
+    def __init__(self) -> None:
+        self._known: dict[Value, _Steps] = {}
+        self._fixed: set[Value] = set()
+
+    def enter(self, node: Node) -> None:
+        """Enters the results of a node."""
+        each = list(map(self.steps, node.inputs))
+        if all(map(self._is_fixed, node.inputs)) and node.name not in ops.DRAWS:
+            self._fixed.update(node.outputs)
+        is_moved = node.name == "sort" or node.name in ops.MOVES_DATA
+        if len(node.outputs) == len(each) > 1 and is_moved:
+            self._known.update(zip(node.outputs, each, strict=True))
+        elif node.name == "top_k":
+            self._known[node.outputs[1]] = _Steps(_size(node, (node.params["axis"],)) - 1)
+        elif len(node.outputs) == 1:
+            self._known[node.out] = self._of(node, each)
+
+    def steps(self, value: Value) -> _Steps:
+        if value.array is None or not value.shape:
+            return self._known.get(value, _Steps())
+        numbers = np.unique(numbers_in(value.array))
+        is_whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
+        return _Steps(max(numbers.size - 1, 0) if is_whole else 0)
+
+    def _is_fixed(self, value: Value) -> bool:
+        return value.array is not None or value in self._fixed
+
+    def _of(self, node: Node, each: list[_Steps]) -> _Steps:
+        """Returns the steps of a node's only result, from those of its inputs."""
+        is_whole = "int" in node.out.dtype
+        match node.name:
+            case "iota":
+                long = node.params["shape"][node.params["dimension"]]
+                return _Steps(long - 1 if isinstance(long, int) else 0)
+            case "argmax" | "argmin":
+                return _Steps(_size(node, node.params["axes"]) - 1)
+            case "convert_element_type":
+                return _Steps(1) if node.inputs[0].dtype == "bool" else each[0]
+            case "reduce_sum" | "cumsum":
+                axes = node.params.get("axes", (node.params.get("axis"),))
+                is_counted = is_whole or is_constant(node.inputs[0])
+                terms = each[0] if each[0].largest else _Steps(is_counted)
+                return terms._replace(largest=terms.largest * _size(node, axes))
+            case "scatter-add" if is_whole:
+                return _Steps(each[0].largest + size(node.inputs[2].shape))
+            case "mul" | "div" | "add" | "sub":
+                # With an unknown array of floats, the result is no array of integers.
+                is_known = is_whole or all(
+                    one.largest or self._is_fixed(value)
+                    for one, value in zip(each, node.inputs, strict=True)
+                )
+                return _combined(node, *each) if is_known and max(each).largest else _Steps()
+            case "slice":
+                return each[0]._replace(largest=min(each[0].largest, size(node.out.shape) - 1))
+            case "carry" if len(each) == 2:
+                return _counted(node) or max(each)
+            case "min" | "rem" | "clamp":
+                return _limited(node, each[node.name == "clamp"])
+        if is_selection(node):
+            return max(each[1:])
+        is_joined = node.name in ops.MINMAX or node.name == "concatenate"
+        if is_joined or (is_joint(node) and each):
+            return max(each)
+        return each[0] if each and node.name in _KEEPS else _Steps()
+
+
+def _combined(node: Node, one: _Steps, other: _Steps) -> _Steps:
+    """Returns the steps of a sum, product or quotient."""
+    if node.name in ops.FORWARD_ADDITIONS:
+        unit = min(one.unit, other.unit)
+        if not (one.largest and other.largest) or math.isnan(one.unit + other.unit):
+            return max(one, other)
+        return _Steps((one.largest * one.unit + other.largest * other.unit) / unit, unit)
+    left, right = (_unit(steps, v) for steps, v in zip((one, other), node.inputs, strict=True))
+    if node.name == "mul":
+        is_zero = left * right == 0
+        largest = 0 if is_zero else max(one.largest, 1) * max(other.largest, 1)
+        return _Steps(largest, 1 if is_zero else left * right)
+    if "int" in node.out.dtype and right > 0:
+        return _Steps(one.largest * left // right)
+    return _Steps(one.largest, left / right) if one.largest and right else _Steps()
+
+
+def _unit(steps: _Steps, value: Value) -> float:
+    """Returns the size of a step, or the magnitude of a single number; NaN where it is unknown."""
+    if steps.largest:
+        return steps.unit
+    low, high = interval_of(value)
+    return abs(high) if low == high else math.nan
+
+
+def _limited(node: Node, number: _Steps) -> _Steps:
+    """Returns the steps of a remainder, or of numbers that are limited from above."""
+    high = interval_of(node.inputs[-1 if node.name == "clamp" else 1]).high
+    if number.largest:
+        return number._replace(largest=min(number.largest, abs(high)))
+    low, high = (0, high - 1) if node.name == "rem" else interval_of(node.out)
+    is_limited = "int" in node.out.dtype and high - low < jnp.iinfo(node.out.dtype).max
+    return _Steps(max(high - low, 0)) if is_limited else _Steps()
+
+
+def _counted(node: Node) -> _Steps | None:
+    """Returns the steps of a counter of the iterations of a loop."""
+    after, length = node.inputs[1].maker, node.params.get("length")
+    if after is None or after.name != "add" or not isinstance(length, int):
+        return None
+    one, other = after.inputs
+    is_counter = one is node.out and other.is_literal
+    return _Steps(length, abs(float(other.array))) if is_counter else None
+
+
+def _size(node: Node, axes: tuple[int, ...]) -> int:
+    return size([node.inputs[0].shape[axis] for axis in axes])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -47,23 +203,17 @@ _WORST = 0.1  # the relative error of a probability
 
 def rounded_choices(flow: Flow) -> Iterator[Finding]:
     """Yields choices of the largest among numbers that were rounded to half precision before."""
-    for node in flow.graph.nodes:
-        if node.name not in CHOOSES or is_joint(node) or len(node.outputs) < _results(node):
+    for node in flow.operations:
+        is_order = node.name == "sort" and len(node.outputs) < 2  # of numbers: chooses nothing
+        if node.name not in ops.CHOOSES or is_order or not node.outputs:
             continue
-        cast = _rounding(node.inputs[0])
-        if cast is None:
-            continue
-        dtype = node.inputs[0].dtype
-        message = (
-            f"{node.name} of numbers that were rounded to {dtype}: the largest ones may be equal "
-            "there, and the first of them is taken. Choose in the dtype before the cast."
-        )
-        yield finding(CHOICE, node, message, (cast.inputs[0].dtype, dtype))
-
-
-def _results(node: Node) -> int:
-    """Returns how many results a choice has: a sort of the numbers alone chooses nothing."""
-    return 2 if node.name == "sort" else 1
+        cast, dtype = _rounding(node.inputs[0]), node.inputs[0].dtype
+        if cast is not None:
+            message = (
+                f"{node.name} of numbers that were rounded to {dtype}: the largest ones may be "
+                "equal there, and the first of them is taken. Choose in the dtype before the cast."
+            )
+            yield finding(CHOICE, node, message, (cast.inputs[0].dtype, dtype))
 
 
 def _rounding(value: Value, is_alone: bool = True, depth: int = 8) -> Node | None:
@@ -77,20 +227,18 @@ def _rounding(value: Value, is_alone: bool = True, depth: int = 8) -> Node | Non
         return None
     if narrows(maker):
         before = made_of(maker.inputs[0]).maker
-        is_computed = before is not None and not _is_of_half(before)
-        return maker if is_computed or (before is None and is_alone) else None
+        if before is None:
+            return maker if is_alone else None
+        # `jnp.sum` widens half numbers itself.
+        is_sum = before.name in ops.REDUCTIONS
+        widened = made_of(before.inputs[0]).maker if is_sum else before
+        return None if widened is not None and widens(widened) else maker
     if maker.name not in _SHIFTS:
         return None
     arrays = [one for one in maker.inputs if not is_constant(one)]
     is_alone = is_alone and sum(is_narrow(one.dtype) for one in arrays) == 1
     casts = (_rounding(one, is_alone, depth - 1) for one in arrays)
     return next((cast for cast in casts if cast is not None), None)
-
-
-def _is_of_half(node: Node) -> bool:
-    """Returns whether a node widens half numbers, or sums them as `jnp.sum` does."""
-    before = made_of(node.inputs[0]).maker if node.name in REDUCTIONS else node
-    return before is not None and widens(before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,7 +270,7 @@ def _compared(node: Node) -> Iterator[tuple[Value, Sequence[float]]]:
 
     A floor of a draw and a probability compares the draw with one less the probability.
     """
-    if node.name in COMPARISONS:
+    if node.name in ops.COMPARISONS:
         for value, other in (node.inputs, reversed(node.inputs)):
             yield value, _numbers(other)
     shifted = node.inputs[0].maker if node.name == "floor" else None
@@ -144,13 +292,9 @@ def _drawn_in(value: Value) -> str:
     def operands(node: Node) -> list[Value]:
         return node.inputs if node.name in _SCALES_A_DRAW else []
 
-    makers = (one.maker for one in behind(value, operands, _MOST_STEPS))
-    for maker in makers:
-        if maker is not None and maker.name == "bitcast_convert_type" and bits(maker.out.dtype):
-            is_drawn = any(map(_is_random, behind(maker.inputs[0], most=_MOST_STEPS)))
+    for maker in makers(value, operands, _MOST_STEPS):
+        if maker.name == "bitcast_convert_type" and bits(maker.out.dtype):
+            found = makers(maker.inputs[0], lambda node: node.inputs, _MOST_STEPS)
+            is_drawn = any(one.name in ops.DRAWS for one in found)
             return maker.out.dtype if is_drawn else ""
     return ""
-
-
-def _is_random(value: Value) -> bool:
-    return value.maker is not None and value.maker.name in DRAWS

@@ -6,26 +6,38 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from policy.inspect.audit.finding_kinds import ACCUMULATOR, DEQUANTISED, UNSCALED, finding, shape_of
+from policy.inspect.audit.findings import (
+    ACCUMULATOR,
+    DEQUANTISED,
+    UNSCALED,
+    Finding,
+    finding,
+    shape_of,
+)
 from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.ranges import interval_of
-from policy.inspect.audit.scales import is_constant, is_scaled_by_itself, least_size
 from policy.inspect.audit.values import (
     bits,
     followed,
+    interval_of,
+    is_constant,
     is_eight_bits,
     is_matmul,
     is_narrow,
+    makers,
     moved_from,
     reached,
+    views,
 )
-from policy.programs.operations import size
-from policy.programs.primitives import ADDITIONS, CASTS, MOVES_DATA, PRODUCTS
-from policy.programs.reading.graph import Value, is_joint
+from policy.programs import primitives as ops
+from policy.programs.operations import kind_of, size
+from policy.programs.reading.graph import Node, Value, is_joint
 
-_KEEPS_CODES = MOVES_DATA | CASTS | {"mul"}
-_FAR = 64  # values that are searched behind a matmul's operand
+_KEEPS_CODES = ops.MOVES_DATA | ops.CASTS | {"mul"}
+_ARITHMETIC = ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX | ops.ROUNDINGS | ops.SIGN_CHANGES
+# Between a quotient and the cast of it: limits, rounding, noise, and changes of sign.
+_BETWEEN = ops.MOVES_DATA | ops.ANNOTATES | ops.CASTS | _ARITHMETIC | {"select_n"}
+_FAR = 96  # values that are searched for the origin of a scale
+_FAR_FROM_MATMUL = 64  # values that are searched behind a matmul's operand
 
 
 def unscaled_casts(flow: Flow) -> Iterator[Finding]:
@@ -35,7 +47,7 @@ def unscaled_casts(flow: Flow) -> Iterator[Finding]:
     a clip, a bounded function, a small dtype. Casts to int8 count where the codes are multiplied or
     returned.
     """
-    for node in flow.graph.nodes:
+    for node in flow.operations:
         if node.name != "convert_element_type" or not bits(node.inputs[0].dtype):
             continue
         operand, dtype = node.inputs[0], node.out.dtype
@@ -43,24 +55,19 @@ def unscaled_casts(flow: Flow) -> Iterator[Finding]:
             continue
         if dtype == "int8" and not _are_codes(node.out):
             continue
-        low, high = _limits(dtype)
-        if interval_of(operand).within(low, high) or is_scaled_by_itself(operand):
-            continue
-        yield finding(UNSCALED, node, _told(operand, dtype, high), (operand.dtype, dtype))
-
-
-def _limits(dtype: str) -> tuple[float, float]:
-    info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)
-    return float(info.min), float(info.max)
+        info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)
+        low, high = interval_of(operand)
+        is_within = info.min <= low and high <= info.max
+        if not is_within and not _is_scaled_by_itself(operand):
+            dtypes = (operand.dtype, dtype)
+            yield finding(UNSCALED, node, _told(operand, dtype, float(info.max)), dtypes)
 
 
 def _told(operand: Value, dtype: str, largest: float) -> str:
-    has_infinity = dtype != "int8" and bool(jnp.isinf(jnp.asarray(jnp.inf, dtype)))
-    lost = (
-        "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
-        if dtype == "int8"
-        else f"become {'infinite' if has_infinity else 'NaN'}, and small ones become zero"
-    )
+    lost = "saturate or wrap, by backend, NaN becomes a number, and fractions are cut off"
+    if dtype != "int8":
+        becomes = "infinite" if jnp.isinf(jnp.asarray(jnp.inf, dtype)) else "NaN"
+        lost = f"become {becomes}, and small ones become zero"
     return (
         f"{shape_of(operand)} is cast to {dtype} without a scale that was computed from it, and "
         f"without clipping: numbers beyond {largest:g} {lost}. Divide by a scale computed from it "
@@ -85,10 +92,10 @@ def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
     """
     for node in flow.matmuls:
         dtypes = [value.dtype for value in node.inputs[:2]]
-        if len(dtypes) < 2 or any(is_eight_bits(dtype) or not bits(dtype) for dtype in dtypes):
+        if any(is_eight_bits(dtype) or not bits(dtype) for dtype in dtypes):
             continue
         codes = [_codes_of(value) for value in node.inputs[:2]]
-        if codes[0] and codes[1]:
+        if len(codes) == 2 and all(codes):
             kinds = tuple(dict.fromkeys(codes))
             message = (
                 f"{node.name} multiplies {' and '.join(kinds)} codes that were just widened: it "
@@ -105,9 +112,9 @@ def _wide(codes: str) -> str:
 
 def _codes_of(value: Value) -> str:
     """Returns the dtype of the 8-bit codes that a value is, times a scale; "" if it is none."""
-    for one in followed([value], _multiples, _FAR):
+    for one in followed([value], _multiples, _FAR_FROM_MATMUL):
         maker = one.maker
-        if maker is not None and maker.name in CASTS and is_eight_bits(maker.inputs[0].dtype):
+        if maker is not None and maker.name in ops.CASTS and is_eight_bits(maker.inputs[0].dtype):
             return maker.inputs[0].dtype
     return ""
 
@@ -117,22 +124,21 @@ def _multiples(value: Value) -> list[Value]:
     node = value.maker
     if node is None:
         return []
-    if node.name in MOVES_DATA:
+    if node.name in ops.MOVES_DATA:
         return [moved_from(node, value)]
-    if node.name in CASTS or node.name in ("row", "rows"):
+    if node.name in ops.CASTS or node.name in ("row", "rows"):
         return node.inputs[:1]
-    if node.name in PRODUCTS | ADDITIONS:
-        one, other = node.inputs
-        if _is_scale(other, value):
-            return [one]
-        if _is_scale(one, value) and node.name != "div":
-            return [other]
-    return []
+    if node.name not in ops.PRODUCTS | ops.ADDITIONS:
+        return []
 
+    def is_scale(operand: Value) -> bool:
+        # A constant, or fewer numbers than the array has, until they are repeated.
+        return is_constant(operand) or _least_size(operand) < max(size(value.shape), 2)
 
-def _is_scale(value: Value, of: Value) -> bool:
-    """Returns whether a value is a constant, or has fewer numbers than an array until repeated."""
-    return is_constant(value) or least_size(value) < max(size(of.shape), 2)
+    one, other = node.inputs
+    if is_scale(other):
+        return [one]
+    return [other] if node.name != "div" and is_scale(one) else []
 
 
 def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
@@ -141,20 +147,78 @@ def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
     bfloat16 has that of float32: a result in it is rounded once more at most.
     """
     for node in flow.matmuls:
-        dtypes = [value.dtype for value in node.inputs[:2]]
-        if len(dtypes) < 2 or not all(map(is_eight_bits, dtypes)):
-            continue
-        result = node.out.dtype
-        if "int8" in dtypes:
-            if result not in ("int8", "int16"):
-                continue
+        dtypes, result, why = [value.dtype for value in node.inputs[:2]], node.out.dtype, ""
+        if "int8" in dtypes and result in ("int8", "int16"):
             why = f"sums of int8 products overflow {result} after a few terms"
-        elif is_narrow(result) and result != "bfloat16":
+        elif "int8" not in dtypes and is_narrow(result) and result != "bfloat16":
             why = f"the sum, in units of the scales, may be beyond the range of {result}"
-        else:
+        if why and len(dtypes) == 2 and all(map(is_eight_bits, dtypes)):
+            message = (
+                f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
+                f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
+            )
+            yield finding(ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))
+
+
+# --------------------------------------------------------------------------------------------------
+# Scales that are computed from an array
+# --------------------------------------------------------------------------------------------------
+
+
+def _is_scaled_by_itself(value: Value) -> bool:
+    """Returns whether a value was divided by, or multiplied with, a scale computed from it.
+
+    Limits, rounding, casts and constants may follow.
+    """
+
+    def keeps(node: Node) -> bool:
+        return node.name in _BETWEEN or is_joint(node)
+
+    def scaled(node: Node) -> list[Value]:
+        return [one for one in node.inputs if not is_constant(one)] if keeps(node) else []
+
+    return any(keeps(node) and _is_scaling(node) for node in makers(value, scaled, _FAR))
+
+
+def _is_scaling(node: Node) -> bool:
+    if node.name not in ops.PRODUCTS:
+        return False
+    array, scale = node.inputs
+    if node.name == "mul" and _least_size(array) < _least_size(scale):
+        array, scale = scale, array
+    chain = set(_chain(array))
+    return any(not chain.isdisjoint(_chain(found.inputs[0])) for found in _reductions(scale))
+
+
+def _reductions(value: Value) -> Iterator[Node]:
+    """Yields the reductions that a value depends on, the nearest ones."""
+
+    def reduces(node: Node) -> bool:
+        is_sum = kind_of(node.name) == "reduction" and not is_joint(node)
+        return bool(node.inputs) and (is_sum or node.name in ops.EXTREMES | ops.ORDERS)
+
+    def others(node: Node) -> list[Value]:
+        return [] if node.name == "carry" or is_matmul(node) or reduces(node) else node.inputs
+
+    return filter(reduces, makers(value, others, _FAR))
+
+
+def _chain(value: Value) -> Iterator[Value]:
+    """Yields a value and those that it is a function of, one after another."""
+    for _ in range(_FAR):
+        yield value
+        maker = value.maker
+        if maker is None or maker.name == "carry" or is_matmul(maker) or not maker.inputs:
+            return
+        if maker.name in ops.MOVES_DATA or maker.name in ops.ANNOTATES:
+            value = moved_from(maker, value)
             continue
-        message = (
-            f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
-            f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
-        )
-        yield finding(ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))
+        whole = {v for v in maker.inputs if not is_constant(v) and v.shape == value.shape}
+        if len(whole) != 1:
+            return
+        (value,) = whole
+
+
+def _least_size(value: Value) -> int:
+    """Returns how many numbers an array has, before they were repeated."""
+    return min(size(one.shape) for one in views(value))

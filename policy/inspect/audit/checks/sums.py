@@ -1,49 +1,58 @@
-"""Sums of many terms in less than float32."""
+"""Sums of many terms in less than float32, written as sums or as additions."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from policy.inspect.audit.finding_kinds import REDUCTION, finding
+import numpy as np
+from jax.core import Tracer
+
+from policy.inspect.audit.findings import REDUCTION, Finding, finding, limit_of
 from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.indices import may_repeat
-from policy.inspect.audit.operations import Finding
-from policy.inspect.audit.values import is_narrow
+from policy.inspect.audit.values import (
+    LARGEST,
+    are_equal,
+    is_matmul,
+    is_narrow,
+    moved_from,
+    users,
+)
+from policy.programs import primitives as ops
 from policy.programs.jaxprs import combines_by
-from policy.programs.operations import kind_of, sums
-from policy.programs.primitives import ADDITIONS, COMBINES, CUMULATIVE, REDUCTIONS, WINDOWED
-from policy.programs.reading.graph import Node, is_joint
+from policy.programs.operations import kind_of, size, sums
+from policy.programs.reading.graph import Node, Value, is_joint
 
 # Windows that may overlap in one element: those of a 3 x 3 max-pool with stride 2 are 4.
 _FEW_WINDOWS = 8
+_VERBS = {"scatter-add": "adds up", "collective": "adds up across devices"}
+_REMEDY = "Cast the operand to float32 before, and the result back after."
+_REMEDY_OF_BROADCASTS = (
+    "It is the gradient of a value that the forward pass broadcasts, such as a bias: broadcast it "
+    "in float32 and cast the result. Layers of mpmodules do, and Flax's under apply_policy."
+)
+_MOST_ALIKE = 3  # parts of one array: a sum of the four corners of a square is reported
+_MOST = 7  # terms of any kind, such as branches of a network
+_MOST_HOPS = 1  # between devices: a stencil exchanges with its neighbours once
 
 
 def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
     """Yields every sum of more than one term below float32, by any primitive."""
-    for node in flow.graph.nodes:
-        if not node.inputs or not node.outputs or not sums(node.site.equation) or is_joint(node):
+    for node in flow.operations:
+        if not node.inputs or not node.outputs or not sums(node.site.equation):
             continue
-        if is_narrow(node.out.dtype) and (terms := terms_of(node)):
-            yield finding(REDUCTION, node, _message(node, terms))
-
-
-def _message(node: Node, terms: str) -> str:
-    what = {"scatter-add": "adds up", "collective": "adds up across devices"}.get(
-        kind_of(node.name), "sums"
-    )
-    limit = "overflows above 65504" if node.out.dtype == "float16" else "has 8 significant bits"
-    return f"{node.name} {what} {terms} in {node.out.dtype}, which {limit}. {_remedy(node)}"
-
-
-def _remedy(node: Node) -> str:
-    if not node.site.is_backward or node.name != "reduce_sum":
-        return "Cast the operand to float32 before, and the result back after."
-    return (
-        "It is the gradient of a value that the forward pass broadcasts, such as a bias: broadcast "
-        "it in float32 and cast the result. Layers of mpmodules do, and Flax's under apply_policy."
-    )
+        dtype = node.out.dtype
+        if is_narrow(dtype) and (terms := terms_of(node)):
+            is_of_broadcast = node.site.is_backward and node.name == "reduce_sum"
+            message = (
+                f"{node.name} {_VERBS.get(kind_of(node.name), 'sums')} {terms} in {dtype}, which "
+                f"{limit_of(dtype)}. {_REMEDY_OF_BROADCASTS if is_of_broadcast else _REMEDY}"
+            )
+            yield finding(REDUCTION, node, message)
 
 
 def terms_of(node: Node) -> str:
@@ -53,37 +62,25 @@ def terms_of(node: Node) -> str:
     if kind == "scatter-add":
         return _collisions(node)
     if kind == "collective":
-        return _shards(node)
+        axes = params.get("axes", params.get("axis_name", ()))
+        known = dict(node.site.axes)
+        each = axes if isinstance(axes, tuple) else (axes,)
+        each = [known.get(axis) if isinstance(axis, str) else shape[axis] for axis in each]
+        return "" if each and all(size == 1 for size in each) else "the shards"
     if node.name == "select_and_scatter_add":
         each = zip(params["window_dimensions"], params["window_strides"], strict=True)
         count = math.prod(-(-window // stride) for window, stride in each)
         return f"the gradients of up to {count} windows each" if count > _FEW_WINDOWS else ""
-    if node.name in COMBINES and not _adds(node):
+    if node.name in ops.COMBINES and not combines_by(node.site.equation, ops.ADDITIONS | {"mul"}):
         return ""
-    if node.name in REDUCTIONS:
+    if node.name in ops.REDUCTIONS:
         sizes = [shape[axis] for axis in params.get("axes", params.get("dimensions", ()))]
-    elif node.name in CUMULATIVE:
+    elif node.name in ops.CUMULATIVE:
         sizes = [shape[params["axis"]]]
-    elif node.name in WINDOWED:
+    elif node.name in ops.WINDOWED:
         sizes = list(params["window_dimensions"])
     count = math.prod(size if isinstance(size, int) else 2 for size in sizes)
     return f"{count} terms each" if count > 1 else ""
-
-
-def _shards(node: Node) -> str:
-    """Returns the terms that a collective sums, in words; "" if its axes have size 1."""
-    axes = node.params.get("axes", node.params.get("axis_name", ()))
-    sizes, shape = dict(node.site.axes), node.inputs[0].shape
-    each = [
-        sizes.get(a) if isinstance(a, str) else shape[a]
-        for a in (axes if isinstance(axes, tuple) else (axes,))
-    ]
-    return "" if each and all(size == 1 for size in each) else "the shards"
-
-
-def _adds(node: Node) -> bool:
-    """Returns whether the function of a general reduction adds or multiplies."""
-    return combines_by(node.site.equation, ADDITIONS | {"mul"})
 
 
 def _collisions(node: Node) -> str:
@@ -98,3 +95,241 @@ def _collisions(node: Node) -> str:
         return ""
     places = [node.inputs[0].shape[axis] for axis in numbers.scatter_dims_to_operand_dims]
     return f"{count} updates into {math.prod(p for p in places if isinstance(p, int))} places"
+
+
+# --------------------------------------------------------------------------------------------------
+# Repeated indices
+# --------------------------------------------------------------------------------------------------
+
+
+Axes = frozenset[int]
+_NONE: Axes = frozenset()
+
+
+def may_repeat(indices: Value, batching: Sequence[int] = ()) -> bool:
+    """Returns whether two rows of `indices` (..., k) may be equal.
+
+    Rows are taken to differ along an axis that an `iota` counts along, even if it was moved,
+    permuted or wrapped around: reversals, permutations and `arange` have this form. Small constants
+    are compared by value, if there are no batching axes.
+
+    Args:
+      indices: an integer array whose last axis holds the coordinates of one element.
+      batching: batching axes; rows along them address different elements.
+    """
+    known = _known(indices)
+    if known is not None and not batching:
+        rows = known.reshape(-1, known.shape[-1])
+        return len(np.unique(rows, axis=0)) < len(rows)
+    rows_along = {a for a, dim in enumerate(indices.shape[:-1]) if dim != 1 and a not in batching}
+    return not rows_along <= _counting(indices, {})
+
+
+def _known(value: Value) -> np.ndarray | None:
+    """Returns the integers of a small array that the program holds, in its own shape, or None.
+
+    A negative index is not replaced by the one that it stands for.
+    """
+    maker = value.maker
+    if maker is None:
+        is_read = value.dtype.startswith(("int", "uint")) and not isinstance(value.array, Tracer)
+        is_small = value.array is not None and is_read and np.size(value.array) <= LARGEST
+        return np.asarray(value.array) if is_small else None
+    if maker.name == "select_n":  # an index, or where it is negative its sum with a size
+        index, counted = maker.inputs[1], maker.inputs[-1].maker
+        is_sum = counted is not None and counted.name == "add" and index in counted.inputs
+        return _known(index) if is_sum else None
+    if maker.name == "concatenate":
+        parts = [part for operand in maker.inputs if (part := _known(operand)) is not None]
+        is_whole = len(parts) == len(maker.inputs)
+        return np.concatenate(parts, maker.params["dimension"]) if is_whole else None
+    found = (
+        _known(maker.inputs[0]) if maker.name in ops.CASTS | ops.RESHAPES | ops.BROADCASTS else None
+    )
+    is_same = found is not None and found.size == math.prod(value.shape)
+    return found.reshape(value.shape) if found is not None and is_same else None
+
+
+def _counting(value: Value, known: dict[Value, Axes]) -> Axes:
+    """Returns the axes along which the numbers of a value differ."""
+    if value not in known:
+        known[value] = _NONE  # a value that depends on itself has no known axes
+        known[value] = _NONE if value.maker is None else _of_node(value, value.maker, known)
+    return known[value]
+
+
+def _of_node(value: Value, node: Node, known: dict[Value, Axes]) -> Axes:
+    name, params = node.name, node.params
+    if name == "iota":
+        return frozenset((params["dimension"],))
+    if name == "select_n":  # a negative index, and the same one counted from the end
+        return frozenset.intersection(*(_counting(v, known) for v in node.inputs[1:]))
+    if name == "sort":  # permutes numbers, as argsort does
+        return _counting(moved_from(node, value), known)
+    if name == "concatenate":
+        return frozenset.union(*(_counting(v, known) for v in node.inputs)) - {params["dimension"]}
+    if name in ops.INJECTIVE or (name == "mul" and any(v.is_literal for v in node.inputs)):
+        return frozenset.union(
+            *(_counting(v, known) for v in node.inputs if not v.is_literal), _NONE
+        )
+    if not node.inputs:
+        return _NONE
+    axes = _counting(node.inputs[0], known)
+    if name == "rem":  # at most as many consecutive numbers as the divisor stay distinct
+        largest = max(_literals(node.inputs[1]), default=0)
+        return frozenset(a for a in axes if largest >= value.shape[a])
+    if name == "broadcast_in_dim":
+        places = params["broadcast_dimensions"]
+        return frozenset(places[a] for a in axes)
+    if name == "transpose":
+        return frozenset(params["permutation"].index(a) for a in axes)
+    if name in ops.RESHAPES:
+        return _reshaped(axes, node.inputs[0].shape, value.shape)
+    return axes if name in ops.KEEPS_AXES else _NONE
+
+
+def _literals(value: Value) -> list[float]:
+    """Returns the literals that a scalar is selected from; [] if it is not."""
+    if value.is_literal:
+        return [float(value.array)]
+    maker = value.maker
+    if maker is None or maker.name not in ops.SELECTS_LITERALS:
+        return []
+    cases = maker.inputs[maker.name == "select_n" :]
+    return [number for case in cases for number in _literals(case)]
+
+
+def _reshaped(axes: Axes, before: Sequence[int], after: Sequence[int]) -> Axes:
+    """Returns the positions of axes after a reshape that drops, inserts or joins axes.
+
+    Axes that are split, and those behind them, are left out.
+    """
+    old = [a for a, dim in enumerate(before) if dim != 1]
+    found = set()
+    for new, dim in enumerate(after):
+        if dim == 1:
+            continue
+        joined, size = [], 1
+        while old and size < dim:
+            joined.append(old.pop(0))
+            size *= before[joined[-1]]
+        if size != dim:
+            return frozenset(found)
+        if axes.issuperset(joined):
+            found.add(new)
+    return frozenset(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums that are written as additions
+# --------------------------------------------------------------------------------------------------
+
+
+class _Terms(NamedTuple):
+    """The terms that each element of a value is a sum of.
+
+    Attributes:
+      of: the number of terms that come from each value.
+      hops: the largest number of exchanges between devices on the way of a term.
+    """
+
+    of: Counter[Value]
+    hops: int = 0
+
+
+def sums_by_hand(flow: Flow) -> Iterator[Finding]:
+    """Yields long sums that are written as additions in half precision.
+
+    They have four or more parts of one array as terms, eight or more terms in all, or terms that
+    pass along a ring of devices. A partial sum with a reader other than an addition counts as one
+    term: the partial sums of a residual stream have such readers.
+    """
+    sums = _Sums()
+    for node in flow.forward:
+        if not node.outputs or not is_narrow(node.out.dtype):
+            continue
+        sums.enter(node)
+        if node.name not in ops.ADDITIONS or not sums.ends(node.out):
+            continue
+        if terms := _many(sums.known[node.out]):
+            dtype = node.out.dtype
+            limit = "overflows above 65504" if dtype == "float16" else f"rounds to {dtype}"
+            message = (
+                f"Additions sum {terms} in {dtype}, one after another: each {limit}. Cast the "
+                "terms to float32 before, or stack them and use jnp.sum, which does so; cast the "
+                "sum back after."
+            )
+            yield finding(REDUCTION, node, message)
+
+
+def _many(terms: _Terms) -> str:
+    """Returns the number of terms of a long sum, in words; "" for a short one."""
+    total, alike = terms.of.total(), max(terms.of.values(), default=0)
+    if terms.hops > _MOST_HOPS and total > 2:
+        return f"{total} terms along a ring of devices"
+    if alike > _MOST_ALIKE:
+        return f"{alike} parts of one array"
+    return f"{total} terms" if total > _MOST else ""
+
+
+class _Sums:
+    """The terms of the values of a program."""
+
+    def __init__(self) -> None:
+        self.known: dict[Value, _Terms] = {}
+        self._used: dict[Value, bool] = {}
+
+    def enter(self, node: Node) -> None:
+        """Records the terms of a node's result, if the node adds or moves numbers."""
+        each = [self._of(value) for value in node.inputs]
+        hops = max((terms.hops for terms in each), default=0)
+        # An addition of two values that were padded with zeros joins them.
+        is_join = all(one.maker is not None and one.maker.name == "pad" for one in node.inputs)
+        if node.name in ops.ADDITIONS and not is_join:
+            self.known[node.out] = _Terms(sum((one.of for one in each), Counter()), hops)
+        elif node.name in ops.ADDITIONS | ops.PLACES:  # side by side: the largest numbers
+            of = functools.reduce(operator.or_, (one.of for one in each), Counter[Value]())
+            self.known[node.out] = _Terms(of, hops)
+        elif node.name in ops.MOVES_DATA and each:
+            moved = each[0]._replace(hops=each[0].hops + (node.name == "ppermute"))
+            self.known.update((out, moved) for out in node.outputs)
+
+    def ends(self, value: Value) -> bool:
+        """Returns whether a sum is no partial sum of another one."""
+        return self._is_used(value) or not any(
+            node.name in ops.ADDITIONS for node in _readers(value)
+        )
+
+    def _of(self, value: Value) -> _Terms:
+        terms = self.known.get(value)
+        if value.is_literal or not is_narrow(value.dtype):
+            return _Terms(Counter())
+        if terms is None or (terms.of.total() > 1 and self._is_used(value)):
+            return _Terms(Counter((_whole(value),)))
+        return terms
+
+    def _is_used(self, value: Value) -> bool:
+        """Returns whether a value has a reader other than an addition."""
+        if value not in self._used:
+            readers = (node for node in _readers(value) if not is_joint(node))
+            self._used[value] = any(node.name not in ops.ADDITIONS for node in readers)
+        return self._used[value]
+
+
+def _readers(value: Value) -> Iterator[Node]:
+    """Yields the nodes that compute with a value, looking through data movement."""
+    return users(value, lambda node: node.name in ops.MOVES_DATA or node.name in ops.PLACES)
+
+
+def _whole(value: Value) -> Value:
+    """Returns the array that a value is part of, or a function of a part; otherwise the value."""
+    part, is_part = value, False
+    while part.maker is not None and not is_joint(part.maker) and not is_matmul(part.maker):
+        first, *others = [one for one in part.maker.inputs if not one.is_literal] or [part]
+        is_moved = part.maker.name in ops.MOVES_DATA
+        is_function = first.shape == part.shape and all(are_equal(first, one) for one in others)
+        if first is part or not (is_moved or is_function):
+            break
+        is_part = is_part or (is_moved and size(first.shape) > size(part.shape))
+        part = first
+    return part if is_part else value

@@ -5,32 +5,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.audit.operations import (
     AuditFigures,
     Finding,
-    Operation,
+    ModuleNode,
     is_matmul_operation,
     operation_name,
+    tree_of,
 )
-from policy.inspect.audit.render.tree import ModuleNode, tree_of
 from policy.inspect.compare.comparison import Comparison, Row
-from policy.inspect.render.document import html_document, search_box, section
-from policy.inspect.render.markup import Markup, join_markup, tag
-from policy.inspect.render.parts import (
+from policy.inspect.render.html import (
     OUTSIDE,
     Cell,
     Columns,
+    Markup,
     bar,
     chip,
     chips,
     colour,
     figure,
+    html_document,
+    join_markup,
     link,
     pieces,
+    search_box,
+    section,
     table,
+    tag,
 )
-from policy.inspect.render.units import amount, bytes_text
+from policy.inspect.render.text import amount, bytes_text
 
 _PLACES = 6  # how many places of one finding are shown at once
 
@@ -47,41 +51,30 @@ def page(audit: AuditFigures, comparison: Comparison | None = None) -> str:
     """
     tree = tree_of(audit.operations, audit.findings)
     name = audit.name or "A function"
-    header = (
-        tag("h1", name),
-        _summary(audit),
-        search_box("path, primitive, dtype, source …"),
-    )
+    header = tag("h1", name), _summary(audit), search_box("path, primitive, dtype, source …")
     return html_document(f"Audit of {name}", header, _sections(audit, tree, comparison))
 
 
 def _sections(
     audit: AuditFigures, tree: ModuleNode, comparison: Comparison | None
 ) -> Iterable[Markup]:
-    yield section(
-        "findings",
-        f"Findings ({len(audit.findings)})",
-        _findings(audit.findings, tree, audit.policy),
-    )
+    clean = "None." if audit.policy else "None, and no policy was in force."
+    found = _findings(audit.findings, tree.ids()) or [tag("p", clean, class_="clean")]
+    yield section("findings", f"Findings ({len(audit.findings)})", *found)
     shares = [bar("FLOPs", audit.flops_by_dtype, amount)]
     if audit.eight_bit_matmul_share:
         shares.append(bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount))
     shares.append(bar("Bytes", audit.bytes_by_dtype, bytes_text))
     yield section("shares", "Shares by dtype", *shares)
-    buttons = tag(
-        "p",
-        tag("button", "Unfold all", type="button", data_fold="open"),
-        " ",
-        tag("button", "Fold all", type="button", data_fold="closed"),
-        class_="buttons",
-    )
+    unfold = tag("button", "Unfold all", type="button", data_fold="open")
+    fold = tag("button", "Fold all", type="button", data_fold="closed")
+    buttons = tag("p", unfold, " ", fold, class_="buttons")
     modules = _node(tree, max(tree.flops, 1), depth=0)
     yield section("modules", "Modules", buttons, tag("div", modules, class_="tree"))
     if comparison is not None:
-        yield section("comparison", "Against float32", *_comparison(comparison, tree))
-    yield section(
-        "operations", f"Operations ({len(audit.operations)})", _operations(audit.operations, tree)
-    )
+        yield section("comparison", "Against float32", *_comparison(comparison, tree.ids()))
+    rows = table(_operation_columns(tree.ids()), audit.operations)
+    yield section("operations", f"Operations ({len(audit.operations)})", rows)
 
 
 def _summary(audit: AuditFigures) -> Markup:
@@ -91,10 +84,9 @@ def _summary(audit: AuditFigures) -> Markup:
     ]
     if audit.eight_bit_matmul_share:
         parts.append(f"{audit.eight_bit_matmul_share:.0%} of matmul FLOPs in 8 bits")
-    if any(map(is_matmul_operation, audit.operations)):
-        parts.append(f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider")
-    else:
-        parts.append("no matmul")
+    multiplies = any(map(is_matmul_operation, audit.operations))
+    share = f"{audit.f32_matmul_share:.0%} of matmul FLOPs in float32 or wider"
+    parts.append(share if multiplies else "no matmul")
     return tag("p", " · ".join(parts), class_="summary")
 
 
@@ -107,54 +99,41 @@ def _counted(number: int, noun: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _findings(findings: Sequence[Finding], tree: ModuleNode, policy: str) -> Markup:
-    if not findings:
-        return tag("p", "None." if policy else "None, and no policy was in force.", class_="clean")
-    ids = tree.ids()
-    # the gravest first, as the audit has them
-    kinds = dict.fromkeys(finding.kind for finding in findings)
-    return join_markup(
-        _findings_of(kind, [f for f in findings if f.kind == kind], ids) for kind in kinds
-    )
-
-
-def _findings_of(kind: str, findings: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
-    """Renders findings of one kind.
+def _findings(findings: Sequence[Finding], ids: Mapping[str, str]) -> list[Markup]:
+    """Renders findings by kind, the gravest first, as the audit has them.
 
     Findings that differ in their place only, as in repeated layers, are one item.
     """
-    said: dict[Finding, list[Finding]] = {}
+    kinds: dict[str, dict[Finding, list[Finding]]] = {}
     for finding in findings:
+        said = kinds.setdefault(finding.kind, {})
         said.setdefault(dataclasses.replace(finding, path="", count=0), []).append(finding)
-    title = tag("summary", tag("strong", kind), f" ({len(findings)})")
-    meaning = tag("p", FINDING_KINDS[kind], class_="meaning") if kind in FINDING_KINDS else ""
-    items = [_finding(alike, ids) for alike in said.values()]
-    return tag("details", title, meaning, tag("ul", *items), class_="kind", open=True)
+    shown = []
+    for kind, said in kinds.items():
+        title = tag("summary", tag("strong", kind), f" ({sum(map(len, said.values()))})")
+        meaning = tag("p", FINDING_KINDS[kind], class_="meaning") if kind in FINDING_KINDS else ""
+        items = tag("ul", *(_finding(alike, ids) for alike in said.values()))
+        shown.append(tag("details", title, meaning, items, class_="kind", open=True))
+    return shown
 
 
 def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
-    finding = alike[0]
+    finding, places = alike[0], []
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
     what = join_markup((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
-    places = [tag("li", _place(one, ids)) for one in alike]
-    shown, others = (
-        tag("ul", *some, class_="places") for some in (places[:_PLACES], places[_PLACES:])
-    )
+    for one in alike:
+        times = f" {one.count:,} times" if one.count != 1 else ""
+        place = tag("a", one.path or OUTSIDE, href=f"#{ids[one.path]}", class_="path")
+        places.append(tag("li", place, times))
+    others = tag("ul", *places[_PLACES:], class_="places")
     more = tag("details", tag("summary", f"{len(places) - _PLACES} more"), others)
     return tag(
         "li",
         tag("div", what, " ", tag("span", finding.source, class_="source")),
         tag("div", finding.message),
-        shown,
+        tag("ul", *places[:_PLACES], class_="places"),
         more if len(places) > _PLACES else "",
         class_="finding",
-    )
-
-
-def _place(finding: Finding, ids: Mapping[str, str]) -> Markup:
-    times = f" {finding.count:,} times" if finding.count != 1 else ""
-    return join_markup(
-        (tag("a", finding.path or OUTSIDE, href=f"#{ids[finding.path]}", class_="path"), times)
     )
 
 
@@ -193,9 +172,8 @@ def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
-    ids = tree.ids()
-    columns: Columns = {
+def _operation_columns(ids: Mapping[str, str]) -> Columns:
+    return {
         "path": lambda op: (link(op.path, ids), None),
         "kind": lambda op: (op.kind, None),
         "primitive": lambda op: (tag("code", operation_name(op)), None),
@@ -208,25 +186,16 @@ def _operations(operations: Sequence[Operation], tree: ModuleNode) -> Markup:
         "bytes": lambda op: (bytes_text(op.bytes), op.bytes),
         "source": lambda op: (tag("span", op.source, class_="source"), None),
     }
-    return table(columns, operations)
 
 
-def _comparison(comparison: Comparison, tree: ModuleNode) -> Iterable[Markup]:
-    ids = tree.ids()
+def _comparison(comparison: Comparison, ids: Mapping[str, str]) -> Iterable[Markup]:
     policy = f", under {comparison.policy}" if comparison.policy else ""
-    jump = comparison.first_jump
-    told = (
-        "The error jumps nowhere."
-        if jump is None
-        else join_markup(("The error jumps first at ", link(jump, ids), "."))
-    )
-    step = f" In step {comparison.jump_step} of a scan." if comparison.jump_step is not None else ""
-    yield tag(
-        "p",
-        f"Worst error of the outputs{policy}: {figure(comparison.error, '.3g')}. ",
-        told,
-        step,
-    )
+    worst = f"Worst error of the outputs{policy}: {figure(comparison.error, '.3g')}. "
+    jump, step = comparison.first_jump, comparison.jump_step
+    told: Sequence[object] = ("The error jumps nowhere.",)
+    if jump is not None:
+        told = ("The error jumps first at ", link(jump, ids), ".")
+    yield tag("p", worst, *told, "" if step is None else f" In step {step} of a scan.")
     if comparison.notes:
         yield tag("ul", *(tag("li", note) for note in comparison.notes))
     yield tag("div", Markup(comparison.to_svg()), class_="drawing")

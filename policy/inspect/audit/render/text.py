@@ -14,15 +14,14 @@ from typing import Any, TextIO
 from policy.inspect.audit.operations import (
     AuditFigures,
     Finding,
+    ModuleNode,
     Operation,
     is_matmul_operation,
     operation_name,
+    tree_of,
 )
-from policy.inspect.audit.render.tree import ModuleNode, tree_of
-from policy.inspect.render.terminal import Paint, short, shows_colour
-from policy.inspect.render.units import amount
-from policy.programs.dtypes import HALVES
-from policy.programs.operations import OPERATION_KINDS
+from policy.inspect.render.text import Paint, amount, short, shows_colour
+from policy.programs.operations import HALVES, OPERATION_KINDS
 
 _LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118

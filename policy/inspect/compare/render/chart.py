@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.inspect.compare.report import Row, Rows
-from policy.inspect.render.parts import figure
+from policy.inspect.render.html import figure
 
 _SERIES = (("activations", "#3465a4"), ("gradients", "#c4742a"))
 _JUMP = "#a40000"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from policy.inspect.audit.operations import tree_of
 from policy.inspect.audit.render.html import page
-from policy.inspect.audit.render.tree import tree_of
 from policy.inspect.audit.report import Audit, Finding, Operation
 from policy.inspect.compare.comparison import Comparison, Row
-from policy.inspect.render.markup import Markup, escaped, join_markup, tag
+from policy.inspect.render.html import Markup, escaped, join_markup, tag
 from tests.policy.inspect.audit.browser import BROWSER, look
 
 ROOT = pathlib.Path(__file__).parents[4]

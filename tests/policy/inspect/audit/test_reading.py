@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.inspect.audit.indices import may_repeat
-from policy.inspect.audit.lost_constants import noticing
+from policy.inspect.audit.checks.sums import may_repeat
+from policy.inspect.audit.flow import noticing
 from policy.programs.reading.graph import Graph
 from policy.programs.reading.walk import walk
 

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from policy import PolicyRules, audit
-from policy.inspect.audit.finding_kinds import FINDING_KINDS
+from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.audit.render.text import folded_pattern, text
 from policy.inspect.audit.report import Audit, Finding, Operation
 from tests.eight_devices import ROOT

@@ -15,9 +15,10 @@ from flax import nnx
 import mpmodules
 import policy
 from policy import audit
-from policy.inspect.audit.finding_kinds import CARRY
+from policy.inspect.audit.findings import CARRY
+from tests.policy.inspect.audit.corpus.carries import PARAMS as W
+from tests.policy.inspect.audit.corpus.carries import X, average, gradients, step_of
 from tests.policy.inspect.audit.corpus.planting import BF16, F16, F32, shape
-from tests.policy.inspect.audit.corpus.states import W, X, average, gradients, step_of
 
 assert mpmodules  # names the modules of nnx
 

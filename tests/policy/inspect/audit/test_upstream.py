@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from policy import audit
-from policy.inspect.audit.finding_kinds import FUNCTION, LEAK, MIXED, PROMOTION, REDUCTION
+from policy.inspect.audit.findings import FUNCTION, LEAK, MIXED, PROMOTION, REDUCTION
 from tests.policy.inspect.audit.corpus.planting import BF16, F16, shape
 
 Found = set[tuple[str, str, str, bool]]

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec
 import policy
 from mpmodules import linen as nn
 from mpmodules import nnx
-from policy import autocast
 from policy.sharding import vary
-from tests.policy.inspect.audit.corpus.planting import BF16, F32, I32, clean, shape
+from tests.policy.inspect.audit.corpus.planting import BF16, F32, plant, planted, shape
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -45,43 +44,33 @@ def layer_norm(x: Any, scale: Any) -> Any:
     return (normed * scale).astype(x.dtype)
 
 
-clean(QKV, shape(2, 3, 4, dtype=F32))({"float32 attention": lambda params, x: attention(params, x)})
-clean(QKV, X)(
-    {
-        "attention in bfloat16 with a float32 softmax": lambda params, x: attention(
-            params, x, lambda x: x.astype(BF16)
-        )
-    }
-)
-
-
-@clean(MLP, WIDE)
+@planted("clean(params=MLP, x=WIDE)")
 def _a_float32_network(params, x):
     h = jax.nn.gelu(x @ params["up"])
     return jnp.mean(jax.nn.log_softmax(h @ params["down"]))
 
 
-@clean(weights(w=(4, 4)), shape(3, 2, 4, dtype=F32))
+@planted("clean(params=weights(w=(4, 4)), xs=shape(3, 2, 4, dtype=F32))")
 def _a_float32_scan_that_sums(params, xs):
     total, _ = lax.scan(lambda total, x: (total + x @ params["w"], None), jnp.zeros((2, 4)), xs)
     return total.sum() / 3
 
 
-@clean(MLP, WIDE, shape(2, dtype=I32))
+@planted("clean(params=MLP, x=WIDE, labels=shape(2, dtype=I32))")
 def _a_network_in_bfloat16_with_a_float32_loss(params, x, labels):
     h = jax.nn.silu(x.astype(BF16) @ params["up"].astype(BF16))
     logits = (h @ params["down"].astype(BF16)).astype(F32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@clean(weights(w=(4, 4), scale=(4,)), X)
+@planted("clean(params=weights(w=(4, 4), scale=(4,)), x=X)")
 def _a_block_in_bfloat16_with_float32_norms(params, x):
     h = layer_norm(x, params["scale"])
     x = x + jnp.tanh(h @ params["w"].astype(BF16))
     return layer_norm(x, params["scale"])
 
 
-@clean(weights(w0=(4, 4), w1=(4, 4), scale=(4,)), shape(2, 3, 4, dtype=F32))
+@planted("clean(params=weights(w0=(4, 4), w1=(4, 4), scale=(4,)), x=shape(2, 3, 4, dtype=F32))")
 def _a_float32_residual_stream(params, x):
     for name in ("w0", "w1"):
         h = layer_norm(x, params["scale"]).astype(BF16)
@@ -89,7 +78,7 @@ def _a_float32_residual_stream(params, x):
     return x
 
 
-@clean(weights(w=(3, 4, 4), scale=(3, 4)), X)
+@planted("clean(params=weights(w=(3, 4, 4), scale=(3, 4)), x=X)")
 def _a_scan_of_layers_in_bfloat16(params, x):
     def layer(x, layer_params):
         h = layer_norm(x, layer_params["scale"])
@@ -98,7 +87,7 @@ def _a_scan_of_layers_in_bfloat16(params, x):
     return lax.scan(jax.checkpoint(layer), x, params)[0]
 
 
-@clean(weights(w=(4, 4)), shape(3, 2, 4))
+@planted("clean(params=weights(w=(4, 4)), xs=shape(3, 2, 4))")
 def _a_mean_that_a_scan_carries_in_float32(params, xs):
     def add(total, x):
         return total + (x @ params["w"].astype(BF16)).astype(F32).mean(), None
@@ -106,7 +95,9 @@ def _a_mean_that_a_scan_carries_in_float32(params, xs):
     return lax.scan(add, jnp.zeros(()), xs)[0] / 3
 
 
-@clean(weights(w=(4, 4)), shape(2, 4), never=("vmap", "shard_map", "custom_vjp"))
+@planted(
+    'clean(params=weights(w=(4, 4)), x=shape(2, 4), never=("vmap", "shard_map", "custom_vjp"))'
+)
 def _shards_that_are_summed_in_float32(params, x):
     def local(w, x):
         w = vary(w, "i", "float32")  # before its cast: gradients are summed in float32
@@ -117,11 +108,6 @@ def _shards_that_are_summed_in_float32(params, x):
     return jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec("i")), out_specs=spec)(
         params["w"], x
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# By autocast and by layers
-# --------------------------------------------------------------------------------------------------
 
 
 class FlaxBlock(flax_nn.Module):
@@ -141,14 +127,6 @@ def _applied(variables: Any, x: Any) -> Any:
     return _BLOCK.apply(variables, x, mutable=["batch_stats"])[0]
 
 
-clean(_VARIABLES, _INPUT, states={})(
-    {
-        f"Flax under autocast to {name}": autocast(_applied, name)
-        for name in ("mixed_bfloat16", "mixed_float16", "bfloat16")
-    }
-)
-
-
 class NnxBlock(nnx.Module):
     def __init__(self) -> None:
         rngs = flax_nnx.Rngs(0)
@@ -160,14 +138,12 @@ class NnxBlock(nnx.Module):
 
 with policy.use_policy("bfloat16"):
     _NNX_BLOCK = flax_nnx.eval_shape(NnxBlock)
-clean(_NNX_BLOCK, shape(4, 4), states={})({"running statistics of nnx": lambda model, x: model(x)})
-
 _LINEN_BLOCK = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False)])
 with policy.use_policy("mixed_bfloat16"):
     _STATISTICS = jax.eval_shape(_LINEN_BLOCK.init, jax.random.key(0), WIDE)
 
 
-@clean(_STATISTICS, WIDE, states={})
+@planted("clean(variables=_STATISTICS, x=WIDE, states={})")
 def _running_statistics_of_linen(variables, x):
     with policy.use_policy("mixed_bfloat16"):
         return _LINEN_BLOCK.apply(variables, x, mutable=["batch_stats"])
@@ -177,8 +153,27 @@ _TX = policy.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
 _PARAMS = weights(w=(4, 4))
 
 
-@clean(_PARAMS, jax.eval_shape(_TX.init, _PARAMS), shape(4, 4), states={}, backward=False)
+_STATE = jax.eval_shape(_TX.init, _PARAMS)
+
+
+@planted("clean(params=_PARAMS, state=_STATE, x=shape(4, 4), states={}, backward=False)")
 def _a_step_that_mixed_precision_takes(params, state, x):
     loss = lambda params: jnp.tanh(x @ params["w"].astype(BF16)).astype(F32).mean()  # noqa: E731
     params, state, _ = policy.apply_gradients(_TX, params, state, jax.grad(loss)(params))
     return params, state
+
+
+plant(
+    """
+clean(params=QKV, x=shape(2, 3, 4, dtype=F32))
+    float32 attention: attention(params, x)
+clean(params=QKV, x=X)
+    attention in bfloat16 with a float32 softmax: attention(params, x, lambda x: x.astype(BF16))
+clean(model=_NNX_BLOCK, x=shape(4, 4), states={})
+    running statistics of nnx: model(x)
+clean(variables=_VARIABLES, x=_INPUT, states={})
+    Flax under autocast to mixed_bfloat16: policy.autocast(_applied, "mixed_bfloat16")(variables, x)
+    Flax under autocast to mixed_float16: policy.autocast(_applied, "mixed_float16")(variables, x)
+    Flax under autocast to bfloat16: policy.autocast(_applied, "bfloat16")(variables, x)
+"""
+)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy
 import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+import policy
+
 BF16, F16, F32, I8, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int32
-CAST, DOT = "convert_element_type", "dot_general"
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def shape(*dims: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -30,7 +35,7 @@ class Program:
     Attributes:
       name: what is wrong, or right.
       run, args: the function, and the shapes that it is called with.
-      kind, primitive: of the finding; "" of a clean program.
+      kind, primitive: of the finding, "any" of all; "" of a clean program.
       backward: whether the fault shows in the gradients only, or the gradients are clean too.
       never: parts of the names of places that it is not planted in.
       states: the primitives of findings about states, by the key paths in their messages.
@@ -52,30 +57,78 @@ class Program:
 FAULTS: list[Program] = []
 CLEAN: list[Program] = []
 
+# A kind of finding and a primitive, or "clean"; arguments and options; dtypes.
+_HEADER = re.compile(r"([\w-]+)(?: ([\w-]+))?(?:\((.*)\))?(?: in ([\w, ]+))?")
+_OPTIONS = ("backward", "never", "states")
 
-def faults(kind: str, primitive: str, *args: Any, **options: Any) -> Callable[[Any], Any]:
-    """Adds a function by its name, or a table of functions by what is wrong with them.
 
-    Args:
-      *args: shapes, or dtypes of arrays of (4, 4); one in bfloat16 if there are none.
+def plant(table: str) -> None:
+    """Adds the programs of a table.
+
+    A line that is not indented is a header, ``repeated-cast convert_element_type(x=X, w=W)`` for
+    faults or ``clean(x=X)``: shapes by argument, or dtypes of arrays of (4, 4), one in bfloat16 if
+    there is none; and the options of `Program`. Each line below is a name and an expression of the
+    arguments, which may use the names of this module and of the caller's. A header that ends with
+    ``in bfloat16, float16`` plants them in each of these dtypes.
     """
-    return functools.partial(
-        _add, FAULTS, args or (BF16,), kind=kind, primitive=primitive, **options
-    )
+    names = {"np": numpy, "policy": policy, **globals(), **sys._getframe(1).f_globals}
+    for section in re.split(r"\n(?=\S)", table.strip()):
+        header, *rows = re.split(r"\n {4}(?=\S)", section)
+        for row in rows:
+            name, _, expression = row.partition(":")
+            _add(header, names, name, expression)
 
 
-def clean(*args: Any, backward: bool = True, **options: Any) -> Callable[[Any], Any]:
-    """Adds a function by its name, or a table of them, with nothing wrong in it."""
-    return functools.partial(_add, CLEAN, args or (BF16,), backward=backward, **options)
+def planted(header: str) -> Callable[[Any], Any]:
+    """Adds a function by its name, under a header of a table."""
+    names = {"np": numpy, "policy": policy, **globals(), **sys._getframe(1).f_globals}
+
+    def add(function: Any) -> Any:
+        _add(header, names, function.__name__.strip("_").replace("_", " "), function)
+        return function
+
+    return add
 
 
-def _add(programs: list[Program], args: tuple[Any, ...], given: Any, **options: Any) -> Any:
-    named = (
-        given if isinstance(given, dict) else {given.__name__.strip("_").replace("_", " "): given}
-    )
-    shapes = tuple(shape(4, 4, dtype=one) if isinstance(one, type(BF16)) else one for one in args)
-    programs += [Program(name, run, shapes, **options) for name, run in named.items()]
-    return given
+def _add(header: str, names: dict[str, Any], name: str, run: Any) -> None:
+    found = _HEADER.fullmatch(header)
+    assert found is not None, header
+    kind, primitive, given, dtypes = found.groups()
+    options = {"backward": kind == "clean", **eval(f"dict({given or ''})", names)}
+    args = {key: options.pop(key) for key in list(options) if key not in _OPTIONS} or {"x": BF16}
+    if isinstance(run, str):
+        source = f"lambda {', '.join(args)}: ({run})"
+        run = eval(compile(source, names["__file__"], "eval"), names)
+    for dtype in (dtypes or "bfloat16").split(", "):
+        title = f"{name} in {dtype}" if dtypes else name
+        shapes = tuple(_shaped(one, dtype) for one in args.values())
+        if kind == "clean":
+            CLEAN.append(Program(title, run, shapes, **options))
+        else:
+            FAULTS.append(Program(title, run, shapes, kind, primitive, **options))
+
+
+def _shaped(arg: Any, dtype: str) -> Any:
+    """Returns the shape of an argument, in `dtype` if it is in bfloat16."""
+    arg = shape(4, 4, dtype=arg) if isinstance(arg, type(BF16)) else arg
+    is_half = isinstance(arg, jax.ShapeDtypeStruct) and arg.dtype == BF16
+    return shape(*arg.shape, dtype=jnp.dtype(dtype)) if is_half else arg
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of programs
+# --------------------------------------------------------------------------------------------------
+
+KEY = jax.random.key(0)
+X, H, W = shape(4, 4), shape(4, 4, dtype=F16), shape(12, 4, 4, dtype=F32)
+
+
+def product(w: Any, x: Any, i: int = 0) -> Any:
+    return x @ w[i].astype(x.dtype)
+
+
+def between_matmuls(activation: Any) -> Any:
+    return lambda w, x: product(w, activation(product(w, x)), 1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,217 @@
+"""Sums in half precision, written as sums or as additions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from tests.policy.inspect.audit.corpus.planting import (
+    BF16,
+    F32,
+    I32,
+    plant,
+    planted,
+    product,
+    shape,
+)
+
+ZERO, ONE = np.zeros((), BF16), np.ones((), BF16)
+INDICES = shape(4, dtype=I32)
+
+
+@planted("low-precision-reduction scatter-add(table=BF16, backward=True)")
+def _the_gradient_of_a_lookup(table):
+    tokens = jnp.zeros((2, 3), I32) + jnp.argmax(table[0]).astype(I32)
+    return jnp.tanh(table[tokens])
+
+
+@planted("low-precision-reduction add")
+def _a_tree_of_additions(x):
+    while len(x) > 1:
+        x = x[: len(x) // 2] + x[len(x) // 2 :]
+    return x[0]
+
+
+@planted("low-precision-reduction add")
+def _prefix_sums_by_doubling(x):
+    for distance in (1, 2):
+        x = x + jnp.pad(x[:-distance], ((distance, 0), (0, 0)))
+    return x
+
+
+ON_DEVICES = ("vmap", "while", "cond", "shard_map", "custom", "a gradient", "step", "linen", "nnx")
+ROWS = {"x": shape(16, 4), "never": ON_DEVICES}
+ONWARD = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def on_four_devices(local: Any) -> Any:
+    mesh = AbstractMesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("i")
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _all_reduce(x: Any) -> Any:
+    total = passed = x
+    for _ in range(3):
+        passed = lax.ppermute(passed, "i", ONWARD)
+        total = total + passed
+    return total
+
+
+def _reduce_scatter(x: Any, function: Any = lambda x: x) -> Any:
+    total = function(x[:1])
+    for row in range(1, 4):
+        total = lax.ppermute(total, "i", ONWARD) + function(x[row : row + 1])
+    return total
+
+
+def _by_doubling(x: Any) -> Any:
+    for distance in (1, 2):
+        x = x + lax.ppermute(x, "i", [(i, i ^ distance) for i in range(4)])
+    return x
+
+
+def _in_a_loop(x: Any) -> Any:
+    def turn(_, state):
+        total, passed = state
+        passed = lax.ppermute(passed, "i", ONWARD)
+        return total + passed, passed
+
+    return lax.fori_loop(0, 3, turn, (x, x))[0]
+
+
+def _passed_on_in_a_loop(x: Any) -> Any:
+    return lax.fori_loop(
+        0, 4, lambda i, total: lax.ppermute(total, "i", ONWARD) + x[i], jnp.zeros(4, x.dtype)
+    )
+
+
+def layer(w: Any, x: Any, i: int) -> Any:
+    return jnp.tanh(product(w, x, i))
+
+
+@planted("clean(w=W, x=X)")
+def _a_stack_of_residual_blocks(w, x):
+    for i in range(12):
+        x = x + layer(w, x, i)
+    return x
+
+
+@planted("clean(w=W, x=X)")
+def _parallel_branches_of_a_block(w, x):
+    for i in range(4):
+        x = x + layer(w, x, i) + jax.nn.gelu(product(w, x, i + 4))
+    return x
+
+
+@planted("clean(w=W, x=X)")
+def _a_convolution_with_three_taps(w, x):
+    h = jnp.pad(product(w, x), ((1, 1), (0, 0)))
+    return h[:-2] + h[1:-1] + h[2:]
+
+
+@planted("clean(w=W, x=X, backward=False)")
+def _a_mixture_of_four_experts(w, x):
+    gates = jax.nn.softmax(product(w, x).astype(F32)).astype(BF16)
+    return sum(gates[:, i, None] * layer(w, x, i + 1) for i in range(4))
+
+
+@planted("clean(w=W, x=X)")
+def _neighbours_of_a_ring(w, x):
+    def local(h):
+        left = lax.ppermute(h, "i", ONWARD)
+        right = lax.ppermute(h, "i", [(j, i) for i, j in ONWARD])
+        return (left + h + right) / 3
+
+    return on_four_devices(local)(product(w, x))
+
+
+plant(
+    """
+low-precision-reduction reduce_window_sum
+    an average pool: lax.reduce_window(x, ZERO, lax.add, (2, 2), (1, 1), "VALID") / 4
+    an average pool of Flax's: nn.avg_pool(x[None, :, :, None], (2, 2), (2, 2))
+low-precision-reduction cumsum
+    a cumulative sum: lax.cumsum(x, 1)
+    a cumulative sum of jnp's: jnp.cumsum(x, -1)
+    cumulative log decays: jnp.tanh(jnp.cumsum(x, 0)) @ x
+low-precision-reduction cumprod
+    a cumulative product: jnp.cumprod(x, -1)
+low-precision-reduction cumlogsumexp
+    a cumulative logsumexp: lax.cumlogsumexp(x)
+low-precision-reduction reduce_sum
+    a sum of lax: lax.reduce(x, ZERO, lax.add, (1,))
+    the gradient of a scale: jax.grad(lambda g: (x * g).astype(F32).sum())(x[0])
+    the gradient of repeated rows:
+        jax.grad(lambda x: jnp.tanh(jnp.repeat(x, 4, 0)).astype(F32).sum())(x)
+    the gradient of shared keys:
+        jax.grad(lambda x: jnp.tanh(jnp.broadcast_to(x[:, None], (4, 6, 4))).astype(F32).sum())(x)
+low-precision-reduction reduce_prod
+    a product of lax: lax.reduce(x, ONE, lax.mul, (1,))
+low-precision-reduction reduce
+    a sum by a function: lax.reduce(x, ZERO, lambda a, b: a + b * 1, (1,))
+low-precision-reduction psum
+    a mean over a mapped axis: jax.vmap(lambda row: lax.pmean(row, "i"), axis_name="i")(x)
+low-precision-reduction scatter-add(x=X, i=INDICES)
+    sums of segments: jax.ops.segment_sum(x, i, 3)
+    a weighted histogram: jnp.bincount(i, weights=x[:, 0], length=5)
+    rows that are added: jnp.zeros_like(x).at[i].add(x)
+    a histogram in half: jnp.zeros(5, x.dtype).at[i].add(1)
+low-precision-reduction scatter-mul(x=X, i=INDICES)
+    rows that are multiplied: jnp.ones_like(x).at[i].multiply(x)
+low-precision-reduction scatter-add(backward=True)
+    the gradient of the largest numbers: jnp.tanh(lax.top_k(x, 2)[0])
+    the gradient of a lookup along an axis:
+        jnp.tanh(jnp.take_along_axis(x, jnp.argmax(x, -1, keepdims=True) * jnp.ones((1, 3), I32),
+        -1))
+low-precision-reduction reduce_sum(backward=True)
+    the gradient of a bias: jnp.tanh(x[:1] + jnp.zeros((8, 4), BF16)) * 0.5
+low-precision-reduction select_and_scatter_add(x=shape(8, 8), backward=True)
+    the gradient of a max pool that overlaps: nn.max_pool(x[None, :, :, None], (4, 4), (1, 1))
+low-precision-reduction add
+    a scan of pairs that adds: lax.associative_scan(jnp.add, x)
+    a linear recurrence by a scan of pairs:
+        lax.associative_scan(lambda left, right: (left[0] * right[0], left[1] * right[0] +
+        right[1]), (x, x + 1))[1]
+    a chain of additions: functools.reduce(jnp.add, [x[i] for i in range(4)])
+    squares of rows that are added up: sum((x[i] * x[i] for i in range(4)))
+    eight terms that are added up: sum((jnp.tanh(x * i) for i in range(1, 9)))
+    losses that are added up: sum((jnp.tanh(x * i).mean() for i in range(1, 10)))
+    a dot product by hand: sum((x.ravel()[i] * x.ravel()[-i] for i in range(8)))
+low-precision-reduction add(x=F16)
+    a sum of Python's: sum(x) / 4
+    corners that are added up: (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
+low-precision-reduction sub
+    an alternating chain: x[0] + x[1] - x[2] - x[3]
+clean(w=W, x=X)
+    a sum in float32: product(w, x).astype(F32).sum(-1)
+    a cumulative sum in float32: lax.cumsum(product(w, x).astype(F32), 1).astype(x.dtype)
+    a mean over devices in float32:
+        jax.vmap(lambda row: lax.pmean(row.astype(F32), "i"), axis_name="i")(product(w, x))
+    rows that are set: x.at[jnp.arange(2)].set(product(w, x)[:2])
+    rows that are added to places of their own: x.at[jnp.arange(3)].add(product(w, x)[:3])
+    a largest number: lax.reduce_window(product(w, x), -jnp.inf, lax.max, (2, 2), (2, 2), "VALID")
+    embeddings of three kinds: (w[1].astype(BF16) + w[2].astype(BF16) + x) @ w[0].astype(BF16)
+    a mean of two heads: (layer(w, x, 0) + layer(w, x, 1)) / 2
+low-precision-reduction add(a=X, b=X, c=X, d=X, e=X, f=X, g=X, h=X, i=X)
+    a sum of nine arrays: a + b + c + d + e + f + g + h + i
+low-precision-reduction add(**ROWS)
+    an all-reduce: on_four_devices(_all_reduce)(x)
+    a reduce-scatter: on_four_devices(_reduce_scatter)(x)
+    a reduce-scatter of what is computed: on_four_devices(lambda x: _reduce_scatter(x, jnp.tanh))(x)
+    an all-reduce by doubling: on_four_devices(_by_doubling)(x)
+narrowed-carry scan(**ROWS)
+    an all-reduce in a loop: on_four_devices(_in_a_loop)(x)
+    a sum that a loop passes on: on_four_devices(_passed_on_in_a_loop)(x)
+low-precision-reduction psum(**ROWS)
+    a sum over devices: on_four_devices(lambda x: lax.psum(x, "i"))(x)
+low-precision-reduction reduce_scatter(**ROWS)
+    a sum over devices that is scattered:
+        on_four_devices(lambda x: lax.psum_scatter(x, "i", tiled=True))(x)
+"""
+)
