@@ -33,8 +33,8 @@ from benchmarks import autocast_models as models
 from benchmarks.table import Row, run
 from mpmodules import linen as nn
 from policy.core.policy import get_policy
-from policy.inspect.compare.compare import COMPILER_OPTIONS, paired
-from policy.inspect.compare.log import Log
+from policy.inspect.compare.compare import paired
+from policy.inspect.compare.dual_interpreter import Log
 from policy.inspect.traced.call import Call, program_of
 
 POLICY = "mixed_bfloat16"
@@ -96,9 +96,7 @@ def comparison(fn: Callable[..., Any], arguments: Any, backward: bool) -> tuple[
     call = Call.measured("compare", fn, arguments, {}, None, 1.0 if backward else None)
     program = program_of(call, get_policy(POLICY))
     arrays = program.arguments.arrays
-    return jax.jit(paired(program, Log())).lower(*arrays).compile(
-        compiler_options=COMPILER_OPTIONS
-    ), arrays
+    return program.compiled(paired(program, Log())), arrays
 
 
 def needed(compiled: Any) -> float:

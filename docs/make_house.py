@@ -67,7 +67,6 @@ INNER: dict[str, str] = {
     "policy/inspect/audit/checks": "a function for each hazard",
     "policy/inspect/audit/render": "the report as text and as an HTML page",
     "policy/inspect/compare": "a function beside itself in float32",
-    "policy/inspect/compare/render": "the comparison as a table and a chart",
     "policy/inspect/estimate": "a policy's cost on devices that need not be there",
     "policy/inspect/suggest": "the cheapest rules within an error budget",
     "mpmodules/linen/_layers": "a file for each kind of layer",

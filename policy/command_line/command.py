@@ -43,8 +43,8 @@ from policy.inspect.audit.report import named
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
+from policy.inspect.suggest.on_target import require_timed
 from policy.inspect.suggest.suggest import POINTS, suggest
-from policy.inspect.suggest.target_costs import require_timed
 from policy.inspect.traced.call import checked_policy
 
 _SIGPIPE = 128 + 13  # the exit status of a program that a broken pipe ends

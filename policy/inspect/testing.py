@@ -21,8 +21,7 @@ from policy.inspect.audit.audit import findings_of, function_name
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
 from policy.inspect.audit.values import is_cotangent, is_matmul
-from policy.inspect.traced.gradients import PlainCall, traced_call
-from policy.inspect.traced.kept_dtypes import origin_of, parameters_of
+from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
 from policy.inspect.ulps import assert_close_in_ulps as assert_close_in_ulps
 from policy.programs.operations import HALVES, accumulation_of, is_inexact_name, operands_of, sums
 from policy.programs.paths import Path, divided, joined, once, spelled
@@ -175,7 +174,7 @@ def assert_matmuls_obey(
                 "which a traced program does not show. Give a pattern of its paths."
             )
     graph = _graph(fn, args, kwargs, backward, params if backward else None)
-    places = PlainCall.of(fn, tuple(args), dict(kwargs or {}), params).differentiated()
+    places = Call.of(fn, tuple(args), dict(kwargs or {}), params).differentiated()
     looked_at = set(_allowed(graph, allow))
     matmuls = [one for one in weight_matmuls(graph, places) if one.node in looked_at]
     _require_any(matmuls, "matmul of a parameter", allow)

@@ -1,6 +1,4 @@
-"""The ResNet example on eight devices. `test_resnet_fashion_mnist.py` runs this file in a process
-that has eight.
-"""
+"""The ResNet example on eight devices, for `test_resnet_fashion_mnist.py`."""
 
 import functools
 from typing import Any
@@ -30,24 +28,21 @@ def optimizer() -> Any:
 @functools.cache
 def initial() -> Any:
     """Variables as numpy arrays: a step donates what is made of them."""
-    return jax.device_get(
-        jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), IMAGES[:1])
-    )
+    init = jax.jit(functools.partial(MODEL.init, train=False))
+    return jax.device_get(init(jax.random.key(0), IMAGES[:1]))
 
 
 def created() -> job.TrainState:
     variables = jax.tree.map(jnp.asarray, initial())
-    return job.TrainState(
-        variables["params"], variables["batch_stats"], optimizer().init(variables["params"])
-    )
+    opt_state = optimizer().init(variables["params"])
+    return job.TrainState(variables["params"], variables["batch_stats"], opt_state)
 
 
 def trained(
     devices: int, steps: int, all_reduce_dtype: str | None = None
 ) -> tuple[job.TrainState, list[float]]:
-    mesh = jax.make_mesh(
-        (devices,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+    axes: dict[str, Any] = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:devices]}
+    mesh = jax.make_mesh((devices,), ("batch",), **axes)
     step, state, losses = job.make_step(LOSS, optimizer(), mesh, all_reduce_dtype), created(), []
     for _ in range(steps):
         state, loss, _ = step(state, IMAGES, LABELS)
@@ -84,9 +79,8 @@ def test_with_all_reduce_dtype_a_step_takes_the_mean_of_what_each_device_finds_i
     np.testing.assert_allclose(loss, mean_loss, rtol=1e-6)
     assert worst(after.batch_stats, mean_statistics) < 1e-6
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(mean_gradient))
-    gradient = jax.tree.map(
-        lambda old, new: (old - new) / RATE, jax.device_get(start.params), after.params
-    )
+    moved = lambda old, new: (old - new) / RATE  # noqa: E731
+    gradient = jax.tree.map(moved, jax.device_get(start.params), after.params)
     assert worst(gradient, mean_gradient) < bound * largest
 
 

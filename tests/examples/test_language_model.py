@@ -1,6 +1,4 @@
-"""The language model: lm1b's numbers, causal and cached alike, batches that a resumed run sees
-again, honest tables.
-"""
+"""The language model: lm1b's numbers, causal logits, its text, and an honest report."""
 
 import dataclasses
 import functools
@@ -15,7 +13,7 @@ import pytest
 
 from policy import use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
-from tests.examples.plain_flax import in_plain_flax
+from tests.examples.helpers import assert_refused, in_plain_flax
 
 SMALL = lm.Config(
     vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6
@@ -37,21 +35,17 @@ def random_params(config: lm.Config) -> Any:
     """One random tree: no leaf is at the zeros or ones that it would begin with."""
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(lm.Decoder(config).init, jax.random.key(0), tokens_of(config))["params"]
-    return jax.tree.map(
-        lambda x: rng.normal(0.0, x.shape[0] ** -0.5, x.shape).astype(np.float32), shapes
-    )
+    draw = lambda x: rng.normal(0.0, x.shape[0] ** -0.5, x.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, shapes)
 
 
 @functools.cache
 def logits_of(policy: str, tied: bool = False) -> np.ndarray:
-    """(batch, length, vocab) of the random tree under a policy, in the dtype that the policy
-    returns.
-    """
+    """(batch, length, vocab) of the random tree, in the dtype that the policy returns."""
     config = config_of(tied)
     with use_policy(policy):
-        return np.asarray(
-            jax.jit(lm.Decoder(config).apply)({"params": random_params(config)}, tokens_of(config))
-        )
+        apply: Any = jax.jit(lm.Decoder(config).apply)
+        return np.asarray(apply({"params": random_params(config)}, tokens_of(config)))
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -60,11 +54,8 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
     config = config_of(tied)
-    twin, params, tokens = (
-        in_plain_flax("language_model").Decoder(config),
-        random_params(config),
-        tokens_of(config),
-    )
+    twin = in_plain_flax("language_model").Decoder(config)
+    params, tokens = random_params(config), tokens_of(config)
     shapes = jax.eval_shape(twin.init, jax.random.key(0), tokens)["params"]
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
     assert ("head" in params) != tied
@@ -85,11 +76,8 @@ def test_logits_under_a_half_policy_are_close_to_float32(policy, dtype):
 @pytest.mark.parametrize(("policy", "tied"), [("mixed_bfloat16", False), ("mixed_float16", True)])
 def test_every_matmul_runs_in_half_and_every_sum_in_float32(policy, tied):
     config = config_of(tied)
-    model, params, tokens = (
-        lm.Decoder(config),
-        random_params(config),
-        jnp.asarray(tokens_of(config)),
-    )
+    model, params = lm.Decoder(config), random_params(config)
+    tokens = jnp.asarray(tokens_of(config))
 
     def loss_fn(params):
         logits: Any = model.apply({"params": params}, tokens)
@@ -119,12 +107,10 @@ def test_a_text_becomes_tokens_and_back():
     text = lm.Text.split("banana band\n" * 10, held_out=0.1)
     assert text.characters == "\n abdn" and text.vocab_size == 7
     assert (len(text.train), len(text.held_out)) == (108, 12)
-    assert (
-        text.train.dtype == text.held_out.dtype == np.int32 and text.train.min() == 1
-    )  # 0 is the start token
-    assert (
-        text.decode(text.held_out) == "banana band\n" == text.decode(text.encode("banana band\n"))
-    )
+    assert text.train.dtype == text.held_out.dtype == np.int32
+    assert text.train.min() == 1  # 0 is the start token
+    for tokens in (text.held_out, text.encode("banana band\n")):
+        assert text.decode(tokens) == "banana band\n"
     with pytest.raises(ValueError, match=r"The text has no 'c', 'x'. It has: '\\n abdn'"):
         text.encode("cabx")
 
@@ -175,7 +161,4 @@ def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, cap
     ],
 )
 def test_a_bad_argument_is_one_line_and_nothing_runs(little_text, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        lm.main([*SIZES.split(), "--heads", "4", *arguments.split()])
-    assert str(stopped.value).startswith(f"language_model: {message}")
-    assert "\n" not in str(stopped.value)
+    assert_refused(lm, [*SIZES.split(), "--heads", "4", *arguments.split()], message)

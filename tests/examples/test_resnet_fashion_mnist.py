@@ -17,7 +17,7 @@ import resnet_fashion_mnist as job
 
 import policy as mp
 from tests.eight_devices import run_tests_on_eight_devices
-from tests.examples.plain_flax import in_plain_flax
+from tests.examples.helpers import assert_refused, in_plain_flax
 
 RNG = np.random.default_rng(0)
 TINY = functools.partial(job.ResNet, (1,), job.ResNetBlock, num_filters=4, small_images=True)
@@ -48,20 +48,17 @@ def test_the_files_are_read_as_they_are(folder):
     content = gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())
     assert data.train_images.shape == (64, 8, 8, 1) and data.test_images.shape == (24, 8, 8, 1)
     assert data.train_images[3, 2, 1, 0] == content[16 + 3 * 64 + 2 * 8 + 1]
-    assert data.train_labels.dtype == np.int32 and data.test_labels.tolist() == [
-        i % 10 for i in range(24)
-    ]
+    assert data.train_labels.dtype == np.int32
+    assert data.test_labels.tolist() == [i % 10 for i in range(24)]
     pixels = data.normalised(data.train_images)
     assert pixels.dtype == np.float32 and abs(pixels.mean()) < 1e-6 and abs(pixels.std() - 1) < 1e-6
 
 
+SHORT = gzip.compress(b"\0\0\x08\3" + struct.pack(">3I", 2, 8, 8) + bytes(100))
 MALFORMED = {
     "no gzip": (b"no gzip", "should be a gzipped file, but: Not a gzipped file"),
     "labels": (idx(np.zeros(64)), "an idx file of uint8 with 3 axes, but starts with 00000801"),
-    "too few bytes": (
-        gzip.compress(b"\0\0\x08\3" + struct.pack(">3I", 2, 8, 8) + bytes(100)),
-        "should hold 128 bytes for shape (2, 8, 8), but holds 100",
-    ),
+    "too few bytes": (SHORT, "should hold 128 bytes for shape (2, 8, 8), but holds 100"),
     "too few images": (
         idx(np.zeros((63, 8, 8))),
         "one label below 10 for each image, but has 63 images and 64 labels up to 9",
@@ -97,9 +94,8 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
     x = jnp.asarray(RNG.normal(size=(8, 16, 16, 1)), jnp.float32)
     shapes = jax.eval_shape(twin.init, jax.random.key(0), x)
     assert jax.eval_shape(ours.init, jax.random.key(0), x) == shapes
-    weights: Any = jax.tree.map(
-        lambda leaf: RNG.normal(size=leaf.shape).astype(np.float32) / 2, shapes
-    )
+    draw = lambda leaf: RNG.normal(size=leaf.shape).astype(np.float32) / 2  # noqa: E731
+    weights: Any = jax.tree.map(draw, shapes)
     # Variances are positive.
     weights["batch_stats"] = jax.tree.map(lambda leaf: 0.5 + leaf**2, weights["batch_stats"])
 
@@ -130,12 +126,9 @@ def variables():
 
 @pytest.fixture(scope="module")
 def half_step(variables):
-    """`run(loss_scale, steps)`: the state before and after float16 steps, as numpy, their losses
-    and the last scale.
-    """
-    tx = job.optimizer(
-        mp.get_policy("mixed_float16"), job.Config(epochs=1, warmup_epochs=0.0), 1000
-    )
+    """`run(loss_scale, steps)`: the state before and after float16 steps, losses, last scale."""
+    config = job.Config(epochs=1, warmup_epochs=0.0)
+    tx = job.optimizer(mp.get_policy("mixed_float16"), config, 1000)
     images = np.random.default_rng(0).normal(size=(16, 8, 8, 1)).astype(np.float32)
     step = job.make_step(job.make_loss(TINY(), 1e-4), tx, job.make_mesh())
     make_state: Any = jax.jit(tx.init)
@@ -143,9 +136,8 @@ def half_step(variables):
 
     def run(loss_scale: float, steps: int) -> Any:
         scale = dataclasses.replace(opt_state.loss_scale, loss_scale=np.float32(loss_scale))
-        before = job.TrainState(
-            variables["params"], variables["batch_stats"], opt_state._replace(loss_scale=scale)
-        )
+        scaled = opt_state._replace(loss_scale=scale)
+        before = job.TrainState(variables["params"], variables["batch_stats"], scaled)
         state, losses = jax.tree.map(jnp.asarray, before), []
         scale = loss_scale
         with mp.use_policy("mixed_float16"):
@@ -161,9 +153,8 @@ def test_a_step_that_overflows_leaves_weights_and_batch_statistics_as_they_were(
     before, after, losses, scale = half_step(2.0**40, steps=2)
     assert np.isfinite(losses).all() and scale == 2.0**38  # the loss is fine, its gradients aren't
     assert after.opt_state.skipped == 2
-    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    jax.tree.map(np.testing.assert_array_equal, after.batch_stats, before.batch_stats)
-    jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, before.opt_state.inner)
+    kept = lambda state: (state.params, state.batch_stats, state.opt_state.inner)  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, kept(after), kept(before))
 
 
 def test_a_step_that_does_not_overflow_moves_both_and_learns(half_step):
@@ -214,15 +205,12 @@ def test_it_trains_reports_plots_and_writes_what_it_measured(folder, tiny, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--rule haed=f32", "Rule 'haed' matched no module. Modules seen: .*Dense_0"),
+        ("--rule haed=f32", "Rule 'haed' matched no module. Modules seen: "),
         ("--policy mixed_float16 --loss-scale 0", "loss_scale should be positive and finite, but"),
         ("--batch-size 65", "--batch-size should be a multiple of the 1 devices and at most the"),
     ],
 )
-def test_a_bad_argument_is_one_line_and_nothing_is_run(
-    folder, tiny, monkeypatch, arguments, message
-):
-    monkeypatch.delattr(job, "train")
-    with pytest.raises(SystemExit, match=f"resnet_fashion_mnist: {message}") as stopped:
-        job.main(["--data", str(folder), "--batch-size", "16", *arguments.split()])
-    assert "\n" not in str(stopped.value)
+def test_a_bad_argument_is_one_line(folder, tiny, monkeypatch, arguments, message):
+    monkeypatch.delattr(job, "train")  # nothing is run
+    given = ["--data", str(folder), "--batch-size", "16", *arguments.split()]
+    assert_refused(job, given, message)

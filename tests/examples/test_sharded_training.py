@@ -1,8 +1,7 @@
-"""The language model on meshes: the same losses on each, exchanges in the dtype that was asked for,
-checkpoints that go on on another mesh, and processes that end together.
+"""The language model on meshes: losses, exchanges, checkpoints, and processes that end together.
 
-Most of it runs in processes of their own, as the number of devices is fixed when JAX starts: one of
-eight devices (`sharded_runs.py`), and twice two of four.
+Most of it runs in processes of their own: one of eight devices (`sharded_runs.py`), and twice two
+of four.
 """
 
 import json
@@ -17,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.eight_devices import ROOT, run_python
+from tests.examples.helpers import assert_refused
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -117,18 +117,14 @@ def test_eight_devices_and_two_processes_of_four_agree_with_one_to_float32_round
     for other in (runs["f32 mix"], resumed[1]):
         np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
         np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=3e-6)
-    assert resumed[1]["processes"] == 2 and resumed[1]["mesh"] == {
-        "data": 8,
-        "fsdp": 1,
-        "tensor": 1,
-    }
+    assert resumed[1]["processes"] == 2
+    assert resumed[1]["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1}
 
 
 def test_a_run_killed_on_two_processes_goes_on_with_the_same_losses_on_another_mesh(runs, resumed):
     truth, other = runs["f32 on 1"], runs["f32 resumed"]
-    assert (
-        other["start"] == resumed[1]["start"] in (2, 4)
-    )  # the last one that was complete when the process died
+    # the last one that was complete when the process died
+    assert other["start"] == resumed[1]["start"] in (2, 4)
     assert other["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     np.testing.assert_allclose(other["losses"], truth["losses"], rtol=3e-6)
 
@@ -138,9 +134,8 @@ def test_bfloat16_matmuls_and_sums_agree_with_float32_within_their_own_rounding(
     # A quarter of bfloat16's epsilon (4e-3).
     np.testing.assert_allclose(other["losses"], truth["losses"], rtol=1e-3)
     np.testing.assert_allclose(other["held_out"], truth["held_out"], rtol=1e-3)
-    assert (
-        np.abs(np.subtract(other["losses"], truth["losses"])).max() > 1e-4
-    )  # it was asked, and done
+    # it was asked, and done
+    assert np.abs(np.subtract(other["losses"], truth["losses"])).max() > 1e-4
 
 
 # ------------------------------------------------------------------------------------ the exchanges
@@ -153,9 +148,8 @@ def exchanged(result):
 
 def test_gradients_cross_in_the_dtype_that_was_asked_for_on_a_mesh_of_all_three(runs):
     found = exchanged(runs["bf16 mix"])
-    sums = {
-        key: size for key, size in found.items() if key[0] == "all-reduce" and key[2] == "data,fsdp"
-    }
+    summed = ("all-reduce", "data,fsdp")
+    sums = {key: size for key, size in found.items() if key[::2] == summed}
     assert sums.pop(("all-reduce", "float32", "data,fsdp")) == 4  # the loss
     (((operation, dtype, _), size),) = sums.items()
     assert (operation, dtype) == ("all-reduce", "bfloat16")
@@ -171,25 +165,16 @@ def test_gradients_cross_in_the_dtype_that_was_asked_for_on_a_mesh_of_all_three(
 def test_the_process_that_died_is_named_and_the_other_was_stopped(killed):
     assert killed.returncode == 1
     last = killed.stderr.splitlines()[-1]
-    assert (
-        last.startswith("sharded_training: of 2 processes ended ")
-        and "process 1 with exit code 13" in last
-    )
+    assert last.startswith("sharded_training: of 2 processes ended ")
+    assert "process 1 with exit code 13" in last
     assert killed.stdout.startswith("mesh data=8,fsdp=1,tensor=1: 8 devices (cpu), processes: 2\n")
 
 
 def test_only_the_first_process_reports(resumed, folder):
     ended, result = resumed
-    starts = (
-        "mesh data=8",
-        "params: ",
-        "optimizer: ",
-        "mesh  ",
-        "-----",
-        "data=8,fsdp=1,tensor=1 ",
-    )
+    starts = ("mesh data=8", "params: ", "optimizer: ", "mesh  ", "-----", "data=8,", "loss curv")
     lines = ended.stdout.splitlines()
-    assert len(lines) == 7 and all(map(str.startswith, lines, (*starts, "loss curve: ")))
+    assert len(lines) == 7 and all(map(str.startswith, lines, starts))
     assert "100%" in ended.stderr and f"{np.mean(result['losses']):.4f}" in ended.stdout
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -244,9 +229,8 @@ raise SystemExit(7)
 )
 def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape, spec):
     assert param_spec(path, shape, {"data": 2, "fsdp": 2, "tensor": 2}) == PartitionSpec(*spec)
-    assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == PartitionSpec(
-        *[None] * len(shape)
-    )
+    whole = PartitionSpec(*[None] * len(shape))
+    assert param_spec(path, shape, {"data": 8, "fsdp": 1, "tensor": 1}) == whole
 
 
 # ------------------------------------------------------------------------------------- the refusals
@@ -266,7 +250,4 @@ def test_params_are_split_by_their_path_and_along_their_largest_axis(path, shape
 )
 def test_what_cannot_be_run_is_one_line_and_starts_nothing(tiny, arguments, message, monkeypatch):
     monkeypatch.setattr(sharded_training, "spawn", lambda *_: pytest.fail("started"))
-    with pytest.raises(SystemExit) as stopped:
-        sharded_training.main([*tiny, *arguments.split()])
-    assert str(stopped.value).startswith(f"sharded_training: {message}")
-    assert "\n" not in str(stopped.value)
+    assert_refused(sharded_training, [*tiny, *arguments.split()], message)

@@ -1,6 +1,4 @@
-"""SmolLM2: what is read from GGUF is right, cached generation is the uncached one, and the real
-model knows Paris.
-"""
+"""SmolLM2: GGUF is read right, a cache changes no token, and the real model knows Paris."""
 
 import importlib.util
 
@@ -11,6 +9,7 @@ from tqdm import tqdm
 
 from mpmodules import nnx
 from policy import PolicyRules, get_policy
+from tests.examples.helpers import assert_refused
 
 gguf = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
 pytest.importorskip("tokenizers", reason="needs: pip install gguf tokenizers")
@@ -39,9 +38,9 @@ def byte_tokens() -> list[str]:
     return ["<|endoftext|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 
 
-def write(path, *, splits="smollm", seed=0):
+def write(path):
     """A tiny model as llama.cpp writes one; its matrices in eight bits, norms in float32."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(CONFIG.layers)
     writer.add_context_length(CONFIG.context)
@@ -54,24 +53,18 @@ def write(path, *, splits="smollm", seed=0):
     writer.add_vocab_size(CONFIG.vocabulary)
     tokens = [*byte_tokens(), "Ġt", "he", "Ġthe", "12"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splits)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
     writer.add_token_merges(["Ġ t", "h e", "Ġt he", "1 2"])
     key_width = CONFIG.key_heads * CONFIG.head_width
     shapes = {"token_embd": (CONFIG.vocabulary, CONFIG.width), "output_norm": (CONFIG.width,)}
     for i in range(CONFIG.layers):
-        shapes |= {
-            f"blk.{i}.attn_norm": (CONFIG.width,),
-            f"blk.{i}.attn_q": (CONFIG.width, CONFIG.width),
-            f"blk.{i}.attn_k": (key_width, CONFIG.width),
-            f"blk.{i}.attn_v": (key_width, CONFIG.width),
-            f"blk.{i}.attn_output": (CONFIG.width, CONFIG.width),
-            f"blk.{i}.ffn_norm": (CONFIG.width,),
-            f"blk.{i}.ffn_gate": (CONFIG.hidden, CONFIG.width),
-            f"blk.{i}.ffn_up": (CONFIG.hidden, CONFIG.width),
-            f"blk.{i}.ffn_down": (CONFIG.width, CONFIG.hidden),
-        }
+        shapes |= {f"blk.{i}.{name}_norm": (CONFIG.width,) for name in ("attn", "ffn")}
+        outputs = {"attn_q": CONFIG.width, "attn_k": key_width, "attn_v": key_width}
+        outputs |= {"attn_output": CONFIG.width, "ffn_gate": CONFIG.hidden, "ffn_up": CONFIG.hidden}
+        shapes |= {f"blk.{i}.{name}": (size, CONFIG.width) for name, size in outputs.items()}
+        shapes[f"blk.{i}.ffn_down"] = (CONFIG.width, CONFIG.hidden)
     for name, shape in shapes.items():
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, shape).astype(np.float32))
@@ -128,9 +121,7 @@ def generate(model, prompts=PROMPTS, steps=7, forced=None):
         return job.generate(model, prompts, steps, bar, forced)
 
 
-# --------------------------------------------------------------------------------------------------
-# Loading
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ loading
 
 
 def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
@@ -149,9 +140,7 @@ def test_weights_that_do_not_fit_the_model_are_refused(weights):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
-# --------------------------------------------------------------------------------------------------
-# Generation
-# --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- generation
 
 
 def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
@@ -176,9 +165,8 @@ def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(
         )
         caches[text] = job.nbytes(spied[1]), job.dtypes_of(spied[1])
         bytes_of[text] = job.nbytes(nnx.state(model, nnx.Param))
-    size = (
-        2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width
-    )  # keys and values, rows, positions
+    # keys and values, rows, positions
+    size = 2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width
     assert caches == {
         "float32": (4 * size, "float32"),
         "mixed_bfloat16": (2 * size, "bfloat16"),
@@ -192,9 +180,7 @@ def abstract(batch, length):
     return tokens, jnp.broadcast_to(jnp.arange(length), (batch, length))
 
 
-# --------------------------------------------------------------------------------------------------
-# The report
-# --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- the report
 
 
 def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
@@ -205,9 +191,8 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     reference, half = job.main([*arguments, "--plot", str(path)])
     assert reference.errors is None and half.errors is not None
     assert half.errors.shape == (2, 6) and half.errors.max() > 0
-    np.testing.assert_array_equal(
-        half.generation.tokens, reference.generation.tokens
-    )  # led along them
+    # led along them
+    np.testing.assert_array_equal(half.generation.tokens, reference.generation.tokens)
     assert 2 * half.parameter_bytes == reference.parameter_bytes
     printed = capsys.readouterr()
     for text in ("params MiB", "cache KiB", "same tokens", "of 2 prompts", "float32", "bfloat16"):
@@ -228,15 +213,10 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
 def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "generate", lambda *_: pytest.fail("something ran"))
-    with pytest.raises(SystemExit) as stopped:
-        job.main(arguments)
-    assert str(stopped.value).startswith(f"smollm2_generate: {message}")
-    assert "\n" not in str(stopped.value)
+    assert_refused(job, arguments, message)
 
 
-# --------------------------------------------------------------------------------------------------
-# The real weights
-# --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------- the real weights
 
 
 @pytest.fixture(scope="module")
@@ -291,9 +271,8 @@ def test_the_real_model_gives_the_reference_logits_and_the_capital_of_france(rea
         ids = tokenizer.encode(prompt).ids
         row[: len(ids)] = ids
         lengths.append(len(ids))
-    logits = np.asarray(
-        job.prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache_length=16)
-    )
+    given = jnp.asarray(tokens), jnp.asarray(lengths)
+    logits = np.asarray(job.prefill(model, *given, cache_length=16))
     for row, (tokens, values) in zip(logits, REFERENCE.values(), strict=True):
         assert tuple(np.argsort(row)[::-1][:5]) == tokens
         np.testing.assert_allclose(row[list(tokens)], values, atol=2e-4)

@@ -1,21 +1,15 @@
-"""The main job, on a handful of images: it trains in both wings, reports and plots; bad arguments
-are one line.
-"""
+"""The main job on a handful of images: it trains in both wings, reports and plots."""
 
 import numpy as np
 import pytest
 import train_digits as job
 
+from tests.examples.helpers import assert_refused, few_digits
+
 
 @pytest.fixture
 def few_images(monkeypatch):
-    data = job.load()
-    few = job.Digits(
-        data.train_images[:128],
-        data.train_labels[:128],
-        data.test_images[:32],
-        data.test_labels[:32],
-    )
+    few = few_digits(job.load())
     monkeypatch.setattr(job, "load", lambda: few)
 
 
@@ -39,13 +33,10 @@ def test_the_main_job_trains_reports_and_plots(few_images, wing, tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "head"], "train_digits: Rule 'head' should be PATH=TEXT, such as head=f32."),
-        (["--policy", "f33"], "train_digits: Unknown dtype 'f33'"),
-        (["--rule", "head=f33"], "train_digits: Rule 'head': Unknown dtype 'f33'"),
+        (["--rule", "head"], "Rule 'head' should be PATH=TEXT, such as head=f32."),
+        (["--policy", "f33"], "Unknown dtype 'f33'"),
+        (["--rule", "head=f33"], "Rule 'head': Unknown dtype 'f33'"),
     ],
 )
 def test_a_bad_argument_is_one_line(arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        job.main(arguments)
-    assert str(stopped.value).startswith(message)
-    assert "\n" not in str(stopped.value)
+    assert_refused(job, arguments, message)

@@ -34,8 +34,7 @@ def after(name: str) -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of either kind. Variables are one tree of the collections of linen, or of the
-    parameters of nnx.
+    """A model of either kind; variables are linen's collections or nnx's parameters.
 
     Attributes:
       init: no arguments -> variables; nothing is to be compiled, where it is only asked for shapes.
@@ -66,9 +65,8 @@ def _linen(name: str, model: Any, policy: Any, rules: Any = None) -> Model:
             return model.init(jax.random.key(0), *(jnp.asarray(batch(name)[n]) for n in names))
 
     def logits(variables: Any, inputs: Any) -> Any:
-        promotion = (
-            "standard" if policy is None else "strict"
-        )  # Flax's norms and attention mix half with float32
+        # Flax's norms and attention mix half with float32
+        promotion = "standard" if policy is None else "strict"
         with use_policy(policy, rules), jax.numpy_dtype_promotion(promotion):
             if name != "imagenet":
                 return model.apply(variables, *(inputs[n] for n in names))
@@ -126,9 +124,8 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
         def make() -> Any:
             with use_policy(policy):
-                return module.Transformer(
-                    module.TransformerConfig(num_layers=1), rngs=flax_nnx.Rngs(0)
-                )
+                config = module.TransformerConfig(num_layers=1)
+                return module.Transformer(config, rngs=flax_nnx.Rngs(0))
 
         return _nnx(make)
     model = module.TransformerLM if name == "lm1b" else module.Transformer
@@ -136,9 +133,7 @@ def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
 
 
 def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
-    """Random numbers for a tree of variables: matrices keep the size of what they multiply, scales
-    are about 1.
-    """
+    """Random variables: matrices keep the size of what they multiply, scales are about 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -156,9 +151,7 @@ def random_tree(shapes: Any, seed: int, dtype: Any = None) -> Any:
 
 
 def loss_of(model: Model) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """(variables, batch) -> the mean cross-entropy as the examples compute it, in the logits'
-    dtype, and the logits.
-    """
+    """(variables, batch) -> the mean cross-entropy in the logits' dtype, and the logits."""
 
     def loss(variables: Any, inputs: Any) -> tuple[Any, Any]:
         logits = model.logits(variables, inputs)
@@ -174,8 +167,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 def relative_error(actual: Any, desired: Any) -> float:
     """The root of the mean square of what is off, over all leaves, by that of what is right."""
-    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True))
-    off = sum(
-        np.square(np.asarray(a, np.float64) - np.asarray(b, np.float64)).sum() for a, b in pairs
-    )
-    return float(np.sqrt(off / sum(np.square(np.asarray(b, np.float64)).sum() for _, b in pairs)))
+    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
+    off = sum(np.square(a - b).sum() for a, b in pairs)
+    return float(np.sqrt(off / sum(np.square(b).sum() for _, b in pairs)))

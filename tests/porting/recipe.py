@@ -1,5 +1,4 @@
-"""Applies the recipe of docs/porting.md to a model in the style of one of Flax's examples, line by
-line.
+"""Applies the recipe of docs/porting.md, line by line, to models in the style of Flax's examples.
 
 The models `before_NAME.py` are Flax's own, their dtypes threaded by hand as upstream threads them.
 What a port does is marked in them: a line that ends in ``# goes`` is deleted, one that begins with
@@ -20,6 +19,7 @@ IMPORTS = (
     ("from flax import nnx\n", "from mpmodules import nnx\n"),
 )
 
+SHARED = re.compile(r"^from tests\.porting\.before_transformer import \([^)]*\)\n", re.MULTILINE)
 GOES = re.compile(r"  # goes$")
 WRITTEN = re.compile(r"^( *)# \+ ?(.*)$")
 STAYS = re.compile(r"  # stays$")
@@ -30,14 +30,13 @@ DTYPES = re.compile(
 
 
 def before(name: str) -> str:
-    """The text of a model as it was."""
-    return (HERE / f"before_{name}.py").read_text()
+    """The text of a model as it was, with what it shares with another in the import's place."""
+    shared = (HERE / "before_transformer.py").read_text().partition("annotations\n")[2]
+    return SHARED.sub(lambda _: shared, (HERE / f"before_{name}.py").read_text())
 
 
 def without_marks(text: str) -> str:
-    """The text as its author would have it: the lines to write are not there yet, the marks of the
-    others neither.
-    """
+    """The text as its author would have it, without the lines to write and without marks."""
     kept = [line for line in text.splitlines() if not WRITTEN.match(line)]
     return "\n".join(STAYS.sub("", GOES.sub("", line)) for line in kept) + "\n"
 
@@ -66,15 +65,12 @@ def lines_that_stay(text: str) -> list[str]:
 def lines_left_over(text: str) -> list[str]:
     """Lines of the ported text that speak of dtypes and do not say that they stay."""
     code = re.sub(r'^(""".*?""")$', "", ported(text), count=1, flags=re.DOTALL | re.MULTILINE)
-    return [
-        line.strip() for line in code.splitlines() if DTYPES.search(line) and not STAYS.search(line)
-    ]
+    speaking = [line for line in code.splitlines() if DTYPES.search(line)]
+    return [line.strip() for line in speaking if not STAYS.search(line)]
 
 
 def load(text: str, name: str) -> types.ModuleType:
-    """Runs a text as a module. It is entered in `sys.modules`, where dataclasses look their
-    annotations up.
-    """
+    """Runs a text as a module in `sys.modules`, where dataclasses look their annotations up."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(text, f"{name}.py", "exec"), module.__dict__)

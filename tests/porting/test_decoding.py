@@ -1,6 +1,4 @@
-"""Cached decoding after the port: a token at a time gives what the whole sequence gives, in the
-policy's dtypes.
-"""
+"""Cached decoding after the port gives what the whole sequence gives, in the policy's dtypes."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ ULP = float(jnp.finfo(jnp.bfloat16).eps)
 
 
 def decoded(name: str, variables: Any, inputs: Any) -> tuple[Any, Any]:
-    """The logits of each position from one call a token, and the cache as it is when all are
-    through.
-    """
+    """The logits of each position from one call a token, and the cache after the last."""
     module = models.after(name)
     config = module.TransformerConfig(num_layers=1, decode=True)
     model = (module.TransformerLM if name == "lm1b" else module.Transformer)(config)
@@ -43,9 +39,8 @@ def decoded(name: str, variables: Any, inputs: Any) -> tuple[Any, Any]:
         cache = jax.eval_shape(lambda: module.initialize_cache(jax.random.key(0), config, *shapes))
         cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
         if name == "wmt":
-            encoded = jax.jit(
-                lambda: model.apply(variables, inputs["sources"], method=type(model).encode)
-            )()
+            encode = type(model).encode
+            encoded = jax.jit(lambda: model.apply(variables, inputs["sources"], method=encode))()
             assert encoded.dtype == jnp.float32  # a method called from outside returns output_dtype
         cache, logits = jax.jit(lambda cache: jax.lax.scan(step, cache, tokens.T))(cache)
     return jnp.swapaxes(logits, 0, 1), cache
@@ -58,49 +53,30 @@ def test_a_token_at_a_time_gives_what_the_whole_sequence_gives(name):
     whole = np.asarray(models.compiled(ported.logits, variables, inputs)(variables, inputs))
     logits, cache = decoded(name, variables, inputs)
     assert logits.dtype == jnp.float32
-    rows = np.asarray(inputs["tokens"]).all(
-        axis=1
-    )  # without padding, which the cache knows nothing of
-    np.testing.assert_allclose(
-        logits[rows], whole[rows], rtol=0, atol=4 * ULP * np.abs(whole).max()
-    )
-    stored = {
-        leaf.dtype for leaf in jax.tree.leaves(cache) if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
-    assert stored == {jnp.dtype(jnp.bfloat16)}
+    # without padding, which the cache knows nothing of
+    rows, atol = np.asarray(inputs["tokens"]).all(axis=1), 4 * ULP * np.abs(whole).max()
+    np.testing.assert_allclose(logits[rows], whole[rows], rtol=0, atol=atol)
+    stored = {leaf.dtype for leaf in jax.tree.leaves(cache)}
+    floating = {str(dtype) for dtype in stored if jnp.issubdtype(dtype, jnp.floating)}
+    assert floating == {"bfloat16"}
 
 
-def test_a_cache_that_is_handed_through_comes_back_as_it_went_in():
-    module, inputs = models.after("gemma"), models.batch("gemma")
-    with use_policy(POLICY):
-        model = flax_nnx.eval_shape(
-            lambda: module.Transformer(module.TransformerConfig(), rngs=flax_nnx.Rngs(0))
-        )
-    graphdef, state = flax_nnx.split(model)
-    cache = jax.eval_shape(
-        lambda: flax_nnx.merge(graphdef, state).init_cache(models.LENGTH, models.BATCH)
-    )
-
-    def step(state: Any, cache: Any) -> Any:
-        return models.causal(flax_nnx.merge(graphdef, state), inputs["tokens"], cache)
-
-    logits, returned = jax.eval_shape(step, state, cache)
-    assert returned == cache  # dtypes too: a loop can carry it
-    assert logits.dtype == returned["layer_0"]["k"].dtype == jnp.float32
-
-
-def test_a_cache_that_is_handed_through_changes_no_logits():
+def test_a_cache_that_is_handed_through_comes_back_as_it_went_in_and_changes_no_logits():
     module, inputs = models.after("gemma"), models.batch("gemma")
     with use_policy(POLICY):
         config = module.TransformerConfig(num_layers=1)
         model = flax_nnx.eval_shape(lambda: module.Transformer(config, rngs=flax_nnx.Rngs(0)))
     graphdef, state = flax_nnx.split(model)
-    state = models.random_tree(state, 0)
 
-    def logits(state: Any) -> Any:
+    def called(state: Any) -> Any:
         model = flax_nnx.merge(graphdef, state)
         cache = model.init_cache(models.LENGTH, models.BATCH)
-        return [models.causal(model, inputs["tokens"], cache)[0] for cache in (None, cache)]
+        plain, _ = models.causal(model, inputs["tokens"])
+        return cache, plain, *models.causal(model, inputs["tokens"], cache)
 
-    plain, cached = models.compiled(logits, state)(state)
+    given, _, logits, returned = jax.eval_shape(called, state)
+    assert returned == given  # dtypes too: a loop can carry it
+    assert logits.dtype == returned["layer_0"]["k"].dtype == jnp.float32
+    state = models.random_tree(state, 0)
+    _, plain, cached, _ = models.compiled(called, state)(state)
     np.testing.assert_array_equal(plain, cached)

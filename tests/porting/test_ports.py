@@ -50,20 +50,15 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
     if made_by == "hand":
         model = models.by_hand(name, jnp.dtype(dtype))
     else:
-        rules = (
-            {path: text.format(half=dtype) for path, text in AS_UPSTREAM.items()}
-            if made_by == "rules"
-            else None
-        )
-        model = models.by_policy(name, HALVES.get(dtype, dtype), rules)
+        rules = {path: text.format(half=dtype) for path, text in AS_UPSTREAM.items()}
+        policy = HALVES.get(dtype, dtype)
+        model = models.by_policy(name, policy, rules if made_by == "rules" else None)
     loss = models.loss_of(model)
     differentiates = name in DIFFERENTIATED[dtype] and made_by != "rules"
-    trees = [
-        (models.random_tree(shapes(name), seed), models.batch(name, seed)) for seed in range(TREES)
-    ]
-    program = models.compiled(
-        jax.value_and_grad(loss, has_aux=True) if differentiates else loss, *trees[0]
-    )
+    seeds = range(TREES)
+    trees = [(models.random_tree(shapes(name), i), models.batch(name, i)) for i in seeds]
+    measured = jax.value_and_grad(loss, has_aux=True) if differentiates else loss
+    program = models.compiled(measured, *trees[0])
     found = [jax.tree.map(np.asarray, program(*tree)) for tree in trees]
     if not differentiates:
         return [Result(loss, logits) for loss, logits in found]
@@ -71,29 +66,17 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
 
 
 def error(name: str, made_by: str, dtype: str, what: str = "logits") -> float:
-    """The relative error of the logits, or of the losses, of all trees, beside the ported model's
-    in float32.
-    """
-    got, right = (
-        [getattr(x, what) for x in results(name, *kind)]
-        for kind in ((made_by, dtype), ("policy", "float32"))
-    )
+    """The relative error of all trees beside the ported model in float32."""
+    kinds = ((made_by, dtype), ("policy", "float32"))
+    got, right = ([getattr(x, what) for x in results(name, *kind)] for kind in kinds)
     return models.relative_error(got, right)
 
 
 def gradients_error(name: str, made_by: str, dtype: str) -> float:
-    """The median over the trees: near 0 a rounding turns a relu off, and then one tree is off by
-    far more.
-    """
+    """The median over the trees: where a rounding turns a relu off, a tree is off by far more."""
     got, right = (results(name, *kind) for kind in ((made_by, dtype), ("policy", "float32")))
-    return float(
-        np.median(
-            [
-                models.relative_error(a.gradients, b.gradients)
-                for a, b in zip(got, right, strict=True)
-            ]
-        )
-    )
+    pairs = zip(got, right, strict=True)
+    return float(np.median([models.relative_error(a.gradients, b.gradients) for a, b in pairs]))
 
 
 @pytest.mark.parametrize("name", recipe.NAMES)
@@ -107,9 +90,8 @@ def test_a_parameter_made_by_hand_is_stored_in_param_dtype():
     def params(apply: bool) -> Any:
         with policy.use_policy("bfloat16"):
             model = module.Transformer(module.TransformerConfig(num_layers=1), rngs=nnx.Rngs(0))
-        return nnx.to_pure_dict(
-            nnx.state(nnx.apply_policy(model, "bfloat16") if apply else model, nnx.Param)
-        )
+        model = nnx.apply_policy(model, "bfloat16") if apply else model
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
     built = jax.eval_shape(lambda: params(apply=False))
     assert built["final_norm"]["scale"].dtype == jnp.bfloat16
@@ -126,13 +108,11 @@ def test_without_a_policy_a_port_is_the_program_that_it_was(name):
 
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_in_float32_a_port_agrees_with_the_model_that_it_was(name):
-    for ours, theirs in zip(
-        *(results(name, by, "float32") for by in ("policy", "hand")), strict=True
-    ):
+    both = (results(name, by, "float32") for by in ("policy", "hand"))
+    for ours, theirs in zip(*both, strict=True):
         assert ours.logits.dtype == np.float32
-        np.testing.assert_allclose(
-            ours.logits, theirs.logits, rtol=0, atol=1e-6 * np.abs(theirs.logits).max()
-        )
+        atol = 1e-6 * np.abs(theirs.logits).max()
+        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=atol)
         np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-6)
     if name in DIFFERENTIATED["float32"]:
         assert gradients_error(name, "hand", "float32") < 2e-6
@@ -155,9 +135,8 @@ def test_two_rules_keep_the_float32_that_upstream_keeps(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIATED["bfloat16"])
 def test_gradients_in_half_are_better_than_those_of_the_model_that_it_was(name):
-    assert gradients_error(name, "policy", "bfloat16") < 0.85 * gradients_error(
-        name, "hand", "bfloat16"
-    )
+    ours, theirs = (gradients_error(name, by, "bfloat16") for by in ("policy", "hand"))
+    assert ours < 0.85 * theirs
 
 
 @pytest.mark.parametrize("name", recipe.NAMES)
@@ -178,28 +157,27 @@ def test_every_matmul_of_a_port_multiplies_half_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_an_audit_finds_what_the_port_repairs_and_nothing_after_it(name):
-    args = shapes(name), models.batch(name)
-    losses = (lambda *args, model=model: models.loss_of(model)(*args)[0] for model in pair(name))
-    before, after = (policy.audit(loss, *args, backward=True).findings for loss in losses)
+    before, after = findings(name)
     kinds = {finding.kind for finding in before}
     assert "low-precision-function" in kinds  # the loss's exponentials, and those of attention
     assert not after, "\n".join(map(str, after))
 
 
-def pair(name: str) -> tuple[models.Model, models.Model]:
-    return models.by_hand(name, jnp.bfloat16), models.by_policy(name, "mixed_bfloat16")
+def findings(name: str) -> list[Any]:
+    """The findings of an audit of the loss and its gradients: by hand, and after the port."""
+    args = shapes(name), models.batch(name)
+    pair = models.by_hand(name, jnp.bfloat16), models.by_policy(name, "mixed_bfloat16")
+    losses = (lambda *args, model=model: models.loss_of(model)(*args)[0] for model in pair)
+    return [policy.audit(loss, *args, backward=True).findings for loss in losses]
 
 
 def test_the_page_s_table_says_what_is_measured():
     page = (ROOT / "docs/porting.md").read_text()
-    rows = re.findall(
-        r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE
-    )
+    row = r"^\| (\w+) \| (bfloat16|float16) \| ([\d.]+) \| ([\d.]+) \|"
+    rows = re.findall(row, page, re.MULTILINE)
     assert [row[:2] for row in rows] == [(name, dtype) for name in recipe.NAMES for dtype in HALVES]
     for name, dtype, *said in rows:
-        measured = [
-            error(name, by, dtype) for by in ("hand", "policy")
-        ]  # other releases of XLA round elsewhere: 15%
-        np.testing.assert_allclose(
-            np.array(measured) / float(jnp.finfo(dtype).eps), np.array(said, float), rtol=0.15
-        )
+        errors = np.array([error(name, by, dtype) for by in ("hand", "policy")])
+        ulps = errors / float(jnp.finfo(dtype).eps)
+        # other releases of XLA round elsewhere: 15%
+        np.testing.assert_allclose(ulps, np.array(said, float), rtol=0.15)

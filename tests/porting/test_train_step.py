@@ -22,43 +22,32 @@ def tree() -> Any:
 
 @pytest.fixture(scope="module")
 def stepped(tree):
-    """By who made the model: its state before a step, after a good one, and after one whose
-    gradients overflow.
-    """
+    """By who made the model: its state before and after a step, and after one that overflows."""
     images, labels = models.batch("imagenet").values()
     found = {}
-    for by, module, half in (
-        ("hand", models.before("imagenet"), True),
-        ("policy", models.after("imagenet"), POLICY),
+    initialized = lambda *args: (tree["params"], tree["batch_stats"])  # noqa: E731
+    infinite = np.full_like(images, np.inf)
+    for by, module, half, dtypes in (
+        ("hand", models.before("imagenet"), True, {"dtype": jnp.float16}),
+        ("policy", models.after("imagenet"), POLICY, {"dtype_policy": POLICY}),
     ):
-        dtypes = {"dtype": jnp.float16} if by == "hand" else {"dtype_policy": half}
         model = module.ResNet(models.STAGES, **dtypes)
         with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-            patch.setattr(
-                module, "initialized", lambda *args: (tree["params"], tree["batch_stats"])
-            )
+            patch.setattr(module, "initialized", initialized)
             state = module.create_train_state(jax.random.key(0), model, 16, half)
             step = models.compiled(module.train_step, state, images, labels)
-        found[by] = (
-            state,
-            *step(state, images, labels),
-            step(state, np.full_like(images, np.inf), labels)[0],
-        )
+        found[by] = state, *step(state, images, labels), step(state, infinite, labels)[0]
     return found
 
 
 def test_a_step_goes_where_it_went(stepped, tree):
     (_, ours, loss, _), (_, theirs, their_loss, _) = stepped["policy"], stepped["hand"]
-    assert (
-        loss.dtype == jnp.float32 and their_loss.dtype == jnp.float32
-    )  # theirs: of float16 numbers
-    np.testing.assert_allclose(
-        loss, their_loss, rtol=2e-3
-    )  # two ulps of float16: theirs rounds its logits
-    moved, they_moved = (
-        jax.tree.map(jnp.subtract, after.params, tree["params"]) for after in (ours, theirs)
-    )
-    assert models.relative_error(moved, they_moved) < 0.05
+    assert loss.dtype == their_loss.dtype == jnp.float32  # theirs: of float16 numbers
+    # two ulps of float16: theirs rounds its logits
+    np.testing.assert_allclose(loss, their_loss, rtol=2e-3)
+    both = (ours.params, theirs.params)
+    moved = [jax.tree.map(jnp.subtract, after, tree["params"]) for after in both]
+    assert models.relative_error(*moved) < 0.05
     assert models.relative_error(ours.batch_stats, theirs.batch_stats) < 1e-3
 
 

@@ -24,8 +24,7 @@ from policy.inspect.audit.findings import FINDING_KINDS, Finding
 from policy.inspect.audit.flow import Flow, Lost, State, noticing, states_of
 from policy.inspect.audit.operations import operations_of
 from policy.inspect.audit.report import Audit
-from policy.inspect.traced.call import checked_policy, checked_rules, short_text
-from policy.inspect.traced.under_policy import traced_under
+from policy.inspect.traced.call import checked_policy, checked_rules, short_text, traced_under
 from policy.programs.paths import naming
 from policy.programs.reading.graph import Graph
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
-from policy.core.scope import RulesLike
+from policy.core.rules import RulesLike
 from policy.inspect.compare.comparison import Comparison
-from policy.inspect.compare.dual_interpreter import Paired
-from policy.inspect.compare.log import Log
+from policy.inspect.compare.dual_interpreter import Log, Paired
 from policy.inspect.compare.rows import comparison_of
 from policy.inspect.traced.call import (
     Call,
@@ -24,12 +23,8 @@ from policy.inspect.traced.call import (
     short_text,
 )
 from policy.programs.jaxprs import opened
-from policy.programs.reading.walk import walk
 from policy.programs.rewriting.placed_interpreter import PlacedValue
-from policy.programs.rewriting.upcast import Device, is_in_passes, require_device
-
-# Without this option XLA may leave out roundings.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+from policy.programs.rewriting.upcast import Device, require_device
 
 
 def compare(
@@ -93,25 +88,14 @@ def compare(
     policy = checked_policy(policy)
     if on is not None:
         require_device(on)
-    call = Call.measured("compare", fn, args, kwargs, params, _scale(backward, loss_scale))
-    program = program_of(call, policy, rules=rules)
-    log = Log()
-    compiled = (
-        jax.jit(paired(program, log, on))
-        .lower(*program.arguments.arrays)
-        .compile(compiler_options=COMPILER_OPTIONS)
-    )
-    numbers, undefined = jax.device_get(compiled(*program.arguments.arrays))
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return comparison_of(
-        program, log, numbers, undefined, name, "" if policy is None else short_text(policy)
-    )
-
-
-def _scale(backward: bool, loss_scale: float) -> float | None:
     if not isinstance(loss_scale, (int, float)) or not (0 < loss_scale < float("inf")):
         raise ValueError(f"loss_scale should be a positive number, but got {loss_scale!r}.")
-    return float(loss_scale) if backward else None
+    scale = float(loss_scale) if backward else None
+    program = program_of(Call.measured("compare", fn, args, kwargs, params, scale), policy, rules)
+    log, arrays = Log(), program.arguments.arrays
+    numbers, undefined = jax.device_get(program.compiled(paired(program, log, on))(*arrays))
+    name, text = getattr(fn, "__name__", type(fn).__name__), policy and short_text(policy)
+    return comparison_of(program, log, numbers, undefined, name, text or "")
 
 
 def paired(program: Program, log: Log, on: Device | None = None) -> Any:
@@ -119,20 +103,12 @@ def paired(program: Program, log: Log, on: Device | None = None) -> Any:
 
     It returns the measurements, and for each input whether it contains NaN.
     """
-    body, consts = opened(program.jaxpr)
-    sites = () if on is None else walk(body)
-    passes = [id(site.equation) for site in sites if is_in_passes(site.equation)]
 
     def run(*arrays: Any) -> tuple[dict[int, Any], list[Any]]:
-        log.places.clear()
-        log.measurements.clear()
-        log.codes.clear()
-        both = Paired(log, bool(program.gradients), program.reference, program.codes, passes, on)
-        outputs = both.run(
-            body,
-            [PlacedValue([const]) for const in consts],
-            [PlacedValue([array]) for array in arrays],
-        )
+        both = Paired(log, program, on)
+        body, consts = opened(program.jaxpr)
+        given = [[PlacedValue([array]) for array in each] for each in (consts, arrays)]
+        outputs = both.run(body, *given)
         both.returned(outputs, body.outvars)
         return both.notes, [_has_nan(array) for array in arrays]
 

@@ -1,22 +1,109 @@
-"""The result of a comparison: one row for each module path."""
+"""The result of a comparison: one row for each module path, as a table, JSON and a chart."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from policy.inspect.compare.render.chart import plot, svg
-from policy.inspect.compare.render.text import comparison_table
-from policy.inspect.compare.report import OperandCodes as OperandCodes
-from policy.inspect.compare.report import Row as Row
-from policy.inspect.compare.report import Rows
+import numpy as np
+
+from policy.inspect.compare.statistics import is_discrete
+from policy.inspect.render.html import OUTSIDE, Markup, figure, tag
+
+RowKind = Literal["activation", "gradient", "parameter", "output"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(Rows):
+class Row:
+    """Distance of the values at one place from float32's, with the worst figures of all values.
+
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> comparison = policy.compare(jnp.square, jnp.array([1e-4], jnp.float16))
+    >>> row = comparison.outputs[0]
+    >>> row.dtype, row.underflow, row.subnormal
+    ('float16', 1.0, 0.0)
+
+    Attributes:
+      path: the module path, as in rules; the model itself is ``Net:``, "" is outside of any module.
+        For a parameter or an output: its name.
+      kind: "activation": values that a module returns. "gradient": the cotangents that it returns.
+        "parameter": the gradient of a parameter. "output": an output of the function.
+      error: norm of the difference / norm of float32's; infinite if a value overflowed. For
+        integers and booleans: the share of the elements that differ.
+      cosine: of the angle between the two; for integers and booleans, the share of the elements
+        that are equal.
+      underflow: share of the elements that are zero but nonzero in float32.
+      subnormal: share of the elements that are subnormal in their dtype.
+      overflow: share of the elements that are infinite or NaN but finite in float32.
+      largest: the largest magnitude.
+      limit: the largest number of the dtype that came nearest to its limit.
+      dtype: that dtype.
+      reference_largest: the largest magnitude in float32.
+      undefined: share of the elements that are infinite or NaN in float32 itself.
+      entering: the worst error of the module's inputs.
+      steps: the error in each step of the enclosing scans, nested as they are; () outside of any.
+      primitive, source: the operation that made the error, if this row is a jump, otherwise the one
+        that computed the worst value; and the line of the user's code, or the module's path and
+        class if no user code called it.
+      is_jump: whether the error is made here: see `Comparison.first_jump`.
+    """
+
+    path: str
+    kind: RowKind
+    error: float
+    cosine: float
+    underflow: float
+    subnormal: float
+    overflow: float
+    largest: float
+    limit: float
+    dtype: str
+    reference_largest: float
+    undefined: float = 0.0
+    entering: float = 0.0
+    steps: tuple[Any, ...] = ()
+    primitive: str = ""
+    source: str = ""
+    is_jump: bool = False
+
+    @property
+    def headroom(self) -> float:
+        """The largest magnitude as a share of the dtype's largest number; above 1 on overflow."""
+        return self.largest / self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandCodes:
+    """The 8-bit codes of an operand of a module's matmuls.
+
+    >>> from policy.inspect.compare.comparison import OperandCodes
+    >>> OperandCodes("up", "weight", "int8", saturated=0.01, underflow=0.02).operand
+    'weight'
+
+    Attributes:
+      path: the module path, as in rules.
+      operand: "input", "weight" or "cotangent": what was cast to 8 bits.
+      dtype: of the codes.
+      saturated: share of the elements whose code is the largest: those that were clipped, and those
+        that the scale takes there, one for each scale at least.
+      underflow: share of the elements that are not zero, but whose code is.
+    """
+
+    path: str
+    operand: Literal["input", "weight", "cotangent"]
+    dtype: str
+    saturated: float
+    underflow: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
     """A function under a policy compared with itself in float32; returned by `policy.compare`.
 
     >>> import jax.numpy as jnp
@@ -45,6 +132,44 @@ class Comparison(Rows):
         steps of a loop, the largest shares.
     """
 
+    rows: tuple[Row, ...]
+    first_jump: str | None = None
+    jump_step: int | None = None
+    notes: tuple[str, ...] = ()
+    name: str = ""
+    policy: str = ""
+    route: str = "as written"
+    unpaired: tuple[str, ...] = ()
+    codes: tuple[OperandCodes, ...] = ()
+
+    def _of(self, kind: RowKind) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.kind == kind)
+
+    @functools.cached_property
+    def activations(self) -> tuple[Row, ...]:
+        """The rows of the values that modules return."""
+        return self._of("activation")
+
+    @functools.cached_property
+    def gradients(self) -> tuple[Row, ...]:
+        """The rows of the cotangents that modules return."""
+        return self._of("gradient")
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Row, ...]:
+        """The rows of the parameters' gradients."""
+        return self._of("parameter")
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Row, ...]:
+        """The rows of the function's outputs."""
+        return self._of("output")
+
+    @property
+    def error(self) -> float:
+        """The worst error of the function's outputs; of integers, the share that differs."""
+        return max((row.error for row in self.outputs), default=0.0)
+
     def __getitem__(self, path: str) -> Row:
         """Returns the first row of a path: activations, otherwise gradients, parameters, outputs.
 
@@ -67,7 +192,7 @@ class Comparison(Rows):
 
     def to_svg(self) -> str:
         """Returns a drawing of the errors by path, to embed in a page."""
-        return svg(self)
+        return _svg(self)
 
     def plot(self, file: str | Path) -> None:
         """Writes the errors by path to a PNG file, or another format of matplotlib's by its ending.
@@ -75,10 +200,10 @@ class Comparison(Rows):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        plot(self, file)
+        _figure(self).savefig(file, bbox_inches="tight", dpi=120)
 
     def __str__(self) -> str:
-        return comparison_table(self)
+        return _table(self)
 
 
 def _plain(value: Any) -> Any:
@@ -87,3 +212,226 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
+# --------------------------------------------------------------------------------------------------
+
+_TITLES = {
+    "activation": "activations",
+    "gradient": "gradients of activations",
+    "parameter": "gradients of parameters",
+    "output": "outputs",
+}
+_HEADS = ("error", "cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
+
+
+def _table(comparison: Comparison) -> str:
+    """Returns the rows in columns, with the first jump and the notes above them."""
+    rows = comparison.rows
+    width = max([24, *(len(_name(row)) for row in rows)])
+    lines = list(_above(comparison))
+    for kind, title in _TITLES.items():
+        of_kind = [row for row in rows if row.kind == kind]
+        if of_kind:
+            lines += ["", f"{title:<{width}}" + "".join(f"{head:>11}" for head in _HEADS)]
+            lines += [_line(row, width) for row in of_kind]
+    return "\n".join([*lines, *_codes(comparison.codes)])
+
+
+def _codes(codes: Sequence[OperandCodes]) -> Iterable[str]:
+    """Yields the table of operands in 8 bits."""
+    if not codes:
+        return
+    width = max(24, *(len(one.path) for one in codes))
+    heads = f"{'operand':>11}{'dtype':>15}{'saturated':>11}{'underflow':>11}"
+    yield from ("", f"{'operands in 8 bits':<{width}}{heads}")
+    for one in codes:
+        shares = f"{_share(one.saturated):>11}{_share(one.underflow):>11}"
+        path = one.path or OUTSIDE
+        yield f"{path:<{width}}{one.operand:>11}{one.dtype:>15}{shares}"
+
+
+def _above(comparison: Comparison) -> Iterable[str]:
+    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
+        comparison.route
+    ]
+    policy = f" under {comparison.policy}" if comparison.policy else ""
+    yield f"{comparison.name or 'function'}{policy} (by {how}) against float32"
+    yield f"The error jumps {_jump(comparison)}."
+    yield from comparison.notes
+
+
+def _jump(comparison: Comparison) -> str:
+    path = comparison.first_jump
+    if path is None:
+        return "nowhere"
+    step = "" if comparison.jump_step is None else f", step {comparison.jump_step} of its scan"
+    row = next((row for row in comparison.rows if row.path == path and row.is_jump), None)
+    made = "" if row is None or not row.source else f", in {row.primitive}, {row.source}"
+    return f"first at {path or OUTSIDE}{step}{made}"
+
+
+def _name(row: Row) -> str:
+    return row.path or ("(result)" if row.kind == "output" else OUTSIDE)
+
+
+def _line(row: Row, width: int) -> str:
+    mark = "  <- jumps" if row.is_jump else ""
+    if is_discrete(np.dtype(row.dtype)):
+        return (
+            f"{_name(row):<{width}}{_number(row.error):>11}  {_share(row.error)} of the "
+            f"{row.dtype} differ{mark}"
+        )
+    cells = (
+        _number(row.error),
+        f"{row.cosine:.6f}",
+        _share(row.underflow),
+        _share(row.subnormal),
+        _share(row.overflow),
+        _number(row.largest),
+        _share(row.headroom),
+    )
+    steps = ""
+    if row.steps:
+        worst = np.asarray(row.steps).reshape(len(row.steps), -1).max(1).argmax()
+        steps = f"  worst in step {worst} of {len(row.steps)}"
+    return f"{_name(row):<{width}}" + "".join(f"{cell:>11}" for cell in cells) + mark + steps
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def _share(share: float) -> str:
+    if not math.isfinite(share):
+        return str(share)
+    return "0" if share == 0 else f"{share:.2%}" if share >= 1e-4 else "<0.01%"
+
+
+# --------------------------------------------------------------------------------------------------
+# The chart: the error of each path, on a logarithmic scale
+# --------------------------------------------------------------------------------------------------
+
+_SERIES = (("activations", "#3465a4"), ("gradients", "#c4742a"))
+_JUMP = "#a40000"
+_BEYOND = 48  # pixels between the last decade and infinity
+_LEFT, _RIGHT, _TOP, _LINE = 280, 40, 54, 18  # of the drawing, in pixels
+
+
+def _charted(comparison: Comparison) -> tuple[list[Row], list[str], int, int]:
+    """Returns the rows, their paths, and the powers of ten that enclose all finite errors."""
+    rows = [*comparison.activations, *comparison.gradients]
+    paths = list(dict.fromkeys(row.path for row in rows))
+    logs = [math.log10(row.error) for row in rows if 0 < row.error < math.inf]
+    if not logs:
+        return rows, paths, -6, 0
+    return rows, paths, max(math.floor(min(logs)), -12), max(math.ceil(max(logs)), 0)
+
+
+def _svg(comparison: Comparison) -> str:
+    """Draws a line for each path, with dots for its activation and gradient.
+
+    Overflows are red, at infinity.
+    """
+    rows, paths, low, high = _charted(comparison)
+    width, height = 900, _TOP + _LINE * max(len(paths), 1) + 24
+    finite = width - _LEFT - _RIGHT - _BEYOND
+
+    def along(error: float) -> float:
+        if math.isinf(error):
+            return _LEFT + finite + _BEYOND
+        share = (math.log10(error) - low) / max(high - low, 1) if error > 0 else 0.0
+        return _LEFT + finite * min(max(share, 0.0), 1.0)
+
+    title = f"{comparison.name}: error against float32 {comparison.policy}"
+    parts = [
+        tag("title", title),
+        tag("rect", width=width, height=height, fill="white"),
+        tag("text", title, x=8, y=18, font_size=14),
+    ]
+    for i, (name, colour) in enumerate(s for s in _SERIES if getattr(comparison, s[0])):
+        parts.append(tag("circle", cx=_LEFT + 110 * i, cy=32, r=4, fill=colour))
+        parts.append(tag("text", name, x=_LEFT + 110 * i + 10, y=36))
+    marks = {f"1e{decade}": 10.0**decade for decade in range(low, high + 1)}
+    if any(math.isinf(row.error) for row in rows):
+        marks["∞"] = math.inf
+    for mark, error in marks.items():
+        x = f"{along(error):.1f}"
+        parts.append(tag("line", x1=x, y1=_TOP - 8, x2=x, y2=height - 24, stroke="#ddd"))
+        parts.append(tag("text", mark, x=x, y=height - 8, text_anchor="middle"))
+    for i, path in enumerate(paths):
+        parts.append(_label(path, _TOP + _LINE * i, path == comparison.first_jump))
+    for name, colour in _SERIES:
+        for row in getattr(comparison, name):
+            parts.append(_dot(row, along(row.error), _TOP + _LINE * paths.index(row.path), colour))
+    return tag(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        font_family="sans-serif",
+        font_size=12,
+        fill="#222",
+        role="img",
+    )
+
+
+def _label(path: str, y: int, is_jump: bool) -> Markup:
+    name = path or OUTSIDE
+    shown = name if len(name) <= 42 else "…" + name[-41:]
+    alarm = {"class_": "jump", "fill": _JUMP} if is_jump else {}
+    return tag("text", shown, x=_LEFT - 12, y=y + 4, text_anchor="end", **alarm)
+
+
+def _dot(row: Row, x: float, y: int, colour: str) -> Markup:
+    error = figure(row.error, ".2e")
+    said = f"{row.path or OUTSIDE}: error {error}, underflow {row.underflow:.2%}"
+    alarm = {"class_": "jump"} if _is_alarming(row) else {}
+    fill = _JUMP if _is_alarming(row) else colour
+    return tag("circle", tag("title", said), cx=f"{x:.1f}", cy=y, r=4, **alarm, fill=fill)
+
+
+def _is_alarming(row: Row) -> bool:
+    return row.is_jump or math.isinf(row.error)
+
+
+def _figure(comparison: Comparison) -> Any:
+    """Draws the same chart with matplotlib.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
+    except ImportError:
+        raise ImportError(
+            "Comparison.plot draws with matplotlib, which is not installed: pip install "
+            "matplotlib. Comparison.to_svg() works without it."
+        ) from None
+    _, paths, *decades = _charted(comparison)
+    low, high = 10.0 ** decades[0] / 2, 10.0 ** decades[1] * 2
+    drawing = Figure(figsize=(9, 1.6 + 0.2 * len(paths)))
+    axes = drawing.add_subplot()
+    for name, colour in _SERIES:
+        if rows := getattr(comparison, name):
+            errors = [min(max(row.error, low), high) for row in rows]
+            places = [paths.index(row.path) for row in rows]
+            colours = [_JUMP if _is_alarming(row) else colour for row in rows]
+            axes.scatter(errors, places, s=14, c=colours, label=name, zorder=3)
+    axes.set_yticks(range(len(paths)), [path or OUTSIDE for path in paths], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_xlabel("relative error against float32; at the right edge: it overflowed")
+    axes.set_title(f"{comparison.name} {comparison.policy}", fontsize=9)
+    if comparison.first_jump in paths:
+        place = paths.index(comparison.first_jump)
+        axes.axhline(place, color=_JUMP, lw=0.8, ls=":", label="first jump")
+    axes.grid(axis="x", alpha=0.3)
+    if paths:
+        axes.legend(fontsize=8)
+    return drawing

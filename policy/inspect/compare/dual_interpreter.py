@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.inspect.compare.log import Log, MeasuredCodes, Measurement, Origin
-from policy.inspect.compare.stacked import ENCODED, decoded, encoded, is_encoded
 from policy.inspect.compare.statistics import (
+    NAMES,
     is_discrete,
     is_measurable,
     largest_alone,
+    limit_of,
     measured,
     shares_of_codes,
 )
-from policy.programs.dtypes import is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, scan_arity
+from policy.inspect.traced.call import Program
+from policy.programs.dtypes import F32
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
 from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
 from policy.programs.primitives import INLINED, MATMULS, category_of
-from policy.programs.reading.matmul_operands import LIMITS_CODES, NO_CODES, Codes, QuantisedOperand
+from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
 from policy.programs.reading.source_lines import is_by_layers, layer_of, source_of
+from policy.programs.reading.walk import walk
 from policy.programs.rewriting.control_flow import CONTROL_FLOW
-from policy.programs.rewriting.placed_interpreter import (
-    NO_REFERENCE,
-    ModulePass,
-    PlacedInterpreter,
-    PlacedValue,
-    Reference,
-)
+from policy.programs.rewriting.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
 from policy.programs.rewriting.upcast import (
     Device,
     Upcast,
@@ -41,10 +38,90 @@ from policy.programs.rewriting.upcast import (
     dtype_of,
     in_passes,
     is_apart,
+    is_half,
+    is_in_passes,
     widen,
 )
 
 _LARGE = 1024  # elements
+_ENCODED = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))  # stacked by a scan as 16 bits
+_IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic returns
+
+
+@dataclasses.dataclass(eq=False)
+class Measurement:
+    """A measured value.
+
+    Attributes:
+      key: the key of its numbers among the notes of a run; keys increase in program order.
+      primitive, source: the operation that computed it, and its source line.
+      dtype: its dtype in the program that is compared.
+      made: the place that computed it.
+      bodies: the enclosing programs, outermost first.
+      left: the paths that it leaves: it was computed inside them and is read outside.
+      entered: the paths that it enters: it was computed outside them and is read inside.
+      output: its index among the outputs of the program, or None.
+      returned: the paths that it leaves as an output.
+      numbers: after the run, (..., len(NAMES)), with an axis for each enclosing scan.
+    """
+
+    key: int
+    primitive: str
+    source: str
+    dtype: DTypeLike
+    made: ModulePass
+    bodies: tuple[Any, ...] = ()
+    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    output: int | None = None
+    returned: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    numbers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(NAMES)))
+
+    @property
+    def errors(self) -> np.ndarray:
+        """The errors in the steps of the scans."""
+        return self.numbers[..., NAMES.index("error")]
+
+    @property
+    def worst(self) -> np.ndarray:
+        """The worst of each number."""
+        return self.numbers.reshape(-1, len(NAMES)).max(0)
+
+    @property
+    def headroom(self) -> float:
+        """The largest magnitude as a share of the dtype's largest number."""
+        return float(self.worst[NAMES.index("largest")]) / limit_of(self.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class Origin:
+    """The origin of a value, and its measurement once it was read in another module.
+
+    `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
+    `coded` is the dtype of the first array, if that is encoded: see `_encoded`. `is_inner` tells
+    whether it is a code or a scale of a matmul in 8 bits, which is not measured.
+    """
+
+    place: ModulePass
+    primitive: str = ""
+    source: str = ""
+    measurement: Measurement | None = None
+    made: tuple[Any, list[PlacedValue], int] | None = None
+    coded: Any = None
+    is_inner: bool = False
+
+
+@dataclasses.dataclass
+class Log:
+    """A record of a run: its places in program order, the measured values, and the 8-bit codes.
+
+    A place is that of an equation; those around it are not listed. Codes are of an operand, and of
+    a dtype; the key of the i-th ones' numbers is -1 - i.
+    """
+
+    places: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    codes: list[tuple[QuantisedOperand, DTypeLike]] = dataclasses.field(default_factory=list)
 
 
 class Paired(PlacedInterpreter):
@@ -55,27 +132,18 @@ class Paired(PlacedInterpreter):
 
     Args:
       log: the record to write.
-      has_gradients: whether the program returns gradients.
-      reference: the differences of the program from the function in float32.
-      codes: the program's operations on 8-bit codes.
-      passes: the `id`s of float32 matmuls to multiply as `device` does.
-      device: the device, or None.
+      program: the program to run.
+      device: float32 matmuls are multiplied as this device does; None multiplies float32.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        has_gradients: bool = False,
-        reference: Reference = NO_REFERENCE,
-        codes: Codes = NO_CODES,
-        passes: Collection[int] = (),
-        device: Device | None = None,
-    ):
-        super().__init__(reference)
-        self.log, self.has_gradients, self.codes = log, has_gradients, codes
-        self.passes = frozenset(passes)
+    def __init__(self, log: Log, program: Program, device: Device | None = None):
+        super().__init__(program.reference)
+        self.log, self.codes = log, program.codes
         self.device: Device | None = device
-        self.apart = frozenset(reference.constants) | codes.ids | self.passes
+        self.has_gradients = bool(program.gradients)
+        sites = () if device is None else walk(opened(program.jaxpr)[0])
+        self.passes = {id(site.equation) for site in sites if is_in_passes(site.equation)}
+        self.apart = frozenset(self.reference.constants) | self.codes.ids | self.passes
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
         self._line_around = ""  # the source line of the enclosing equation
 
@@ -93,17 +161,17 @@ class Paired(PlacedInterpreter):
 
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         place = self.place_of(equation)
-        self._met(place)
-        if equation.primitive.name not in INLINED:
-            stacked = (
-                sum(scan_arity(equation)) if equation.primitive.name == "scan" else len(values)
-            )
-            values = [*map(decoded, values[:stacked]), *values[stacked:]]
+        if place.direction != "again":
+            self.log.places.setdefault(place)
+        name = equation.primitive.name
+        if name not in INLINED:
+            stacked = sum(scan_arity(equation)) if name == "scan" else len(values)
+            values = [*map(_decoded, values[:stacked]), *values[stacked:]]
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
             if place.direction == "backward":
                 values = [self._saved(value) for value in values]
-        name, pairs = equation.primitive.name, [len(value.arrays) > 1 for value in values]
+        pairs = [len(value.arrays) > 1 for value in values]
         if name in CONTROL_FLOW and not is_apart(equation, pairs, self.apart):
             return CONTROL_FLOW[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
@@ -114,17 +182,12 @@ class Paired(PlacedInterpreter):
         at = self.chain, id(equation)
         if at in self.codes.operands:
             self._quantised(self.codes.operands[at], place, values[0], outputs[0])
-        differs = device is not None or any(depends(equation, pairs))
-        if not differs and at not in self.codes.roundings:
-            lanes = [[output] for output in outputs]
-        else:
+        lanes = [[output] for output in outputs]
+        if device is not None or at in self.codes.roundings or any(depends(equation, pairs)):
             wide = Upcast(self.codes.roundings).standing_in(self)
-            references = wide.equation(
-                equation, [PlacedValue([float32_of(value)]) for value in values]
-            )
-            lanes = [
-                [output, found.arrays[0]] for output, found in zip(outputs, references, strict=True)
-            ]
+            given = [PlacedValue([float32_of(value)]) for value in values]
+            references = wide.equation(equation, given)
+            lanes = [[o, r.arrays[0]] for o, r in zip(outputs, references, strict=True)]
         name, source = self._made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
         is_inner = at in self.codes.inner
@@ -142,13 +205,10 @@ class Paired(PlacedInterpreter):
         """
         stack = str(equation.source_info.name_stack)
         origin = values[0].origin if len(values) == 1 else None
-        is_cast = equation.primitive.name == "convert_element_type"
-        if (
-            is_cast
-            and (BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation))
-            and origin
-            and origin.source
-        ):
+        is_cast = equation.primitive.name == "convert_element_type" and (
+            BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)
+        )
+        if is_cast and origin and origin.source:
             return origin.primitive, origin.source
         source = source_of(equation) or self._line_around
         return equation.primitive.name, source or layer_of(equation, place.path)
@@ -161,12 +221,6 @@ class Paired(PlacedInterpreter):
             for k, value in enumerate(values)
         ]
 
-    def _met(self, place: ModulePass) -> None:
-        if place in self.log.places or place.direction == "again":
-            return
-        for length in range(1 if place.path else 0, len(place.path) + 1):
-            self.log.places.setdefault(ModulePass(place.path[:length], place.direction))
-
     # Measurements ---------------------------------------------------------------------------------
 
     def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
@@ -174,34 +228,22 @@ class Paired(PlacedInterpreter):
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
             return
-        if origin.is_inner:
-            return
-        if is_discrete(dtype) and len(value.arrays) == 1:
+        if origin.is_inner or (is_discrete(dtype) and len(value.arrays) == 1):
             return  # both programs have the same array
         if reader.direction != origin.place.direction or reader.direction == "again":
             return  # saved for the backward pass, where it is read in its own module
-        left, entered = _crossed(origin.place.path, reader)
         measurement = origin.measurement or self._measured(value, origin, dtype)
-        measurement.left.update(left)
-        measurement.entered.update(entered)
+        measurement.left.update(_around(origin.place, reader.path))
+        measurement.entered.update(_around(reader, origin.place.path))
 
     def _measured(self, value: PlacedValue, origin: Origin, dtype: DTypeLike) -> Measurement:
-        measurement = Measurement(
-            len(self.log.measurements),
-            origin.primitive,
-            origin.source,
-            dtype,
-            origin.place,
-            self.bodies,
+        key = len(self.log.measurements)
+        measurement = origin.measurement = Measurement(
+            key, origin.primitive, origin.source, dtype, origin.place, self.bodies
         )
         self.log.measurements.append(measurement)
-        origin.measurement = measurement
-        own = value.arrays[0]
-        is_pair = len(value.arrays) > 1
-        note = (
-            measured(own, value.arrays[1], self.axes) if is_pair else largest_alone(own, self.axes)
-        )
-        self.notes[measurement.key] = note
+        measure = measured if len(value.arrays) > 1 else largest_alone
+        self.notes[key] = measure(*value.arrays, axes=self.axes)
         value.arrays = tuple(self._after(array) for array in value.arrays)
         return measurement
 
@@ -225,9 +267,9 @@ class Paired(PlacedInterpreter):
         """Measures the codes of an operand of a matmul in 8 bits."""
         if place.direction == "again":
             return
-        note = shares_of_codes(codes, _unlimited(value).arrays[0])
-        self.notes[-1 - len(self.log.codes)] = lax.pmean(note, self.axes) if self.axes else note
-        self.log.codes.append(MeasuredCodes(-1 - len(self.log.codes), of, codes.dtype))
+        note, key = shares_of_codes(codes, _unlimited(value).arrays[0]), -1 - len(self.log.codes)
+        self.notes[key] = lax.pmean(note, self.axes) if self.axes else note
+        self.log.codes.append((of, codes.dtype))
 
     # The backward pass ----------------------------------------------------------------------------
 
@@ -253,18 +295,15 @@ class Paired(PlacedInterpreter):
         origin, array = value.origin, value.arrays[0]
         if array.size < _LARGE:
             return array
-        if (
-            origin is None
-            or origin.made is None
-            or (origin.measurement is not None and is_half(array.dtype))
-        ):
+        is_kept = origin is not None and origin.measurement is not None and is_half(array.dtype)
+        if origin is None or origin.made is None or is_kept:
             return self._after(array)
         equation, operands, i = origin.made
         return bind(equation, [self._once_more(operand) for operand in operands])[i]
 
     def returned(self, values: Sequence[PlacedValue], atoms: Sequence[Any]) -> None:
         """Measures the outputs of the program, which leave every path."""
-        for i, (value, atom) in enumerate(zip(map(decoded, values), atoms, strict=True)):
+        for i, (value, atom) in enumerate(zip(map(_decoded, values), atoms, strict=True)):
             dtype = dtype_of(atom)
             if not is_measurable(dtype):
                 continue
@@ -274,9 +313,8 @@ class Paired(PlacedInterpreter):
             assert origin.measurement is not None
             origin.measurement.output = i
             if value.origin is not None:
-                outside = ModulePass((), origin.place.direction)
-                left, _ = _crossed(origin.place.path, outside)
-                origin.measurement.returned.update(left or {outside: None})
+                left = _around(origin.place, ()) or {origin.place: None}
+                origin.measurement.returned.update(left)
 
     # Bodies ---------------------------------------------------------------------------------------
 
@@ -291,45 +329,36 @@ class Paired(PlacedInterpreter):
         for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
             is_saved = self.has_gradients and variable.aval.size >= _LARGE
             dtype = dtype_of(variable)
-            if is_saved and len(kind.arrays) > 1 and dtype in ENCODED:
+            if is_saved and len(kind.arrays) > 1 and dtype in _ENCODED:
                 kind.origin.coded = dtype
         return kinds
 
     def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
-        places = [value.origin.place if value.origin else self.place for value in values]
+        origins = [value.origin or Origin(self.place) for value in values]
+        places = [origin.place._replace(path=self.place.path) for origin in origins]
         return [
-            PlacedValue(
-                value.arrays,
-                Origin(
-                    ModulePass(self.place.path, place.direction),
-                    coded=value.origin and value.origin.coded,
-                ),
-            )
-            for value, place in zip(values, places, strict=True)
+            PlacedValue(value.arrays, Origin(place, coded=origin.coded))
+            for value, place, origin in zip(values, places, origins, strict=True)
         ]
 
     def body(
         self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
     ) -> list[PlacedValue]:
         """Runs a body, whose measurements are known only inside it."""
-        args = [
-            PlacedValue(v.arrays, v.origin and dataclasses.replace(v.origin, made=None))
-            for v in args
-        ]
+        origins = [arg.origin and dataclasses.replace(arg.origin, made=None) for arg in args]
+        args = [PlacedValue(arg.arrays, o) for arg, o in zip(args, origins, strict=True)]
         outputs = super().body(jaxpr, consts, args)
-        for value, atom in zip(map(decoded, outputs), jaxpr.outvars, strict=True):
+        for value, atom in zip(map(_decoded, outputs), jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
         return outputs
 
     def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
-        value = decoded(value)
+        value = _decoded(value)
         if len(value.arrays) != len(like.arrays):
             value = PlacedValue([value.arrays[0], float32_of(value)], value.origin)
-        return (
-            PlacedValue([encoded(*value.arrays), value.arrays[1]], like.origin)
-            if is_encoded(like)
-            else value
-        )
+        if like.origin is None or like.origin.coded is None:
+            return value
+        return PlacedValue([_encoded(*value.arrays), value.arrays[1]], like.origin)
 
 
 def _is_cheap(equation: Equation) -> bool:
@@ -339,13 +368,8 @@ def _is_cheap(equation: Equation) -> bool:
     """
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
-    category = category_of(name)
-    return not (
-        name in CONTROL_FLOW
-        or is_half_dot
-        or equation.effects
-        or category in (None, "opaque", "control")
-    )
+    is_opaque = category_of(name) in (None, "opaque", "control")
+    return not (name in CONTROL_FLOW or is_half_dot or equation.effects or is_opaque)
 
 
 def _unlimited(value: PlacedValue) -> PlacedValue:
@@ -364,16 +388,44 @@ def _unlimited(value: PlacedValue) -> PlacedValue:
 
 def float32_of(value: PlacedValue) -> Any:
     """Returns the array of a value in float32."""
-    wide = value.arrays[1:]
-    return wide[0] if wide else widen(value.arrays[0])
+    return widen(value.arrays[-1])
 
 
-def _crossed(origin: Path, reader: ModulePass) -> tuple[dict[ModulePass, None], ...]:
-    """Returns the places that a value leaves, innermost first, and enters, outermost first."""
-    path = reader.path
-    left = (origin[:n] for n in range(len(origin), 0, -1) if path[:n] != origin[:n])
-    entered = (path[:n] for n in range(1, len(path) + 1) if path[:n] != origin[:n])
-    return tuple(
-        dict.fromkeys(ModulePass(path, reader.direction) for path in paths)
-        for paths in (left, entered)
+def _around(place: ModulePass, other: Path) -> dict[ModulePass, None]:
+    """Returns the places around one that are not around another path, outermost first."""
+    paths = (place.path[:n] for n in range(1, len(place.path) + 1))
+    return {place._replace(path=p): None for p in paths if p != other[: len(p)]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Residuals that a scan stacks for the backward pass
+# --------------------------------------------------------------------------------------------------
+
+
+def _encoded(array: Any, wide: Any) -> Any:
+    """Encodes an array that a scan stacks as a residual, beside that of float32, in 16 bits.
+
+    A float32 array is stored as its difference from that of float32 in bfloat16, which is exact to
+    one part in 256; zeros are exact. The errors of values that depend on it are known as exactly.
+    Half arrays are stored as their bits: backends that compute in float32 would widen them for all
+    steps at once.
+    """
+    if is_half(array.dtype):
+        return lax.bitcast_convert_type(array, jnp.uint16)
+    difference = jnp.where(array == wide, jnp.zeros((), wide.dtype), array - wide).astype(
+        jnp.bfloat16
     )
+    bits = lax.bitcast_convert_type(difference, jnp.uint16)
+    return jnp.where((array == 0) & (wide != 0), _IS_ZERO, bits)
+
+
+def _decoded(value: PlacedValue) -> PlacedValue:
+    """Returns a value with its first array decoded."""
+    if value.origin is None or value.origin.coded is None:
+        return value
+    (bits, wide), dtype = value.arrays, value.origin.coded
+    array = lax.bitcast_convert_type(bits, dtype if is_half(dtype) else jnp.bfloat16)
+    if not is_half(dtype):
+        array = jnp.where(array == 0, wide, wide + array.astype(wide.dtype))
+        array = jnp.where(bits == _IS_ZERO, jnp.zeros((), wide.dtype), array)
+    return PlacedValue([array, wide], dataclasses.replace(value.origin, coded=None))

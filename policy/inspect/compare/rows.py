@@ -10,12 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.compare.comparison import Comparison
-from policy.inspect.compare.log import Log, Measurement
-from policy.inspect.compare.report import OperandCodes, Row, RowKind
+from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
+from policy.inspect.compare.dual_interpreter import Log, Measurement
 from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.traced.call import Program
-from policy.programs.dtypes import is_half
+from policy.programs.dtypes import F32, is_half
 from policy.programs.jaxprs import opened
 from policy.programs.paths import naming, spelled
 from policy.programs.reading.matmul_operands import CodedSide
@@ -31,169 +30,134 @@ _ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
 _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
 
 
-@dataclasses.dataclass(frozen=True)
-class RowNumbers:
-    """Measurements of one value: (..., len(NAMES)), with an axis for each enclosing scan."""
-
-    of: Measurement
-    array: np.ndarray
-
-    @property
-    def errors(self) -> np.ndarray:
-        return self.array[..., _ERROR]
-
-    @property
-    def worst(self) -> np.ndarray:
-        return self.array.reshape(-1, len(NAMES)).max(0)
-
-    @property
-    def headroom(self) -> float:
-        return float(self.worst[_LARGEST]) / limit_of(self.of.dtype)
-
-
 class Findings:
-    """All measurements, in program order."""
+    """All measurements with their numbers, and all places, in program order.
+
+    The path prefixes that JAX has dropped are restored.
+    """
 
     def __init__(self, log: Log, notes: dict[int, Any], program: Program):
-        self.log = _with_whole_paths(log)
-        self.numbers = [
-            RowNumbers(m, np.asarray(notes[m.key], np.float64))
+        places = _with_prefixes(log.places)
+        is_backward = any(place.direction == "backward" for place in places)
+        lost = lost_prefixes(place.path for place in places) if is_backward else {}
+
+        def whole(places: Iterable[ModulePass]) -> dict[ModulePass, None]:
+            return {p._replace(path=lost.get(p.path, p.path)): None for p in places}
+
+        self.places = _with_prefixes(whole(places))
+        self.measurements = [
+            dataclasses.replace(
+                m,
+                made=next(iter(whole([m.made]))),
+                left=whole(m.left),
+                entered=whole(m.entered),
+                returned=whole(m.returned),
+                numbers=np.asarray(notes[m.key], np.float64),
+            )
             for m in log.measurements
             if m.key in notes
         ]
         halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
         # The error of one rounding: smaller errors can't be distinguished.
-        self.floor = max(
-            (float(jnp.finfo(dtype).eps) for dtype in halves),
-            default=float(jnp.finfo(np.float32).eps),
-        )
+        self.floor = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
 
     @functools.cached_property
-    def _entered(self) -> dict[ModulePass, list[RowNumbers]]:
+    def _entered(self) -> dict[ModulePass, list[Measurement]]:
         return {
-            place: [n for n in self.numbers if self._enters(n, place)] for place in self.log.places
+            place: [one for one in self.measurements if _enters(one, place)]
+            for place in self.places
         }
 
-    def leaving(self, place: ModulePass) -> list[RowNumbers]:
+    def leaving(self, place: ModulePass) -> list[Measurement]:
         """Returns the values that leave a place, and gradients of parameters only if there are
         none.
         """
-        found = [n for n in self.numbers if place in n.of.left]
-        is_all = place.direction != "backward" or not found
+        found = [one for one in self.measurements if place in one.left]
+        if found and place.direction == "backward":
+            return found
         return found + [
-            n for n in self.numbers if is_all and place in n.of.returned and n not in found
+            one for one in self.measurements if place in one.returned and one not in found
         ]
 
-    def entering(self, place: ModulePass, numbers: RowNumbers, what: int = _ERROR) -> np.ndarray:
+    def entering(self, place: ModulePass, one: Measurement, what: int = _ERROR) -> np.ndarray:
         """Returns the worst error that entered a place before a value, in each step of a scan."""
-        worst = np.zeros(numbers.errors.shape)
+        worst = np.zeros(one.errors.shape)
         for other in self._entered.get(place, ()):
-            if other.of.key < numbers.of.key:
-                found = other.array[..., what]
-                worst = np.maximum(
-                    worst, found if found.shape == worst.shape else found.max(initial=0)
-                )
+            if other.key < one.key:
+                found = other.numbers[..., what]
+                same_steps = found.shape == worst.shape
+                worst = np.maximum(worst, found if same_steps else found.max(initial=0))
         return worst
 
-    def _enters(self, numbers: RowNumbers, place: ModulePass) -> bool:
-        """Returns whether a value enters a place; backward reads the module's activations, too."""
-        forward = ModulePass(place.path, "forward")
-        return place in numbers.of.entered or (
-            place.direction == "backward"
-            and (forward in numbers.of.entered or forward in numbers.of.left)
-        )
-
-    def jumps(self, place: ModulePass, numbers: RowNumbers) -> np.ndarray:
+    def jumps(self, place: ModulePass, one: Measurement) -> np.ndarray:
         """Returns the steps in which a value's error is made at the place itself.
 
         A gradient that is zero except for rounding, such as that of a bias before a normalisation,
         has no meaningful error.
         """
-        jumps = numbers.errors > JUMP * np.maximum(self.entering(place, numbers), self.floor)
+        jumps = one.errors > JUMP * np.maximum(self.entering(place, one), self.floor)
         if place.direction == "backward":
-            reference = numbers.array[..., _REFERENCE]
-            is_zero = reference < _ZERO * self.entering(place, numbers, _REFERENCE)
-            jumps &= (
-                ~is_zero | ~np.isfinite(numbers.errors) | (numbers.array[..., _UNDERFLOW] > 0.5)
-            )
+            entered = self.entering(place, one, _REFERENCE)
+            is_zero = one.numbers[..., _REFERENCE] < _ZERO * entered
+            is_lost = ~np.isfinite(one.errors) | (one.numbers[..., _UNDERFLOW] > 0.5)
+            jumps &= ~is_zero | is_lost
         return jumps
 
-    def first_error(self, place: ModulePass) -> RowNumbers | None:
+    def first_error(self, place: ModulePass) -> Measurement | None:
         """Returns the first value in a place whose error is made there, or None."""
-        depth = len(place.path)
-        inside = (n for n in self.numbers if n.of.made.path[:depth] == place.path)
-        return next(
-            (
-                n
-                for n in inside
-                if n.of.made.direction == place.direction and self.jumps(place, n).any()
-            ),
-            None,
-        )
+        for one in self.measurements:
+            is_inside = one.made.path[: len(place.path)] == place.path
+            is_same_pass = one.made.direction == place.direction
+            if is_inside and is_same_pass and self.jumps(place, one).any():
+                return one
+        return None
 
-    def first_jump(self) -> tuple[ModulePass, int | None] | None:
+    def first_jump(self) -> tuple[ModulePass | None, int | None]:
         """Returns the first place with a jump, the innermost if nested, and its scan's step."""
-        found: list[tuple[RowNumbers, ModulePass, int | None]] = []
-        for numbers in self.numbers:
-            if found and not _is_same_loop(found[0][0], numbers):
+        found: list[tuple[Measurement, ModulePass, int | None]] = []
+        for one in self.measurements:
+            if found and not _is_same_loop(found[0][0], one):
                 break
-            forward = (place for place in numbers.of.returned if place.direction == "forward")
-            places = sorted((*numbers.of.left, *forward), key=lambda place: -len(place.path))
-            for place in places:
-                jumps = self.jumps(place, numbers)
+            forward = (place for place in one.returned if place.direction == "forward")
+            for place in sorted((*one.left, *forward), key=lambda place: -len(place.path)):
+                jumps = self.jumps(place, one)
                 if jumps.any():
-                    found.append((numbers, place, _first(jumps, place)))
+                    found.append((one, place, _first(jumps, place)))
                     break
-        if not found:
-            return None
-        _, place, step = min(found, key=lambda item: _turn(item[2] or 0, item[1]))
+        # a backward pass runs through the steps in reverse
+        turn = lambda item: (item[2] or 0) * (-1 if item[1].direction == "backward" else 1)  # noqa: E731
+        _, place, step = min(found, key=turn, default=(None, None, None))
         return place, step
 
 
-def _with_whole_paths(log: Log) -> Log:
-    """Returns the log with the path prefixes that JAX has dropped."""
-    if not any(place.direction == "backward" for place in log.places):
-        return log
-    lost = lost_prefixes(place.path for place in log.places)
-    whole = lambda places: {p._replace(path=lost.get(p.path, p.path)): None for p in places}  # noqa: E731
-    measurements = [
-        dataclasses.replace(
-            m,
-            made=next(iter(whole([m.made]))),
-            left=whole(m.left),
-            entered=whole(m.entered),
-            returned=whole(m.returned),
-        )
-        for m in log.measurements
-    ]
-    places = {
-        ModulePass(p.path[:n], p.direction): None for p in whole(log.places) for n in _lengths(p)
+def _enters(one: Measurement, place: ModulePass) -> bool:
+    """Returns whether a value enters a place; backward reads the module's activations, too."""
+    forward = place._replace(direction="forward")
+    return place in one.entered or (
+        place.direction == "backward" and (forward in one.entered or forward in one.left)
+    )
+
+
+def _with_prefixes(places: Iterable[ModulePass]) -> dict[ModulePass, None]:
+    """Returns places after those around them, outermost first."""
+    return {
+        ModulePass(path[:n], direction): None
+        for path, direction in places
+        for n in range(1 if path else 0, len(path) + 1)
     }
-    return Log(places, measurements)
-
-
-def _lengths(place: ModulePass) -> range:
-    return range(1 if place.path else 0, len(place.path) + 1)
 
 
 def _first(jumps: np.ndarray, place: ModulePass) -> int | None:
-    """Returns the first step of the outermost scan with a jump; None outside of any.
-
-    A backward pass runs through the steps in reverse.
-    """
+    """Returns the first step of the outermost scan with a jump; None outside of any."""
     if not jumps.ndim:
         return None
     steps = np.flatnonzero(jumps.reshape(jumps.shape[0], -1).any(1))
     return int(steps[-1] if place.direction == "backward" else steps[0])
 
 
-def _turn(step: int, place: ModulePass) -> int:
-    return -step if place.direction == "backward" else step
-
-
-def _is_same_loop(one: RowNumbers, other: RowNumbers) -> bool:
+def _is_same_loop(one: Measurement, other: Measurement) -> bool:
     """Returns whether two values share a loop: then the later may go wrong in an earlier step."""
-    return one.errors.ndim > 0 and one.of.bodies[:1] == other.of.bodies[:1]
+    return one.errors.ndim > 0 and one.bodies[:1] == other.bodies[:1]
 
 
 def comparison_of(
@@ -206,14 +170,14 @@ def comparison_of(
 ) -> Comparison:
     """Returns the comparison, from the numbers that its program returned."""
     findings = Findings(log, notes, program)
-    with naming(place.path for place in findings.log.places):
-        jump = findings.first_jump()
-        rows = [*_modules(findings), *_returned(program, findings)]
+    with naming(place.path for place in findings.places):
+        jump, step = findings.first_jump()
+        rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
         unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
         return Comparison(
-            tuple(sorted(rows, key=lambda row: _KINDS.index(row.kind))),
-            None if jump is None else spelled(jump[0].path),
-            None if jump is None else jump[1],
+            tuple(rows),
+            None if jump is None else spelled(jump.path),
+            step,
             tuple(_notes(program, rows, unpaired, has_nan)),
             name,
             policy,
@@ -225,56 +189,48 @@ def comparison_of(
 
 def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
     """Returns the operands of matmuls in 8 bits, one for each module and side."""
-    lost = lost_prefixes(place.path for place in log.places)
+    lost = lost_prefixes(place.path for place in _with_prefixes(log.places))
     found: dict[tuple[str, CodedSide, str], np.ndarray] = {}
-    for codes in log.codes:
-        if codes.key not in notes:
-            continue
-        numbers = np.asarray(notes[codes.key], np.float64).reshape(-1, 2).max(0)
-        for path in codes.of.paths:
-            key = spelled(lost.get(path, path)), codes.of.operand, str(np.dtype(codes.dtype))
+    known = [(i, *codes) for i, codes in enumerate(log.codes) if -1 - i in notes]
+    for i, of, dtype in known:
+        numbers = np.asarray(notes[-1 - i], np.float64).reshape(-1, 2).max(0)
+        for path in of.paths:
+            key = spelled(lost.get(path, path)), of.operand, str(np.dtype(dtype))
             found[key] = np.maximum(found[key], numbers) if key in found else numbers
     for (path, operand, dtype), (saturated, underflow) in found.items():
         yield OperandCodes(path, operand, dtype, float(saturated), float(underflow))
 
 
-def _modules(findings: Findings) -> Iterable[Row]:
-    for place in findings.log.places:
-        leaving = findings.leaving(place)
-        if leaving:
+def _rows(program: Program, findings: Findings) -> Iterable[Row]:
+    for place in findings.places:
+        if leaving := findings.leaving(place):
             kind = "gradient" if place.direction == "backward" else "activation"
             yield _row(spelled(place.path), kind, leaving, findings, place)
-
-
-def _returned(program: Program, findings: Findings) -> Iterable[Row]:
-    for numbers in findings.numbers:
-        output = numbers.of.output
-        if output is not None and output < len(program.outputs):
-            yield _row(program.outputs[output], "output", [numbers], findings)
-        elif output is not None:
-            yield _row(
-                program.gradients[output - len(program.outputs)], "parameter", [numbers], findings
-            )
+    names = (*program.outputs, *program.gradients)
+    for one in findings.measurements:
+        if one.output is not None:
+            kind = "output" if one.output < len(program.outputs) else "parameter"
+            yield _row(names[one.output], kind, [one], findings)
 
 
 def _row(
     path: str,
     kind: RowKind,
-    leaving: list[RowNumbers],
+    leaving: Sequence[Measurement],
     findings: Findings,
     place: ModulePass | None = None,
 ) -> Row:
-    worst = np.max([numbers.worst for numbers in leaving], axis=0)
+    worst = np.max([one.worst for one in leaving], axis=0)
     of = dict(zip(NAMES, map(float, worst), strict=True))
-    nearest = max(
-        leaving, key=lambda numbers: (not is_discrete(numbers.of.dtype), numbers.headroom)
-    )
-    culprit = (place and findings.first_error(place)) or max(
-        leaving, key=lambda n: float(n.worst[_ERROR])
-    )
-    in_steps = [numbers for numbers in leaving if numbers.errors.ndim]
-    shape = max((n.errors.shape for n in in_steps), key=len, default=())
-    steps = [n.errors for n in in_steps if n.errors.shape == shape]
+    nearest = max(leaving, key=lambda one: (not is_discrete(one.dtype), one.headroom))
+    culprit = max(leaving, key=lambda one: float(one.worst[_ERROR]))
+    entering, is_jump = 0.0, False
+    if place is not None:
+        culprit = findings.first_error(place) or culprit
+        entering = max(float(findings.entering(place, one).max(initial=0)) for one in leaving)
+        is_jump = any(bool(findings.jumps(place, one).any()) for one in leaving)
+    shape = max((one.errors.shape for one in leaving), key=len)
+    steps = np.max([one.errors for one in leaving if one.errors.shape == shape], axis=0)
     return Row(
         path,
         kind,
@@ -284,18 +240,15 @@ def _row(
         of["subnormal"],
         of["overflow"],
         float(nearest.worst[_LARGEST]),
-        limit_of(nearest.of.dtype),
-        str(np.dtype(nearest.of.dtype)),
+        limit_of(nearest.dtype),
+        str(np.dtype(nearest.dtype)),
         of["reference_largest"],
         of["undefined"],
-        max((float(findings.entering(place, n).max(initial=0)) for n in leaving), default=0.0)
-        if place
-        else 0.0,
-        _nested(np.max(steps, axis=0).tolist()) if steps else (),
-        culprit.of.primitive,
-        culprit.of.source,
-        place is not None
-        and any(bool(findings.jumps(place, numbers).any()) for numbers in leaving),
+        entering,
+        _nested(steps.tolist()) if shape else (),
+        culprit.primitive,
+        culprit.source,
+        is_jump,
     )
 
 
@@ -326,28 +279,17 @@ def _notes(
             f"{undefined[0]!r}."
         )
     gradients = [row for row in rows if row.kind == "parameter"]
-    largest = max((row.reference_largest for row in gradients), default=0.0)
-    zero = [
-        row.path for row in gradients if row.error > 1 and row.reference_largest < _ZERO * largest
-    ]
+    least = _ZERO * max((row.reference_largest for row in gradients), default=0.0)
+    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < least]
     if zero:
         yield (
             "These gradients are zero up to rounding in float32 too, so their errors mean nothing: "
             f"{', '.join(zero)}."
         )
-    yield from _equal(program, rows)
-
-
-def _equal(program: Program, rows: Sequence[Row]) -> Iterable[str]:
-    """Yields a note if no difference was measured."""
+    missing = len(program.outputs) - sum(row.kind == "output" for row in rows)
     if not rows:
         yield "Nothing was measured: neither a module nor the function returns numbers."
+    elif not any(row.error or row.undefined for row in rows) and missing:
+        yield f"No measured value differs from float32; {missing} outputs were not measured."
     elif not any(row.error or row.undefined for row in rows):
-        outputs = sum(row.kind == "output" for row in rows)
-        if outputs < len(program.outputs):
-            yield (
-                "No measured value differs from float32; "
-                f"{len(program.outputs) - outputs} outputs were not measured."
-            )
-        else:
-            yield "Nothing differs from float32: the policy changes nothing here."
+        yield "Nothing differs from float32: the policy changes nothing here."

@@ -9,10 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-# Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
 from jax.typing import DTypeLike
 
+# Masks' stand-ins for minus infinity would dominate the norm, and their squares overflow.
 _FILL = 1e18
 # In the order of `measured`. For each, larger is worse, so the largest of several is the worst.
 NAMES = (
@@ -54,9 +53,8 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
         value, reference = (
             jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference)
         )
-    sums, largest = _reduced(
-        value.astype(reference.dtype), reference, float(jnp.finfo(value.dtype).tiny)
-    )
+    tiny = float(jnp.finfo(value.dtype).tiny)
+    sums, largest = _reduced(value.astype(reference.dtype), reference, tiny)
     if axes:
         sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
     return _named(sums, largest)
@@ -64,18 +62,16 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
 
 def _share(value: Any, reference: Any, axes: Sequence[str]) -> Any:
     counts = jnp.stack([jnp.sum(value != reference), jnp.full((), value.size)]).astype(jnp.float32)
-    largest = jnp.stack(
-        [_largest(jnp.abs(array.astype(jnp.float32))) for array in (value, reference)]
-    )
+    sides = [jnp.abs(array.astype(jnp.float32)) for array in (value, reference)]
+    largest = jnp.stack([_largest(side) for side in sides])
     if axes:
         counts, largest = lax.psum(counts, tuple(axes)), lax.pmax(largest, tuple(axes))
     differ = counts[0] / jnp.maximum(counts[1], 1)
-    found = {
-        "error": differ,
-        "distance": differ,
-        "largest": largest[0],
-        "reference_largest": largest[1],
-    }
+    return _vector(error=differ, distance=differ, largest=largest[0], reference_largest=largest[1])
+
+
+def _vector(**found: Any) -> Any:
+    """Returns numbers in the order of `NAMES`, zeros where there are none."""
     return jnp.stack([found.get(name, jnp.zeros((), jnp.float32)) for name in NAMES])
 
 
@@ -96,30 +92,24 @@ def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
         was_finite & ~is_finite,
         ~was_finite,
     )
-    added = [
-        difference * difference,
-        kept * kept,
-        x_kept * x_kept,
-        *(mask.astype(reference.dtype) for mask in masks),
-    ]
+    counted = [mask.astype(reference.dtype) for mask in masks]
+    added = [difference * difference, kept * kept, x_kept * x_kept, *counted]
     compared = [magnitude, jnp.where(was_finite, size, zero)]
-    found = _variadic(added, compared)
+    n, found = len(added), _variadic(added, compared)
     count = jnp.full((), math.prod(x.shape), jnp.float32)
-    n = len(added)
-    return jnp.stack([*(f.astype(jnp.float32) for f in found[:n]), count]), jnp.stack(
-        found[n:]
-    ).astype(jnp.float32)
+    sums = jnp.stack([*(one.astype(jnp.float32) for one in found[:n]), count])
+    return sums, jnp.stack(found[n:]).astype(jnp.float32)
 
 
 def _variadic(added: Sequence[Any], compared: Sequence[Any]) -> Sequence[Any]:
-    n, operands = len(added), (*added, *compared)
+    operands = (*added, *compared)
     if not operands[0].ndim:
         return operands
     zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
+    operations = [lax.add] * len(added) + [lax.max] * len(compared)
 
     def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
-        sums = [x + y for x, y in zip(a[:n], b[:n], strict=True)]
-        return (*sums, *(jnp.maximum(x, y) for x, y in zip(a[n:], b[n:], strict=True)))
+        return tuple(f(x, y) for f, x, y in zip(operations, a, b, strict=True))
 
     return lax.reduce(operands, zeros, combine, tuple(range(operands[0].ndim)))
 
@@ -129,16 +119,12 @@ def largest_alone(value: Any, axes: Sequence[str] = ()) -> Any:
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
     magnitude = jnp.abs(value if is_complex else value.astype(jnp.float32))
     is_nan = jnp.isnan(magnitude)
-    largest, undefined = (
-        _largest(jnp.where(is_nan, 0, magnitude)),
-        jnp.mean(is_nan, dtype=jnp.float32),
-    )
+    largest = _largest(jnp.where(is_nan, 0, magnitude))
+    undefined = jnp.mean(is_nan, dtype=jnp.float32)
     if axes:
         largest, undefined = lax.pmax(largest, tuple(axes)), lax.pmean(undefined, tuple(axes))
-    zeros = jnp.zeros((), jnp.float32)
     undefined = jnp.where(value.size > 0, undefined, 0)  # the mean of nothing is NaN
-    found = {"largest": largest, "reference_largest": largest, "undefined": undefined}
-    return jnp.stack([found.get(name, zeros) for name in NAMES])
+    return _vector(largest=largest, reference_largest=largest, undefined=undefined)
 
 
 def _largest(array: Any) -> Any:
@@ -182,9 +168,8 @@ def limit_of(dtype: DTypeLike) -> float:
     """Returns the largest finite number of a dtype."""
     if dtype == np.bool_:
         return 1.0
-    return float(
-        (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(np.dtype(dtype)).max
-    )
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
+    return float(info(np.dtype(dtype)).max)
 
 
 def is_discrete(dtype: DTypeLike) -> bool:

@@ -15,8 +15,7 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
-from policy.inspect.traced.call import checked_policy, input_paths, short_text
-from policy.inspect.traced.under_policy import Route, traced_under
+from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_under
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import donated_inputs
 from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of

@@ -1,19 +1,42 @@
-"""The matmuls in 8 bits that a suggestion is asked for, and the evidence of their layers."""
+"""The matmuls that a suggestion may run in 8 bits: which they are, their emulation and evidence."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from policy.core.dtypes import ScaledMatmul
 from policy.core.policy import Policy
+from policy.eight_bits.quantisation import quantise
+from policy.inspect.suggest.patterns import reached_path
+from policy.inspect.traced.call import Call, Program
+from policy.programs.dtypes import is_eight_bits
+from policy.programs.jaxprs import Equation
+from policy.programs.operations import flops_of, size
+from policy.programs.paths import Path
+from policy.programs.primitives import CONVOLUTIONS
+from policy.programs.reading.graph import Graph, Node
+from policy.programs.reading.matmul_operands import (
+    COTANGENT,
+    dependences,
+    is_eight_bit_matmul,
+    weight_matmuls,
+)
+from policy.programs.reading.walk import Site, walk
+from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
 
 SMALLEST = 2048
 """The least contraction and number of outputs of a layer that gains by 8 bits: below it they take
 more cycles on every chip of the table in docs/eight_bits.md (`benchmarks/accel/eight_bits.py`).
 """
 Why = Literal["", "budget", "too small to gain", "in float32"]
+_Axes = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +74,17 @@ class LayerEvidence:
         return f"{self.path:<50} {self.alone:>20.3g} {self.cost:>8.2%} {size:>12}  {said}"
 
 
+def lines_of(evidence: Sequence[LayerEvidence], by: str, smallest: int) -> list[str]:
+    """Returns the table of layers, as comments."""
+    if not by:
+        return []
+    head = (
+        f"# {'m=' + by:<50} {'error, alone in 8 bits':>20} {'cost':>8} {'size':>12}  "
+        f"(too small: below {smallest})"
+    )
+    return ["", head, *(f"# {one}" for one in evidence)]
+
+
 def split_policy(
     policy: Policy | None, matmul: ScaledMatmul | str | None
 ) -> tuple[Policy | None, ScaledMatmul | None]:
@@ -79,12 +113,183 @@ def split_policy(
     return policy.replace(matmul=None), by
 
 
-def lines_of(evidence: Sequence[LayerEvidence], by: str, smallest: int) -> list[str]:
-    """Returns the table of layers, as comments."""
-    if not by:
-        return []
-    head = (
-        f"# {'m=' + by:<50} {'error, alone in 8 bits':>20} {'cost':>8} {'size':>12}  "
-        f"(too small: below {smallest})"
+# --------------------------------------------------------------------------------------------------
+# Emulation
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class ScaledLayer:
+    """A path whose matmuls of parameters may run in 8 bits.
+
+    Attributes:
+      flops: of these matmuls, forward and backward.
+      contraction, outputs: the sizes of the largest forward one: of what is contracted, and of what
+        the parameters alone have.
+    """
+
+    flops: int = 0
+    contraction: int = 0
+    outputs: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledDots:
+    """The matmuls of a program that run in 8 bits under a policy with ``m=``.
+
+    Attributes:
+      by: the dtypes and scales.
+      layers: the paths of the matmuls, in program order.
+      cotangents: for each matmul, by its equation's `id`, the operand that is the cotangent: 0 is
+        the left one; None forward.
+      total: the FLOPs of all matmuls of the program.
+      convolutions: the paths of convolutions that would run in 8 bits, which are kept out.
+    """
+
+    by: ScaledMatmul
+    layers: Mapping[Path, ScaledLayer]
+    cotangents: Mapping[int, int | None]
+    total: int
+    convolutions: frozenset[Path]
+
+    def product(self, equation: Equation, arrays: Sequence[Any]) -> Any:
+        """Returns the product of float32 arrays as 8 bits give it, in float32."""
+        numbers = equation.params["dimension_numbers"]
+        cotangent = self.cotangents[id(equation)]
+        if cotangent is None:
+            sides = [
+                _dequantised(array, axes, self.by.operands, self.by)
+                for array, axes in zip(arrays, numbers[0], strict=True)
+            ]
+        else:
+            sides = _backward(arrays, numbers, cotangent, self.by)
+        return lax.dot_general(
+            sides[0],
+            sides[1],
+            numbers,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _dequantised(x: Any, axes: Sequence[int], dtype: np.dtype, by: ScaledMatmul) -> jax.Array:
+    found = quantise(x, axes, dtype, by.scaling)
+    return found.codes.astype(jnp.float32) * found.scale
+
+
+def _backward(
+    arrays: Sequence[Any], numbers: tuple[_Axes, _Axes], side: int, by: ScaledMatmul
+) -> Any:
+    """Returns a cotangent and the saved operand as they are multiplied.
+
+    The saved one has the codes of the forward pass, whose contraction is what is free here. Its
+    scale is folded into the cotangent, which is quantised along this contraction.
+    """
+    other = 1 - side
+    contracted, batch = numbers
+    taken = (*contracted[other], *batch[other])
+    free = [axis for axis in range(arrays[other].ndim) if axis not in taken]
+    saved = quantise(arrays[other], free, by.operands, by.scaling)
+    rows = lax.squeeze(
+        jnp.transpose(saved.scale, (*taken, *free)), range(len(taken), len(taken) + len(free))
     )
-    return ["", head, *(f"# {one}" for one in evidence)]
+    places = (*contracted[side], *batch[side])
+    rows = jnp.transpose(rows, np.argsort(places).tolist())
+    kept = [axis for axis in range(arrays[side].ndim) if axis not in places]
+    folded = arrays[side] * lax.expand_dims(rows, kept)
+    given = _dequantised(folded, contracted[side], by.gradients, by)
+    codes = saved.codes.astype(jnp.float32)
+    return (given, codes) if side == 0 else (codes, given)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which matmuls
+# --------------------------------------------------------------------------------------------------
+
+
+def scaled_dots(
+    half: Any, eight: Any, params: Sequence[int], by: ScaledMatmul, modules: set[str] | None
+) -> ScaledDots:
+    """Returns the matmuls of a program that another trace of the call runs in 8 bits.
+
+    Args:
+      half: the closed jaxpr of the call in half precision.
+      eight: that of the call with matmuls in 8 bits.
+      params: the places of the parameters among the arguments.
+      by: the dtypes and scales.
+      modules: the paths that rules can name; None for all.
+    """
+    runs = {
+        _key(site, reached_path(_path(site), modules))
+        for site in walk(eight)
+        if is_eight_bit_matmul(site.equation)
+    }
+    graph = Graph(half)
+    lost = lost_prefixes(_path(node.site) for node in graph.nodes)
+    made_of = dependences(graph, params)
+    layers: dict[Path, ScaledLayer] = {}
+    cotangents: dict[int, int | None] = {}
+    for one in weight_matmuls(graph, params):
+        node, site = one.node, one.node.site
+        own = _path(site)
+        path, whole = (reached_path(p, modules) for p in (own, lost.get(own, own)))
+        is_plain = node.name == "dot_general" and len(node.inputs) == 2
+        is_kept = one.weight is None and by.weight_gradient == "compute"
+        if not is_plain or is_kept or runs.isdisjoint({_key(site, path), _key(site, whole)}):
+            continue
+        sides = [side for side in (0, 1) if made_of[id(node.inputs[side])] & COTANGENT]
+        cotangents[id(site.equation)] = sides[0] if sides else None
+        layer = layers.setdefault(whole, ScaledLayer())
+        layer.flops += flops_of(site.equation) * site.count
+        if not sides and one.weight is not None:
+            _measure(layer, node, one.weight)
+    dots = [site for site in walk(half) if site.name == "dot_general"]
+    total = sum(flops_of(site.equation) * site.count for site in dots)
+    convolutions = frozenset(
+        reached_path(_path(site), modules)
+        for site in walk(eight)
+        if site.name in CONVOLUTIONS and is_eight_bits(site.equation.invars[1].aval.dtype)
+    )
+    named = {path: one for path, one in layers.items() if path}
+    return ScaledDots(by, named, cotangents, total, convolutions)
+
+
+def scaled_of(
+    call: Call, policy: Policy, by: ScaledMatmul, program: Program, modules: set[str] | None
+) -> ScaledDots:
+    """Returns the matmuls of a call's program that run in 8 bits under a policy with ``m=``.
+
+    Raises:
+      ValueError: there are none.
+    """
+    eight = call.under(policy.replace(matmul=by), None, program.route).jaxpr
+    found = scaled_dots(program.jaxpr, eight, call.differentiated(), by, modules)
+    if not found.layers:
+        raise ValueError(
+            f"m={by.text} applies to matmuls of a parameter inside a module, and this call has "
+            "none. params= selects the arguments that are parameters."
+        )
+    return found
+
+
+def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:
+    contracted, batch = node.params["dimension_numbers"]
+    shape = node.inputs[weight].shape
+    depth = size([shape[axis] for axis in contracted[weight]])
+    batches = size([shape[axis] for axis in batch[weight]])
+    outputs = size(shape) // max(depth * batches, 1)
+    if depth * outputs > layer.contraction * layer.outputs:
+        layer.contraction, layer.outputs = depth, outputs
+
+
+def _path(site: Site) -> Path:
+    return module_path(site.path, site.is_backward)
+
+
+def _key(site: Site, path: Path) -> tuple[Any, ...]:
+    """Returns what a matmul in 8 bits shares with the same one in half precision, at its path."""
+    contracted, _ = site.equation.params["dimension_numbers"]
+    left = site.equation.invars[0].aval.shape
+    depth = size([left[axis] for axis in contracted[0]])
+    result = tuple(sorted(site.equation.outvars[0].aval.shape))
+    return path, site.is_backward, depth, result

@@ -1,17 +1,17 @@
-"""The front of error against cost: sets of modules in float32, compiled for a target."""
+"""The front of error against cost: its points, their table and their plot."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from policy.core.rules import PolicyRules
 from policy.inspect.suggest.patterns import code_of
-from policy.inspect.suggest.search import Search, WideModules, subsets
 
 FrontPlace = tuple[float, float]  # cost and error
-_MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,77 +89,6 @@ def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The sets to compile
-# --------------------------------------------------------------------------------------------------
-
-
-def measured_sets(search: Search) -> dict[WideModules, float]:
-    """Returns sets of candidates and their errors by the program with flags.
-
-    Of few candidates they are all sets; of more, the beginnings of `Search.order`, by the error
-    that a candidate removes per cost, and whatever the search has measured.
-    """
-    if len(search.every) <= _MOST_SUBSETS:
-        sets = list(subsets(search.every))
-    else:
-        order = search.order()
-        sets = [frozenset(order[:count]) for count in range(len(order) + 1)]
-    search.runs = max(search.runs, len(sets))
-    for wide in sets:
-        search.error(wide)
-    return dict(search.known)
-
-
-def chosen_sets(
-    errors: Mapping[WideModules, float],
-    costs: Sequence[float],
-    count: int,
-    asked: Iterable[WideModules] = (),
-) -> list[WideModules]:
-    """Returns at most `count` of the sets that no other one beats, far from each other.
-
-    Args:
-      errors: of each set; those of no and of all candidates, which are always chosen, are among
-        them.
-      costs: of each candidate.
-      count: at least 2.
-      asked: sets to choose after these two.
-    """
-    ends = [frozenset(), frozenset(range(len(costs)))]
-    places = _places(errors, costs)
-    chosen = list(dict.fromkeys([*ends, *asked]))[:count]
-    while len(chosen) < count:
-        left = {
-            wide: min(math.dist(place, places[other]) for other in chosen if other in places)
-            for wide, place in places.items()
-            if not is_beaten(place, places.values())
-        }
-        farthest = max(left, key=left.__getitem__)
-        if not left[farthest]:
-            break
-        chosen.append(farthest)
-    return chosen
-
-
-def _places(
-    errors: Mapping[WideModules, float], costs: Sequence[float]
-) -> dict[WideModules, FrontPlace]:
-    """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
-    finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
-    low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)
-    total = sum(costs) or 1.0
-
-    def along(error: float) -> float:
-        if not 0 < error < math.inf:
-            return float(error > 0)
-        return (math.log(error) - low) / (high - low)
-
-    return {
-        wide: (sum(costs[i] for i in wide) / total, along(error)) for wide, error in errors.items()
-    }
-
-
-# --------------------------------------------------------------------------------------------------
 # The table
 # --------------------------------------------------------------------------------------------------
 
@@ -191,7 +120,9 @@ def front_lines(
     if any(point.is_emulated for point in points):
         lines.append("#    ~ measured during the search; other errors with the rules applied")
     lines += ["", "# rules of each point:"]
-    lines += [f"# {i}: {_compact(point.rules)}" for i, point in enumerate(front)]
+    for i, point in enumerate(front):
+        code = " ".join(line.strip() for line in code_of(point.rules).splitlines())
+        lines.append(f"# {i}: {code}")
     return lines
 
 
@@ -212,5 +143,66 @@ def _remark(point: FrontPoint, front: Sequence[FrontPoint]) -> str:
     return "no better than another" if better is None else f"beaten by {better}"
 
 
-def _compact(rules: PolicyRules) -> str:
-    return " ".join(line.strip() for line in code_of(rules).splitlines())
+# --------------------------------------------------------------------------------------------------
+# The plot
+# --------------------------------------------------------------------------------------------------
+
+
+def plotted(
+    points: Sequence[FrontPoint],
+    chosen: FrontPoint | None,
+    budget: float,
+    title: str,
+    path: str | Path | None,
+) -> Any:
+    """Draws the points that fit as a matplotlib Figure, and writes it to a file.
+
+    Args:
+      points: the points.
+      chosen: the one to mark; None for none.
+      budget: the error allowed; infinite for none.
+      title: of the figure.
+      path: of the file, or None.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
+    except ImportError:
+        raise ImportError(
+            "Suggestion.plot draws with matplotlib, which is not installed: pip install matplotlib."
+        ) from None
+    figure = Figure(figsize=(6, 4), layout="tight")
+    axes = figure.add_subplot()
+    front, fitting = unbeaten(points), [point for point in points if point.fits]
+    errors = [point.error for point in fitting if 0 < point.error < math.inf] or [1.0]
+    low, high = min(errors) / 4, max(errors) * 4
+    longest = max((point.seconds or 0.0 for point in fitting), default=0.0)
+    unit, scale = ("milliseconds", 1e3) if longest > 1e-3 else ("microseconds", 1e6)
+
+    def place(some: Sequence[FrontPoint]) -> tuple[list[float], list[float]]:
+        heights = [min(max(point.error, low), high) for point in some]
+        return [scale * (point.seconds or 0.0) for point in some], heights
+
+    axes.plot(*place(front), "o-", label="front", drawstyle="steps-post")
+    if beaten := [point for point in fitting if point not in front]:
+        axes.plot(*place(beaten), "x", color="gray", label="beaten")
+    if chosen is not None:
+        axes.plot(*place([chosen]), "o", ms=12, mfc="none", color="C3", label="chosen")
+    for i, (x, y) in enumerate(zip(*place(front), strict=True)):
+        said = f"{i}: {len(front[i].paths)} in float32"
+        axes.annotate(said, (x, y), (6, 6), textcoords="offset points", fontsize=8)
+    if math.isfinite(budget):
+        axes.axhline(budget, color="C3", lw=0.8, ls=":", label="budget")
+    axes.set_yscale("log")
+    axes.set_ylim(low / 2, high * 2)
+    axes.set_xlabel(f"{unit} of a step")
+    axes.set_ylabel("error relative to float32\n(at the edges: none, or overflow)", fontsize=9)
+    axes.margins(x=0.2)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

@@ -1,29 +1,72 @@
-"""Suggestions whose cost is what a target's compiler says."""
+"""Suggestions whose cost is what a target's compiler says: the front of error against cost."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.messages import DtypePolicyWarning
+from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
-from policy.inspect.estimate.costing import CompiledRow
-from policy.inspect.suggest.applied import applied, confirmed, rules_for
-from policy.inspect.suggest.front import FrontPoint, chosen_sets, measured_sets
-from policy.inspect.suggest.search import Search, WideModules
-from policy.inspect.suggest.suggestion import Suggestion, suggestion_of
-from policy.inspect.suggest.target_costs import TargetCompiler, module_costs
+from policy.inspect.estimate.costing import CompiledRow, compiled_row
+from policy.inspect.estimate.placement import Placement, placement_of
+from policy.inspect.estimate.steps import Candidate, MadeCall, Step, traced_step
+from policy.inspect.estimate.targets import Target
+from policy.inspect.suggest.applied import (
+    applied,
+    confirmed,
+    first_that_runs,
+    rules_for,
+    suggestion_of,
+)
+from policy.inspect.suggest.front import FrontPlace, FrontPoint, is_beaten
+from policy.inspect.suggest.rounding_emulator import candidate_of
+from policy.inspect.suggest.search import Search, WideModules, subsets
+from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial
-from policy.programs.paths import spelled
+from policy.inspect.traced.call import short_text
+from policy.programs.paths import Path, spelled
+
+_MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
+# A module that costs less than this share of the program is taken to cost so much.
+_LEAST_SHARE = 1e-4
+
+
+def require_timed(target: Target) -> None:
+    """Checks that the time of a target's programs is known.
+
+    Raises:
+      ValueError: neither its compiler's cycles nor published peaks are.
+      RuntimeError: its compiler is not installed.
+    """
+    if not target.chip.bandwidth or not target.chip.peaks:
+        raise ValueError(
+            "suggest ranks modules by a compiler's cycles or by published peaks, and "
+            f"on={target.name!r} has neither: give a TPU or GPU, such as 'v5e:1x1' or 'h100'. "
+            "Without on=, cost is a count of FLOPs and bytes."
+        )
+    _ = target.devices
 
 
 @dataclasses.dataclass
 class FrontSearch:
     """Searches for the front of error against cost, and for the point on it that a budget chooses.
 
+    Each set of rules is compiled once for the target.
+
     Attributes:
       trial: the compiled program of `suggest`.
-      compiler: compiles for the target.
+      target: the devices.
+      call: the function and its arguments.
+      policy: the policy beside the rules.
+      backward, params: as for `suggest`.
+      mesh, shardings: as for `policy.estimate`.
       count: the most points.
       budget: the error allowed; infinite for any.
       rows: the rules and costs of the programs for the target, by the candidates in float32.
@@ -32,7 +75,13 @@ class FrontSearch:
     """
 
     trial: Trial
-    compiler: TargetCompiler
+    target: Target
+    call: MadeCall
+    policy: Policy
+    backward: bool
+    params: ParamsArgument
+    mesh: Mapping[str, int] | None
+    shardings: Any
     count: int
     budget: float
     rows: dict[WideModules, tuple[PolicyRules, CompiledRow]] = dataclasses.field(
@@ -45,6 +94,7 @@ class FrontSearch:
         """Returns the suggestion.
 
         Raises:
+          TypeError, ValueError: as `policy.estimate` does.
           ValueError: no rules meet the budget, or none of those fits into the target's memory.
         """
         search, asked = self._search(), []
@@ -58,19 +108,12 @@ class FrontSearch:
         if chosen is None and asked:
             raise ValueError(self._no_memory(points.values()))
         wide = frozenset() if chosen is None else chosen
-        found = suggestion_of(
-            self.trial,
-            search,
-            wide,
-            PolicyRules([]) if chosen is None else self._row(wide)[0],
-            self.budget,
-            self.measured.get(wide, math.nan),
-            self.confirmations,
-        )
+        rules = PolicyRules([]) if chosen is None else self._row(wide)[0]
+        error = self.measured.get(wide, math.nan)
         return dataclasses.replace(
-            found,
-            target=self.compiler.target.name,
-            timing=self.compiler.target.timing,
+            suggestion_of(self.trial, search, wide, rules, self.budget, error, self.confirmations),
+            target=self.target.name,
+            timing=self.target.timing,
             points=tuple(sorted(points.values(), key=_cost)),
             chosen=None if chosen is None else points[chosen],
             programs=len(self.rows),
@@ -84,11 +127,27 @@ class FrontSearch:
         search.survey()
         return search
 
+    @functools.cached_property
+    def _placement(self) -> Placement:
+        arguments = (self.call.args, self.call.kwargs)
+        return placement_of(self.target, self.mesh, self.shardings, arguments)
+
     def _row(self, wide: WideModules) -> tuple[PolicyRules, CompiledRow]:
-        if wide not in self.rows:
-            choices = rules_for(self.trial, wide)
-            self.rows[wide] = self.compiler.compiled(choices, self.trial.program.route)
-        return self.rows[wide]
+        """Compiles the call under the first rules of a set under which it can be traced."""
+        if wide in self.rows:
+            return self.rows[wide]
+        row, route = Candidate(short_text(self.policy), self.policy, {}), self.trial.program.route
+
+        def step(rules: PolicyRules) -> Step:
+            named = rules if rules else None
+            return traced_step(self.call, row, named, None, self.backward, self.params, route)
+
+        with self._placement.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DtypePolicyWarning)  # suggest's own trace told them
+            rules, traced = first_that_runs(rules_for(self.trial, wide), step)
+        found = compiled_row(row, self.call, traced, self._placement, self.shardings)
+        self.rows[wide] = rules, found
+        return rules, found
 
     def _chosen(self, search: Search, sets: Sequence[WideModules]) -> WideModules | None:
         """Returns the cheapest set that fits and meets the budget in a measured run."""
@@ -122,10 +181,125 @@ class FrontSearch:
         met = [point.missing for point in points if point.error <= self.budget and not point.fits]
         return (
             f"No rules within an error of {self.budget:.3g} fit into the memory of "
-            f"{self.compiler.target.name}: at least {min(met, default=0) / 2**30:.2f} GiB are "
-            "missing. Spread the step with shardings=; policy.estimate shows what uses the memory."
+            f"{self.target.name}: at least {min(met, default=0) / 2**30:.2f} GiB are missing. "
+            "Spread the step with shardings=; policy.estimate shows what uses the memory."
         )
 
 
 def _cost(point: FrontPoint) -> float:
     return math.inf if point.seconds is None else point.seconds
+
+
+# --------------------------------------------------------------------------------------------------
+# The sets to compile
+# --------------------------------------------------------------------------------------------------
+
+
+def measured_sets(search: Search) -> dict[WideModules, float]:
+    """Returns sets of candidates and their errors by the program with flags.
+
+    Of few candidates they are all sets; of more, the beginnings of `Search.order`, by the error
+    that a candidate removes per cost, and whatever the search has measured.
+    """
+    if len(search.every) <= _MOST_SUBSETS:
+        sets = list(subsets(search.every))
+    else:
+        order = search.order()
+        sets = [frozenset(order[:count]) for count in range(len(order) + 1)]
+    search.runs = max(search.runs, len(sets))
+    for wide in sets:
+        search.error(wide)
+    return dict(search.known)
+
+
+def chosen_sets(
+    errors: Mapping[WideModules, float],
+    costs: Sequence[float],
+    count: int,
+    asked: Iterable[WideModules] = (),
+) -> list[WideModules]:
+    """Returns at most `count` of the sets that no other one beats, far from each other.
+
+    Args:
+      errors: of each set; those of no and of all candidates, which are always chosen, are among
+        them.
+      costs: of each candidate.
+      count: at least 2.
+      asked: sets to choose after these two.
+    """
+    places = _places(errors, costs)
+    chosen = list(dict.fromkeys([frozenset[int](), frozenset(range(len(costs))), *asked]))[:count]
+    while len(chosen) < count:
+        left = {
+            wide: min(math.dist(place, places[other]) for other in chosen if other in places)
+            for wide, place in places.items()
+            if not is_beaten(place, places.values())
+        }
+        farthest = max(left, key=left.__getitem__)
+        if not left[farthest]:
+            break
+        chosen.append(farthest)
+    return chosen
+
+
+def _places(
+    errors: Mapping[WideModules, float], costs: Sequence[float]
+) -> dict[WideModules, FrontPlace]:
+    """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
+    finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
+    low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)
+    total = sum(costs) or 1.0
+
+    def along(error: float) -> float:
+        is_finite = 0 < error < math.inf
+        return (math.log(error) - low) / (high - low) if is_finite else float(error > 0)
+
+    return {
+        wide: (sum(costs[i] for i in wide) / total, along(error)) for wide, error in errors.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The costs of modules
+# --------------------------------------------------------------------------------------------------
+
+
+def module_costs(
+    half: Mapping[Path, float],
+    full: Mapping[Path, float],
+    candidates: Mapping[Path, int],
+    written: Sequence[float],
+) -> list[float]:
+    """Returns the cost of keeping each module in float32, as a share of the program without rules.
+
+    It is the difference of its kernels' time between two programs. A kernel counts for one module,
+    even if it fuses operations of several, so a difference may be negative; a module that gains by
+    float32 takes the least cost. Exchanges are left out.
+
+    Args:
+      half: the times by path of the program without rules.
+      full: those of the program with every module in float32.
+      candidates: the number of each module's path, from 1.
+      written: the costs of the modules by their written FLOPs and bytes; these share out the whole
+        difference among modules that have no kernel to their name, and everything where one of the
+        programs doesn't fit.
+    """
+    total = sum(half.values())
+    costs = [cost / max(sum(written), 1e-12) for cost in written]
+    if total and full:
+        whole = max(sum(full.values()) / total - 1, 0.0)
+        before, after = (_by_module(times, candidates) for times in (half, full))
+        costs = [
+            (after[i] - before[i]) / total if before[i] or after[i] else whole * share
+            for i, share in enumerate(costs, 1)
+        ]
+    return [max(cost, _LEAST_SHARE) for cost in costs]
+
+
+def _by_module(
+    by_path: Mapping[Path, float], candidates: Mapping[Path, int]
+) -> Mapping[int, float]:
+    times = defaultdict[int, float](float)
+    for path, time in by_path.items():
+        times[candidate_of(path, candidates)] += time
+    return times

@@ -1,4 +1,4 @@
-"""Rules for a set of module paths: as few as possible, matching no other candidates."""
+"""The paths that rules can name, and rules for them: few, matching no other candidates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from policy.core.rules import PolicyRules
 from policy.inspect.traced.call import short_text
-from policy.programs.paths import Path, spelled
+from policy.programs.paths import Path, divided, joined, once, spelled
 
 S = TypeVar("S", bound=Hashable)
+
+
+class ListeningRules(PolicyRules):
+    """Rules without effect that record the paths of the modules that look up their rules."""
+
+    __slots__ = ("heard",)
+    heard: set[str]
+
+    def __init__(self) -> None:
+        super().__init__([("(?!)", "float32")], strict=False)
+        object.__setattr__(self, "heard", set())
+
+    def rule_for(self, path: str | None, cls: type | None = None, *, model: str = "") -> None:
+        if path is not None:
+            self.heard.add(path)
+
+
+def reached_path(path: Path, modules: set[str] | None) -> Path:
+    """Returns the innermost path that a rule can name.
+
+    If layers obey the rules, it is a module, not a scope inside one.
+    """
+    while modules is not None and path:
+        model = divided(path)
+        if model is not None and joined(once(model[1])) in modules:
+            return path
+        path = path[:-1]
+    return path
 
 
 def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.inspect.suggest.scaled_dots import ScaledDots
+from policy.inspect.suggest.eight_bits import ScaledDots
 from policy.programs.dtypes import is_half
 from policy.programs.jaxprs import Equation, bind
 from policy.programs.paths import Path

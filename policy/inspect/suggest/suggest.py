@@ -13,14 +13,11 @@ from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
-from policy.inspect.suggest.applied import confirmed
-from policy.inspect.suggest.candidates import ListeningRules
-from policy.inspect.suggest.eight_bit_search import EightBitSearch
-from policy.inspect.suggest.eight_bits import SMALLEST, split_policy
-from policy.inspect.suggest.on_target import FrontSearch
-from policy.inspect.suggest.scaled_dots import scaled_of
-from policy.inspect.suggest.suggestion import Suggestion, suggestion_of
-from policy.inspect.suggest.target_costs import TargetCompiler, require_timed
+from policy.inspect.suggest.applied import confirmed, in_8_bits, suggestion_of
+from policy.inspect.suggest.eight_bits import SMALLEST, scaled_of, split_policy
+from policy.inspect.suggest.on_target import FrontSearch, require_timed
+from policy.inspect.suggest.patterns import ListeningRules
+from policy.inspect.suggest.suggestion import Suggestion
 from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import Call, checked_policy, program_of
 from policy.programs.paths import naming
@@ -118,16 +115,16 @@ def suggest(
     trial = Trial(call, policy, program, named, scaled)
     with naming(trial.paths):
         if on is not None and policy is not None:
-            made = MadeCall(fn, args, kwargs, False)
-            compiler = TargetCompiler(on, made, policy, backward, params, mesh, shardings)
-            return FrontSearch(trial, compiler, points, budget).suggestion()
+            made, layout = MadeCall(fn, args, kwargs, False), (mesh, shardings)
+            of_call = (on, made, policy, backward, params, *layout)
+            return FrontSearch(trial, *of_call, points, budget).suggestion()
         search = trial.search(trial.costs)
         wide, rules, measured, attempts = confirmed(trial, search, budget)
         found = suggestion_of(trial, search, wide, rules, budget, measured, attempts)
         if scaled is None or policy is None:
             return found
         eight = policy.replace(matmul=by)
-        return EightBitSearch(trial, scaled, eight, wide, budget, smallest).suggestion(found)
+        return in_8_bits(trial, scaled, eight, wide, budget, smallest, found)
 
 
 def _require(

@@ -9,13 +9,8 @@ from typing import Any
 
 from policy.core.rules import PolicyRules
 from policy.inspect.suggest.eight_bits import SMALLEST, LayerEvidence, lines_of
-from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
-from policy.inspect.suggest.front_plot import plotted
+from policy.inspect.suggest.front import FrontPoint, front_lines, plotted, unbeaten
 from policy.inspect.suggest.patterns import code_of
-from policy.inspect.suggest.search import Search, WideModules
-from policy.inspect.suggest.trial import Trial
-from policy.inspect.traced.call import short_text
-from policy.programs.paths import spelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,34 +172,3 @@ class Suggestion:
             f"# error of {self.of}: {self.error:.3g} with these rules, those of the cheapest "
             "point; error= chooses another"
         )
-
-
-def suggestion_of(
-    trial: Trial,
-    search: Search,
-    wide: WideModules,
-    rules: PolicyRules,
-    budget: float,
-    error: float,
-    confirmations: int,
-) -> Suggestion:
-    """Returns the suggestion of a set of candidates, whose rules have an error when applied."""
-    alone = search.alone or [math.nan] * len(trial.paths)
-    evidence = [
-        Evidence(spelled(path), alone[i], search.costs[i], i in wide)
-        for i, path in enumerate(trial.paths)
-    ]
-    evidence.sort(key=lambda e: (not e.keeps, 0.0 if math.isnan(e.alone) else -e.alone))
-    return Suggestion(
-        rules,
-        "" if trial.policy is None else short_text(trial.policy),
-        budget,
-        error,
-        search.known.get(wide, math.nan),
-        search.known.get(frozenset(), math.nan),
-        tuple(evidence),
-        "gradients" if trial.program.gradients else "outputs",
-        trial.program.route,
-        trial.runs,
-        1 + confirmations,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.core.policy import Policy
-from policy.inspect.compare.compare import COMPILER_OPTIONS
-from policy.inspect.suggest.candidates import reached_path
+from policy.inspect.suggest.eight_bits import ScaledDots
+from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.suggest.rounding_emulator import Emulated, Flags
-from policy.inspect.suggest.scaled_dots import ScaledDots
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
 from policy.programs.dtypes import is_half
@@ -54,14 +54,13 @@ class Trial:
         if not self.paths:
             raise ValueError(_no_paths(program, self.outside))
         self.costs = [shares[path] for path in self.paths]
-        self.candidates = {path: i + 1 for i, path in enumerate(self.paths)}
-        self.candidates |= {
-            end: self.candidates[path] for end, path in lost.items() if path in self.candidates
-        }
+        places = {path: i + 1 for i, path in enumerate(self.paths)}
+        lost_ends = {end: places[path] for end, path in lost.items() if path in places}
+        self.candidates = places | lost_ends
         reference = self.flags(range(len(self.paths)))
         reference.wide[0] = True
         self._reference_flags = reference
-        self.compiled = compiled(program, self.emulated, reference)
+        self.compiled = program.compiled(self.emulated, reference)
         self.reference = self._outputs(reference)
         _require_finite(self.reference)
 
@@ -70,17 +69,16 @@ class Trial:
     ) -> Flags:
         """Returns the flags of some candidates in float32 and some layers in 8 bits."""
         layers = self.scaled.layers if self.scaled else ()
-        return Flags(
-            _chosen(wide, len(self.paths)), np.array(promotes), _chosen(in_8_bits, len(layers))
-        )
+        layers_in_8_bits = _chosen(in_8_bits, len(layers))
+        return Flags(_chosen(wide, len(self.paths)), np.array(promotes), layers_in_8_bits)
 
     def emulated(self, flags: Any, *arrays: Any, is_native: bool = False) -> list[Any]:
         """Returns the measured arrays of the program with its flags; see `Emulated`."""
         body, consts = opened(self.program.jaxpr)
         reference = self.program.reference
-        run = Emulated(flags, self.candidates, reference, self.scaled, is_native)
-        given = [PlacedValue([widen(array)]) for array in arrays]
-        outputs = run.run(body, [PlacedValue([widen(const)]) for const in consts], given)
+        emulated = Emulated(flags, self.candidates, reference, self.scaled, is_native)
+        given = [[PlacedValue([widen(array)]) for array in each] for each in (consts, arrays)]
+        outputs = emulated.run(body, *given)
         return compared_floats(self.program, [output.arrays[0] for output in outputs])
 
     def _outputs(self, flags: Flags) -> list[np.ndarray]:
@@ -118,12 +116,9 @@ class Trial:
         Single gradients may be zero except for rounding.
         """
         sides = [list(map(_exact, side)) for side in (outputs, self.reference)]
-        pairs = list(zip(*sides, strict=True))
         if self.program.gradients:
-            return _relative(
-                *(np.concatenate([np.ravel(a) for a in side]) for side in zip(*pairs, strict=True))
-            )
-        return max(_relative(value, reference) for value, reference in pairs)
+            sides = [[np.concatenate([np.ravel(array) for array in side])] for side in sides]
+        return max(map(_relative, *sides))
 
 
 def _chosen(indices: Iterable[int], count: int) -> np.ndarray:
@@ -142,21 +137,6 @@ def _relative(value: np.ndarray, reference: np.ndarray) -> float:
         return math.inf
     difference, norm = float(np.linalg.norm(value - reference)), float(np.linalg.norm(reference))
     return 0.0 if difference == 0 else difference / norm if norm else math.inf
-
-
-def compiled(program: Program, run: Any, *before: Any) -> Any:
-    """Compiles `run` with excess precision disabled.
-
-    Args:
-      program: gives the arrays that `run` takes.
-      run: a function of `before` and of these arrays.
-      *before: the first arguments of `run`.
-    """
-    return (
-        jax.jit(run)
-        .lower(*before, *program.arguments.arrays)
-        .compile(compiler_options=COMPILER_OPTIONS)
-    )
 
 
 def compared_floats(program: Program, outputs: Sequence[Any]) -> list[Any]:
@@ -205,16 +185,14 @@ def _shares(
     """
     sites = [(module_path(site.path, site.is_backward), site) for site in walk(program.jaxpr)]
     lost = lost_prefixes(path for path, _ in sites) if program.gradients else {}
-    flops: dict[Path, float] = {}
-    moved: dict[Path, float] = {}
+    flops, moved = Counter[Path](), Counter[Path]()
     for path, site in sites:
-        if not _is_in_half(site.equation):
-            continue
-        path = reached_path(lost.get(path, path), modules)
-        flops[path] = flops.get(path, 0) + flops_of(site.equation) * site.count
-        moved[path] = moved.get(path, 0) + bytes_of(site.equation) * site.count
-    totals = [max(sum(amounts.values()), 1) for amounts in (flops, moved)]
-    return {path: flops[path] / totals[0] + moved[path] / totals[1] for path in flops}, lost
+        if _is_in_half(site.equation):
+            path = reached_path(lost.get(path, path), modules)
+            flops[path] += flops_of(site.equation) * site.count
+            moved[path] += bytes_of(site.equation) * site.count
+    all_flops, all_moved = max(flops.total(), 1), max(moved.total(), 1)
+    return {path: flops[path] / all_flops + moved[path] / all_moved for path in moved}, lost
 
 
 def _is_in_half(equation: Equation) -> bool:

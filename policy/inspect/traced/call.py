@@ -1,31 +1,344 @@
-"""Traces a call under a policy into a program, for `compare` and `suggest`."""
+"""Traces a user's call, with its gradients and under a policy, for all inspection tools."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from policy.autocasting.parameters import ParamsArgument
-from policy.core.messages import require_function
+from policy.autocasting.parameters import ParamsArgument, parameters, require_params
+from policy.autocasting.transform import autocast
+from policy.core.dtypes import INT8
+from policy.core.messages import DtypePolicyWarning, require_function
 from policy.core.policy import Policy, get_policy
-from policy.core.rules import PolicyRules, as_rules
-from policy.core.scope import RulesLike, require_usable
-from policy.inspect.traced.float32 import in_float32, wide_arguments
-from policy.inspect.traced.gradients import Around, PlainCall, as_it_is
-from policy.inspect.traced.reference import reference_of
-from policy.inspect.traced.under_policy import Route, under_policy
+from policy.core.rules import PolicyRules, RulesLike, as_rules
+from policy.core.scope import require_usable, use_policy
+from policy.inspect.traced.float32 import in_float32, reference_of, wide_arguments
 from policy.programs.dtypes import is_half
-from policy.programs.jaxprs import opened
+from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
+from policy.programs.jaxprs import maker_of, opened
+from policy.programs.primitives import MATMULS
 from policy.programs.reading.matmul_operands import NO_CODES, Codes, codes_of
+from policy.programs.reading.source_lines import source_of
+from policy.programs.reading.walk import walk
 from policy.programs.rewriting.placed_interpreter import NO_REFERENCE, Reference
-from policy.programs.rewriting.upcast import dtypes_of
-from policy.programs.tracing.trace import Arguments
+from policy.programs.rewriting.upcast import dtype_of, dtypes_of
+from policy.programs.tracing.trace import Arguments, Lowered, Traced, is_array, lowered, trace
+
+Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]
+
+
+def as_it_is(fn: Callable[..., Any], params: ParamsArgument) -> Callable[..., Any]:
+    """Returns a function without a wrapper."""
+    return fn
+
+
+Route = Literal["as written", "scope", "autocast"]
+P = TypeVar("P", bound=Any)  # a program, which has a jaxpr
+# Without this option XLA may leave out roundings.
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of any function or module as one of a function of its arguments alone.
+
+    Attributes:
+      fn: the function.
+      arguments: the arguments of the call.
+      params: the arguments that are parameters, in autocast's form: 0 for a lowered call.
+      lowered: the call of a pure function that it was lowered to, or None.
+      loss_scale: the factor of the loss before `program` differentiates it; None for no gradients.
+    """
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    params: ParamsArgument
+    lowered: Lowered | None
+    loss_scale: float | None = None
+
+    @classmethod
+    def of(
+        cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
+    ) -> Call:
+        """Returns a call in this form.
+
+        Raises:
+          TypeError: `params` is neither positions or names of arguments nor a predicate.
+          ValueError: `params` names arguments of a call of modules, which hold their parameters
+            themselves.
+        """
+        require_params(params)
+        call = lowered(fn, args, kwargs)
+        if call is None:
+            return Call(fn, Arguments.of(args, kwargs), params, None)
+        if params is not None and not callable(params):
+            raise ValueError(
+                f"params={params!r} names arguments, but here the parameters are held by the "
+                "function or its modules. Leave params out, or give a predicate on leaves."
+            )
+        params = 0 if params is None else params
+        return Call(call.pure, Arguments.of(call.args, call.kwargs), params, call)
+
+    @classmethod
+    def measured(
+        cls,
+        what: str,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        params: ParamsArgument,
+        loss_scale: float | None,
+    ) -> Call:
+        """Returns the call of any function or module, for a tool `what` that runs it.
+
+        A lowered call then returns the function's result without its new state, which is not
+        measured.
+
+        Raises:
+          TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
+            `params` doesn't select arguments.
+          ValueError: `params` names arguments of a call of modules.
+        """
+        require_function(fn, what)
+        call = cls.of(fn, args, kwargs, params)
+        if not call.arguments.arrays:
+            raise TypeError(
+                f"{what} measures a call on arrays, but its arguments contain no array."
+            )
+        for name, array in zip(call.arguments.names(), call.arguments.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{what} runs the function, but {name} is a shape, "
+                    f"{array.dtype.name}{list(array.shape)}: give an array. policy.audit takes "
+                    "shapes."
+                )
+        of = call.lowered
+        measured = call.fn if of is None else _returning(call.fn, of.result)
+        return dataclasses.replace(call, fn=measured, loss_scale=loss_scale)
+
+    def differentiated(self) -> list[int]:
+        """Returns the positions, among the arrays of the call, of those to differentiate by.
+
+        They are the floating leaves of the parameters, or of all arguments if no parameter is
+        floating. Without an explicit `params`, variables that a library declares to be no
+        parameters (running statistics) are left out.
+        """
+        args, kwargs = self.arguments.filled(self.arguments.arrays)
+        leaves = parameters(self.fn, self.params, args, kwargs)
+        marks = list(itertools.compress(leaves, self.arguments.is_array))
+        floating = [i for i, array in enumerate(self.arguments.arrays) if _is_floating(array)]
+        if self.params is None:
+            excluded = _no_parameters(args, kwargs)
+            floating = [i for i in floating if not excluded[i]]
+        return [i for i in floating if marks[i]] or floating
+
+    def traced(
+        self, floats: Callable[[Any], list[Any]] | None = None, around: Around = as_it_is
+    ) -> tuple[Any, Any, int]:
+        """Returns the program of the call, the shape of its result, and the number of gradients.
+
+        Gradients come after the result.
+
+        Args:
+          floats: returns what to differentiate of a result; its cotangents are ones. None: there
+            are no gradients.
+          around: wraps the function, given the arguments that are parameters.
+
+        Raises:
+          ValueError: no argument is floating.
+        """
+        fn, arrays = around(self.fn, self.params), self.arguments.arrays
+        chosen = [] if floats is None else self.differentiated()
+        if floats is not None and not chosen:
+            raise ValueError(
+                "backward=True differentiates with respect to floating arguments, but the function "
+                "is called with none."
+            )
+
+        def plain(*arrays: Any) -> Any:
+            args, kwargs = self.arguments.filled(arrays)
+            return fn(*args, **kwargs)
+
+        # JAX's errors name the function
+        plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        if floats is None:
+            return *make_jaxpr(plain, return_shape=True)(*arrays), 0
+        both = _with_gradients(plain, chosen, floats)
+        jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arrays)
+        return jaxpr, shape, len(chosen)
+
+    def program(self, around: Around = as_it_is) -> Program:
+        """Returns the program of the call, as it is written; see `traced`."""
+        floats = None if self.loss_scale is None else self._scaled_loss
+        jaxpr, shape, count = self.traced(floats, around)
+        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
+        inputs = input_paths(self.arguments, self.lowered is not None)
+        gradients = [inputs[i] for i in self.differentiated()] if count else []
+        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
+
+    def _scaled_loss(self, out: Any) -> list[Any]:
+        return [_loss(out).astype(jnp.float32) * self.loss_scale]
+
+    def floating_results(self, out: Any) -> list[Any]:
+        """Returns the leaves of a result that `audit` differentiates.
+
+        Raises:
+          ValueError: there are none.
+        """
+        primary = _primary(out if self.lowered is None else self.lowered.result(out))
+        found = [leaf for leaf in jax.tree.leaves(primary) if _is_floating(leaf)]
+        if not found:
+            raise ValueError(
+                "backward=True differentiates floating outputs, but the function returns none."
+            )
+        return found
+
+    def under(
+        self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
+    ) -> Program:
+        """Returns the program of the call under a policy; see `under_policy`."""
+        program, route = under_policy(self.program, policy, rules, route)
+        return dataclasses.replace(program, route=route)
+
+
+def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns the function without the new state, which is no output to measure."""
+    return lambda *args, **kwargs: result(pure(*args, **kwargs))
+
+
+def _with_gradients(
+    plain: Callable[..., Any], chosen: Sequence[int], floats: Callable[[Any], list[Any]]
+) -> Callable[..., tuple[Any, Sequence[Any]]]:
+    def both(*arrays: Any) -> tuple[Any, Sequence[Any]]:
+        def of_chosen(*values: Any) -> tuple[list[Any], Any]:
+            given = dict(zip(chosen, values, strict=True))
+            out = plain(*(given.get(i, array) for i, array in enumerate(arrays)))
+            return floats(out), out
+
+        found, backward, out = jax.vjp(of_chosen, *(arrays[i] for i in chosen), has_aux=True)
+        return out, backward([jnp.ones_like(leaf) for leaf in found])
+
+    return both
+
+
+def _no_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    """Returns, for each array of a call, whether it is in a node that holds no parameter."""
+    excludes = lambda node: any(each.is_no_parameter(node) for each in FRAMEWORKS)  # noqa: E731
+    nodes = jax.tree.leaves((args, kwargs), is_leaf=excludes)
+    return [excludes(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
+
+
+def traced_call(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    params: ParamsArgument,
+    around: Around = as_it_is,
+) -> Traced:
+    """Traces a call, and with `backward` its gradients too.
+
+    See `audit` for the differentiated inputs and outputs. The shape of the trace is that of `fn`'s
+    result; the gradients come after it.
+
+    Args:
+      around: wraps the traced function of arrays, given the arguments that are parameters.
+
+    Raises:
+      TypeError: `params` doesn't select arguments.
+      ValueError: `params` without `backward`; no argument, or no output, is floating.
+    """
+    if params is not None and not backward:
+        raise ValueError(
+            f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
+        )
+    call = Call.of(fn, args, kwargs, params)
+    jaxpr, shape, _ = call.traced(call.floating_results if backward else None, around)
+    return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
+
+
+def _primary(out: Any) -> Any:
+    """Returns the differentiated part of an output: the first of (loss or array, aux), or all."""
+    if isinstance(out, tuple) and len(out) == 2:
+        first, second = out
+        is_loss = _is_floating(first) and not jnp.shape(first)
+        if is_loss or (_is_floating(first) and isinstance(second, Mapping)):
+            return first
+    return out
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+# --------------------------------------------------------------------------------------------------
+# Under a policy
+# --------------------------------------------------------------------------------------------------
+
+
+def under_policy(
+    trace: Callable[[Around], P],
+    policy: Policy | None,
+    rules: PolicyRules | None,
+    route: Route | None = None,
+) -> tuple[P, Route]:
+    """Traces a program under a policy, and returns how the policy is applied.
+
+    A policy of half precision is applied by its scope, or, where that makes no matmul half
+    precision, by autocast. None traces the program as it is written.
+
+    Args:
+      trace: traces the program, with the traced function wrapped by its argument.
+      policy, rules: what to trace under.
+      route: "scope" or "autocast", where that is known.
+    """
+    if policy is None:
+        return trace(as_it_is), "as written"
+    if route != "autocast":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DtypePolicyWarning)
+            with use_policy(policy, rules):
+                program = trace(as_it_is)
+        is_float32 = is_half(policy.compute_dtype) and not _multiplies_in_half(program.jaxpr)
+        if route == "scope" or not is_float32:
+            for warning in caught:
+                warnings.warn(warning.message, warning.category, stacklevel=5)
+            return program, "scope"
+    return trace(lambda fn, params: autocast(fn, policy, params=params, rules=rules)), "autocast"
+
+
+def traced_under(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    params: ParamsArgument,
+    policy: Policy | None,
+    rules: PolicyRules | None,
+    route: Route | None = None,
+) -> tuple[Traced, Route]:
+    """Traces a call under a policy, as `traced_call` and `under_policy` do."""
+    trace = lambda around: traced_call(fn, args, kwargs, backward, params, around)  # noqa: E731
+    return under_policy(trace, policy, rules, route)
+
+
+def _multiplies_in_half(jaxpr: Any) -> bool:
+    """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
+    matmuls = (site.equation for site in walk(jaxpr) if site.name in MATMULS)
+    dtypes = (dtype_of(atom) for equation in matmuls for atom in equation.invars)
+    return any(dtype is not None and (is_half(dtype) or dtype == INT8) for dtype in dtypes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs on arrays, to run beside float32
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,68 +366,10 @@ class Program:
     refused: str = ""
     codes: Codes = NO_CODES
 
-
-@dataclasses.dataclass(frozen=True)
-class Call(PlainCall):
-    """A call to analyse, on arrays.
-
-    Attributes:
-      loss_scale: the factor of the loss before differentiation; None for no gradients.
-    """
-
-    loss_scale: float | None
-
-    @classmethod
-    def measured(
-        cls,
-        what: str,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
-        params: ParamsArgument,
-        loss_scale: float | None,
-    ) -> Call:
-        """Returns the call of any function or module, for the tool `what`.
-
-        Raises:
-          TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
-            `params` doesn't select arguments.
-          ValueError: `params` names arguments of a call of modules.
-        """
-        require_function(fn, what)
-        call = PlainCall.of(fn, args, kwargs, params)
-        if not call.arguments.arrays:
-            raise TypeError(
-                f"{what} measures a call on arrays, but its arguments contain no array."
-            )
-        for name, array in zip(call.arguments.names(), call.arguments.arrays, strict=True):
-            if isinstance(array, jax.ShapeDtypeStruct):
-                raise TypeError(
-                    f"{what} runs the function, but {name} is a shape, "
-                    f"{array.dtype.name}{list(array.shape)}: give an array. policy.audit takes "
-                    "shapes."
-                )
-        pure = call.fn
-        if call.lowered is not None:
-            pure = _returning(call.fn, call.lowered.result)
-        return cls(pure, call.arguments, call.params, call.lowered, loss_scale)
-
-    def program(self, around: Around = as_it_is) -> Program:
-        """Returns the program of the call, as it is written; see `PlainCall.traced`."""
-        scale = self.loss_scale
-        scaled = lambda out: [_loss(out).astype(jnp.float32) * scale]  # noqa: E731
-        jaxpr, shape, count = self.traced(None if scale is None else scaled, around)
-        names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
-        inputs = input_paths(self.arguments, self.lowered is not None)
-        gradients = [inputs[i] for i in self.differentiated()] if count else []
-        return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
-
-    def under(
-        self, policy: Policy | None, rules: PolicyRules | None = None, route: Route | None = None
-    ) -> Program:
-        """Returns the program of the call under a policy; see `under_policy`."""
-        program, route = under_policy(self.program, policy, rules, route)
-        return dataclasses.replace(program, route=route)
+    def compiled(self, run: Callable[..., Any], *before: Any) -> Any:
+        """Compiles a function of `before` and of the program's arrays, with all its roundings."""
+        staged = jax.jit(run).lower(*before, *self.arguments.arrays)
+        return staged.compile(compiler_options=COMPILER_OPTIONS)
 
 
 def _loss(out: Any) -> Any:
@@ -136,14 +391,9 @@ def _loss(out: Any) -> Any:
     return loss
 
 
-def _returning(pure: Callable[..., Any], result: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns the function without the new state, which is no output to measure."""
-    return lambda *args, **kwargs: result(pure(*args, **kwargs))
-
-
 # flax.nnx hands in state: by the module, or the place of the argument that it is of; its numbers
 # are their `value`.
-_OF_STATE = re.compile(r"(?:0|1/\d+)/(.+?)(?:/value)?")
+_OF_STATE = re.compile(r"\A(?:0|1/\d+)/(.+?)(?:/value)?\Z")
 
 
 def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
@@ -158,11 +408,8 @@ def input_paths(arguments: Arguments, is_lowered: bool) -> list[str]:
     paths = [
         leaf_path(path[2:]) or name for path, name in zip(keys, arguments.names(), strict=True)
     ]
-    matches = [_OF_STATE.fullmatch(path) if is_lowered else None for path in paths]
-    short = [
-        path if match is None else match[1] for path, match in zip(paths, matches, strict=True)
-    ]
-    return short if len(set(short)) == len(set(paths)) else paths
+    short = [_OF_STATE.sub(r"\1", path) for path in paths]
+    return short if is_lowered and len(set(short)) == len(set(paths)) else paths
 
 
 def leaf_path(path: Any) -> str:
@@ -196,22 +443,16 @@ def checked_rules(rules: RulesLike | None, policy: Policy | str | None) -> Polic
 def program_of(call: Call, policy: Policy | None, rules: PolicyRules | None = None) -> Program:
     """Returns the program under a policy, with its differences from the function in float32.
 
-    It is the program of the layers that obey the policy's scope, or else autocast's.
+    It is the program of the layers that obey the policy's scope, or else autocast's. Code that
+    names a half dtype explicitly may have no float32 trace; any exception of that becomes
+    `refused`.
 
     Args:
       call: the call to trace.
       policy: None for the program as it is written.
       rules: the rules beside the policy.
     """
-    return _with_reference(call, call.under(policy, rules))
-
-
-def _with_reference(call: Call, program: Program) -> Program:
-    """Returns the program with its differences from the same call's float32 trace.
-
-    Code that names a half dtype explicitly may have no such trace; any exception then becomes
-    `refused`.
-    """
+    program = call.under(policy, rules)
     codes = codes_of(program.jaxpr, call.differentiated())
     program = dataclasses.replace(program, codes=codes)
     if not any(map(is_half, dtypes_of(opened(program.jaxpr)[0]))):
@@ -234,3 +475,47 @@ def short_text(policy: Policy) -> str:
     presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
     presets = (*presets, "mixed_float8", "mixed_int8")
     return next((name for name in presets if get_policy(name) == policy), str(policy))
+
+
+# --------------------------------------------------------------------------------------------------
+# Dtypes of parameters
+# --------------------------------------------------------------------------------------------------
+
+
+def parameters_of(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: int, returned: int, keeps: bool
+) -> tuple[dict[str, str], dict[str, tuple[int, str]], Any]:
+    """Returns incoming dtypes by name, outgoing places and dtypes by name, and the program.
+
+    Unless `keeps`, the outgoing parameters stand for the incoming ones.
+    """
+    call, traced = lowered(fn, args, kwargs), trace(fn, *args, **kwargs)
+    dtypes = [_dtype(leaf) for leaf in jax.tree.leaves(traced.shape)]
+    places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(dtypes)))
+    # modules, whose state is handed in and out
+    has_state = call is not None and call.finish is not type(call).finish
+    if has_state or isinstance(places, tuple):
+        places = places[1 if has_state else returned]
+    after = {name: (place, dtypes[place]) for name, place in _named(places)}
+    if not (has_state or keeps):
+        return {name: dtype for name, (_, dtype) in after.items()}, after, traced.jaxpr
+    given = args[params] if call is None or not has_state else call.args[0]
+    return {name: _dtype(leaf) for name, leaf in _named(given)}, after, traced.jaxpr
+
+
+def _dtype(leaf: Any) -> str:
+    return str(jnp.result_type(leaf))
+
+
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a tree with their paths."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path) or "the parameter", leaf
+
+
+def origin_of(jaxpr: Any, place: int) -> str:
+    """Returns the operation that makes a program's output, and its source line."""
+    equation = maker_of(jaxpr, place)
+    if equation is None:
+        return "an argument"
+    return f"{equation.primitive.name}, {source_of(equation) or 'source line unknown'}"

@@ -16,8 +16,7 @@ from flax import nnx
 
 import mpmodules
 from policy import audit, compare, suggest
-from policy.inspect.traced.call import Call
-from policy.inspect.traced.gradients import traced_call
+from policy.inspect.traced.call import Call, traced_call
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
 
 assert mpmodules  # names the modules of nnx

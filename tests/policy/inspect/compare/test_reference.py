@@ -1,6 +1,4 @@
-"""The reference of half precision: the function traced in float32, with its constants before
-rounding.
-"""
+"""The reference of half precision: the function in float32, its constants before rounding."""
 
 from __future__ import annotations
 
@@ -29,10 +27,7 @@ from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
-
-# --------------------------------------------------------------------------------------------------
-# The error of constants, against float64
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------- the error of constants, against float64
 
 
 def gelu(x: Any) -> Any:
@@ -96,15 +91,13 @@ def test_errors_are_those_against_float64_though_constants_were_rounded(
 
 @pytest.mark.parametrize("dtype", (F16, BF16))
 def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) -> None:
-    def loss(x: Any) -> Any:
-        with jax.named_scope("named"):
-            y = lax.scan(
-                lambda y, _: (jax.nn.gelu(y) * 0.7, None), x.astype(dtype), None, length=2
-            )[0]
+    def wide(x: Any) -> Any:
+        y, _ = lax.scan(lambda y, _: (jax.nn.gelu(y) * 0.7, None), x, None, length=2)
         return jnp.sum(y.astype(F32))
 
-    def wide(x: Any) -> Any:
-        return jnp.sum(lax.scan(lambda y, _: (jax.nn.gelu(y) * 0.7, None), x, None, length=2)[0])
+    def loss(x: Any) -> Any:
+        with jax.named_scope("named"):
+            return wide(x.astype(dtype))
 
     x = normal(8, 4)
     comparison = compare(loss, x, backward=True)
@@ -113,15 +106,11 @@ def test_gradients_are_measured_against_those_of_float64s_constants(dtype: Any) 
     assert comparison.unpaired == ()
 
 
-# --------------------------------------------------------------------------------------------------
-# What is NaN in half precision alone
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------- what is NaN in half precision alone
 
 
 class Scaled(nn.Module):
-    """Divides by the largest of its activations, which are all zero: the epsilon is none in
-    float16.
-    """
+    """Divides by its largest activation, which is zero: the epsilon is none in float16."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -163,16 +152,10 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
     variables, x = all_zero(model)
     comparison = compare(model.apply, variables, x, policy=policy)
     name = f"{type(model).__name__}:"
-    assert (
-        comparison.error == np.inf
-        and comparison.outputs[0].overflow == 1
-        and comparison.first_jump == name
-    )
-    assert (
-        comparison.notes == ()
-        and comparison.outputs[0].undefined == 0
-        and comparison.unpaired == ()
-    )
+    (output,) = comparison.outputs
+    assert comparison.error == np.inf and comparison.first_jump == name
+    assert output.overflow == 1 and output.undefined == 0
+    assert comparison.notes == comparison.unpaired == ()
     found = suggest(model.apply, variables, x, error=1e-2, policy=policy)
     assert found.paths == (name,) and found.without == np.inf and found.error <= 1e-2
     if policy is None:
@@ -181,15 +164,11 @@ def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
         assert jnp.isfinite(jax.jit(lambda v, x: apply(model, v, x))(variables, x)).all()
 
 
-# --------------------------------------------------------------------------------------------------
-# Layers that compute in another way in half precision
-# --------------------------------------------------------------------------------------------------
+# --------------------------------------------- layers that compute in another way in half precision
 
 
 class Block(nn.Module):
-    """Operations that half precision computes in other ways: normalisations, attention, gradients
-    of biases.
-    """
+    """Normalisations, attention, and gradients of biases: others in half precision."""
 
     attends: bool = True
 
@@ -198,9 +177,8 @@ class Block(nn.Module):
         if self.attends:
             y = nn.LayerNorm(name="norm")(x)
             x = x + nn.MultiHeadDotProductAttention(2, name="attention")(y)
-        return x + nn.Dense(8, name="down")(
-            nn.gelu(nn.Dense(16, name="up")(nn.RMSNorm(name="rms")(x)))
-        )
+        y = nn.gelu(nn.Dense(16, name="up")(nn.RMSNorm(name="rms")(x)))
+        return x + nn.Dense(8, name="down")(y)
 
 
 class Scanned(nn.Module):
@@ -208,10 +186,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        step = lambda block, x, _: (block(x), None)  # noqa: E731
-        scan = nn.scan(
-            nn.remat(step), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-        )
+        step = nn.remat(lambda block, x, _: (block(x), None))
+        scan = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
         return scan(Block(attends=False, name="blocks"), x, None)[0]
 
 
@@ -230,9 +206,8 @@ def test_a_transformer_pairs_in_its_gradients_too(model: Any, policy: str) -> No
     leaves = zip(jax.tree.leaves(half), jax.tree.leaves(wide), strict=True)
     for row, (value, truth) in zip(comparison.parameters, leaves, strict=True):
         if "key/bias" not in row.path:  # zero but for rounding
-            np.testing.assert_allclose(
-                row.error, relative(value, truth), rtol=0.05, err_msg=row.path
-            )
+            right = relative(value, truth)
+            np.testing.assert_allclose(row.error, right, rtol=0.05, err_msg=row.path)
 
 
 class Layers(nn.Module):
@@ -285,11 +260,8 @@ def test_an_nnx_model_that_holds_its_policy_pairs() -> None:
     with use_policy("mixed_float16"):
         model = Net(flax_nnx.Rngs(0))
     comparison = compare(model, normal(4, 8))
-    assert (
-        comparison.unpaired == ()
-        and comparison.route == "as written"
-        and 0 < comparison.error < 1e-2
-    )
+    assert comparison.unpaired == () and comparison.route == "as written"
+    assert 0 < comparison.error < 1e-2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -301,9 +273,7 @@ def test_a_model_under_autocast_has_all_constants_of_its_float32_trace(name: str
     assert program.refused == "" and program.reference.unpaired == ()
 
 
-# --------------------------------------------------------------------------------------------------
-# Constants without a counterpart
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------ constants without a counterpart
 
 
 def test_code_that_has_no_float32_trace_is_compared_with_itself_widened_and_that_is_said() -> None:
@@ -328,9 +298,8 @@ def test_constants_beside_a_half_dtype_that_a_jitted_function_names_stay_rounded
 
     x = normal(64)
     comparison = compare(half, x)
-    assert comparison.unpaired == ("named",) and "no counterpart in float32 at 'named'" in str(
-        comparison
-    )
+    assert comparison.unpaired == ("named",)
+    assert "no counterpart in float32 at 'named'" in str(comparison)
     truth = 2 * np.float64(F16(0.1)) * np.asarray(x, np.float64)
     np.testing.assert_allclose(comparison.error, relative(half(x), truth), rtol=2e-3)
 
@@ -343,11 +312,11 @@ def test_a_function_in_float32_sees_no_half_dtype_and_later_traces_do() -> None:
 
     half = jax.jit(lambda x: x * 0.1)
     with pytest.raises(RuntimeError, match="inside"):
-        jax.eval_shape(in_float32(lambda x: jax.jit(raised)(x)), normal(4))
+        jax.eval_shape(in_float32(lambda x: jax.jit(raising)(x)), normal(4))
     assert jax.eval_shape(in_float32(fn), normal(4)).dtype == F32
     assert jax.eval_shape(half, jnp.zeros(3, F16)).dtype == F16
     assert jax.eval_shape(lambda x: x.astype(F16), normal(4)).dtype == F16
 
 
-def raised(x: Any) -> Any:
+def raising(x: Any) -> Any:
     raise RuntimeError("inside")

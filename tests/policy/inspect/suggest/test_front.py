@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from policy import PolicyRules
-from policy.inspect.suggest.front import (
-    FrontPoint,
-    chosen_sets,
-    front_lines,
-    measured_sets,
-    unbeaten,
-)
+from policy.inspect.suggest.front import FrontPoint, front_lines, unbeaten
+from policy.inspect.suggest.on_target import chosen_sets, measured_sets
 from policy.inspect.suggest.search import Search
 from policy.inspect.suggest.suggestion import Suggestion
 
@@ -88,12 +83,9 @@ def test_the_chosen_sets_have_both_ends_and_are_far_from_each_other():
 
 def test_a_beaten_set_is_chosen_only_where_it_is_asked_for_and_overflows_are_chosen_from():
     costs = [1.0, 1.0, 1.0]
-    errors = {
-        NONE: math.inf,
-        frozenset([0]): math.inf,  # costs more than none, with no less error
-        frozenset([1]): 0.1,
-        frozenset([0, 1, 2]): 0.0,
-    }
+    # The first costs more than none, with no less error.
+    errors = {NONE: math.inf, frozenset([0]): math.inf}
+    errors |= {frozenset([1]): 0.1, frozenset([0, 1, 2]): 0.0}
     assert frozenset([0]) not in chosen_sets(errors, costs, 5)
     assert len(chosen_sets(errors, costs, 5)) == 3
     assert chosen_sets(errors, costs, 3, [frozenset([0])])[2] == frozenset([0])
@@ -102,14 +94,9 @@ def test_a_beaten_set_is_chosen_only_where_it_is_asked_for_and_overflows_are_cho
 def suggestion(points: tuple[FrontPoint, ...], budget: float = math.inf) -> Suggestion:
     fits = bool(points and points[0].fits)
     rules, error = (points[0].rules, points[0].error) if fits else (PolicyRules([]), math.nan)
-    found = Suggestion(rules, "mixed_bfloat16", budget, error, 0.1, 0.1, ())
-    return dataclasses.replace(
-        found,
-        target="v5e:1x1",
-        timing="the compiler's cycles",
-        points=points,
-        chosen=points[0] if fits else None,
-    )
+    found = Suggestion(rules, "mixed_bfloat16", budget, error, 0.1, 0.1, (), points=points)
+    chosen, timing = points[0] if fits else None, "the compiler's cycles"
+    return dataclasses.replace(found, target="v5e:1x1", timing=timing, chosen=chosen)
 
 
 def test_the_headline_says_what_chose_the_rules():

@@ -24,9 +24,9 @@ from policy.inspect.estimate.costing import CompiledStep
 from policy.inspect.estimate.steps import Step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.memory import MemoryUse
+from policy.inspect.suggest.on_target import module_costs
 from policy.inspect.suggest.suggest import suggest
-from policy.inspect.suggest.target_costs import module_costs
-from policy.inspect.traced.under_policy import traced_under
+from policy.inspect.traced.call import traced_under
 from policy.programs.dtypes import is_half
 from policy.programs.jaxprs import opened
 from policy.programs.operations import bytes_of, flops_of
@@ -202,9 +202,8 @@ def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chose
     assert found.chosen is None and found.front == () and found.rules == PolicyRules([])
     assert {point.missing for point in found.points} == {2**35 - int(15.75 * 2**30)}
     assert str(found).startswith("# no program fits on v5e") and "lacks 16.25 GiB" in str(found)
-    with pytest.raises(
-        ValueError, match=r"fit into the memory of v5e: at least 16\.25 GiB are missing"
-    ):
+    missing = r"fit into the memory of v5e: at least 16\.25 GiB are missing"
+    with pytest.raises(ValueError, match=missing):
         on(points=3)
 
 
@@ -287,9 +286,7 @@ class NnxNet(flax_nnx.Module):
 
 
 @pytest.mark.slow
-def test_an_nnx_model_of_flax_has_a_front_and_is_as_it_was(
-    compiler: Compiler,
-) -> None:
+def test_an_nnx_model_of_flax_has_a_front_and_is_as_it_was(compiler: Compiler) -> None:
     net = NnxNet(flax_nnx.Rngs(0))
     before = jax.tree.map(np.asarray, flax_nnx.state(net))
     found = suggest(net, normal(8, 16), policy="mixed_bfloat16", on=Fake("v5e"), points=3)
@@ -299,23 +296,19 @@ def test_an_nnx_model_of_flax_has_a_front_and_is_as_it_was(
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
 
 
-# --------------------------------------------------------------------------------------------------
-# The costs of modules
-# --------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------- the costs of modules
+
 
 A, B, C = ("Net", "a"), ("Net", "b"), ("Net", "c")
 CANDIDATES = {A: 1, B: 2, C: 3}
+DIVIDED = {A: 10.0, (*A, "in"): 10.0, B: 60.0, C: 20.0}
 
 
 @pytest.mark.parametrize(
     ("half", "full", "costs"),
     [
         # the difference of its kernels, inner scopes included
-        (
-            {A: 10.0, (*A, "in"): 10.0, B: 60.0, C: 20.0},
-            {A: 50.0, B: 90.0, C: 25.0},
-            (0.3, 0.3, 0.05),
-        ),
+        (DIVIDED, {A: 50.0, B: 90.0, C: 25.0}, (0.3, 0.3, 0.05)),
         # one that gains by float32 takes the least cost, one without kernels a share
         ({A: 60.0, (): 40.0}, {A: 50.0, (): 150.0}, (1e-4, 0.75, 1e-4)),
         # where a program does not fit, written costs rank
@@ -328,9 +321,7 @@ def test_a_module_costs_what_float32_adds_to_its_kernels(half: Any, full: Any, c
     assert found == pytest.approx(costs)
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -360,9 +351,7 @@ def test_a_policys_text_means_the_targets_dtypes() -> None:
         suggest(jnp.matmul, normal(8, 8), policy="p=f32,c=half,m=8bit", on=Absent("v5e"))
 
 
-# --------------------------------------------------------------------------------------------------
-# Compilers of accelerators
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------ compilers of accelerators
 
 
 @pytest.mark.slow

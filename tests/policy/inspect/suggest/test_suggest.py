@@ -46,9 +46,8 @@ def cancelling(planted: tuple[int, ...], layers: int = 4) -> Any:
 @pytest.fixture(scope="module")
 def residual() -> tuple[Any, Any]:
     generator = np.random.default_rng(1)
-    return {"w": jnp.asarray(generator.normal(size=(4, 8, 8)) / 3, F32)}, jnp.asarray(
-        generator.normal(size=(4, 8)), F32
-    )
+    w = jnp.asarray(generator.normal(size=(4, 8, 8)) / 3, F32)
+    return {"w": w}, jnp.asarray(generator.normal(size=(4, 8)), F32)
 
 
 def compilations(caplog: pytest.LogCaptureFixture) -> int:
@@ -66,9 +65,8 @@ def test_exactly_the_planted_layers_of_a_plain_function_are_kept(
     assert sorted(found.paths) == ["layer_1/out", "layer_3/out"]
     assert found.without > 0.1 and found.error <= 0.03 and found.emulated <= 0.03
     ruled = exactly(autocast(model, "mixed_bfloat16", rules=found.rules))
-    assert relative(ruled(*residual), jax.jit(model)(*residual)) == pytest.approx(
-        found.error, rel=1e-2
-    )
+    error = relative(ruled(*residual), jax.jit(model)(*residual))
+    assert error == pytest.approx(found.error, rel=1e-2)
 
 
 def test_what_is_printed_is_code_that_makes_the_rules(residual: Any) -> None:
@@ -100,9 +98,7 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
-def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of_the_scope() -> (
-    None
-):
+def test_exactly_the_layer_of_ours_that_overflows_is_kept_by_rules_of_the_scope() -> None:
     model, x = Model(), normal(4, 8)
     variables = jax.jit(model.init)(jax.random.key(0), x)
     kernel = variables["params"]["branch_2"]["up"]["kernel"]
@@ -111,9 +107,10 @@ def test_exactly_the_layer_that_overflows_in_a_model_of_ours_is_kept_by_rules_of
     assert found.route == "scope" and found.without == np.inf and found.error <= 0.01
     assert found.paths == ("branch_2/up",)
     assert found.rules == PolicyRules([("branch_2/up", "float32")])
+    called = lambda v, x: apply(model, v, x)  # noqa: E731
     with use_policy("mixed_float16", found.rules):
-        ruled = exactly(lambda v, x: apply(model, v, x))(variables, x)
-    assert relative(ruled, jax.jit(lambda v, x: apply(model, v, x))(variables, x)) <= 0.01
+        ruled = exactly(called)(variables, x)
+    assert relative(ruled, jax.jit(called)(variables, x)) <= 0.01
 
 
 class Centred(nn.Module):
@@ -126,28 +123,25 @@ class Centred(nn.Module):
         return (nn.Dense(8, name="dense")(x) + self.offset) - self.offset
 
 
-class Sum(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for i in range(3):
-            x = x + jnp.tanh(Centred(3000.0 * (i == 1), name=f"layer_{i}")(x))
-        return x
-
-
 class KeptCentred(Centred):
     own_code: ClassVar[Literal["keep"] | None] = "keep"
 
 
-class KeptSum(nn.Module):
-    """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
-
-    own_code: ClassVar[Literal["keep"] | None] = "keep"
+class Sum(nn.Module):
+    layer: ClassVar[Any] = Centred
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
         for i in range(3):
-            x = x + jnp.tanh(KeptCentred(3000.0 * (i == 1), name=f"layer_{i}")(x))
+            x = x + jnp.tanh(self.layer(3000.0 * (i == 1), name=f"layer_{i}")(x))
         return x
+
+
+class KeptSum(Sum):
+    """A sum whose lines run in the dtypes that they meet: strict promotion is for them."""
+
+    own_code: ClassVar[Literal["keep"] | None] = "keep"
+    layer: ClassVar[Any] = KeptCentred
 
 
 @pytest.mark.parametrize(("model", "output"), [(Sum(), "float32"), (KeptSum(), "bfloat16")])
@@ -194,9 +188,8 @@ def test_exactly_the_planted_modules_of_an_nnx_model_of_flax_are_kept() -> None:
 def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
     found = suggest(cancelling(()), *residual, error=0.03, policy="mixed_bfloat16")
     assert found.rules == PolicyRules([]) and found.paths == () and found.runs == 2
-    assert "rules = PolicyRules([])" in str(found) and found.error == pytest.approx(
-        found.without, rel=0.5
-    )
+    assert "rules = PolicyRules([])" in str(found)
+    assert found.error == pytest.approx(found.without, rel=0.5)
 
 
 def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their_own() -> None:
@@ -216,9 +209,8 @@ def test_layers_of_a_scan_are_one_candidate_and_gradients_have_a_budget_of_their
 
     params = {"w": normal(3, 8, 8, scale=0.3), "scale": jnp.ones((4, 8))}
     found = suggest(loss, params, normal(4, 8), error=0.05, policy="mixed_bfloat16", backward=True)
-    assert (
-        found.of == "gradients" and found.paths == ("layers/block/offset",) and found.error <= 0.05
-    )
+    assert found.of == "gradients" and found.paths == ("layers/block/offset",)
+    assert found.error <= 0.05
 
 
 def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
@@ -233,11 +225,8 @@ def test_code_in_half_by_itself_is_confirmed_in_its_own_dtypes() -> None:
     w = jnp.eye(4)
     found = suggest(model, w, jnp.asarray([[0.1, 0.2, 0.3, 0.5]]), error=0.1)
     assert found.route == "as written" and found.policy == "" and found.paths == ("large",)
-    assert (
-        found.without == np.inf
-        and found.error <= 0.1
-        and found.rules == PolicyRules([("large", "float32")])
-    )
+    assert found.error <= 0.1 and found.without == np.inf
+    assert found.rules == PolicyRules([("large", "float32")])
 
 
 def test_a_pool_that_adds_up_in_half_is_seen_though_a_rounded_sum_would_not_show_it() -> None:

@@ -1,1 +1,0 @@
-"""A comparison as a table and as a chart."""
