@@ -21,9 +21,7 @@ def spacing(size: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     return np.exp2(np.floor(np.log2(normal))) * float(info.eps)
 
 
-def ulps_of(
-    actual: Any, desired: np.ndarray, dtype: DTypeLike, *, floor: float = 0.0
-) -> np.ndarray:
+def ulps_of(actual: Any, desired: np.ndarray, dtype: DTypeLike, floor: float) -> np.ndarray:
     """Returns the errors in ulps: ``|actual - desired| / spacing(max(|desired|, floor))``.
 
     Args:
