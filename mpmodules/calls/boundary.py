@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as linen
@@ -63,6 +64,16 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.recorded: Any = None
+
+    @contextlib.contextmanager
+    def noting(self, **values: Any) -> Iterator[None]:
+        """Sets attributes for a block."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 class _LinenCalls(_Calls):

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import linecache
 import os
 import traceback
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from flax import linen, nnx
+from flax.core import Scope as FlaxScope
 from flax.errors import TraceContextError, TransformedMethodReturnValueError
 from jax.typing import DTypeLike
 
@@ -213,6 +218,74 @@ def _as_given(new: Any, given: Any) -> Any:
         new,
         given,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys of programs
+# --------------------------------------------------------------------------------------------------
+
+
+class _Bare(linen.Module):
+    """A module without fields or code of its own."""
+
+
+FLAX_STATE = frozenset(vars(_Bare(parent=None)))
+
+
+_HELD = (jax.Array, np.ndarray, linen.Variable, FlaxScope, nnx.Pytree, nnx.Variable)
+
+
+def key_of(value: Any, seen: dict[int, int]) -> Hashable:
+    """Returns a key of a bound module, or of a static value: equal where the code of both runs
+    alike, on other variables.
+
+    Args:
+      value: the module or value.
+      seen: the numbers of the objects that it is in, by their identities.
+
+    Raises:
+      TypeError: it holds arrays, variables, or values that are not hashable.
+    """
+    if isinstance(value, _HELD) or inspect.ismethod(value):
+        raise TypeError(f"{type(value).__name__} is not static.")
+    if isinstance(value, str | type | types.ModuleType | None):
+        return value
+    if isinstance(value, float):  # 1, 1.0 and True are equal, and -0.0 is 0.0
+        return float, value.hex()
+    if isinstance(value, tuple | list):
+        return type(value), tuple(key_of(item, seen) for item in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, key_of(item, seen)) for key, item in value.items())
+    if isinstance(value, nnx.graph.Static):
+        return nnx.graph.Static, key_of(value.value, seen)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(key_of(item, seen) for item in value)
+    if isinstance(value, functools.partial):
+        return functools.partial, key_of((value.func, value.args, value.keywords), seen)
+    is_module = isinstance(value, linen.Module)
+    by_value = type(value).__hash__ not in (None, object.__hash__)
+    if not is_module and (by_value or callable(value) or not hasattr(value, "__dict__")):
+        return type(value), value
+    if id(value) in seen:
+        return type(value), seen[id(value)]
+    seen[id(value)] = len(seen)
+    if is_module:
+        return _of_module(value, seen)
+    return type(value), key_of(vars(value), seen)  # an object whose attributes may change
+
+
+def _of_module(module: Any, seen: dict[int, int]) -> Hashable:
+    scope, state = module.scope, module._state
+    place = None if scope is None else (scope.path, scope.name)
+    flaxs = FLAX_STATE | {"scope"}
+    parts = [
+        {name: value for name, value in vars(module).items() if name not in flaxs},
+        (module.name, state.in_compact_method, state.in_setup, int(state.setup_called)),
+        state.autoname_cursor,
+    ]
+    if scope is not None:
+        parts += [scope.mutable, scope.flags, scope.rng_counters]
+    return type(module), place, key_of(parts, seen)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -108,21 +108,13 @@ def _under_way(module: Any, scope: Scope) -> Iterator[None]:
     """Notes the call, and after a root's call refuses rules that matched nothing in it."""
     path = module.path
     is_root = not path and calls.seen is None
-    if is_root:
-        calls.seen, calls.root = {}, module
-    outer, calls.innermost = calls.innermost, module
-    calls.paths.append(path)
-    try:
+    of_root: dict[str, Any] = {"seen": {}, "root": module} if is_root else {}
+    with calls.noting(innermost=module, paths=[*calls.paths, path], **of_root):
         if calls.seen is not None:
             calls.seen.setdefault(path, set()).add(type(module))
         yield
         if is_root and scope.rules:
             check_rules(module, scope.rules)
-    finally:
-        calls.paths.pop()
-        calls.innermost = outer
-        if is_root:
-            calls.seen = calls.root = None
 
 
 # --------------------------------------------------------------------------------------------------

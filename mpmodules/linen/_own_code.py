@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
 import jax
-import numpy as np
-from flax.core import Scope, meta
+from flax.core import meta
 from jax.typing import DTypeLike
 
 from mpmodules.calls import own_code
@@ -82,7 +79,7 @@ def _key(module: Any, method: Method) -> Hashable:
     if not all(getattr(each, "is_of_a_port", False) for each in interceptors):
         return None
     try:
-        return "linen", method, key_of(module), bool(calls.paths)
+        return "linen", method, own_code.key_of(module, {}), bool(calls.paths)
     except (TypeError, RecursionError):  # the second of an object that holds itself in a dict
         return None
 
@@ -129,8 +126,9 @@ def param(
     if current_scope().traces_own_code:
         read = functools.partial(own_code.as_read, is_kept=is_kept, dtype=compute_dtype)
         return jax.tree.map(read, stored)
-    is_stored = compute_dtype is None or not calls.paths
-    return stored if is_stored else cast_floating(stored, compute_dtype)
+    if compute_dtype is None or not calls.paths:
+        return stored
+    return cast_floating(stored, compute_dtype)
 
 
 def check_names(module: Any) -> None:
@@ -150,69 +148,3 @@ def own_params(module: Any) -> dict[str, Any]:
         for name, value in params.items()
         if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
     }
-
-
-# --------------------------------------------------------------------------------------------------
-# Keys
-# --------------------------------------------------------------------------------------------------
-
-
-def key_of(value: Any) -> Hashable:
-    """Returns a key of a bound module, or of a static value: equal where the code of both runs
-    alike, on other variables.
-
-    Raises:
-      TypeError: it holds arrays, variables, or values that are not hashable.
-    """
-    return _key_of(value, {})
-
-
-class _Bare(flax_nn.Module):
-    """A module without fields or code of its own."""
-
-
-FLAX_STATE = frozenset(vars(_Bare(parent=None)))
-
-
-_HELD = (jax.Array, np.ndarray, flax_nn.Variable, Scope)
-
-
-def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
-    if isinstance(value, _HELD) or inspect.ismethod(value):
-        raise TypeError(f"{type(value).__name__} is not static.")
-    if isinstance(value, str | type | types.ModuleType | None):
-        return value
-    if isinstance(value, float):  # 1, 1.0 and True are equal, and -0.0 is 0.0
-        return float, value.hex()
-    if isinstance(value, tuple | list):
-        return type(value), tuple(_key_of(item, seen) for item in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _key_of(item, seen)) for key, item in value.items())
-    if isinstance(value, set):
-        return set, frozenset(value)
-    if isinstance(value, functools.partial):
-        return functools.partial, _key_of((value.func, value.args, value.keywords), seen)
-    is_module = isinstance(value, flax_nn.Module)
-    by_value = type(value).__hash__ not in (None, object.__hash__)
-    if not is_module and (by_value or callable(value) or not hasattr(value, "__dict__")):
-        return type(value), value
-    if id(value) in seen:
-        return type(value), seen[id(value)]
-    seen[id(value)] = len(seen)
-    if is_module:
-        return _of_module(value, seen)
-    return type(value), _key_of(vars(value), seen)  # an object whose attributes may change
-
-
-def _of_module(module: Any, seen: dict[int, int]) -> Hashable:
-    scope, state = module.scope, module._state
-    place = None if scope is None else (scope.path, scope.name)
-    flaxs = FLAX_STATE | {"scope"}
-    parts = [
-        {name: value for name, value in vars(module).items() if name not in flaxs},
-        (module.name, state.in_compact_method, state.in_setup, int(state.setup_called)),
-        state.autoname_cursor,
-    ]
-    if scope is not None:
-        parts += [scope.mutable, scope.flags, scope.rng_counters]
-    return type(module), place, _key_of(parts, seen)

@@ -17,6 +17,7 @@ from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_op
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import LAYER_OF, InstanceMethod, is_ours, is_upstream, layer_class
+from mpmodules.calls.own_code import FLAX_STATE
 from mpmodules.linen._call import (
     NOT_ENTERED,
     call_of,
@@ -27,7 +28,7 @@ from mpmodules.linen._call import (
     run_method,
     run_setup,
 )
-from mpmodules.linen._own_code import FLAX_STATE, call_traced, own_params, wrapped_once
+from mpmodules.linen._own_code import call_traced, own_params, wrapped_once
 from mpmodules.linen._summary import tabulate_method
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
@@ -374,7 +375,10 @@ class Adopter:
             return _run(module, self._method(next_fun, module, context), args, kwargs, context)
         if not self.is_of_a_port or module.scope is None:
             return next_fun(*args, **kwargs)
-        return _run(module, self._foreign_method(next_fun, context), args, kwargs, context)
+        method = self._method(next_fun, module, context)
+        if module.is_mutable_collection("params"):
+            method = _storing(method)
+        return _run(module, method, args, kwargs, context)
 
     def _method(
         self, next_fun: Callable[..., Any], instance: Any, context: Any
@@ -389,21 +393,6 @@ class Adopter:
                 break
             run = functools.partial(_intercepted, interceptor, run, context)
         return _method_of(run, instance, method, context)
-
-    def _foreign_method(self, next_fun: Callable[..., Any], context: Any) -> Callable[..., Any]:
-        """Returns the method of a module that is no layer, which stores what it makes in
-        param_dtype.
-        """
-        module = context.module
-        method = self._method(next_fun, module, context)
-        if not module.is_mutable_collection("params"):
-            return method
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _params_stored(module):
-                return method(module, *args, **kwargs)
-
-        return _method_of(run, module, context.orig_method.func, context)
 
 
 def _code_of(method: Callable[..., Any], instance: Any) -> Callable[..., Any]:
@@ -466,25 +455,28 @@ def _method_of(
     return method
 
 
-@contextlib.contextmanager
-def _params_stored(module: Any) -> Iterator[None]:
-    """Stores the parameters that a module of a user's makes in a block in param_dtype."""
-    policy, before = current_scope().policy, {*own_params(module)}
-    yield
-    for name, value in own_params(module).items():
-        if policy is not None and name not in before:
-            module.put_variable("params", name, cast_floating(value, policy.param_dtype))
+def _storing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a module that is no layer, which stores the parameters that it makes in
+    param_dtype.
+    """
+
+    @functools.wraps(method)
+    def storing(module: Any, *args: Any, **kwargs: Any) -> Any:
+        policy, before = current_scope().policy, {*own_params(module)}
+        outputs = method(module, *args, **kwargs)
+        for name, value in own_params(module).items():
+            if policy is not None and name not in before:
+                module.put_variable("params", name, cast_floating(value, policy.param_dtype))
+        return outputs
+
+    return storing
 
 
 @contextlib.contextmanager
 def adopting(adopter: Adopter) -> Iterator[None]:
     """Puts an adopter in force for a block."""
-    calls.adopters.append(adopter)
-    try:
-        with flax_nn.intercept_methods(adopter):
-            yield
-    finally:
-        calls.adopters.pop()
+    with calls.noting(adopters=[*calls.adopters, adopter]), flax_nn.intercept_methods(adopter):
+        yield
 
 
 # --------------------------------------------------------------------------------------------------

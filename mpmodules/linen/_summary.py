@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
@@ -86,7 +85,8 @@ def tabulate(
     given = _SIGNATURE.bind(module, rngs, *options, **named_options).arguments
 
     def summary(*args: Any, **kwargs: Any) -> str:
-        with _recording() as recorded:
+        recorded = _Recorded()
+        with calls.noting(recorded=recorded), flax_nn.intercept_methods(recorded.intercept):
             shown: list[_RecordedCall] = []  # the calls of the rows
 
             def flops(call: Any, *which: bool) -> tuple[int, int]:  # asked of each row, before it
@@ -211,14 +211,3 @@ class _Recorded:
         """Returns the innermost call under way, if it is of this module."""
         path, call = self._open[-1] if self._open else (None, None)
         return call if path == module.path else None
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[_Recorded]:
-    """Records the policies that the modules called in a block obey."""
-    outer, calls.recorded = calls.recorded, _Recorded()
-    try:
-        with flax_nn.intercept_methods(calls.recorded.intercept):
-            yield calls.recorded
-    finally:
-        calls.recorded = outer

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from flax import nnx as flax_nnx
@@ -69,17 +68,6 @@ class _Construction:
     module: Any = None
 
 
-@contextlib.contextmanager
-def _under_way(source: Source) -> Iterator[_Construction]:
-    """Notes the construction of a module for a block, whose policy comes from `source`."""
-    construction = _Construction(source)
-    calls.constructions.append(construction)
-    try:
-        yield construction
-    finally:
-        calls.constructions.pop()
-
-
 class ModuleMeta(FlaxModuleMeta):
     """Builds modules under their policies; stands for Flax's class in ``isinstance``."""
 
@@ -102,9 +90,10 @@ class ModuleMeta(FlaxModuleMeta):
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
         inner = scope if policy is None else dataclasses.replace(scope, policy=policy)
-        inside = source.for_those_inside(cls.__name__)
+        inside, construction = source.for_those_inside(cls.__name__), _Construction(source)
+        under_way = calls.noting(constructions=[*calls.constructions, construction])
         try:
-            with _under_way(source) as construction, enter(inner, inside):
+            with under_way, enter(inner, inside):
                 module = super().__call__(*args, **kwargs)
         except TypeError as error:
             explain(error, cls, args, kwargs)

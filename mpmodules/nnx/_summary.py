@@ -112,11 +112,8 @@ def _runs_noted() -> Iterator[dict[int, tuple[str, Any]]]:
         outputs = jax.tree.map(flax_summary._to_dummy_array, outputs)
         runs[module._nnx_tabulate_id] = inputs, outputs
 
-    calls.recorded, outer = note, calls.recorded
-    try:
+    with calls.noting(recorded=note):
         yield runs
-    finally:
-        calls.recorded = outer
 
 
 @one_per_class

@@ -45,9 +45,9 @@ def lifted(method: Method, run: Run) -> Callable[[Any, tuple[Any, ...], dict[str
     def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_reference)
         before = _copied(module.scope.rng_counters)
-        checked = functools.partial(_checking, calls.seen, calls.validates)
+        checked = functools.partial(calls.noting, seen=calls.seen, validates=calls.validates)
         # No call is a root's meanwhile.
-        with _checking({} if calls.seen is None else calls.seen, False):
+        with calls.noting(seen={} if calls.seen is None else calls.seen, validates=False):
             # Flax runs setup here, and again inside.
             start = functools.partial(set_counters, module.scope.rng_counters, before)
             transform = functools.partial(_transform, run=run, checked=checked, start=start)
@@ -150,17 +150,6 @@ def _transform(
     return lifted
 
 
-@contextlib.contextmanager
-def _checking(seen: dict[tuple[str, ...], set[type]] | None, validates: bool) -> Iterator[None]:
-    """Sets for a block what a root's call has seen, and whether Flax validates setups."""
-    before = calls.seen, calls.validates
-    calls.seen, calls.validates = seen, validates
-    try:
-        yield
-    finally:
-        calls.seen, calls.validates = before
-
-
 def _copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns a copy of a scope's counters. Flax knows some of the keys by their identity."""
     return {key: _copied(x) if isinstance(x, dict) else x for key, x in counters.items()}
@@ -196,7 +185,6 @@ def _joined(params: Any, others: Any) -> Any:
 @contextlib.contextmanager
 def half_states_as_float32(variables: Any) -> Iterator[Any]:
     """Yields variables as a user's code reads them in a trace: half-precision ones in float32."""
-    outer, calls.half_states = calls.half_states, {}
 
     def read(stored: Any) -> Any:
         if not _is_half(stored):
@@ -205,10 +193,8 @@ def half_states_as_float32(variables: Any) -> Iterator[Any]:
         calls.half_states[id(value)] = value, stored
         return value
 
-    try:
+    with calls.noting(half_states={}):
         yield jax.tree.map(read, variables)
-    finally:
-        calls.half_states = outer
 
 
 def put_back_for_layer(module: Any) -> None:
@@ -283,14 +269,11 @@ def _as(cls: type[Scope], scope: Scope) -> Scope:
 def made_as_stored(scopes: Sequence[Scope]) -> Iterator[None]:
     """Casts the variables made in a block to their half-precision dtypes at its end."""
     made = _Made(scopes)
-    calls.made.append(made)
-    try:
+    with calls.noting(made=[*calls.made, made]):
         yield
         for scope, collection, name, halves in made.variables:
             value = scope.get_variable(collection, name)
             scope.put_variable(collection, name, as_stored(value, halves))
-    finally:
-        calls.made.pop()
 
 
 @contextlib.contextmanager

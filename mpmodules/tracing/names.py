@@ -59,14 +59,11 @@ def _note_module(next_fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
             note_given(model, joined(module.path), getattr(module, "dtype", None))
     if outer or module.scope is None:
         return next_fun(*args, **kwargs)
-    linen_calls.traced = model_name(module)
-    linen_calls.traced_model = "" if module.path else linen_calls.traced
+    traced = model_name(module)
     if not module.path:
-        note_root(linen_calls.traced)
-    try:
+        note_root(traced)
+    with linen_calls.noting(traced=traced, traced_model="" if module.path else traced):
         return next_fun(*args, **kwargs)
-    finally:
-        linen_calls.traced = outer
 
 
 def noting_modules() -> AbstractContextManager[None]:
@@ -125,12 +122,8 @@ def name_scope(module: Any) -> Iterator[None]:
         yield
         return
     relative = path[len(outer) :] if path[: len(outer)] == outer else path
-    nnx_calls.path = path
-    try:
-        with jax.named_scope("/".join(relative)):
-            yield
-    finally:
-        nnx_calls.path = outer
+    with nnx_calls.noting(path=path), jax.named_scope("/".join(relative)):
+        yield
 
 
 def note_island(module: Any, policy: Policy | None) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ import jax.core
 from flax import nnx as flax_nnx
 
 from mpmodules.calls.boundary import is_reference
+from mpmodules.calls.own_code import key_of
 from mpmodules.tracing.names import named
 from policy.core.arrays import (
     cast_array,
@@ -193,7 +194,7 @@ class StatefulCall:
         self._pure = _Pure(function, self.graph, treedef, is_node, is_plain)
 
     @property
-    def structure(self) -> Hashable:
+    def structure(self) -> tuple[Any, tuple[bool, ...]]:
         """The structure of the arguments, in which the nodes have their places."""
         return self._pure.treedef, self._pure.is_node
 
@@ -354,9 +355,6 @@ def _as_stored(new: Any, old: Any) -> Any:
     )
 
 
-_NODES = (flax_nnx.Module, flax_nnx.Rngs, flax_nnx.RngStream, flax_nnx.Variable, flax_nnx.Optimizer)
-
-
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
     """Lowers a call of a module or method, or with modules among its arguments, to a call of a pure
     function.
@@ -393,39 +391,20 @@ class GraphKey:
     """
 
     def __init__(self, graph: Any):
-        self._key = graph
+        self._key: Any = graph
 
     def __hash__(self) -> int:
         try:
             return hash(self._key)
         except TypeError:
             nodes, attributes = self._key.nodes, self._key.attributes
-            key = tuple(nodes), tuple((name, _frozen(value)) for name, value in attributes)
+            key = tuple(nodes), tuple((name, key_of(value, {})) for name, value in attributes)
             number = hash(key)
             self._key = key
             return number
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GraphKey) and self._key == other._key
-
-
-def _frozen(value: Any) -> Any:
-    """Returns static data as a hashable value.
-
-    Raises:
-      TypeError: it holds modules or variables, which compare by identity.
-    """
-    if isinstance(value, _NODES):
-        raise TypeError(f"{type(value).__name__} is not static data.")
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_frozen, value))
-    if isinstance(value, (dict, set, frozenset)):
-        pairs = value.items() if isinstance(value, dict) else ((item, None) for item in value)
-        return type(value), frozenset((_frozen(key), _frozen(item)) for key, item in pairs)
-    if isinstance(value, flax_nnx.graph.Static):
-        return type(value), _frozen(value.value)
-    # 1, 1.0 and True are equal, and -0.0 is 0.0.
-    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:

@@ -116,14 +116,13 @@ def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     model: Any = Tied()
     with use_policy("mixed_bfloat16", {"head": rule}):
         variables = model.init(KEY, MANY)
-        gradient = jax.grad(lambda v: apply(model, v, MANY).sum())(variables)["params"]["words"][
-            "table"
-        ]
+        gradients: Any = jax.grad(total(model, MANY))(variables)
         dots = named(operations(model.apply, variables, MANY), "dot_general")
     assert [op.inputs for op in dots] == [(dtype,) * 2, ("bfloat16",) * 2, (dtype,) * 2]
     # 4096 rows of ones through two heads of 8 outputs: 2 x 8 x 4096 in the row that is looked up, 2
     # x 4096 in each row.
-    np.testing.assert_array_equal(gradient[:, 0], [4096 * 18] + [4096 * 2] * 7)
+    table = gradients["params"]["words"]["table"]
+    np.testing.assert_array_equal(table[:, 0], [4096 * 18] + [4096 * 2] * 7)
 
 
 # --- what stays as it is stored -------------------------------------------------------------------
@@ -168,9 +167,8 @@ def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> N
     made = dict.fromkeys(("boxed", "in variables", "got"), stored)  # which init has just made
     assert seen[0] == floats | others | made
     assert variables["params"]["scale"].dtype == jnp.float32
-    assert (
-        variables["params"]["asked"].dtype == variables["params"]["unboxed"].value.dtype == stored
-    )
+    assert variables["params"]["asked"].dtype == stored
+    assert variables["params"]["unboxed"].value.dtype == stored
 
 
 def test_a_read_outside_of_a_call_is_as_stored() -> None:
@@ -235,15 +233,12 @@ def block(nn: Any) -> Any:
     return Block
 
 
+EACH: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 LIFTS: dict[str, Any] = {
     "jit": nn.jit,
     "remat": nn.remat,
-    "scan": lambda cls: nn.scan(
-        cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-    ),
-    "vmap": lambda cls: nn.vmap(
-        cls, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
-    ),
+    "scan": lambda cls: nn.scan(cls, length=2, **EACH),
+    "vmap": lambda cls: nn.vmap(cls, in_axes=0, **EACH),
     "remat scan": lambda cls: LIFTS["scan"](nn.remat(cls)),
 }
 
@@ -267,11 +262,8 @@ def test_lifted_classes_multiply_in_half_and_sum_gradients_in_float32(way, how, 
     plain = lifted(flax_nn, how, where)()
     args = (jnp.tile(X, (2, 1)),) if how == "vmap" else (jnp.tile(X, (2, 1)), None)
     variables = plain.init(KEY, *args)
-    model = (
-        lifted(nn, how, where)(dtype_policy=MIXED)
-        if way == "ours"
-        else nn.apply_policy(plain, MIXED)
-    )
+    ours = lambda: lifted(nn, how, where)(dtype_policy=MIXED)  # noqa: E731
+    model = ours() if way == "ours" else nn.apply_policy(plain, MIXED)
 
     def loss(variables, model=model):
         return apply(model, variables, *args)[0].astype(jnp.float32).sum()
@@ -357,11 +349,8 @@ def fresh_cache(nn: Any) -> Any:
 @pytest.mark.parametrize("how", ["slice", "at"])
 def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, wing, where):
     plain = fresh_cache(flax_nn)[where](how)
-    model = (
-        fresh_cache(nn)[where](how).clone(dtype_policy=MIXED)
-        if wing == "ours"
-        else nn.apply_policy(plain, MIXED)
-    )
+    ours = lambda: fresh_cache(nn)[where](how).clone(dtype_policy=MIXED)  # noqa: E731
+    model = ours() if wing == "ours" else nn.apply_policy(plain, MIXED)
     variables = model.init(KEY, X[:1])
     _, fresh = model.apply({"params": variables["params"]}, X[:1], mutable=["cache"])
     (out, _), state = model.apply(variables, X[:1], mutable=["cache"])
@@ -371,7 +360,4 @@ def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, w
     ]
     assert structures[0] == structures[1] == structures[2] and out.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(fresh)} == {"bfloat16", "int32"}
-    for a, b in zip(
-        jax.tree.leaves(fresh["cache"]), jax.tree.leaves(variables["cache"]), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, fresh["cache"], variables["cache"])

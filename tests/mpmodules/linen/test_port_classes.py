@@ -179,10 +179,6 @@ class Plain(Base):
     pass
 
 
-class Another(Base):
-    pass
-
-
 class Overriding(Base):
     def message(self, x):
         return 2 * x

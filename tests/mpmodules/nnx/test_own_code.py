@@ -21,7 +21,6 @@ from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, err
 from tests.mpmodules.wings import MIXED, WINGS, Text, X, dense, layer_norm, weight
 from tests.programs import named, operations
 
-TOKENS = jnp.arange(16).reshape(2, 8)
 TOKEN_VECTORS = jax.random.normal(jax.random.key(1), (2, 8, 16))
 
 
@@ -46,11 +45,8 @@ def test_parts_of_a_model_and_ports_in_other_models():
             return self.inner(x)
 
     rngs = flax_nnx.Rngs(0)
-    foreign = (
-        NnxProjection(16, 8, rngs),
-        flax_nnx.Linear(8, 8, rngs=rngs),
-        NnxProjection(8, 4, rngs),
-    )
+    layer = flax_nnx.Linear(8, 8, rngs=rngs)
+    foreign = NnxProjection(16, 8, rngs), layer, NnxProjection(8, 4, rngs)
     for model in (
         ported(NnxNet(rngs)).block,
         ported(flax_nnx.Sequential(*foreign)),
@@ -66,10 +62,8 @@ class Stateful(flax_nnx.Module):
     def __init__(self, rngs):
         self.own, self.calls, self.mode = NnxProjection(16, 4, rngs), 0, "new"
         self.empty, self.none = flax_nnx.Variable({}), flax_nnx.Variable(None)
-        self.pair, self.raw = (
-            flax_nnx.Variable((jnp.zeros(2), jnp.zeros(3))),
-            flax_nnx.data(jnp.zeros(2)),
-        )
+        self.pair = flax_nnx.Variable((jnp.zeros(2), jnp.zeros(3)))
+        self.raw = flax_nnx.data(jnp.zeros(2))
 
     def __call__(self, x):
         first, second = self.pair.get_value()
@@ -84,9 +78,8 @@ def test_all_kinds_of_state_are_changed_as_a_plain_call_changes_them():
         model(TOKEN_VECTORS)
         flax_nnx.jit(lambda model: model(TOKEN_VECTORS))(model)
     assert (half.calls, half.mode) == (wide.calls, wide.mode) == (2, "used")
-    for ours, theirs in zip(
-        jax.tree.leaves(flax_nnx.state(half)), jax.tree.leaves(flax_nnx.state(wide)), strict=True
-    ):
+    states = [jax.tree.leaves(flax_nnx.state(model)) for model in (half, wide)]
+    for ours, theirs in zip(*states, strict=True):
         assert ours.dtype == theirs.dtype and jnp.array_equal(ours, theirs)
     assert half.pair.get_value()[1][0] == half.raw[0] == 2 and half.none.get_value() is None
 
@@ -112,9 +105,6 @@ class Table(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         return self.table[ids]
-
-    def attend(self, x: jax.Array) -> jax.Array:
-        return x @ self.table.T
 
 
 READS: dict[str, Any] = {
@@ -386,11 +376,9 @@ def around(modules: Any, how: str) -> Any:
 @pytest.mark.parametrize("way", ["ours", "port"])
 def test_transformations_of_nnx_multiply_in_half_and_sum_gradients_in_float32(way, how, where):
     wide = around(flax_nnx, how)(rngs=nnx.Rngs(0))
-    half = (
-        around(nnx, how)(rngs=nnx.Rngs(0), dtype_policy=MIXED)
-        if way == "ours"
-        else nnx.apply_policy(wide, MIXED)
-    )
+    half = nnx.apply_policy(wide, MIXED)
+    if way == "ours":
+        half = around(nnx, how)(rngs=nnx.Rngs(0), dtype_policy=MIXED)
     call = (lambda m, x: m(x)) if where == "inside" else (lambda m, x: RUNS[how](m.blocks, x))
     out, truth = (call(model, X) for model in (half, wide))
     assert out.dtype == jnp.float32
