@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.inspect.estimate.chips import compute_seconds, exchange_seconds, kernel_time
-from policy.inspect.estimate.targets import Target
+from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
 
 OutOfMemory = jax.errors.JaxRuntimeError

@@ -22,11 +22,10 @@ from policy.inspect.audit.operations import (
     widest_dtype,
 )
 from policy.inspect.audit.report import Audit
-from policy.inspect.estimate.chips import compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.estimate.placement import Placement, placed_arrays
 from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step, name_of
-from policy.inspect.estimate.targets import Target
+from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import compiled_with_dump
 from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of

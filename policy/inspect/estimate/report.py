@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from policy.inspect.estimate.html import estimate_page
-from policy.inspect.estimate.plot import estimate_figure
 from policy.inspect.estimate.rows import EstimateRows
 from policy.inspect.estimate.text import estimate_text
 from policy.inspect.render.text import shows_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_COLOURS = {
+    "arguments": "#3465a4",
+    "temporaries": "#5a9c4b",
+    "outputs": "#c4742a",
+    "compute": "#3465a4",
+    "exchanges": "#c4742a",
+}
+_LINE = "#a40000"
+_MEMORY_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
+_SECOND_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +101,98 @@ class Estimate(EstimateRows):
 
     def __str__(self) -> str:
         return estimate_text(self)
+
+
+# --------------------------------------------------------------------------------------------------
+# The plot
+# --------------------------------------------------------------------------------------------------
+
+
+def estimate_figure(estimate: EstimateRows) -> Figure:
+    """Draws bars of memory, beside the device's, and of seconds where they are known.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
+    except ImportError:
+        raise ImportError(
+            "Estimate.plot draws with matplotlib, which is not installed: pip install matplotlib"
+        ) from None
+    rows = estimate.rows
+    has_seconds = any(row.seconds is not None for row in rows)
+    figure = Figure(figsize=(11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows)))
+    figure.set_layout_engine("constrained")
+    panels: Any = figure.subplots(1, 1 + has_seconds, squeeze=False, sharey=True)[0]
+    parts = ("arguments", "temporaries", "outputs")
+    memory = {name: [float(getattr(row, name)) for row in rows] for name in parts}
+    largest = max([estimate.capacity, *(row.memory for row in rows)])
+    label = "memory of a device"
+    _stacked(panels[0], memory, label, largest, _MEMORY_UNITS, limit=estimate.capacity)
+    if has_seconds:
+        _seconds(panels[1], estimate)
+    names = [_label(row.name, 40) for row in rows]
+    panels[0].set_yticks(range(len(names)), names, fontsize=8)
+    panels[0].invert_yaxis()
+    title = _label(f"{estimate.name or 'A function'} on {estimate.target}", 90)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _seconds(axes: Any, estimate: EstimateRows) -> None:
+    known = [row if row.seconds is not None else None for row in estimate.rows]
+    parts = {
+        "compute": [(row and row.compute_seconds) or 0.0 for row in known],
+        "exchanges": [(row and row.exchange_seconds) or 0.0 for row in known],
+    }
+    largest = max(row.seconds or 0.0 for row in estimate.rows)
+    label = f"time by {estimate.timing}" if estimate.timing else "time"
+    scale = _stacked(axes, parts, label, largest, _SECOND_UNITS)
+    for i, row in enumerate(estimate.rows):
+        if row.seconds is None or row.is_lower_bound:
+            remark = " unknown" if row.seconds is None else " or more"
+            axes.text((row.seconds or 0.0) / scale, i, remark, va="center", fontsize=8)
+
+
+def _stacked(
+    axes: Any,
+    parts: Mapping[str, Sequence[float]],
+    label: str,
+    largest: float,
+    units: Sequence[tuple[str, float]],
+    limit: float = 0.0,
+) -> float:
+    """Draws bars that follow each other, and a line at a limit; returns the size of their unit.
+
+    Parts that no row has are left out.
+    """
+    unit, scale = next((unit for unit in units if largest >= unit[1]), units[-1])
+    left: list[float] = []
+    for name, sizes in parts.items():
+        widths = [size / scale for size in sizes]
+        left = left or [0.0] * len(sizes)
+        if any(sizes):
+            places = range(len(sizes))
+            axes.barh(places, widths, left=left, height=0.6, color=_COLOURS[name], label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    if limit:
+        axes.axvline(limit / scale, color=_LINE, lw=1, ls="--", label="device")
+    axes.set_xlabel(f"{label}, {unit}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    if axes.get_legend_handles_labels()[1]:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+        axes.legend(fontsize=8, ncols=4, frameon=False, **place)
+    return scale
+
+
+def _label(text: str, longest: int) -> str:
+    """Returns a text that matplotlib draws as it is, its middle left out where it is long: no
+    mathematics, no control characters.
+    """
+    half = longest // 2
+    text = text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
+    return "".join(c for c in text if c.isprintable()).replace("$", r"\$")

@@ -122,9 +122,8 @@ class _Counter:
         if opcode == "while":
             times = turns(instruction)
             if times is None:
-                costs.uncounted.append(
-                    f"the trip count of {instruction.name} ({instruction.op_name})"
-                )
+                where = f"{instruction.name} ({instruction.op_name})"
+                costs.uncounted.append(f"the trip count of {where}")
             for computation in every:
                 costs.add(self.of(computation), 1 if times is None else times)
         elif opcode == "conditional":

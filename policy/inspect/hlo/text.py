@@ -14,8 +14,11 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
-# The beginning of an instruction, of a computation, or its end.
-_START = re.compile(r"  (ROOT )?%?[\w.\-]+ = |(ENTRY )?%?[\w.\-]+ \(|\s*}\s*$")
+# A line break inside of an instruction, such as a Pallas kernel's attributes have: what follows
+# begins no instruction and no computation, and ends none.
+_INSIDE = re.compile(
+    r"\n(?!  (?:ROOT )?%?[\w.\-]+ = |(?:ENTRY )?%?[\w.\-]+ \(| *\} *$)", re.MULTILINE
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,7 @@ def parse(text: str) -> Module:
         raise ValueError("The text is not an HLO module: it has no ENTRY.")
     module = Module({}, entry[1])
     current = None
-    for line in _lines(text):
+    for line in _INSIDE.sub("", text).splitlines():
         if line.endswith("{") and (opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
             current = module.computations[opened[1]] = Computation(opened[1], module)
         elif current and (found := re.match(r"  (ROOT )?%?([\w.\-]+) = ", line)):
@@ -195,22 +198,6 @@ def _add_element(inside: Computation, name: str) -> None:
     inside.instructions[name] = Instruction(
         name, "get-tuple-element", results, f"%{whole}", f", index={index}", False, inside
     )
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Yields the text's lines; an instruction whose attributes have line breaks (a Pallas kernel's)
-    is one line.
-    """
-    held = ""
-    for line in text.splitlines():
-        if held and not _START.match(line):
-            held += line
-            continue
-        if held:
-            yield held
-        held = line
-    if held:
-        yield held
 
 
 def _instruction(name: str, text: str, is_root: bool, inside: Computation) -> Instruction:

@@ -12,15 +12,15 @@ import jax
 import pytest
 
 from policy.inspect.estimate import targets
-from policy.inspect.estimate.chips import (
+from policy.inspect.estimate.targets import (
     CHIPS,
     Chip,
+    Target,
     compute_seconds,
     exchange_seconds,
     kernel_time,
     own_gpu,
 )
-from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.costs import Costs, costs_of
 
 

@@ -11,8 +11,8 @@ from jax import ShapeDtypeStruct, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
-from policy.inspect.estimate.chips import compute_seconds, kernel_time
 from policy.inspect.estimate.costing import compiled_step
+from policy.inspect.estimate.targets import compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of, turns
 from policy.inspect.hlo.dump import without_cache
 from policy.inspect.hlo.provenance import by_spelled_path

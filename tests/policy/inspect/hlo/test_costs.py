@@ -67,37 +67,8 @@ def test_without_loops_the_cycles_are_the_sum_of_the_estimates():
 # --------------------------------------------------------------------------------------------------
 
 
-EXCHANGES = """HloModule m
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-%body (s: f32[64]) -> f32[64] {
-  %s = f32[64]{0} parameter(0)
-  %reduced = (f32[64]{0}, bf16[8]{0}) all-reduce-start(%s, %s), channel_id=1, to_apply=%add
-  %both = (f32[64]{0}, bf16[8]{0}) all-reduce-done(%reduced)
-  ROOT %next = f32[64]{0} get-tuple-element(%both), index=0
-}
-%condition (s: f32[64]) -> pred[] {
-  %s.1 = f32[64]{0} parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-ENTRY %main (x: bf16[8]) -> bf16[64] {
-  %x = bf16[8]{0} parameter(0)
-  %start = (bf16[8]{0}, bf16[64]{0}) all-gather-start(%x), channel_id=2, dimensions={0}
-  %gathered = bf16[64]{0} all-gather-done(%start)
-  %again = bf16[64]{0} all-gather(%x), channel_id=3, dimensions={0}
-  %wide = f32[64]{0} convert(%gathered)
-  %loop = f32[64]{0} while(%wide), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-  ROOT %scattered = f32[8]{0} reduce-scatter(%loop), channel_id=4, dimensions={0}, to_apply=%add
-}
-"""
-
-
 def test_exchanges_are_counted_with_their_bytes_in_loops_as_often_as_those_run():
-    assert costs_of(EXCHANGES).collectives == {
+    assert costs_of(text_of("exchanges")).collectives == {
         ("all-gather", "bf16"): 2 * 64 * 2,
         ("all-reduce", "f32"): 5 * 64 * 4,
         ("all-reduce", "bf16"): 5 * 8 * 2,

@@ -31,40 +31,7 @@ OUT_OF_MEMORY = FOLDER / "v5e_out_of_memory"
 GIB = 2**30
 F32 = jnp.float32
 
-ASSIGNMENT = """BufferAssignment:
-allocation 0: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {7}, maybe-live-out:
- value: <1 tuple.1{7} @0> (size=64,offset=0): f32[16]{0}
-allocation 1: size 16, output shape is |(f32[16], f32[4])|, maybe-live-out:
- value: <2 tuple{} @0> (size=16,offset=0): (f32[16]{0}, f32[4]{0})
-allocation 2: size 512, maybe-live-out:
- value: <3 early @0> (size=32,offset=0): s8[32]{0}
- value: <4 late @0> (size=16,offset=0): f32[4]{0}
- value: <12 scratch @0> (size=64,offset=64): f32[16]{0}
-allocation 3: size 8, thread-local:
- value: <5 add @0> (size=4,offset=0): f32[]
-allocation 4: size 12, constant:
- value: <6 constant.2..sunk.1 @0> (size=12,offset=0): f32[3]{0}
-allocation 5: size 4096, color 1, preallocated-temp:
- value: <7 on-chip @1> (size=4096,offset=0): f32[1024]{0:T(1024)S(1)}
-allocation 6: size 100, preallocated-temp:
- value: <8 operand @0> (size=60,offset=0): f32[15]{0}
- value: <9 in-place @0> (size=60,offset=0): f32[15]{0}
- value: <10 while.1{2} (phi) @0> (size=24,offset=64): bf16[12]{0}
- value: <11 alone @0> (size=80,offset=0): f32[20]{0}
-"""
-RANGES = """HloLiveRange (max 9):
-  InstructionSequence:
-    0:tuple.1
-  BufferLiveRange:
-    early{}:0-2
-    late{}:3-9
-    scratch{}:5-6
-    tuple{}:8-9
-    operand{}:1-4
-    in-place{}:4-6
-    while.1{2}:3-5
-    alone{}:7-8
-"""
+ASSIGNMENT, RANGES = text_of("buffer_assignment"), text_of("live_range")
 
 
 def test_allocations_are_told_apart_by_what_they_hold():
@@ -309,26 +276,6 @@ def test_a_program_that_is_too_large_for_a_chip_is_read():
 # --------------------------------------------------------------------------------------------------
 
 
-TEXT = """HloModule step, is_scheduled=true
-
-%fused (p0: f32[4,8,8,16], p1: f32[3,3,16,2], p2: f32[32,64], p3: f32[]) -> f32[] {
-  %p0 = f32[4,8,8,16]{3,2,1,0} parameter(0)
-  %p1 = f32[3,3,16,2]{3,2,1,0} parameter(1)
-  %p2 = f32[32,64]{1,0} parameter(2)
-  %p3 = f32[] parameter(3)
-  BODY
-}
-
-ENTRY %main (a: f32[4,8,8,16], b: f32[3,3,16,2], c: f32[32,64], d: f32[]) -> f32[] {
-  %a = f32[4,8,8,16]{3,2,1,0} parameter(0)
-  %b = f32[3,3,16,2]{3,2,1,0} parameter(1)
-  %c = f32[32,64]{1,0} parameter(2)
-  %d = f32[] parameter(3)
-  ROOT %f = f32[] fusion(%a, %b, %c, %d), kind=kCustom, calls=%fused, backend_config={"kind":KIND}
-}
-"""
-
-
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -353,7 +300,7 @@ ENTRY %main (a: f32[4,8,8,16], b: f32[3,3,16,2], c: f32[32,64], d: f32[]) -> f32
     ],
 )
 def test_a_library_kernel_copies_what_it_reads(body, expected):
-    text = TEXT.replace("BODY", body)
+    text = text_of("library_kernel").replace("BODY", body)
     assert library_scratch(text.replace("KIND", '"__ynn_fusion"')) == expected
     assert library_scratch(text.replace("KIND", '"__triton"')) == 0
 

@@ -132,43 +132,11 @@ def test_a_path_that_lost_its_beginning_counts_for_the_whole_one():
     assert costs.by_path == {("Net", "first"): 3.0, ("Net", "second"): 1.0, (): 2.0}
 
 
-TABLES = """HloModule m
-FileNames
-1 "/home/user/train.py"
-2 "/home/user/model.py"
-3 "{library}"
-
-FunctionNames
-1 "step"
-2 "make.<locals>.Net.__call__"
-3 "Dense.__call__"
-
-FileLocations
-1 {{file_name_id=1 function_name_id=1 line=8 end_line=8 column=3 end_column=49}}
-2 {{file_name_id=2 function_name_id=2 line=12 end_line=12 column=3 end_column=49}}
-3 {{file_name_id=3 function_name_id=3 line=99 end_line=99 column=3 end_column=49}}
-
-StackFrames
-1 {{file_location_id=1 parent_frame_id={0}}}
-2 {{file_location_id=2 parent_frame_id={1}}}
-3 {{file_location_id=3 parent_frame_id={2}}}
-4 {{file_location_id=3 parent_frame_id={1}}}
-5 {{file_location_id=3 parent_frame_id={0}}}
-
-ENTRY %main (p: f32[]) -> f32[] {{
-  %p = f32[] parameter(0), metadata={{op_name="p"}}
-  %a = f32[] sine(%p), metadata={{op_name="a/sin" stack_frame_id=3}}
-  %b = f32[] sine(%a), metadata={{op_name="b/sin" stack_frame_id=4}}
-  %c = f32[] sine(%b), metadata={{op_name="c/sin" stack_frame_id=5}}
-  %d = f32[] sine(%c), metadata={{op_name="d/sin" source_file="/home/user/old.py" source_line=3}}
-  ROOT %e = f32[] sine(%d)
-}}
-"""
-
-
 @pytest.mark.parametrize("parents", [(0, 1, 2), (1, 2, 3)], ids=["as they are", "plus one"])
 def test_a_line_is_the_innermost_of_the_users(parents):
-    text = TABLES.format(*parents, library=flax.linen.__file__)
+    text = text_of("stack_frames").replace("LIBRARY", flax.linen.__file__)
+    for name, number in zip(("ROOT_FRAME", "OUTER_FRAME", "INNER_FRAME"), parents, strict=True):
+        text = text.replace(name, str(number))
     frames, entry = SourceFrames(text), parse(text).entry
     assert {name: frames.source_of(i) for name, i in entry.instructions.items()} == {
         "p": "",

@@ -19,10 +19,9 @@ from mpmodules import linen
 from policy import PolicyRules, autocast
 from policy.core.policy import get_policy
 from policy.inspect.estimate import costing
-from policy.inspect.estimate.chips import CHIPS
 from policy.inspect.estimate.costing import CompiledStep
 from policy.inspect.estimate.steps import Step
-from policy.inspect.estimate.targets import Target
+from policy.inspect.estimate.targets import CHIPS, Target
 from policy.inspect.hlo.memory import MemoryUse
 from policy.inspect.suggest.on_target import module_costs
 from policy.inspect.suggest.suggest import suggest
