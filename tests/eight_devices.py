@@ -18,15 +18,9 @@ def run_python(*command: str | Path, **variables: str) -> str:
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
     }
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
-    result = subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    program = [sys.executable, *command]
+    options = {"env": environment, "cwd": ROOT, "timeout": 600}
+    result = subprocess.run(program, capture_output=True, text=True, check=False, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

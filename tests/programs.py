@@ -54,17 +54,9 @@ def _operation(site: Site) -> Operation:
     inputs, outputs = (
         tuple(map(dtype_name_of, variables)) for variables in (equation.invars, equation.outvars)
     )
-    path = "/".join(site.path)
-    return Operation(
-        site.name,
-        inputs,
-        outputs,
-        path,
-        site.inside,
-        _terms(equation),
-        site.is_placed,
-        site.is_backward,
-    )
+    place = "/".join(site.path), site.inside
+    is_which = site.is_placed, site.is_backward
+    return Operation(site.name, inputs, outputs, *place, _terms(equation), *is_which)
 
 
 def _terms(eqn: Any) -> int | None:

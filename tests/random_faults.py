@@ -23,21 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="repeats a run")
     options = parser.parse_args(arguments)
     os.environ["MPMODULES_RANDOM_EXAMPLES"] = str(options.examples)
-    print(
-        f"python -m tests.random_faults --examples {options.examples} --seed {options.seed}",
-        flush=True,
-    )
-    return int(
-        pytest.main(
-            [
-                "-m",
-                "random",
-                "--hypothesis-profile=long",
-                f"--hypothesis-seed={options.seed}",
-                "tests",
-            ]
-        )
-    )
+    again = f"--examples {options.examples} --seed {options.seed}"
+    print(f"python -m tests.random_faults {again}", flush=True)
+    chosen = ["-m", "random", "--hypothesis-profile=long", f"--hypothesis-seed={options.seed}"]
+    return int(pytest.main([*chosen, "tests"]))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,10 @@ from policy.command_line.command import _parser
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 WINGS = {linen: flax.linen, nnx: flax.nnx}
-NAMESPACES = (
-    policy.grads,
-    policy.losses,
-    policy.optim,
-    policy.reductions,
-    policy.sharding,
-    policy.testing,
-)
+NAMESPACES = [
+    getattr(policy, name)
+    for name in ("grads", "losses", "optim", "reductions", "sharding", "testing")
+]
 # Types that no face exports: of attributes of results, and of arguments.
 OF_RESULTS = {
     "policy.inspect.audit.report.Operation",

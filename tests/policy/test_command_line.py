@@ -18,13 +18,9 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     target = f"{tmp_path}/code.py:double"
+    command = [sys.executable, "-m", "policy", "audit", target, "--arg", "f32[2]"]
     ended = subprocess.run(
-        [sys.executable, "-m", "policy", "audit", target, "--arg", "f32[2]"],
-        cwd=ROOT,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
+        command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writing)
     assert ended.returncode == 141, ended.stderr
