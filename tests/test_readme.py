@@ -1,9 +1,6 @@
 """Everything that the README shows runs, and its figures' commands exist."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import flax.linen
 import flax.nnx
@@ -16,8 +13,8 @@ import pytest
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import mixed_precision
+from tests.eight_devices import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -45,10 +42,8 @@ def pooled(wing):
 
 
 def gradient_of_a_row(wing):
-    embed, tokens = (
-        wing.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16),
-        jnp.zeros(4096, int),
-    )
+    embed = wing.Embed(2, 1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    tokens = jnp.zeros(4096, int)
     variables = embed.init(jax.random.key(0), tokens)
     grads = jax.grad(lambda v: embed.apply(v, tokens).astype(jnp.float32).sum())(variables)
     return grads["params"]["embedding"][0, 0]
@@ -58,9 +53,8 @@ def error_of_layer_norm(wing, **options):
     x = np.asarray(1000 + jax.random.normal(jax.random.key(0), (64, 256)))
     wide = x - x.astype(np.float64).mean(-1, keepdims=True)
     true = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
-    return np.abs(
-        np.asarray(wing.LayerNorm(256, rngs=wing.Rngs(0), **options)(x), float) - true
-    ).max()
+    found = wing.LayerNorm(256, rngs=wing.Rngs(0), **options)(x)
+    return np.abs(np.asarray(found, float) - true).max()
 
 
 def update_of_adam(tx):
@@ -71,19 +65,13 @@ def update_of_adam(tx):
 @jax.numpy_dtype_promotion("standard")  # that of most users; upstream mixes dtypes
 def test_the_four_numbers_of_the_readme_are_measured():
     adam = optax.adam(1e-3)
+    wrapped = mixed_precision(adam, "mixed_float16", loss_scale=1.0)
+    off = error_of_layer_norm(flax.nnx, dtype=jnp.bfloat16)
     figures = [
         (pooled(flax.linen), pooled(nn), 1),
         (gradient_of_a_row(flax.linen), gradient_of_a_row(nn), 4096),
-        (
-            error_of_layer_norm(flax.nnx, dtype=jnp.bfloat16),
-            error_of_layer_norm(nnx, dtype_policy="p=f32,c=bf16,o=bf16"),
-            0,
-        ),
-        (
-            update_of_adam(adam),
-            update_of_adam(mixed_precision(adam, "mixed_float16", loss_scale=1.0)),
-            -0.001,
-        ),
+        (off, error_of_layer_norm(nnx, dtype_policy="p=f32,c=bf16,o=bf16"), 0),
+        (update_of_adam(adam), update_of_adam(wrapped), -0.001),
     ]
     table = README.partition("| exact |\n|---|---|---|---|\n")[2].partition("\n\n")[0]
     cells = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()]
@@ -102,11 +90,5 @@ def test_one_import_is_enough_for_a_model_author():
 
 
 def test_policy_imports_neither_flax_nor_mpmodules():
-    code = (
-        "import sys, policy; "
-        "print([m for m in sys.modules if m.split('.')[0] in ('flax', 'mpmodules')])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    loaded = "[m for m in sys.modules if m.split('.')[0] in ('flax', 'mpmodules')]"
+    assert run_python("-c", f"import sys, policy; print({loaded})").strip() == "[]"

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 # As docs/own_layers.md tells users of mypy.
+_REVEALED_BY_MYPY = r'Revealed type is "(.*)"'
 MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
 
 
@@ -42,26 +43,13 @@ def mypy(directory: Path) -> list[Report]:
     settings = directory / "mypy.toml"
     settings.write_text(MYPY_SETTINGS)
     options = ["--config-file", settings, "--cache-dir", directory / "cache", "--output", "json"]
-    output = _run("mypy", *options, *_files(directory), directory=directory)
-    reports = []
-    for line in output.splitlines():
-        said = json.loads(line)
-        revealed = re.fullmatch(r'Revealed type is "(.*)"', said["message"])
-        if revealed is not None:
-            reports.append(
-                Report(
-                    said["file"],
-                    said["line"],
-                    "reveal",
-                    revealed[1].replace("builtins.", ""),
-                    said["message"],
-                )
-            )
-        elif said["severity"] == "error":
-            reports.append(
-                Report(said["file"], said["line"], "error", said["code"], said["message"])
-            )
-    return reports
+    files = sorted(path.name for path in directory.glob("*.py"))
+    output = _run("mypy", *options, *files, directory=directory)
+    return [
+        report
+        for said in map(json.loads, output.splitlines())
+        for report in _reports(said, said["file"], said["line"], said["code"], _REVEALED_BY_MYPY)
+    ]
 
 
 def pyright(directory: Path) -> list[Report]:
@@ -76,19 +64,20 @@ def pyright(directory: Path) -> list[Report]:
     settings.write_text(json.dumps({"include": ["*.py"]}))
     options = ["--project", settings, "--pythonpath", sys.executable, "--outputjson"]
     output = _run("pyright", *options, directory=directory)
-    reports = []
+    reports: list[Report] = []
     for said in json.loads(output)["generalDiagnostics"]:
         file, line = Path(said["file"]).name, said["range"]["start"]["line"] + 1
-        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', said["message"])
-        if revealed is not None:
-            reports.append(Report(file, line, "reveal", revealed[1], said["message"]))
-        elif said["severity"] == "error":
-            reports.append(Report(file, line, "error", said.get("rule", "syntax"), said["message"]))
+        reports += _reports(said, file, line, said.get("rule", "syntax"), r'Type of ".*" is "(.*)"')
     return reports
 
 
-def _files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("*.py"))
+def _reports(said: Any, file: str, line: int, rule: str, revealed: str) -> list[Report]:
+    """Returns the report of a checker's message, if it is an error or a type."""
+    found = re.fullmatch(revealed, said["message"])
+    if found is not None:
+        return [Report(file, line, "reveal", found[1].replace("builtins.", ""), said["message"])]
+    is_error = said["severity"] == "error"
+    return [Report(file, line, "error", rule, said["message"])] if is_error else []
 
 
 def _run(module: str, *arguments: object, directory: Path) -> str:

@@ -70,30 +70,24 @@ def stub_of(wing: str) -> str:
     package = WINGS[wing]
     summary = (package.__doc__ or "").partition("\n")[0]
     ours = exported_by_us(wing)
-    layers = [
-        name for name in ours if wing == "nnx" and _takes_flaxs_arguments(getattr(package, name))
-    ]
+    takes_flaxs = [name for name in ours if _takes_flaxs_arguments(getattr(package, name))]
+    layers = takes_flaxs if wing == "nnx" else []
     parts = [_HEADER.format(summary=summary, package=package.__name__)]
     if layers:
         parts.append(_NNX_IMPORTS)
-    parts += [
-        f"from {module} import {name} as {name}\n"
-        for name, module in exported_by_flax(wing).items()
-    ]
+    flaxs = exported_by_flax(wing).items()
+    parts += [f"from {module} import {name} as {name}\n" for name, module in flaxs]
     private = [name for name, (_, source) in ours.items() if name in layers or name != source]
     for name, (module, source) in ours.items():
         imported = f"{source} as {f'_{name}' if name in private else name}"
         line = f"from {module} import {imported}\n"
         parts.append(line if len(line) <= 101 else f"from {module} import (\n    {imported},\n)\n")
     if layers:
-        parts.append(
-            f"from {nnx.Module.__module__} import {type(nnx.Module).__name__} as _ModuleMeta\n"
-        )
-        parts.append(_LAYER_META)
+        module, meta = nnx.Module.__module__, type(nnx.Module).__name__
+        parts += [f"from {module} import {meta} as _ModuleMeta\n", _LAYER_META]
         parts += [_layer(getattr(package, name)) for name in layers]
-    parts += [
-        f"\n{name} = _{name}\n" for name in private if name not in layers
-    ]  # other names are not re-exported
+    # Other names are not re-exported.
+    parts += [f"\n{name} = _{name}\n" for name in private if name not in layers]
     return "".join(parts)
 
 
@@ -114,34 +108,20 @@ def exported_by_flax(wing: str) -> dict[str, str]:
     """
     package = FLAX[wing]
     tree = ast.parse(Path(inspect.getfile(package)).read_text())
-    submodules = [
-        module.name for module in pkgutil.iter_modules(package.__path__)
-    ]  # our wings import them on demand
+    # Our wings import submodules on demand.
+    submodules = [module.name for module in pkgutil.iter_modules(package.__path__)]
     modules = dict.fromkeys((*dir(package), *submodules), package.__name__)
     for node in ast.walk(tree):
-        if isinstance(
-            node, ast.Assign
-        ):  # a name that Flax makes on demand, and tells type checkers of
-            modules |= {
-                target.id: package.__name__
-                for target in node.targets
-                if isinstance(target, ast.Name)
-            }
+        if isinstance(node, ast.Assign):  # Flax makes it on demand, and tells type checkers of it
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            modules |= dict.fromkeys(names, package.__name__)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            hidden = [
-                alias.name for alias in node.names if alias.asname is None
-            ]  # not re-exported, to a type checker
-            modules |= dict.fromkeys(hidden, _absolute(package, node))
-    ours = exported_by_us(wing)
-    return {
-        name: modules[name]
-        for name in sorted(modules)
-        if not name.startswith("_") and name not in ours
-    }
-
-
-def _absolute(package: types.ModuleType, node: ast.ImportFrom) -> str:
-    return f"{package.__name__}.{node.module}" if node.level else str(node.module)
+            # Not re-exported, to a type checker.
+            hidden = [alias.name for alias in node.names if alias.asname is None]
+            module = f"{package.__name__}.{node.module}" if node.level else node.module
+            modules |= dict.fromkeys(hidden, module)
+    public = {name for name in modules if not name.startswith("_")} - {*exported_by_us(wing)}
+    return {name: modules[name] for name in sorted(public)}
 
 
 def path_of(wing: str) -> Path:
@@ -164,9 +144,8 @@ def _layer(cls: type) -> str:
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{init} is no function in Flax's source.")
     head = f"class {cls.__name__}(_{cls.__name__}, metaclass=_LayerMeta):"
-    lines = "".join(
-        f"        {parameter},\n" for parameter in _parameters(tree.args, init.__globals__)
-    )
+    parameters = _parameters(tree.args, init.__globals__)
+    lines = "".join(f"        {parameter},\n" for parameter in parameters)
     return f"\n{head}\n    def __init__(\n{lines}    ) -> None: ...\n"
 
 
@@ -177,14 +156,9 @@ def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
     text = functools.partial(_parameter, names=names)
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    parameters = [text(arg, default) for arg, default in zip(positional, defaults, strict=True)]
-    if args.vararg is not None:
-        parameters.append(f"*{text(args.vararg, None)}")
-    else:
-        parameters.append("*")
-    parameters += [
-        text(arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    ]
+    parameters = [*map(text, positional, defaults)]
+    parameters.append("*" if args.vararg is None else f"*{text(args.vararg, None)}")
+    parameters += map(text, args.kwonlyargs, args.kw_defaults)
     parameters.append(_POLICY_PARAMETER)
     if args.kwarg is not None:
         parameters.append(f"**{text(args.kwarg, None)}")
@@ -194,22 +168,17 @@ def _parameters(args: ast.arguments, names: dict[str, Any]) -> list[str]:
 def _parameter(arg: ast.arg, default: ast.expr | None, names: dict[str, Any]) -> str:
     if arg.arg == "self":
         return "self"
-    annotation = (
-        "_typing.Any"
-        if arg.annotation is None
-        else ast.unparse(_Public(names).visit(arg.annotation))
-    )
+    annotation = "_typing.Any"
+    if arg.annotation is not None:
+        annotation = ast.unparse(_Public(names).visit(arg.annotation))
     if default is None:
         return f"{arg.arg}: {annotation}"
-    return f"{arg.arg}: {annotation} = {_default(default)}"
-
-
-def _default(node: ast.expr) -> str:
     try:
-        value = ast.literal_eval(node)
+        value = ast.literal_eval(default)
+        given = f'"{value}"' if isinstance(value, str) else ast.unparse(default)
     except ValueError:
-        return "..."
-    return f'"{value}"' if isinstance(value, str) else ast.unparse(node)
+        given = "..."
+    return f"{arg.arg}: {annotation} = {given}"
 
 
 class _Public(ast.NodeTransformer):
@@ -219,21 +188,19 @@ class _Public(ast.NodeTransformer):
         self.names = names
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return ast.parse(
-            _public_name(eval(ast.unparse(node), self.names), node.attr), mode="eval"
-        ).body
+        return _parsed(_public_name(eval(ast.unparse(node), self.names), node.attr))
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self.names:
             return node  # a builtin
-        return ast.parse(_public_name(self.names[node.id], node.id), mode="eval").body
+        return _parsed(_public_name(self.names[node.id], node.id))
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return (
-            self.visit(ast.parse(node.value, mode="eval").body)
-            if isinstance(node.value, str)
-            else node
-        )
+        return self.visit(_parsed(node.value)) if isinstance(node.value, str) else node
+
+
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 # What annotations may name, by the name that the stub gives to the module.

@@ -31,13 +31,10 @@ def declared(text: str) -> dict[str, str]:
 
 @WINGS
 def test_a_stub_is_what_the_script_writes(wing):
-    committed, written = (
-        declared(make_stubs.path_of(wing).read_text()),
-        declared(make_stubs.stub_of(wing)),
-    )
-    stale = {
-        name for name in {*committed, *written} - NEWER if committed.get(name) != written.get(name)
-    }
+    texts = make_stubs.path_of(wing).read_text(), make_stubs.stub_of(wing)
+    committed, written = map(declared, texts)
+    names = {*committed, *written} - NEWER
+    stale = {name for name in names if committed.get(name) != written.get(name)}
     assert not stale, "run `python -m tests.checkers.make_stubs` with the newest supported Flax"
 
 
@@ -56,9 +53,8 @@ def parameters_of(node: ast.ClassDef) -> list[tuple[str, str, bool]]:
     """Returns name, kind and whether there is a default, for each parameter of a class's
     constructor.
     """
-    (init,) = (
-        item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"
-    )
+    (init,) = (item for item in node.body if getattr(item, "name", "") == "__init__")
+    assert isinstance(init, ast.FunctionDef)
     text = ast.unparse(init.args).replace("self, ", "", 1)
     scope: dict[str, Any] = {}
     exec(f"from __future__ import annotations\ndef f({text}): ...", scope)
@@ -72,11 +68,8 @@ def signature_of(function: Any) -> list[tuple[str, str, bool]]:
 
 def test_the_constructors_of_the_nnx_stub_are_those_of_the_classes():
     tree = ast.parse(make_stubs.path_of("nnx").read_text())
-    layers = {
-        node.name: node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name != "_LayerMeta"
-    }
+    layers = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    del layers["_LayerMeta"]
     assert {"Linear", "MultiHeadAttention", "LoRALinear", "RNN", "Sequential"} <= set(layers)
     for name in set(layers) - NEWER:
         assert parameters_of(layers[name]) == signature_of(getattr(make_stubs.nnx, name)), name

@@ -47,11 +47,8 @@ def test_a_checker_says_of_user_code_what_is_marked_there_and_nothing_of_the_rea
     reports = CHECKERS[checker](tmp_path)
     wrong = []
     for path in sorted(tmp_path.glob("*.py")):
-        text = path.read_text()
-        wrong += [
-            f"{path.name}:{it}"
-            for it in differences(text, list(CHECKERS).index(checker), reports, path.name)
-        ]
+        found = differences(path.read_text(), [*CHECKERS].index(checker), reports, path.name)
+        wrong += [f"{path.name}:{it}" for it in found]
     assert not wrong, "\n".join(wrong)
 
 
@@ -92,27 +89,21 @@ def constructors() -> list[str]:
     """Returns calls of all layers, with their marks: the arguments that `inspect.signature` shows,
     and another.
     """
-    lines = [
-        "from typing import Any",
-        "from mpmodules import linen, nnx",
-        "def calls(anything: Any) -> None:",
-    ]
+    lines = ["from typing import Any", "from mpmodules import linen, nnx"]
+    lines.append("def calls(anything: Any) -> None:")
     for wing, module in make_stubs.WINGS.items():
         for name in make_stubs.exported_by_us(wing):
             cls = getattr(module, name)
-            if (
-                not isinstance(cls, type)
-                or "_upstream_class" not in vars(cls)
-                or name in ("Module", "RNNCellBase")
-            ):
+            if not isinstance(cls, type) or "_upstream_class" not in vars(cls):
+                continue
+            if name in ("Module", "RNNCellBase"):
                 continue
             parameters = inspect.signature(cls).parameters.values()
             positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
             # linen's last two are keywords to a type checker, and positions at run time
             places = ", ".join("anything" for name in positional if name not in ("parent", "name"))
-            keywords = [
-                p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            ]
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            keywords = [p for p in parameters if p.kind not in variable]
             required = ", ".join(f"{p.name}=anything" for p in keywords if p.default is p.empty)
             alone = ", ".join(f"{p.name}=anything" for p in keywords if p.kind is p.KEYWORD_ONLY)
             lines.append(f"    {wing}.{name}({', '.join(f'{p.name}=anything' for p in keywords)})")

@@ -27,19 +27,17 @@ def on_devices(function):
     return jax.vmap(function, axis_name="i")
 
 
-def traced(function, *args, in_specs, out_specs=EVERYWHERE, check_vma=True):
+def traced(function, *args, in_specs=(EVERYWHERE, SPLIT), check_vma=True):
     """Returns the collectives of `function` under `jax.shard_map` over eight abstract devices."""
     mesh = AbstractMesh((DEVICES,), ("i",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
+    specs = {"in_specs": in_specs, "out_specs": EVERYWHERE}
+    mapped = jax.shard_map(function, mesh=mesh, check_vma=check_vma, **specs)
     return collectives_of(mapped, *args, stage="traced")
 
 
 def loss_fn(params, x):
-    return jnp.sum(
-        jnp.square((x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32))
-    )
+    half = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+    return jnp.sum(jnp.square(half.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -48,29 +46,22 @@ def test_gradients_of_varying_params_cross_devices_once_in_the_dtype_that_is_ask
     dtype, check_vma
 ):
     def step(params, x):
-        grads = value_and_grad(loss_fn, policy="mixed_bfloat16", grads="compute")(
-            vary(params, "i"), x
-        )[1]
+        run = value_and_grad(loss_fn, policy="mixed_bfloat16", grads="compute")
+        _, grads = run(vary(params, "i"), x)
         assert grads.tree["w"].dtype == jnp.bfloat16
         return all_reduce(grads, "i", dtype).tree
 
-    (only,) = traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT), check_vma=check_vma)
-    assert (only.operation, only.dtype, only.shape, only.axes) == (
-        "all-reduce",
-        dtype,
-        (4, 2),
-        ("i",),
-    )
+    (only,) = traced(step, PARAMS, BATCH, check_vma=check_vma)
+    assert (only.operation, only.dtype) == ("all-reduce", dtype)
+    assert (only.shape, only.axes) == ((4, 2), ("i",))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_params_that_vary_inside_the_loss_have_their_gradients_summed_by_backward_in_that_dtype(
-    dtype,
-):
+def test_gradients_of_params_that_vary_inside_the_loss_are_summed_in_that_dtype(dtype):
     def step(params, x):
         return jax.grad(lambda p: loss_fn(vary(p, "i", dtype), x))(params)
 
-    (only,) = traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
+    (only,) = traced(step, PARAMS, BATCH)
     assert (only.dtype, only.shape) == (dtype, (4, 2))
 
 
@@ -117,9 +108,8 @@ def test_the_mean_is_right_to_an_ulp_a_device_of_the_dtype_it_is_summed_in(dtype
 def test_scaled_gradients_keep_their_scale_and_come_back_in_the_dtype_of_the_sum():
     grads = jnp.asarray([[1.0], [2.0]], jnp.bfloat16)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        mean = on_devices(
-            lambda g, dtype=dtype: all_reduce(ScaledGradients([g], 1024.0), "i", dtype)
-        )(grads)
+        reduce = lambda g, dtype=dtype: all_reduce(ScaledGradients([g], 1024.0), "i", dtype)  # noqa: E731
+        mean = on_devices(reduce)(grads)
         assert mean.tree[0].dtype == dtype
         np.testing.assert_array_equal(mean.tree[0].astype(jnp.float32), 1.5)
         np.testing.assert_array_equal(jax.vmap(lambda m: m.scale)(mean), 1024)
@@ -131,20 +121,16 @@ def test_overwritten_values_become_the_largest_of_the_devices():
     mean = on_devices(lambda g: all_reduce(ScaledGradients(g, 2.0), "i", "bfloat16"))(tree)
     np.testing.assert_array_equal(mean.tree[OVERWRITE_WITH_GRADIENT]["scale"], 7.0)
     assert mean.tree[OVERWRITE_WITH_GRADIENT]["scale"].dtype == jnp.float32
-    backward = on_devices(
-        jax.grad(lambda t, x: jnp.sum(vary(t, "i", "bfloat16")[OVERWRITE_WITH_GRADIENT] * x))
-    )
-    grads = backward({OVERWRITE_WITH_GRADIENT: jnp.ones((3, 1))}, values)
+    loss = lambda t, x: jnp.sum(vary(t, "i", "bfloat16")[OVERWRITE_WITH_GRADIENT] * x)  # noqa: E731
+    grads = on_devices(jax.grad(loss))({OVERWRITE_WITH_GRADIENT: jnp.ones((3, 1))}, values)
     np.testing.assert_array_equal(grads[OVERWRITE_WITH_GRADIENT], 7.0)
 
 
 def test_gradients_that_backward_has_summed_already_are_refused():
     step = lambda p, x: all_reduce(jax.grad(loss_fn)(p, x), "i", "float32")  # noqa: E731
-    with pytest.raises(
-        ValueError,
-        match=r"w are the same over 'i': the backward pass summed them .* vary\(params, axis\)",
-    ):
-        traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
+    told = r"w are the same over 'i': the backward pass summed them .* vary\(params, axis\)"
+    with pytest.raises(ValueError, match=told):
+        traced(step, PARAMS, BATCH)
 
 
 def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_do_not():
@@ -154,17 +140,13 @@ def test_a_step_refuses_gradients_that_differ_between_devices_where_the_params_d
         grads = jax.grad(loss_fn)(vary(params, "i"), x)
         return apply_gradients(tx, params, tx.init(params), grads)[0]
 
-    with pytest.raises(
-        ValueError,
-        match=r"params are the same on all: w over 'i'\. Reduce them first: all_reduce\(",
-    ):
-        traced(step, PARAMS, BATCH, in_specs=(EVERYWHERE, SPLIT))
+    told = r"params are the same on all: w over 'i'\. Reduce them first: all_reduce\("
+    with pytest.raises(ValueError, match=told):
+        traced(step, PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("named", [None, "i"])
-def test_the_step_counts_what_types_say_is_the_same_everywhere_once_also_where_the_axis_is_named(
-    named,
-):
+def test_the_step_counts_once_what_types_say_is_the_same_everywhere(named):
     tx = mixed_precision(optax.sgd(0.1), "float32", clip_global_norm=1.0, axis_name=named)
 
     def step(params, x, sharded):
@@ -201,7 +183,5 @@ def test_complex_gradients_are_summed_as_they_are():
 
 def test_several_axes_are_reduced_at_once():
     values = jnp.arange(6.0).reshape(2, 3)
-    twice = jax.vmap(
-        jax.vmap(lambda g: all_reduce(g, ("a", "b"), "float32"), axis_name="b"), axis_name="a"
-    )
-    np.testing.assert_array_equal(twice(values), 2.5)
+    once = jax.vmap(lambda g: all_reduce(g, ("a", "b"), "float32"), axis_name="b")
+    np.testing.assert_array_equal(jax.vmap(once, axis_name="a")(values), 2.5)

@@ -221,9 +221,9 @@ def test_every_field_is_checked():
     ):
         Policy("f32", jnp.float8_e5m2, "f32")
     with pytest.raises(TypeError, match=r"Policy\(matmul=8\): it should be a ScaledMatmul"):
-        Policy(**fields, matmul=8)
+        Policy(**fields | {"matmul": 8})
     with pytest.raises(TypeError, match=r"Policy\(precision=8\): it should be default, high"):
-        Policy(**fields, precision=8)
+        Policy(**fields | {"precision": 8})
     column: Any = "column"
     with pytest.raises(ValueError, match=r"scaling='column'\): it should be 'row' or"):
         ScaledMatmul("int8", "int8", scaling=column)

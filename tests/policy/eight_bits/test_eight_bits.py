@@ -295,8 +295,8 @@ def case(name: str) -> tuple[Any, ...]:
     x, kernel = normal(4, 7, 6, 32), normal(3, 2, 8 if name == "grouped" else 32, 24)
     with jax.enable_x64(True):
         convolve: Any = functools.partial(lax.conv_general_dilated, **options)
-        wide: Any = [jnp.asarray(a, jnp.float64) for a in (x, kernel)]
-        ct = RNG.standard_normal(jax.eval_shape(convolve, *wide).shape)
+        wide: list[Any] = [jnp.asarray(a, jnp.float64) for a in (x, kernel)]
+        ct = RNG.standard_normal(jax.eval_shape(convolve, wide[0], wide[1]).shape)
         truth = [np.asarray(a) for a in results(convolve, *wide, ct)]
     return options, x, kernel, ct.astype(np.float32), truth
 
