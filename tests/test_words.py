@@ -29,11 +29,8 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
 
 def test_whatever_counts_as_what_and_an_opener_is_a_whole_word():
     assert len(WHAT.findall("What it is, whatever that which is; somewhat.")) == 3
-    assert (
-        OPENERS.match("`Where` it is")
-        and not OPENERS.match("Whatsoever")
-        and not OPENERS.match("However")
-    )
+    assert OPENERS.match("`Where` it is")
+    assert not OPENERS.match("Whatsoever") and not OPENERS.match("However")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# As docs/own_layers.md tells users of mypy.
 _REVEALED_BY_MYPY = r'Revealed type is "(.*)"'
+# As docs/own_layers.md tells users of mypy.
 MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
 
 

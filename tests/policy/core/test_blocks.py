@@ -162,8 +162,7 @@ def in_half():
         yield
 
 
-@pytest.mark.usefixtures("in_half")
-def test_a_fixture_is_a_block():
+def test_a_fixture_is_a_block(in_half):
     assert current_policy() == HALF
 
 

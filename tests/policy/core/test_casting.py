@@ -73,9 +73,8 @@ def test_the_names_of_jmp_cast_to_full_and_half():
 
 def test_float64_is_refused_when_used_without_x64_and_not_before():
     policy = get_policy("float64")
-    with pytest.raises(
-        ValueError, match=r"asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"
-    ):
+    told = "asks for float64, but JAX runs with x64 disabled.*jax_enable_x64"
+    with pytest.raises(ValueError, match=told):
         policy.cast_to_compute(jnp.ones(2))
     with jax.enable_x64(True):
         assert policy.cast_to_compute(jnp.ones(2, jnp.float32)).dtype == jnp.float64
