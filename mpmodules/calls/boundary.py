@@ -26,7 +26,7 @@ from policy.core.arrays import (
 )
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
-from policy.core.scope import current_scope
+from policy.core.scope import NO_SOURCE, current_scope
 from policy.programs.marks import BOUNDARY
 
 # --------------------------------------------------------------------------------------------------
@@ -177,6 +177,8 @@ class MethodCall(NamedTuple):
       signature_of: the function whose signature names the arguments, `module` first.
       is_lifted: whether it is a transformed method of linen, which calls another boundary of the
         same module inside of the transform: only the casts and the scope are applied here.
+      effective: the policy that a layer obeys.
+      crosses: whether the call of a layer is a boundary.
     """
 
     module: Any
@@ -187,10 +189,42 @@ class MethodCall(NamedTuple):
     is_upstream: bool
     signature_of: Any
     is_lifted: bool = False
+    effective: Effective = Effective(None, None, NO_SOURCE)
+    crosses: bool = False
 
-    def run(self) -> Any:
-        """Calls the method without a boundary."""
-        return self.method(self.module, *self.args, **self.kwargs)
+    def run(self, module: Any) -> Any:
+        """Calls the method of the module, or of one that stands in for it."""
+        return self.method(module, *self.args, **self.kwargs)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the layer obeys, or None."""
+        return self.effective.policy
+
+    @property
+    def returned_dtype(self) -> Any:
+        """The dtype of the result: output_dtype where the call is a boundary, else compute_dtype;
+        None without a policy.
+        """
+        policy = self.effective.policy
+        if policy is None:
+            return None
+        return policy.output_dtype if self.crosses else policy.compute_dtype
+
+    @property
+    def complex_dtype(self) -> np.dtype | None:
+        """The widest complex dtype among the arguments, or None."""
+        return complex_input((*self.args, *self.kwargs.values()))
+
+    def first(self, name: str = "inputs") -> Any:
+        """Returns the first argument, whose name is `name`."""
+        return self.args[0] if self.args else self.kwargs[name]
+
+    def with_first(self, value: Any, name: str = "inputs") -> MethodCall:
+        """Returns the call with another first argument."""
+        if self.args:
+            return self._replace(args=(value, *self.args[1:]))
+        return self._replace(kwargs=self.kwargs | {name: value})
 
     @property
     def crossing(self) -> Crossing:
@@ -287,57 +321,6 @@ def is_pair(outputs: Any) -> bool:
     return isinstance(outputs, tuple) and len(outputs) == 2
 
 
-class LayerCall(NamedTuple):
-    """A call of a layer's method, without its boundary.
-
-    Attributes:
-      effective: the policy that the layer obeys.
-      crosses: whether the call is a boundary.
-      method: the method, whose first argument is the layer.
-      args, kwargs: the other arguments.
-    """
-
-    effective: Effective
-    crosses: bool
-    method: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that the layer obeys, or None."""
-        return self.effective.policy
-
-    @property
-    def returned_dtype(self) -> Any:
-        """The dtype of the result: output_dtype where the call is a boundary, else compute_dtype;
-        None without a policy.
-        """
-        policy = self.effective.policy
-        if policy is None:
-            return None
-        return policy.output_dtype if self.crosses else policy.compute_dtype
-
-    @property
-    def complex_dtype(self) -> np.dtype | None:
-        """The widest complex dtype among the arguments, or None."""
-        return complex_input((*self.args, *self.kwargs.values()))
-
-    def run(self, layer: Any) -> Any:
-        """Calls the method of a layer, or of a view of it."""
-        return self.method(layer, *self.args, **self.kwargs)
-
-    def first(self, name: str = "inputs") -> Any:
-        """Returns the first argument, whose name is `name`."""
-        return self.args[0] if self.args else self.kwargs[name]
-
-    def with_first(self, value: Any, name: str = "inputs") -> LayerCall:
-        """Returns the call with another first argument."""
-        if self.args:
-            return self._replace(args=(value, *self.args[1:]))
-        return self._replace(kwargs=self.kwargs | {name: value})
-
-
 # --------------------------------------------------------------------------------------------------
 # Carries
 # --------------------------------------------------------------------------------------------------
@@ -385,7 +368,7 @@ def _as_wide(new: Any, given: Any) -> Any:
     return cast_array(new, given.dtype)
 
 
-def step_in(dtype: DTypeLike | None, cell: Any, call: LayerCall) -> Any:
+def step_in(dtype: DTypeLike | None, cell: Any, call: MethodCall) -> Any:
     """Runs one step of a Flax cell with carry and output in `dtype`.
 
     Args:

@@ -325,13 +325,11 @@ def _place_of(error: BaseException) -> str:
     return f" at {os.path.basename(file)}:{line} (`{source}`)" if source else ""
 
 
-_LIBRARIES = tuple(
-    os.path.dirname(module.__file__) + os.sep for module in (jax,) if module.__file__
-)
+_JAX = os.path.dirname(str(jax.__file__)) + os.sep
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith((*_OURS, *_LIBRARIES)) or f"{os.sep}flax{os.sep}" in file
+    return file.startswith((*_OURS, _JAX)) or f"{os.sep}flax{os.sep}" in file
 
 
 def _reason(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from flax.nnx.nn.dtypes import promote_dtype as nnx_promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.arrays import cast_array
 from policy.core.dtypes import ScaledMatmul
@@ -43,7 +43,7 @@ class Numerics:
     matmul: ScaledMatmul | None = None
 
 
-def numerics_of(call: LayerCall) -> Numerics:
+def numerics_of(call: MethodCall) -> Numerics:
     """Returns how a layer computes in a call."""
     policy = call.policy
     if policy is None:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import is_flax
 from mpmodules.functions.functional import broadcast_like, is_half, is_wider, mixing_allowed, widen
 from mpmodules.functions.normalization import Region, normalize, shift_of
@@ -104,7 +104,7 @@ class NormCall:
         return [self.x.shape[axis] for axis in self.features]
 
 
-def norm_call_of(layer: Any, call: LayerCall) -> NormCall | None:
+def norm_call_of(layer: Any, call: MethodCall) -> NormCall | None:
     """Returns a call of a layer as one of a normalisation.
 
     Returns None where Flax's own code is to run: of complex numbers, which no policy casts, of axes

@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as flax_nn
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import LayerCall, MethodCall, run_at_boundary
+from mpmodules.calls.boundary import MethodCall, run_at_boundary
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import (
     CALLERS,
@@ -144,8 +144,7 @@ def run_method(call: MethodCall) -> Any:
             with enter(inner, source), multiplying(policy, scope.policy):
                 if call.is_upstream and not call.is_lifted and getattr(cls, "_dtype_fields", False):
                     returns = entered is not None and is_bare
-                    _, method, args, kwargs, *_ = given
-                    return module._call_layer(LayerCall(effective, returns, method, args, kwargs))
+                    return module._call_layer(given._replace(effective=effective, crosses=returns))
                 return _run_users(given, effective)
 
         return run_at_boundary(call, run, policy=policy, entered=entered)
@@ -171,9 +170,9 @@ def _run_users(call: MethodCall, effective: Effective) -> Any:
     dtypes in the layer's fields.
     """
     if call.is_lifted or not getattr(type(call.module), "_dtype_fields", False):
-        return call.run()
+        return call.run(call.module)
     with fields_set(call.module, plain_fields(call.module, effective)):
-        return call.run()
+        return call.run(call.module)
 
 
 def _run_in_trace(call: MethodCall, effective: Effective) -> Any:

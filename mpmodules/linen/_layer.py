@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
@@ -34,7 +34,7 @@ class Layer(Module):
         """Returns the dataclass fields to set for a call under a policy."""
         return dtype_fields(self, policy)
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         policy, dtype = call.policy, call.effective.dtype
         complex_dtype = call.complex_dtype
         if policy is not None and dtype is None and complex_dtype is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx as flax_nnx
 
 from mpmodules.calls import own_code
-from mpmodules.calls.boundary import LayerCall, MethodCall, run_at_boundary
+from mpmodules.calls.boundary import MethodCall, run_at_boundary
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import (
     CALLERS,
@@ -125,7 +125,7 @@ def _run_in_trace(call: MethodCall) -> Any:
         return own_code.run_layer(call, _run_method, policy, keeps=keeps, recorded=calls.recorded)
     source = module._policy_source.for_those_inside(type(module).__name__)
     with _under_way():
-        return own_code.run_inside(call.run, scope, policy, source)
+        return own_code.run_inside(functools.partial(call.run, module), scope, policy, source)
 
 
 def _run_method(call: MethodCall) -> Any:
@@ -156,12 +156,11 @@ def _run_body(call: MethodCall, effective: Effective, crosses: bool) -> Any:
     Flax's own sees a module that computes as the policy says.
     """
     if not call.is_upstream:
-        return call.run()
+        return call.run(call.module)
     view = in_policy(call.module, effective.policy)
     if view._is_layer:
-        _, method, args, kwargs, *_ = call
-        return view._call_layer(LayerCall(effective, crosses, method, args, kwargs))
-    return call._replace(module=view).run()
+        return view._call_layer(call._replace(effective=effective, crosses=crosses))
+    return call.run(view)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import adopt_children
@@ -65,7 +65,7 @@ class Layer(BuiltWithDtypes):
     _takes_inputs_as_they_come: ClassVar[bool] = False
     _numerics: Numerics = Numerics()  # in a call, those of the policy
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         """Runs a method on a view of the layer that computes as the policy says."""
         view, policy = in_complex(self, call), call.policy
         computes = policy is not None and getattr(self, "dtype", None) == policy.compute_dtype

@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
 from mpmodules.calls.arguments import policy_given, require_dtypes
-from mpmodules.calls.boundary import LayerCall, is_reference
+from mpmodules.calls.boundary import MethodCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import is_ours
 from mpmodules.functions.functional import half_safe_inits
@@ -278,7 +278,7 @@ def in_policy(module: Any, policy: Policy | None) -> Any:
     return viewed(module, dtype_policy=policy, **dtypes)
 
 
-def in_complex(layer: Any, call: LayerCall) -> Any:
+def in_complex(layer: Any, call: MethodCall) -> Any:
     """Returns a view of a layer in the dtype of its complex inputs, which no policy casts.
 
     Returns None where there are none, and where an explicit dtype argument holds.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import flax.linen as flax_nn
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import Crossing, LayerCall
+from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
 from mpmodules.layers.attention_calls import AttentionCrossing
@@ -41,7 +41,7 @@ class Attention(Module):
             fields["attention_fn"] = dot_product_attention
         return fields
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         fields = self._policy_fields(call.policy)
         if call.effective.dtype is not None:
             fields["dtype"] = call.effective.dtype

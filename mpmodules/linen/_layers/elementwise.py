@@ -8,7 +8,7 @@ import flax.linen as flax_nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import is_flax
 from mpmodules.functions.activations import prelu
 from mpmodules.functions.functional import is_half
@@ -34,7 +34,7 @@ class PReLU(Layer, flax_nn.PReLU):
 
     param_dtype: DTypeLike | None = None
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         inputs = jnp.asarray(call.first())
         if call.policy is not None:
             inputs = cast_array(inputs, call.policy.compute_dtype)
@@ -62,7 +62,7 @@ class Dropout(Layer, flax_nn.Dropout):
 
     _dtype_fields: ClassVar[bool] = True
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         if call.policy is None:
             return call.run(self)
         inputs = cast_array(call.first(), call.policy.compute_dtype)

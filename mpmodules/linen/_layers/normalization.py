@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import mixing_allowed, widen
 from mpmodules.functions.normalization import Region
 from mpmodules.layers import normalization_calls as norms
@@ -55,7 +55,7 @@ class Normalization(Layer):
         fields["use_fast_variance"] = policy is None if fast is None else fast
         return fields if policy is None else fields | {"dtype": policy.reduction_dtype}
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         policy, dtype = call.policy, call.returned_dtype
         if call.effective.dtype is not None:  # an explicit complex one
             policy = None
@@ -212,7 +212,7 @@ class ReparameterizedWeights(Module):
     _dtype_fields: ClassVar[bool] = True
     _obeys: ClassVar[Policy | None] = None  # the policy that a call under way obeys
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         with fields_set(self, plain_fields(self, call.effective) | {"_obeys": call.policy}):
             return call.run(self)
 

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import (
     Crossing,
-    LayerCall,
     LoopCrossing,
+    MethodCall,
     StepCrossing,
     indexing_lengths,
     step_in,
@@ -78,7 +78,7 @@ class Cell(Layer):
         fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         fields = self._policy_fields(call.policy) | dtypes_inside(self, call.policy)
         dtype = call.effective.dtype
         if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
@@ -360,7 +360,7 @@ class RNN(Module, flax_nn.RNN):
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
     _crossing: ClassVar[Crossing] = LoopCrossing()
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         kwargs, policy = dict(call.kwargs), call.policy
         if kwargs.get("initial_carry") is not None and isinstance(self.cell, Cell):
             kwargs["initial_carry"] = self.cell._cast_carry(kwargs["initial_carry"])

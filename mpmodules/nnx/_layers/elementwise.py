@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.activations import prelu
 from mpmodules.functions.functional import is_half
 from mpmodules.nnx._layer import Layer
@@ -30,7 +30,7 @@ class PReLU(Layer, flax_nnx.PReLU):
       Array([-2, 3], dtype=bfloat16)
     """
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         view = in_complex(self, call)
         if view is not None:
             return call.run(view)
@@ -53,7 +53,7 @@ class Dropout(Layer, flax_nnx.Dropout):
       dtype(bfloat16)
     """
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         if call.policy is None:
             return call.run(self)
         inputs = cast_array(call.first(), call.policy.compute_dtype)

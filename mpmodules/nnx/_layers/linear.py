@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax import lax
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.layers import matmul_calls
 from mpmodules.layers.matmul_calls import Numerics, Product
 from mpmodules.nnx._layer import Layer
@@ -216,7 +216,7 @@ class LoRA(Layer, flax_nnx.LoRA):
 
     _within: Numerics | None = None  # of the layer that adds the result to its own
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         if self._within is None:
             return super()._call_layer(call)
         return call.run(viewed(self, _numerics=self._within))

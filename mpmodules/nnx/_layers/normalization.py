@@ -15,7 +15,7 @@ from flax.nnx.module import first_from
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import is_half, is_wider, mixing_allowed, widen
 from mpmodules.functions.normalization import Region
 from mpmodules.layers import normalization_calls as norms
@@ -60,7 +60,7 @@ class Normalization(Layer):
             return kwargs
         return {name: value for name, value in kwargs.items() if name != "use_fast_variance"}
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         is_users, dtype = self.promote_dtype is not promote_dtype, call.returned_dtype
         norm = None if is_users else norms.norm_call_of(self, call)
         if norm is None:

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import (
     Crossing,
-    LayerCall,
     LoopCrossing,
+    MethodCall,
     StepCrossing,
     indexing_lengths,
     step_in,
@@ -73,7 +73,7 @@ class Cell(Layer):
         }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         inside = [part for part in vars(self).values() if isinstance(part, Module)]
         # Those of other policies may have another output_dtype.
         with mixing_allowed(any(part.dtype_policy != self.dtype_policy for part in inside)):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import LayerCall
+from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
@@ -39,7 +39,7 @@ class RoPE(Layer, _FLAX_ROPE):
 
     _takes_inputs_as_they_come: ClassVar[bool] = True
 
-    def _call_layer(self, call: LayerCall) -> Any:
+    def _call_layer(self, call: MethodCall) -> Any:
         arguments = dict(zip(("x", "input_positions"), call.args, strict=False)) | call.kwargs
         x = arguments["x"]
         policy, dtype = call.policy, call.returned_dtype
