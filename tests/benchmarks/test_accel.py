@@ -129,7 +129,7 @@ def test_without_compilers_the_command_says_so_in_a_line(monkeypatch, capsys):
 
 def test_a_row_of_precisions_misses_its_bounds_by_precision_and_by_error():
     errors = {"bfloat16": 3e-3, "default": 2e-3, "high": 4e-6, "highest": 4e-7}
-    cycles = dict.fromkeys(precision.PRECISIONS, 2.0)
+    cycles = {str(level): 2.0 for level in precision.PRECISIONS}
     row = precision.Row("Dense", ("highest",) * 3, cycles, errors)
     assert list(row.missed()) == []
     mixed = dataclasses.replace(row, precisions=("highest", "default", "highest"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
@@ -302,12 +303,8 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
 
 def compiler_of(target: Target) -> str:
     """Returns the name and version of a target's compiler, and JAX's."""
-    names = ("jax", *_PACKAGES.get(target.platform, ("jaxlib",)))
-    return ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = []
+    for name in ("jax", *_PACKAGES.get(target.platform, ("jaxlib",))):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)

@@ -156,5 +156,15 @@ def estimate(
         source=target.chip.source,
         compiler=compiler_of(target),
         rows=tuple(one.cost for _, _, one in found),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(_notes(candidates, found))),
     )
+
+
+def _notes(
+    candidates: Sequence[Candidate], found: Sequence[tuple[MadeCall, Placement, CompiledRow]]
+) -> list[str]:
+    notes = [note for _, place, row in found for note in (*place.notes, *row.notes)]
+    # The policies of arguments that do not depend on them.
+    pairs = zip(candidates, found, strict=True)
+    unheeded = [row.policy for row, (call, *_) in pairs if row.policy and not call.is_made]
+    return [*notes, _SAME] if len({given.param_dtype for given in unheeded}) > 1 else notes

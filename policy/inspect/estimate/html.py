@@ -5,19 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
+from policy.inspect.estimate import text
 from policy.inspect.estimate.rows import EstimateRows, PolicyCost
-from policy.inspect.estimate.text import (
-    UNKNOWN,
-    Figures,
-    array_text,
-    columns_of,
-    count_that_fit,
-    facts_of,
-    has_exchanges,
-    ratio,
-    remarks_of,
-    verdict,
-)
 from policy.inspect.render.html import (
     MEMORY,
     OUTSIDE,
@@ -48,8 +37,10 @@ def estimate_page(estimate: EstimateRows) -> str:
     It is readable without scripts, which only sort and search.
     """
     name = estimate.name or "A function"
-    facts = (join_markup((tag("dt", word), tag("dd", said))) for word, said in facts_of(estimate))
-    fit = count_that_fit(estimate)
+    facts = (
+        join_markup((tag("dt", word), tag("dd", said))) for word, said in text.facts_of(estimate)
+    )
+    fit = text.count_that_fit(estimate)
     header = [
         tag("h1", name),
         *([tag("p", f"{fit[0].upper()}{fit[1:]}.", class_="summary")] if fit else []),
@@ -68,15 +59,16 @@ def _sections(estimate: EstimateRows) -> Iterator[Markup]:
     flops = [bar(f"{row.name}: FLOPs of matmuls", row.matmul_flops, amount) for row in rows]
     every = [bar(f"{row.name}: all FLOPs", row.flops, amount) for row in rows]
     yield section("flops", "FLOPs by dtype", *flops, *every)
-    if has_exchanges(estimate):
+    if text.has_exchanges(estimate):
         yield section("exchanges", "Exchanges between devices", _exchanges(rows))
     if any(row.buffers for row in rows):
         yield section("buffers", "Largest buffers", _buffers(rows))
     if any(row.cost_by_path for row in rows):
         yield section("modules", "Modules", *_modules(rows))
     remarks = [
-        join_markup((tag("h3", head.capitalize()), tag("ul", *(tag("li", one) for one in found))))
-        for head, found in remarks_of(estimate)
+        part
+        for head, found in text.remarks_of(estimate)
+        for part in (tag("h3", head.capitalize()), tag("ul", *(tag("li", one) for one in found)))
     ]
     if remarks:
         yield section("remarks", "Remarks", *remarks)
@@ -92,7 +84,7 @@ def _costs(estimate: EstimateRows) -> Markup:
     columns: Columns = {"policy": _policy}
     if any(row.fits is not None for row in rows):
         columns["fits"] = lambda row: (_verdict(row), None)
-    for column in columns_of(estimate):
+    for column in text.columns_of(estimate):
         columns[column.head] = functools.partial(_figure, column=column, rows=rows)
     return table(columns, rows)
 
@@ -103,13 +95,13 @@ def _policy(row: PolicyCost) -> Cell:
 
 
 def _verdict(row: PolicyCost) -> Markup:
-    return tag("span", verdict(row), class_=None if row.fits is None else _CLASSES[row.fits])
+    return tag("span", text.verdict(row), class_=None if row.fits is None else _CLASSES[row.fits])
 
 
-def _figure(row: PolicyCost, column: Figures, rows: Sequence[PolicyCost]) -> Cell:
+def _figure(row: PolicyCost, column: text.Figures, rows: Sequence[PolicyCost]) -> Cell:
     """Returns a figure and its ratio to the first row's."""
     value, beside = column.value(row), column.value(rows[0])
-    compared = ratio(value, beside) if column.is_compared and value != beside else ""
+    compared = text.ratio(value, beside) if column.is_compared and value != beside else ""
     behind = (" ", tag("small", compared)) if compared else ()
     return join_markup((column.text(row), *behind)), value
 
@@ -168,7 +160,7 @@ def _buffers(rows: Sequence[PolicyCost]) -> Markup:
     columns: Columns = {
         "policy": lambda entry: (entry[0].name, None),
         "bytes": lambda entry: (bytes_text(entry[1].bytes), entry[1].bytes),
-        "array": lambda entry: (tag("code", array_text(entry[1])), None),
+        "array": lambda entry: (tag("code", text.array_text(entry[1])), None),
         "dtype": lambda entry: (chip(entry[1].dtype), None),
         "kind": lambda entry: (entry[1].kind, None),
         "operation": lambda entry: (entry[1].operation and tag("code", entry[1].operation), None),
@@ -197,4 +189,4 @@ def _modules(rows: Sequence[PolicyCost]) -> Iterator[Markup]:
 
 
 def _known(value: float | None, form: Callable[[float], str], unknown: float | None) -> Cell:
-    return (UNKNOWN, unknown) if value is None else (form(value), value)
+    return (text.UNKNOWN, unknown) if value is None else (form(value), value)

@@ -13,15 +13,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from policy.inspect.hlo.kernels import (
-    Flops,
-    add_to,
-    arrays_of,
-    everywhere,
-    kernel_flops,
-    moved,
-    produced,
-)
+from policy.inspect.hlo import kernels
+from policy.inspect.hlo.kernels import Flops, add_to
 from policy.inspect.hlo.provenance import path_of_kernel, with_whole_paths
 from policy.inspect.hlo.text import Computation, Instruction, parse
 from policy.programs.paths import Path
@@ -152,7 +145,7 @@ class _Counter:
         is_opaque = opcode == "custom-call"
         if is_opaque and (instruction.target in _ALLOCATIONS or not instruction.operands):
             return
-        bytes_moved, flops = moved(instruction), kernel_flops(instruction)
+        bytes_moved, flops = kernels.moved(instruction), kernels.kernel_flops(instruction)
         time: float | None = instruction.cycles
         if time is None and _runs_beside(instruction):
             costs.add(Costs(bytes=bytes_moved, flops=flops or {}))
@@ -164,7 +157,7 @@ class _Counter:
 
     def _by_roofline(self, costs: Costs, instruction: Instruction, flops: Flops | None) -> float:
         """Returns the roofline's time of an instruction without an estimate."""
-        touched = moved(instruction, everywhere)
+        touched = kernels.moved(instruction, kernels.everywhere)
         time = None if self.kernel_time is None else self.kernel_time(flops or {}, touched)
         what = instruction.target or instruction.opcode
         label = f"{what} ({instruction.op_name})"
@@ -189,7 +182,7 @@ def _runs_beside(instruction: Instruction) -> bool:
     """
     if instruction.opcode.endswith("-start"):
         return True
-    arrays = arrays_of((instruction, *instruction.operands))
+    arrays = kernels.arrays_of((instruction, *instruction.operands))
     return instruction.opcode not in ("fusion", "custom-call") and not any(
         array.shape for array in arrays
     )
@@ -201,7 +194,7 @@ def _exchange(costs: Costs, collective: Instruction) -> None:
         # A TPU's: a fusion of a sum with the slice that each device keeps of it.
         opcode = "reduce-scatter"
     is_scatter = opcode == "reduce-scatter"
-    arrays = arrays_of(collective.operands) if is_scatter else produced(collective)
+    arrays = kernels.arrays_of(collective.operands) if is_scatter else kernels.produced(collective)
     for array in arrays:
         add_to(costs.collectives, {(opcode, array.dtype): array.bytes})
 

@@ -200,13 +200,8 @@ def _is_over_leading_axes(reduce: Instruction, read: Instruction) -> bool:
 def _padded_bytes(convolution: Instruction, read: Instruction) -> float:
     """Returns the bytes of a convolution's input with its padding."""
     array = read.results[0]
-    pads = convolution.attribute(r"window=\{[^}]*\bpad=([\d_x\-]+)")
-    labels = convolution.attribute(r"dim_labels=(\w+?)_")
-    if not pads or not labels:
-        return array.bytes
-    added = [sum(map(int, pad.split("_"))) for pad in pads.split("x")]
-    spatial = [labels.index(str(i)) for i in range(len(added))]
-    shape = list(array.shape)
-    for axis, more in zip(spatial, added, strict=True):
-        shape[axis] += max(more, 0)
+    shape, labels = list(array.shape), convolution.attribute(r"dim_labels=(\w+?)_")
+    pads = re.findall(r"(-?\d+)_(-?\d+)", convolution.attribute(r"window=\{[^}]*\bpad=(\S+)"))
+    for axis, (low, high) in enumerate(pads):
+        shape[labels.index(str(axis))] += max(int(low) + int(high), 0)
     return array.bytes * math.prod(shape) / max(math.prod(array.shape), 1)
