@@ -157,19 +157,12 @@ class ScaledDots:
         numbers = equation.params["dimension_numbers"]
         cotangent = self.cotangents[id(equation)]
         if cotangent is None:
-            sides = [
-                _dequantised(array, axes, self.by.operands, self.by)
-                for array, axes in zip(arrays, numbers[0], strict=True)
-            ]
+            pairs = zip(arrays, numbers[0], strict=True)
+            lhs, rhs = (_dequantised(x, axes, self.by.operands, self.by) for x, axes in pairs)
         else:
-            sides = _backward(arrays, numbers, cotangent, self.by)
-        return lax.dot_general(
-            sides[0],
-            sides[1],
-            numbers,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+            lhs, rhs = _backward(arrays, numbers, cotangent, self.by)
+        exact: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        return lax.dot_general(lhs, rhs, numbers, **exact)
 
 
 def _dequantised(x: Any, axes: Sequence[int], dtype: np.dtype, by: ScaledMatmul) -> jax.Array:
@@ -190,10 +183,9 @@ def _backward(
     taken = (*contracted[other], *batch[other])
     free = [axis for axis in range(arrays[other].ndim) if axis not in taken]
     saved = quantise(arrays[other], free, by.operands, by.scaling)
-    rows = lax.squeeze(
-        jnp.transpose(saved.scale, (*taken, *free)), range(len(taken), len(taken) + len(free))
-    )
     places = (*contracted[side], *batch[side])
+    scale = jnp.transpose(saved.scale, (*taken, *free))
+    rows = lax.squeeze(scale, range(len(taken), scale.ndim))
     rows = jnp.transpose(rows, np.argsort(places).tolist())
     kept = [axis for axis in range(arrays[side].ndim) if axis not in places]
     folded = arrays[side] * lax.expand_dims(rows, kept)
@@ -207,24 +199,28 @@ def _backward(
 # --------------------------------------------------------------------------------------------------
 
 
-def scaled_dots(
-    half: Any, eight: Any, params: Sequence[int], by: ScaledMatmul, modules: set[str] | None
+def scaled_of(
+    call: Call, policy: Policy, by: ScaledMatmul, program: Program, modules: set[str] | None
 ) -> ScaledDots:
-    """Returns the matmuls of a program that another trace of the call runs in 8 bits.
+    """Returns the matmuls of a call's program that run in 8 bits under a policy with ``m=``.
 
     Args:
-      half: the closed jaxpr of the call in half precision.
-      eight: that of the call with matmuls in 8 bits.
-      params: the places of the parameters among the arguments.
+      call: the call.
+      policy: the policy without ``m=``.
       by: the dtypes and scales.
+      program: of the call in half precision.
       modules: the paths that rules can name; None for all.
+
+    Raises:
+      ValueError: there are none.
     """
+    eight = list(walk(call.under(policy.replace(matmul=by), None, program.route).jaxpr))
     runs = {
         _key(site, reached_path(_path(site), modules))
-        for site in walk(eight)
+        for site in eight
         if is_eight_bit_matmul(site.equation)
     }
-    graph = Graph(half)
+    graph, params = Graph(program.jaxpr), call.differentiated()
     lost = lost_prefixes(_path(node.site) for node in graph.nodes)
     made_of = dependences(graph, params)
     layers: dict[Path, ScaledLayer] = {}
@@ -243,33 +239,21 @@ def scaled_dots(
         layer.flops += flops_of(site.equation) * site.count
         if not sides and one.weight is not None:
             _measure(layer, node, one.weight)
-    dots = [site for site in walk(half) if site.name == "dot_general"]
-    total = sum(flops_of(site.equation) * site.count for site in dots)
-    convolutions = frozenset(
-        reached_path(_path(site), modules)
-        for site in walk(eight)
-        if site.name in CONVOLUTIONS and is_eight_bits(site.equation.invars[1].aval.dtype)
-    )
     named = {path: one for path, one in layers.items() if path}
-    return ScaledDots(by, named, cotangents, total, convolutions)
-
-
-def scaled_of(
-    call: Call, policy: Policy, by: ScaledMatmul, program: Program, modules: set[str] | None
-) -> ScaledDots:
-    """Returns the matmuls of a call's program that run in 8 bits under a policy with ``m=``.
-
-    Raises:
-      ValueError: there are none.
-    """
-    eight = call.under(policy.replace(matmul=by), None, program.route).jaxpr
-    found = scaled_dots(program.jaxpr, eight, call.differentiated(), by, modules)
-    if not found.layers:
+    if not named:
         raise ValueError(
             f"m={by.text} applies to matmuls of a parameter inside a module, and this call has "
             "none. params= selects the arguments that are parameters."
         )
-    return found
+    dots = [site for site in walk(program.jaxpr) if site.name == "dot_general"]
+    total = sum(flops_of(site.equation) * site.count for site in dots)
+    convolutions = [site for site in eight if site.name in CONVOLUTIONS]
+    kept_out = frozenset(
+        reached_path(_path(site), modules)
+        for site in convolutions
+        if is_eight_bits(site.equation.invars[1].aval.dtype)
+    )
+    return ScaledDots(by, named, cotangents, total, kept_out)
 
 
 def _measure(layer: ScaledLayer, node: Node, weight: int) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from policy.inspect.suggest.eight_bits import ScaledDots
-from policy.programs.dtypes import is_half
+from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, bind
 from policy.programs.paths import Path
 from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
@@ -29,7 +29,6 @@ from policy.programs.rewriting.upcast import (
     bound_wide,
     dtype_of,
     narrowed,
-    wide_dtype,
     widen,
 )
 
@@ -77,15 +76,9 @@ class Emulated(Upcast):
 
     def evaluated(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
         atoms = (*equation.invars, *equation.outvars)
-        if not any(is_half(dtype) for dtype in map(dtype_of, atoms) if dtype is not None):
+        if not any(holds_half(atom.aval) for atom in atoms):
             return super().evaluated(equation, values)
-        return self._half(equation, values)
-
-    def _half(self, equation: Equation, values: Sequence[PlacedValue]) -> list[PlacedValue]:
-        """Evaluates an equation with half operands or results.
-
-        Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
-        """
+        # Operands mixed with float32 are promoted, as in JAX. Matmuls and casts follow the rules.
         name, is_wide = equation.primitive.name, self._is_wide(equation, values)
         dtypes = [dtype_of(atom) for atom in equation.invars]
         arrays = [widen(value.arrays[0]) for value in values]
@@ -101,18 +94,14 @@ class Emulated(Upcast):
         # Some backends sum these in half precision, unlike a float32 sum that is rounded.
         if self.is_native or name in ACCUMULATES:
             narrow = bind(equation, [narrowed(a, d) for a, d in zip(arrays, dtypes, strict=True)])
-            outputs = [
-                jnp.where(is_wide, o, widen(n)) for o, n in zip(outputs, narrow, strict=True)
-            ]
+            both = zip(outputs, map(widen, narrow), strict=True)
+            outputs = [jnp.where(is_wide, wide, narrow) for wide, narrow in both]
         elif name not in EXACT:
-            outputs = [
-                rounded(o, dtype_of(v), is_wide)
-                for o, v in zip(outputs, equation.outvars, strict=True)
-            ]
-        halves = [dtype is not None and is_half(dtype) for dtype in map(dtype_of, equation.outvars)]
+            made = zip(outputs, map(dtype_of, equation.outvars), strict=True)
+            outputs = [rounded(output, dtype, is_wide) for output, dtype in made]
         return [
-            PlacedValue([o, is_wide] if half else [o])
-            for o, half in zip(outputs, halves, strict=True)
+            PlacedValue([output, is_wide] if holds_half(variable.aval) else [output])
+            for output, variable in zip(outputs, equation.outvars, strict=True)
         ]
 
     def with_constants(
@@ -156,7 +145,7 @@ def rounded(array: Any, dtype: DTypeLike, unless: Any) -> Any:
 
     Any other array or dtype is left unchanged.
     """
-    if dtype is None or not is_half(dtype) or array.dtype != wide_dtype(dtype):
+    if not is_half(dtype) or array.dtype != F32:
         return array
     half = lax.convert_element_type(array, dtype)
     return jnp.where(unless, array, lax.convert_element_type(half, array.dtype))

@@ -17,13 +17,13 @@ from policy.inspect.suggest.patterns import reached_path
 from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.search import Search, WideModules
 from policy.inspect.traced.call import Call, Program
-from policy.programs.dtypes import is_half
+from policy.programs.dtypes import holds_half
 from policy.programs.jaxprs import Equation, opened, subprograms
 from policy.programs.operations import bytes_of, flops_of
 from policy.programs.paths import Path
 from policy.programs.reading.walk import walk
 from policy.programs.rewriting.placed_interpreter import PlacedValue, lost_prefixes, module_path
-from policy.programs.rewriting.upcast import dtype_of, widen
+from policy.programs.rewriting.upcast import widen
 
 
 class Trial:
@@ -197,7 +197,6 @@ def _shares(
 
 def _is_in_half(equation: Equation) -> bool:
     """Returns whether an equation without programs reads or returns half precision."""
-    dtypes = [dtype_of(atom) for atom in (*equation.invars, *equation.outvars)]
-    return not any(one.is_run for one in subprograms(equation)) and any(
-        is_half(d) for d in dtypes if d is not None
-    )
+    has_programs = any(one.is_run for one in subprograms(equation))
+    atoms = (*equation.invars, *equation.outvars)
+    return not has_programs and any(holds_half(atom.aval) for atom in atoms)

@@ -20,7 +20,7 @@ from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.core.scope import require_usable, use_policy
 from policy.inspect.traced.float32 import in_float32, reference_of, wide_arguments
-from policy.programs.dtypes import is_half
+from policy.programs.dtypes import holds_half, is_half
 from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
 from policy.programs.jaxprs import maker_of, opened
 from policy.programs.primitives import MATMULS
@@ -332,8 +332,8 @@ def traced_under(
 def _multiplies_in_half(jaxpr: Any) -> bool:
     """Returns whether a program has a matmul or convolution of half operands, or of 8-bit ones."""
     matmuls = (site.equation for site in walk(jaxpr) if site.name in MATMULS)
-    dtypes = (dtype_of(atom) for equation in matmuls for atom in equation.invars)
-    return any(dtype is not None and (is_half(dtype) or dtype == INT8) for dtype in dtypes)
+    operands = (atom for equation in matmuls for atom in equation.invars)
+    return any(holds_half(atom.aval) or dtype_of(atom) == INT8 for atom in operands)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
-from policy.programs.dtypes import F32, is_half
+from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, constants_within
 from policy.programs.paths import Path
 from policy.programs.primitives import HOST, READS_BITS
@@ -161,11 +161,9 @@ def _half_constants(
     equation: Equation, known: Mapping[Any, Any]
 ) -> Iterator[tuple[int, np.ndarray]]:
     for k, atom in enumerate(equation.invars):
-        dtype = dtype_of(atom)
-        if dtype is not None and is_half(dtype):
-            value = _value(atom, known)
-            if value is not None:
-                yield k, np.asarray(value, dtype)
+        value = _value(atom, known) if holds_half(atom.aval) else None
+        if value is not None:
+            yield k, np.asarray(value, dtype_of(atom))
 
 
 def _is_one(rounded: np.ndarray, found: Any, equation: Equation, other: Any) -> bool:
