@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy import DynamicLossScale, apply_gradients, mixed_precision
+from policy import DynamicLossScale
+from tests.policy.optim.steps import MODES, bits, stepped, wrapped
 
 EIGHT_BITS = "moments in 8 bits"
-MODES = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
 MOMENTS: Any = {"auto": "bfloat16", EIGHT_BITS: {"mu": "int8", "nu": "float8"}}
 KINDS = ("orbax", "msgpack")
 SAVED, STEPS = 6, 12
@@ -30,44 +30,34 @@ def transform(mode: Any) -> Any:
     """The transform of a storage mode, or of `EIGHT_BITS`."""
     rate = optax.linear_schedule(0.1, 0.01, 5)
     adamw: Any = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), 2)
-    return mixed_precision(
-        adamw,
-        "bfloat16",
-        loss_scale=DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2),
-        master_weights="auto" if mode == EIGHT_BITS else mode,
-        moment_dtype=MOMENTS.get(mode),
-        clip_global_norm=1.0,
-        key=jax.random.key(3) if mode in (*MOMENTS, "stochastic") else None,
-    )
+    scale = DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2)
+    options = {"loss_scale": scale, "moment_dtype": MOMENTS.get(mode), "clip_global_norm": 1.0}
+    if mode in (*MOMENTS, "stochastic"):
+        options["key"] = jax.random.key(3)
+    return wrapped(adamw, "bfloat16", "auto" if mode == EIGHT_BITS else mode, **options)
 
 
 @functools.cache
 def start() -> Any:
     """Mode, or `EIGHT_BITS`, to params and state."""
-    wide = np.random.default_rng(0).normal(size=(2, 3))
-    trees = {}
+    wide, large = (np.random.default_rng(0).normal(size=shape) for shape in ((2, 3), (16, 300)))
+    params: Any = {EIGHT_BITS: {"a": jnp.asarray(large, jnp.bfloat16)}}
     for mode in MODES:
         other = jnp.float16 if mode in ("auto", "full") else jnp.bfloat16
-        params = {
-            name: jnp.asarray(wide, d)
-            for name, d in zip("abc", (jnp.float32, jnp.bfloat16, other), strict=True)
-        }
-        trees[mode] = (params, transform(mode).init(params))
-    large = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(16, 300)), jnp.bfloat16)}
-    trees[EIGHT_BITS] = (large, transform(EIGHT_BITS).init(large))
-    return trees
+        dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": other}
+        params[mode] = {name: jnp.asarray(wide, dtype) for name, dtype in dtypes.items()}
+    return {mode: (tree, transform(mode).init(tree)) for mode, tree in params.items()}
 
 
 @jax.jit
 def _step(trees: Any, step: Any) -> Any:
-    value = jnp.where(
-        step == 2, jnp.nan, 0.1 * jnp.cos(step.astype(jnp.float32))
-    )  # one step is skipped
-    stepped = {}
+    # one step is skipped
+    value = jnp.where(step == 2, jnp.nan, 0.1 * jnp.cos(step.astype(jnp.float32)))
+    after = {}
     for mode, (params, state) in trees.items():
         gradients = jax.tree.map(lambda p: value * jnp.cos(p.astype(jnp.float32)), params)
-        stepped[mode] = apply_gradients(transform(mode), params, state, gradients)[:2]
-    return stepped
+        after[mode] = stepped(transform(mode), params, state, gradients)
+    return after
 
 
 def run(trees: Any, first: int, last: int) -> Any:
@@ -102,12 +92,6 @@ def restore(kind: str, folder: Path) -> Any:
     like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder / "orbax", like)
-
-
-def bits(tree: Any) -> list[np.ndarray]:
-    """Every leaf's bits, which a comparison tells apart by dtype too."""
-    leaves = [np.atleast_1d(leaf) for leaf in jax.tree.leaves(tree)]
-    return [leaf.view(f"u{leaf.dtype.itemsize}") for leaf in leaves]
 
 
 def main(folder: Path) -> None:

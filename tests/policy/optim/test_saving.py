@@ -1,11 +1,7 @@
 """A state that is saved, copied or sent comes back whole, and training goes on as before."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,10 +11,10 @@ import pytest
 from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import DynamicLossScale, loss_scale_of, mixed_precision
+from policy import DynamicLossScale, loss_scale_of
+from tests.eight_devices import run_python
 from tests.policy.optim import saving
-
-ROOT = Path(__file__).parents[3]
+from tests.policy.optim.steps import assert_same, bits, wrapped
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +27,7 @@ def restored(halfway, tmp_path_factory):
     """The folder in which a fresh process went on from both checkpoints."""
     folder = tmp_path_factory.mktemp("checkpoint")
     saving.save(halfway, folder)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.policy.optim.saving", str(folder)]
-    subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=300
-    )
+    run_python("-W", "ignore", "-m", "tests.policy.optim.saving", str(folder))
     return folder
 
 
@@ -48,12 +41,9 @@ def test_a_fresh_process_goes_on_bit_for_bit_in_every_storage_mode(halfway, rest
     eight = halfway[saving.EIGHT_BITS][1].inner.inner_opt_state.inner_state[0]
     assert (eight.mu["a"].dtype, eight.nu["a"].dtype) == (jnp.int8, jnp.float8_e5m2)
     assert (restored / f"{kind}.txt").read_text() == saving.describe(halfway)
-    expected = saving.bits(saving.run(halfway, saving.SAVED, saving.STEPS))
+    expected = bits(saving.run(halfway, saving.SAVED, saving.STEPS))
     got = np.load(restored / f"{kind}.npz")
-    assert len(got.files) == len(expected)
-    for name, leaf in zip(got.files, expected, strict=True):
-        assert got[name].dtype == leaf.dtype
-        np.testing.assert_array_equal(got[name], leaf)
+    assert_same([got[name] for name in got.files], expected)
 
 
 def pickled(tree):
@@ -66,14 +56,11 @@ def through_a_state_dict(tree):
 
 @pytest.mark.parametrize("copied", [pickled, copy.deepcopy, copy.copy, through_a_state_dict])
 def test_a_copy_is_equal_in_structure_dtypes_and_bits(halfway, copied):
-    again = copied(halfway)
-    assert saving.describe(again) == saving.describe(halfway)
-    for a, b in zip(saving.bits(again), saving.bits(halfway), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(copied(halfway), halfway)
 
 
 def state_of(loss_scale, dtype=jnp.bfloat16):
-    tx = mixed_precision(optax.sgd(0.1), "bfloat16", loss_scale=loss_scale, master_weights="full")
+    tx = wrapped(optax.sgd(0.1), "bfloat16", "full", loss_scale=loss_scale)
     return tx.init({"w": jnp.ones(2, dtype)})
 
 

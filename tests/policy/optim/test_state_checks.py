@@ -1,5 +1,6 @@
 """A state that another transform, other options or params made is refused by one clear error."""
 
+import functools
 import pickle
 from typing import Any
 
@@ -10,25 +11,19 @@ import optax
 import pytest
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import DynamicLossScale, apply_gradients, mixed_precision
+from policy import DynamicLossScale
 from policy.optim import convert, resync
+from tests.policy.optim.steps import BOTH_WAYS, dtypes, stepped, wrapped
 from tests.policy.optim.transforms import found, make
 
 PARAMS = {"b": jnp.ones(3), "w": jnp.full((2, 3), 0.5)}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def wrapped(tx: Any = None, **options: Any) -> Any:
-    return mixed_precision(optax.adam(0.1) if tx is None else tx, "float32", **options)
-
-
 def refuses(tx, state, text, params=PARAMS, gradients=GRADIENTS):
     """A step of either kind, traced or not, ends with a ValueError of that text."""
-    for call in (
-        lambda p, s, g: apply_gradients(tx, p, s, g),
-        lambda p, s, g: tx.update(g, s, p),
-        jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)),
-    ):
+    calls = [functools.partial(stepped, tx, through_optax=way) for way in BOTH_WAYS]
+    for call in (*calls, jax.jit(calls[0])):
         with pytest.raises(ValueError, match=text):
             call(params, state, gradients)
 
@@ -62,11 +57,8 @@ def test_every_transform_takes_its_own_state_back(name):
     assert again.stepper.check_state(params, pickle.loads(pickle.dumps(state))) is True
 
 
-NU = {"nu": "bfloat16"}
-FAST = optax.adam(0.1, b2=0.9)
-
-
-NARROW, IN_OPTAX = {"moment_dtype": NU}, optax.adam(0.1, b2=0.9, mu_dtype=jnp.bfloat16)
+FAST, IN_OPTAX = optax.adam(0.1, b2=0.9), optax.adam(0.1, b2=0.9, mu_dtype=jnp.bfloat16)
+NARROW: Any = {"moment_dtype": {"nu": "bfloat16"}}
 
 
 @pytest.mark.parametrize(
@@ -80,36 +72,32 @@ NARROW, IN_OPTAX = {"moment_dtype": NU}, optax.adam(0.1, b2=0.9, mu_dtype=jnp.bf
     ],
 )
 def test_moments_of_another_dtype_are_refused_by_name_and_converted(saves, loads):
-    _, state, _ = apply_gradients(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
+    _, state = stepped(saves, PARAMS, saves.init(PARAMS), GRADIENTS)
     text = r"other arrays than tx .*: 0/(mu|nu)/b is \w+\[3\] instead of .*mu_dtype.*migrates"
     refuses(loads, state, text)
     made = convert(state, PARAMS, to=loads)
-    fresh = loads.init(PARAMS)
-    assert jax.tree.map(lambda x: x.dtype, made) == jax.tree.map(lambda x: x.dtype, fresh)
-    for found_, was in zip(jax.tree.leaves(made.inner), jax.tree.leaves(state.inner), strict=True):
-        np.testing.assert_allclose(np.float64(found_), np.float64(was), rtol=2.0**-8)
-    assert apply_gradients(loads, PARAMS, made, GRADIENTS)[2]
+    assert dtypes(made) == dtypes(loads.init(PARAMS))
+    for new, was in zip(jax.tree.leaves(made.inner), jax.tree.leaves(state.inner), strict=True):
+        np.testing.assert_allclose(np.float64(new), np.float64(was), rtol=2.0**-8)
+    assert stepped(loads, PARAMS, made, GRADIENTS)[1].finite
 
 
 def test_a_second_moment_that_was_stored_in_half_decays_again_after_convert():
-    narrow = wrapped(optax.scale_by_rms(decay=0.9), moment_dtype={"nu": "bfloat16"})
-    slow = wrapped(optax.scale_by_rms(decay=0.999))
-    _, state, _ = apply_gradients(narrow, PARAMS, narrow.init(PARAMS), GRADIENTS)
+    narrow, slow = optax.scale_by_rms(decay=0.9), wrapped(optax.scale_by_rms(decay=0.999))
+    narrow = wrapped(narrow, **NARROW)
+    _, state = stepped(narrow, PARAMS, narrow.init(PARAMS), GRADIENTS)
     state: Any = convert(state, PARAMS, to=slow)
     start, zero = float(state.inner.nu["b"][0]), jax.tree.map(jnp.zeros_like, PARAMS)
-    step = jax.jit(lambda s: apply_gradients(slow, PARAMS, s, zero)[1])
+    step = jax.jit(lambda s: stepped(slow, PARAMS, s, zero)[1])
     for _ in range(100):
         state = step(state)
     np.testing.assert_allclose(state.inner.nu["b"], start * 0.999**100, rtol=1e-4)
 
 
 def test_a_state_for_params_of_other_shapes_is_refused_by_name():
-    other = {**PARAMS, "w": jnp.ones((3, 2))}
-    refuses(
-        wrapped(),
-        wrapped().init(other),
-        r"stores for these params: 0/mu/w is float32\[3, 2\] instead of float32\[2, 3\], 0/nu/w is",
-    )
+    other = wrapped().init({**PARAMS, "w": jnp.ones((3, 2))})
+    text = r"these params: 0/mu/w is float32\[3, 2\] instead of float32\[2, 3\], 0/nu/w is"
+    refuses(wrapped(), other, text)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +105,11 @@ def test_a_state_for_params_of_other_shapes_is_refused_by_name():
 )
 def test_another_kind_of_loss_scale_is_refused_by_name_and_converted(saved, of_tx):
     state, tx = wrapped(loss_scale=saved).init(PARAMS), wrapped(loss_scale=of_tx)
-    refuses(
-        tx,
-        state,
-        r"state has a (NoOp|Static|Dynamic)LossScale, but tx was made with a (NoOp|Static|Dynamic)",
-    )
+    kind = "(NoOp|Static|Dynamic)LossScale"
+    refuses(tx, state, f"state has a {kind}, but tx was made with a {kind}")
     made = convert(state, PARAMS, to=tx)
     assert jax.tree.structure(made) == jax.tree.structure(tx.init(PARAMS))
-    assert apply_gradients(tx, PARAMS, made, GRADIENTS)[2]
+    assert stepped(tx, PARAMS, made, GRADIENTS)[1].finite
 
 
 def test_what_a_user_may_set_in_a_state_is_taken():
@@ -132,8 +117,8 @@ def test_what_a_user_may_set_in_a_state_is_taken():
     state = tx.init(PARAMS)
     changed = optax.tree_utils.tree_set(state, learning_rate=1e-3)
     changed = changed._replace(loss_scale=DynamicLossScale(4.0, period=5))
-    _, after, finite = jax.jit(lambda s: apply_gradients(tx, PARAMS, s, GRADIENTS))(changed)
-    assert finite
+    after = jax.jit(lambda s: stepped(tx, PARAMS, s, GRADIENTS)[1])(changed)
+    assert after.finite
     assert after.loss_scale.period == 5
 
 
@@ -141,12 +126,10 @@ def test_a_state_of_an_init_that_reads_values_is_taken_as_it_is():
     def init(params):
         return {"largest": jnp.float32(max(float(jnp.max(p)) for p in jax.tree.leaves(params)))}
 
-    def update(updates, state, params=None):
-        return updates, state
-
-    tx, again = (wrapped(optax.GradientTransformation(init, update)) for _ in range(2))
+    same = lambda updates, state, params=None: (updates, state)  # noqa: E731
+    tx, again = (wrapped(optax.GradientTransformation(init, same)) for _ in range(2))
     state = pickle.loads(pickle.dumps(tx.init(PARAMS)))
-    assert apply_gradients(again, PARAMS, state, GRADIENTS)[2]
+    assert stepped(again, PARAMS, state, GRADIENTS)[1].finite
 
 
 def test_a_transform_takes_its_state_back_though_init_ran_again():
@@ -156,12 +139,11 @@ def test_a_transform_takes_its_state_back_though_init_ran_again():
         calls.append(optax.MaskedNode)
         return jax.tree_util.Partial(lambda: len(calls), jax.tree.map(jnp.zeros_like, params))
 
-    tx = wrapped(
-        optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-    )
+    same = lambda updates, state, params=None: (updates, state)  # noqa: E731
+    tx = wrapped(optax.GradientTransformation(init, same))
     state = tx.init(PARAMS)
     jax.eval_shape(tx.init, PARAMS)
-    assert apply_gradients(tx, PARAMS, state, GRADIENTS)[2]
+    assert stepped(tx, PARAMS, state, GRADIENTS)[1].finite
 
 
 @pytest.mark.parametrize("rate", [0.05, np.float64(0.05), jnp.bfloat16(0.05), 1])
@@ -171,9 +153,8 @@ def test_hyperparameters_are_no_moments(params, rate):
     state: Any = tx.init(params)
     hyperparams = {**state.inner.hyperparams, "learning_rate": rate}
     state = state._replace(inner=state.inner._replace(hyperparams=hyperparams))
-    assert apply_gradients(tx, params, state, params)[2]
-    made = convert(state, params, to=tx)
-    assert apply_gradients(tx, params, made, params)[2]
+    for each in (state, convert(state, params, to=tx)):
+        assert stepped(tx, params, each, params)[1].finite
 
 
 @pytest.mark.parametrize("change", ["resync", "convert"])
@@ -184,5 +165,5 @@ def test_stacked_states_stay_stacked(change):
     state = jax.vmap(tx.init)(half)
     state = resync(half, state) if change == "resync" else convert(state, half, to=tx)
     assert state.mode.shape == (4,)
-    finite = jax.vmap(lambda p, s, g: apply_gradients(tx, p, s, g))(half, state, gradients)[2]
-    assert finite.all()
+    after = jax.vmap(lambda p, s, g: stepped(tx, p, s, g)[1])(half, state, gradients)
+    assert after.finite.all()

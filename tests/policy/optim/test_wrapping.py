@@ -1,8 +1,7 @@
 """Optax's wrappers inside of `mixed_precision` and around it, in every way of stepping.
 
 Inside, each moves the float32 weights as it would by hand in float32, with the skipped step left
-out. Around it, each
-is refused where the state is made, with the right order.
+out. Around it, each is refused where the state is made, with the right order.
 """
 
 from typing import Any
@@ -16,9 +15,10 @@ from flax import nnx as flax_nnx
 from flax.training.train_state import TrainState
 
 from mpmodules import nnx
-from policy import ScaledGradients, apply_gradients, loss_scale_of, master_params, mixed_precision
+from policy import ScaledGradients, loss_scale_of, master_params, mixed_precision
 from policy.optim import finite_of
 from tests.policy.optim.saving import FAST
+from tests.policy.optim.steps import stepped
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -27,9 +27,7 @@ PARAMS = {
 }
 # bfloat16 numbers, so that plain and scaled gradients are the same; the second step is skipped
 GRADIENTS = [
-    jax.tree.map(
-        lambda p: jnp.asarray(RNG.normal(size=p.shape), jnp.bfloat16).astype(jnp.float32), PARAMS
-    )
+    {n: jnp.float32(jnp.bfloat16(RNG.normal(size=p.shape))) for n, p in PARAMS.items()}
     for _ in range(6)
 ]
 GRADIENTS[1]["w"] = GRADIENTS[1]["w"].at[0, 0].set(jnp.nan)
@@ -64,41 +62,31 @@ WRAPPERS: dict[str, Any] = {
 NAMES = {"MultiSteps' transform": "MultiSteps", "multi_transform": "partition"}
 
 
-class Dict:
-    """The ways to step a dict of params: each holds params and state, and steps once."""
+class Trees:
+    """A way to train: what is carried from step to step, a step, and its params and state."""
 
-    def __init__(self, tx: Any):
-        self.tx, self.params, self.state = tx, PARAMS, tx.init(PARAMS)
+    through_optax = False
 
-    @property
-    def carried(self) -> Any:
-        return self.params, self.state
+    def start(self, tx: Any) -> Any:
+        return PARAMS, tx.init(PARAMS)
 
-    @carried.setter
-    def carried(self, carried: Any) -> None:
-        self.params, self.state = carried
+    def step(self, tx: Any, carried: Any, gradients: Any) -> Any:
+        return stepped(tx, *carried, gradients, self.through_optax)
+
+    def read(self, carried: Any) -> Any:
+        return carried
 
 
-class Update(Dict):
-    def step(self, gradients: Any) -> None:
-        updates, self.state = self.tx.update(gradients, self.state, self.params)
+class ThroughOptax(Trees):
+    through_optax = True
+
+
+class InTrainState(Trees):
+    def step(self, tx: Any, carried: Any, gradients: Any) -> Any:
+        state: Any = TrainState(0, lambda: None, carried[0], tx, carried[1])
         with jax.numpy_dtype_promotion("standard"):
-            self.params = optax.apply_updates(self.params, updates)
-
-
-class Apply(Dict):
-    def step(self, gradients: Any) -> None:
-        self.params, self.state, _ = apply_gradients(self.tx, self.params, self.state, gradients)
-
-
-class Train(Dict):
-    def step(self, gradients: Any) -> None:
-        held: Any = TrainState(
-            step=0, apply_fn=lambda: None, params=self.params, tx=self.tx, opt_state=self.state
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            held = held.apply_gradients(grads=gradients)
-        self.params, self.state = held.params, held.opt_state
+            state = state.apply_gradients(grads=gradients)
+        return state.params, state.opt_state
 
 
 class Net(nnx.Module):
@@ -107,57 +95,29 @@ class Net(nnx.Module):
             setattr(self, name, nnx.Param(value))
 
 
-class Optimizer:
-    optimizer_class: Any = nnx.Optimizer
+class InOptimizer(Trees):
+    optimizer: Any = nnx.Optimizer
 
-    def __init__(self, tx: Any):
+    def start(self, tx: Any) -> Any:
         model = Net()
-        self.split = flax_nnx.split((model, self.optimizer_class(model, tx, wrt=nnx.Param)))
+        return flax_nnx.split((model, self.optimizer(model, tx, wrt=nnx.Param)))
 
-    @property
-    def carried(self) -> Any:
-        return self.split[1]
-
-    @carried.setter
-    def carried(self, carried: Any) -> None:
-        self.split = self.split[0], carried
-
-    @property
-    def merged(self) -> Any:
-        return flax_nnx.merge(*self.split)
-
-    @property
-    def params(self) -> Any:
-        return flax_nnx.as_pure(nnx.state(self.merged[0], nnx.Param))
-
-    @property
-    def state(self) -> Any:
-        return flax_nnx.as_pure(self.merged[1].opt_state)
-
-    def step(self, gradients: Any) -> None:
-        model, optimizer = self.merged
-        scaled = isinstance(gradients, ScaledGradients)
+    def step(self, tx: Any, carried: Any, gradients: Any) -> Any:
+        model, optimizer = flax_nnx.merge(*carried)
+        is_scaled = isinstance(gradients, ScaledGradients)
         structure = jax.tree.structure(nnx.state(model, nnx.Param))
-        tree = structure.unflatten(jax.tree.leaves(gradients.tree if scaled else gradients))
-        optimizer.update(model, gradients.with_tree(tree) if scaled else tree)
-        self.split = flax_nnx.split((model, optimizer))
+        tree = structure.unflatten(jax.tree.leaves(gradients.tree if is_scaled else gradients))
+        with jax.numpy_dtype_promotion("standard"):  # Flax's adds updates to half params
+            optimizer.update(model, gradients.with_tree(tree) if is_scaled else tree)
+        return flax_nnx.split((model, optimizer))
+
+    def read(self, carried: Any) -> Any:
+        model, optimizer = flax_nnx.merge(*carried)
+        return flax_nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
 
 
-class FlaxsOptimizer(Optimizer):
-    optimizer_class = flax_nnx.Optimizer
-
-    def step(self, gradients: Any) -> None:
-        with jax.numpy_dtype_promotion("standard"):
-            super().step(gradients)
-
-
-ENTRIES: dict[str, Any] = {
-    "tx.update": Update,
-    "apply_gradients": Apply,
-    "TrainState": Train,
-    "nnx.Optimizer": Optimizer,
-    "flax.nnx.Optimizer": FlaxsOptimizer,
-}
+class InFlaxsOptimizer(InOptimizer):
+    optimizer = flax_nnx.Optimizer
 
 
 def by_hand(inner: Any) -> Any:
@@ -180,68 +140,59 @@ def wrapper(request):
     return inner, by_hand(inner)
 
 
+WAYS: list[Any] = [Trees, ThroughOptax, InTrainState, InOptimizer, InFlaxsOptimizer]
 KINDS = ("plain", "plain, loss scale", "scaled, loss scale")
 # Flax's own optimizer takes no scaled ones: refused below
-CASES = [
-    (entry, kind)
-    for entry in ENTRIES
-    for kind in KINDS
-    if (entry, kind) != ("flax.nnx.Optimizer", KINDS[2])
-]
+CASES = [(way, kind) for way in WAYS for kind in KINDS][:-1]
 
 
-@pytest.mark.parametrize(("entry", "kind"), CASES)
-def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, entry, kind):
-    inner, expected = wrapper
-    tx = mixed_precision(
-        inner, "mixed_bfloat16", loss_scale="dynamic" if "loss scale" in kind else None
-    )
-    taken = ENTRIES[entry](tx)
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_inside_it_moves_the_weights_as_by_hand_in_float32(wrapper, way, kind):
+    (inner, expected), training = wrapper, way()
+    loss_scale = "dynamic" if "loss scale" in kind else None
+    tx = mixed_precision(inner, "mixed_bfloat16", loss_scale=loss_scale)
 
     @jax.jit
     def step(carried: Any, gradients: Any) -> Any:
-        taken.carried = carried
         if kind.startswith("scaled"):
-            scale = loss_scale_of(taken.state).loss_scale
+            scale = loss_scale_of(training.read(carried)[1]).loss_scale
             scaled = jax.tree.map(lambda g: (g * scale).astype(jnp.bfloat16), gradients)
             gradients = ScaledGradients(scaled, scale)
-        taken.step(gradients)
-        return taken.carried, finite_of(taken.state)
+        carried = training.step(tx, carried, gradients)
+        return carried, finite_of(training.read(carried)[1])
 
-    carried, flags = taken.carried, []
+    carried, flags = training.start(tx), []
     compiled = step.lower(carried, GRADIENTS[0]).compile(compiler_options=FAST)
     for gradients in GRADIENTS:
         carried, finite = compiled(carried, gradients)
         flags.append(bool(finite))
-    taken.carried = carried
+    params, state = training.read(carried)
     assert flags == [True, False, *[True] * (len(GRADIENTS) - 2)]
-    assert taken.state.skipped == 1
-    if "loss scale" in kind:
-        assert loss_scale_of(taken.state).loss_scale == 2.0**14
-    masters = master_params(taken.params, taken.state)
-    for (
-        name,
-        weights,
-    ) in expected.items():  # the same operations in other programs: a few ulps of float32
+    assert state.skipped == 1
+    if loss_scale:
+        assert loss_scale_of(state).loss_scale == 2.0**14
+    masters = master_params(params, state)
+    for name, weights in expected.items():
+        # the same operations in other programs: a few ulps of float32
         np.testing.assert_allclose(masters[name], weights, rtol=2e-6, atol=1e-7)
-        assert taken.params[name].dtype == PARAMS[name].dtype
+        assert params[name].dtype == PARAMS[name].dtype
         assert not np.array_equal(weights, PARAMS[name].astype(jnp.float32))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("way", [Trees, InOptimizer])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_around_it_each_is_refused_with_the_right_order(name, entry):
+def test_around_it_each_is_refused_with_the_right_order(name, way):
     wrapped = WRAPPERS[name](mixed_precision(optax.adam(0.0625), "mixed_bfloat16"))
     told = NAMES.get(name, name)
     order = rf"inside optax's {told}, .* Put it outermost: mixed_precision\(optax\.{told}\("
     with pytest.raises(TypeError, match=order), jax.numpy_dtype_promotion("standard"):
-        ENTRIES[entry](wrapped)
+        way().start(wrapped)
 
 
 def test_flaxs_optimizer_refuses_scaled_gradients_by_the_name_of_ours():
-    taken = FlaxsOptimizer(mixed_precision(optax.adam(0.1), "mixed_bfloat16"))
+    tx, training = mixed_precision(optax.adam(0.1), "mixed_bfloat16"), InFlaxsOptimizer()
     with pytest.raises(ValueError, match=r"use mpmodules\.nnx\.Optimizer"):
-        taken.step(ScaledGradients(GRADIENTS[0], 8.0))
+        training.step(tx, training.start(tx), ScaledGradients(GRADIENTS[0], 8.0))
 
 
 def test_only_callers_that_are_transforms_count():
