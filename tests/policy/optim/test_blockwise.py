@@ -19,7 +19,7 @@ from policy.optim.blockwise import (
 )
 
 ALL = list(FORMATS.values())
-IDS = [str(form.dtype) for form in ALL]
+every_form = pytest.mark.parametrize("form", ALL, ids=[str(form.dtype) for form in ALL])
 KEY = jax.random.key(1)
 
 
@@ -41,11 +41,11 @@ def through(x, form, key=None):
     return np.asarray(decode(*encode(jnp.asarray(x), form, key), form), np.float64)
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
-    codes = np.arange(form.largest_code + 1, dtype=np.uint8)
-    signed = np.concatenate([codes, codes | 128]) if form.is_signed else codes
-    truth = np.concatenate([numbers(form), -numbers(form)]) if form.is_signed else numbers(form)
+    signed, truth = np.arange(form.largest_code + 1, dtype=np.uint8), numbers(form)
+    if form.is_signed:
+        signed, truth = np.concatenate([signed, signed | 128]), np.concatenate([truth, -truth])
     ones = jnp.ones(scales_shape(signed.shape), jnp.float32)
     found = decode(jax.lax.bitcast_convert_type(jnp.asarray(signed), form.dtype), ones, form)
     np.testing.assert_array_equal(np.asarray(found, np.float64), truth)
@@ -60,7 +60,7 @@ def test_every_code_is_its_sign_exponent_and_fraction_and_comes_back(form):
 
 
 @pytest.mark.parametrize("shape", [(3, 1000), (24, 256), (300,), (64,), (2, 3, 8, 128), (5, 16)])
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, shape):
     x = draw(form, shape, 1.0)
     codes, scales = encode(jnp.asarray(x), form)
@@ -82,7 +82,7 @@ def test_numbers_are_rounded_to_nearest_beside_the_largest_of_their_block(form, 
     np.testing.assert_array_less(np.where(tie, 0, off), 1e-6 * np.abs(found) + 1e-30)
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_stochastic_rounding_is_right_on_average(form):
     x = draw(form, (16, 128), 0.5)
     keys = jax.random.split(KEY, 500)
@@ -110,7 +110,7 @@ def test_a_second_moment_above_0_stays_above_0_and_its_root_above_first_moments(
     np.testing.assert_allclose(found[0, 1], numbers(form)[1] / form.largest, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(form, key):
     x = np.ones((3, 256), np.float32)
@@ -121,7 +121,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(form, key)
     np.testing.assert_array_equal(found[:, BLOCK:], 1.0)
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_the_largest_and_smallest_float32_stay_finite_and_zeros_stay_zeros(form):
     largest = np.full((2, 128), np.finfo(np.float32).max)
     np.testing.assert_allclose(through(largest, form), largest.astype(np.float64), rtol=1e-6)
@@ -153,13 +153,13 @@ def mean_of_constants(form, rate, key, elements=256, steps=400):
     return np.mean(np.asarray(seen)[-steps // 4 :, :, 1] / np.asarray(goal)[:, 1], axis=0)
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_means_up_to_the_largest_retention_converge_when_rounded_to_nearest(form):
     assert mean_of_constants(form, form.largest_retention, None).min() > 0.8
     assert mean_of_constants(form, 0.9, None).min() < 0.8
 
 
-@pytest.mark.parametrize("form", ALL, ids=IDS)
+@every_form
 def test_stochastic_rounding_follows_a_lone_element_at_any_rate(form):
     ends = mean_of_constants(form, 0.99, KEY, steps=2000)
     np.testing.assert_allclose(ends.mean(), 1, atol=0.02)

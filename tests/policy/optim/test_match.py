@@ -1,5 +1,6 @@
 """`match_updates`: casts where it is told to, and is not there elsewhere."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,17 +11,14 @@ import pytest
 
 from policy.optim import match_updates
 from policy.testing import assert_same_program
+from tests.policy.optim.steps import dtypes
 
 NAMES = (  # those that optax's pull request 1687 lists
     *("adam", "amsgrad", "adamax", "rms", "stddev", "belief", "yogi", "radam", "lion", "adan"),
     "novograd",
 )
-PAIRS = [
-    (jnp.float32, jnp.bfloat16),
-    (jnp.bfloat16, jnp.float32),
-    (jnp.float16, jnp.float16),
-    (jnp.float32, jnp.float32),
-]
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+PAIRS = [(F32, BF16), (BF16, F32), (F16, F16), (F32, F32)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +32,8 @@ def tree(dtype):
 
 
 def dtypes_of(transform, params, gradients):
-    updates, _ = jax.eval_shape(
-        lambda p, g: transform.update(g, transform.init(p), p), params, gradients
-    )
-    return {leaf.dtype.name for leaf in jax.tree.leaves(updates)}
+    step = lambda p, g: transform.update(g, transform.init(p), p)[0]  # noqa: E731
+    return set(dtypes(jax.eval_shape(step, params, gradients)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,12 +42,8 @@ def test_updates_have_the_dtype_that_was_asked_for(name, params, gradients):
     tx = getattr(optax, f"scale_by_{name}")()
     if name == "novograd" and params != gradients and params == jnp.bfloat16:
         pytest.skip("optax 0.2.8's own update raises: its cond has a bfloat16 and a float32 branch")
-    names = {
-        "grads": jnp.dtype(gradients).name,
-        "params": jnp.dtype(params).name,
-        "bfloat16": "bfloat16",
-    }
-    for to, expected in names.items():
+    of_grads, of_params = (jnp.dtype(dtype).name for dtype in (gradients, params))
+    for to, expected in (("grads", of_grads), ("params", of_params), ("bfloat16", "bfloat16")):
         assert dtypes_of(match_updates(tx, to), tree(params), tree(gradients)) == {expected}
 
 
@@ -61,14 +53,10 @@ def test_where_dtypes_agree_the_program_is_the_same(name):
     for dtype in (jnp.float32, jnp.float64):
         with jax.enable_x64(dtype == jnp.float64):
             params = tree(dtype)
-            state = tx.init(params)
-            for to in ("grads", "params", dtype):
-                for strict in (False, True):
-                    assert_same_program(
-                        match_updates(tx, to, strict=strict).update,
-                        tx.update,
-                        (params, state, params),
-                    )
+            args = params, tx.init(params), params
+            for to, strict in itertools.product(("grads", "params", dtype), (False, True)):
+                ours = match_updates(tx, to, strict=strict)
+                assert_same_program(ours.update, tx.update, args)
 
 
 def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
@@ -80,14 +68,11 @@ def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
     jax.tree.map(np.testing.assert_array_equal, state, ours)
     seen: list[Any] = []
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any, **extra_args: Any
-    ) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
         seen.append(value)
         return updates, state
 
-    extended: Any = optax.GradientTransformationExtraArgs
-    needs = extended(optax.identity().init, update)
+    needs: Any = optax.GradientTransformationExtraArgs(optax.identity().init, update)
     match_updates(needs, "grads").update(gradients, needs.init(params), params, value=3)
     assert seen == [3]
 
@@ -96,17 +81,14 @@ def test_strict_refuses_a_lossy_cast_by_name():
     params, gradients = tree(jnp.float32), tree(jnp.bfloat16)
     tx = match_updates(optax.scale_by_adam(), "grads", strict=True)
     state = tx.init(params)
-    text = (
-        r"would lose digits or range: b from float32 to bfloat16, "
-        r"w from float32 to bfloat16\. Ask for a wider"
-    )
+    text = r"range: b from float32 to bfloat16, w from float32 to bfloat16\. Ask for a wider"
     with pytest.raises(TypeError, match=text):
         tx.update(gradients, state, params)
     for source, target, lossy in (
-        (jnp.bfloat16, jnp.float32, False),
-        (jnp.float16, jnp.float32, False),
-        (jnp.bfloat16, jnp.float16, True),
-        (jnp.float16, jnp.bfloat16, True),
+        (BF16, F32, False),
+        (F16, F32, False),
+        (BF16, F16, True),
+        (F16, BF16, True),
     ):
         tx = match_updates(optax.identity(), target, strict=True)
         if lossy:

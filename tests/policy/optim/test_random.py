@@ -17,16 +17,10 @@ from flax import serialization
 from hypothesis import strategies
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import (
-    DynamicLossScale,
-    ScaledGradients,
-    apply_gradients,
-    loss_scale_of,
-    master_params,
-    mixed_precision,
-)
+from policy import DynamicLossScale, ScaledGradients, loss_scale_of, master_params
 from policy.optim import convert, resync
 from policy.optim.storage_modes import round_to
+from tests.policy.optim.steps import assert_same, stepped, wrapped
 
 pytestmark = pytest.mark.random
 
@@ -48,13 +42,14 @@ FAULTS = (np.nan, np.inf, -np.inf, 1e20, -3e38)
 @strategies.composite
 def trainings(draw: Any) -> dict[str, Any]:
     """Draws a training: two params' dtypes, and the options of `mixed_precision`."""
-    dtype = draw(strategies.sampled_from(sorted(MODES)))
+    one_of = lambda values: draw(strategies.sampled_from(values))  # noqa: E731
+    dtype = one_of(sorted(MODES))
     return {
-        "dtypes": [dtype, draw(strategies.sampled_from(["float32", dtype]))],
-        "transform": draw(strategies.sampled_from(sorted(TRANSFORMS))),
-        "mode": draw(strategies.sampled_from(MODES[dtype])),
-        "loss_scale": draw(strategies.sampled_from([None, 8.0, "dynamic"])),
-        "clip_global_norm": draw(strategies.sampled_from([None, 1.0])),
+        "dtypes": [dtype, one_of(["float32", dtype])],
+        "transform": one_of(sorted(TRANSFORMS)),
+        "mode": one_of(MODES[dtype]),
+        "loss_scale": one_of([None, 8.0, "dynamic"]),
+        "clip_global_norm": one_of([None, 1.0]),
         "through_optax": draw(strategies.booleans()),
         "check_results": draw(strategies.booleans()),
     }
@@ -77,6 +72,10 @@ ACTIONS = strategies.lists(
 )
 
 
+def kept(state: Any) -> Any:
+    return state.inner, state.masters, state.count
+
+
 class Training:
     """Params and a state under one `mixed_precision`, and the invariants after each action."""
 
@@ -94,43 +93,32 @@ class Training:
         options = {key: self.training[key] for key in ("clip_global_norm", "check_results")}
         scale = self.training["loss_scale"]
         scale = DynamicLossScale(2.0**4, period=3) if scale == "dynamic" else scale
-        key = jax.random.key(7) if mode == "stochastic" else None
         inner = TRANSFORMS[self.training["transform"]]()
         self.mode = mode
-        self.tx: Any = mixed_precision(
-            inner, "float32", loss_scale=scale, master_weights=mode, key=key, **options
-        )
+        self.tx = wrapped(inner, mode=mode, loss_scale=scale, **options)
         self.compiled = jax.jit(self._step)
 
     def _step(self, params: Any, state: Any, gradients: Any) -> Any:
         scale = jnp.asarray(loss_scale_of(state).loss_scale, jnp.float32)
         scaled = ScaledGradients(jax.tree.map(lambda g: g * scale, gradients), scale)
-        if not self.training["through_optax"]:
-            return apply_gradients(self.tx, params, state, scaled)
-        updates, state = self.tx.update(scaled, state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            return optax.apply_updates(params, updates), state, state.finite
+        return stepped(self.tx, params, state, scaled, self.training["through_optax"])
 
     def gradients(self) -> Any:
         rng = np.random.default_rng(self.steps + self.faults)
         return {name: jnp.asarray(rng.normal(size=(2, 3)), jnp.float32) for name in self.params}
 
     def step(self) -> None:
-        self.params, self.state, finite = self.compiled(self.params, self.state, self.gradients())
-        assert finite
+        self.params, self.state = self.compiled(self.params, self.state, self.gradients())
+        assert self.state.finite
         self.steps += 1
 
     def fault(self, leaf: int, position: int, value: float) -> None:
-        gradients = self.gradients()
-        name = "ab"[leaf]
+        gradients, name = self.gradients(), "ab"[leaf]
         gradients[name] = gradients[name].at[position // 3, position % 3].set(value)
-        new, after, finite = self.compiled(self.params, self.state, gradients)
-        assert not finite
-        before = (self.params, self.state.inner, self.state.masters, self.state.count)
-        jax.tree.map(
-            np.testing.assert_array_equal, (new, after.inner, after.masters, after.count), before
-        )
-        self.state = after
+        before = self.state
+        new, self.state = self.compiled(self.params, self.state, gradients)
+        assert not self.state.finite
+        assert_same((new, kept(self.state)), (self.params, kept(before)))
         self.faults += 1
 
     def pickle(self) -> None:
@@ -157,18 +145,14 @@ class Training:
             assert (np.abs(np.float64(wide) - np.float64(before[name])) <= apart + 1e-12).all()
 
     def foreign(self) -> None:
-        half = jnp.dtype(self.training["dtypes"][0]).itemsize < 4
-        if half:
-            wrong = self.state._replace(mode=self.state.mode + 1)
-            new, after, finite = self.compiled(self.params, wrong, self.gradients())
-            assert not finite
-            jax.tree.map(
-                np.testing.assert_array_equal,
-                (new, after.masters),
-                (self.params, self.state.masters),
-            )
-            with pytest.raises(ValueError, match="masters of another mode"):
-                master_params(self.params, wrong)
+        if jnp.dtype(self.training["dtypes"][0]).itemsize == 4:
+            return
+        wrong = self.state._replace(mode=self.state.mode + 1)
+        new, after = self.compiled(self.params, wrong, self.gradients())
+        assert not after.finite
+        assert_same((new, after.masters), (self.params, self.state.masters))
+        with pytest.raises(ValueError, match="masters of another mode"):
+            master_params(self.params, wrong)
 
     def check(self) -> None:
         """All is finite, every step is counted, params are the rounded masters, dtypes stay."""
@@ -176,12 +160,9 @@ class Training:
         for name, dtype in zip("ab", self.training["dtypes"], strict=True):
             assert self.params[name].dtype == dtype
             assert np.isfinite(np.float64(self.params[name])).all()
-            missed = np.sum(
-                np.asarray(round_to(wide[name], self.params[name].dtype) != self.params[name])
-            )
-            assert (
-                missed <= self.training["through_optax"]
-            )  # optax's own addition may round one, until the next step
+            # optax's own addition may round one, until the next step
+            missed = round_to(wide[name], self.params[name].dtype) != self.params[name]
+            assert np.sum(np.asarray(missed)) <= self.training["through_optax"]
         assert self.state.count == self.steps
         assert self.state.skipped == self.faults
 

@@ -6,10 +6,11 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from policy import mixed_precision
 from policy.optim import state_shardings
+from tests.policy.optim.steps import wrapped
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EVERYWHERE = PartitionSpec()
 SPECS = {
     "w": PartitionSpec("data", "model"),
     "b": PartitionSpec("model"),
@@ -25,8 +26,9 @@ def params_in(dtype):
     return jax.tree.map(one, SPECS, SHAPES, is_leaf=lambda x: isinstance(x, (tuple, PartitionSpec)))
 
 
-def specs(shardings):
-    return jax.tree.map(lambda sharding: sharding.spec, shardings)
+def specs_of(tx, dtype=jnp.float32):
+    """Returns the specs of a state's shardings."""
+    return jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params_in(dtype)))
 
 
 @pytest.mark.parametrize(
@@ -40,52 +42,39 @@ def specs(shardings):
     ],
 )
 def test_moments_and_masters_lie_with_their_params_and_scalars_everywhere(dtype, mode):
-    tx = mixed_precision(optax.adamw(1e-3), "float32", loss_scale="dynamic", master_weights=mode)
-    found = state_shardings(tx, params_in(dtype))
-    assert jax.tree.structure(found) == jax.tree.structure(
-        jax.eval_shape(tx.init, params_in(dtype))
-    )
-    assert specs(found.inner[0].mu) == specs(found.inner[0].nu) == SPECS
-    assert (
-        found.inner[0].count.spec
-        == found.skipped.spec
-        == found.loss_scale.loss_scale.spec
-        == PartitionSpec()
-    )
+    tx = wrapped(optax.adamw(1e-3), mode=mode, loss_scale="dynamic")
+    found = specs_of(tx, dtype)
+    state = jax.eval_shape(tx.init, params_in(dtype))
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert found.inner[0].mu == found.inner[0].nu == SPECS
+    scalars = found.inner[0].count, found.skipped, found.loss_scale.loss_scale
+    assert scalars == (EVERYWHERE,) * 3
     if dtype != jnp.float32:
-        assert specs(found.masters) == SPECS
+        assert found.masters == SPECS
 
 
 def test_it_serves_a_plain_optax_transform_and_those_that_wrap_others():
     labels = {"w": "a", "b": "b", "in": {"w": "a"}}
     inner = optax.partition({"a": optax.adam(1e-3), "b": optax.sgd(0.1, momentum=0.9)}, labels)
-    tx = optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(inner, optax.scale(learning_rate))
-    )(0.1)
-    found = state_shardings(tx, params_in(jnp.float32))
+    scaled = lambda learning_rate: optax.chain(inner, optax.scale(learning_rate))  # noqa: E731
+    found = specs_of(optax.inject_hyperparams(scaled)(0.1))
     states = found.inner_state[0].inner_states
     adam = states["a"].inner_state[0].mu
-    assert specs((adam["w"], adam["in"]["w"])) == (SPECS["w"], SPECS["in"]["w"])
-    assert states["b"].inner_state[0].trace["b"].spec == SPECS["b"]
-    assert found.hyperparams["learning_rate"].spec == PartitionSpec()
+    assert (adam["w"], adam["in"]["w"]) == (SPECS["w"], SPECS["in"]["w"])
+    assert states["b"].inner_state[0].trace["b"] == SPECS["b"]
+    assert found.hyperparams["learning_rate"] == EVERYWHERE
 
 
-def test_a_history_of_gradients_keeps_its_first_axis_whole():
-    found = state_shardings(optax.scale_by_lbfgs(memory_size=3), params_in(jnp.float32))
-    assert found.diff_params_memory["w"].spec == PartitionSpec(None, "data", "model")
-
-
-def test_factored_moments_are_replicated():
-    found = state_shardings(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=2), params_in(jnp.float32)
-    )
-    assert found.v_row["in"]["w"].spec == PartitionSpec()
-    assert found.v["b"].spec == SPECS["b"]
+def test_a_history_keeps_its_first_axis_whole_and_factored_moments_are_replicated():
+    found = specs_of(optax.scale_by_lbfgs(memory_size=3))
+    assert found.diff_params_memory["w"] == PartitionSpec(None, "data", "model")
+    found = specs_of(optax.scale_by_factored_rms(min_dim_size_to_factor=2))
+    assert found.v_row["in"]["w"] == EVERYWHERE
+    assert found.v["b"] == SPECS["b"]
 
 
 def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
-    params = jnp.ones((2, 3), jnp.bfloat16)
-    tx = mixed_precision(optax.adam(1e-3), "bfloat16")
+    tx, params = wrapped(None, "bfloat16"), jnp.ones((2, 3), jnp.bfloat16)
     shardings = state_shardings(tx, params)
     assert set(jax.tree.leaves(shardings)) == {params.sharding}
     assert jax.jit(tx.init, out_shardings=shardings)(params).masters.shape == (2, 3)
