@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import os
@@ -80,6 +79,11 @@ def _option(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **more}
 
 
+def _number(metavar: str, default: int, text: str) -> dict[str, Any]:
+    """Returns an option that takes a whole number."""
+    return _option(metavar, f"{text} (%(default)s)", type=int, default=default)
+
+
 def _repeatable(metavar: str, text: str) -> dict[str, Any]:
     """Returns an option that may be given several times."""
     return _option(metavar, text, action="append", default=[])
@@ -123,18 +127,12 @@ _SUGGEST = {
     **_POLICY,
     "--error": _option("ERROR", "the relative error allowed; optional with --on", type=float),
     "--matmul": _option("TEXT", "8-bit matmuls to try for layers, such as f8 or i8"),
-    "--smallest": _option(
-        "SIZE",
-        "the smallest contraction and output size for a layer in 8 bits (%(default)s)",
-        type=int,
-        default=SMALLEST,
+    "--smallest": _number(
+        "SIZE", SMALLEST, "the smallest contraction and output size for a layer in 8 bits"
     ),
     "--on": _option("TARGET", "get cost from a target's compiler, such as v5e:1x1 or h100"),
-    "--points": _option(
-        "COUNT",
-        "the largest number of points of the front; each compiles a program (%(default)s)",
-        type=int,
-        default=POINTS,
+    "--points": _number(
+        "COUNT", POINTS, "the largest number of points of the front; each compiles a program"
     ),
     "--plot": _option("FILE", "draw the front into a file, with --on (needs matplotlib)"),
 }
@@ -202,6 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _call_of(options: argparse.Namespace) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    given = [parse_argument(text) for text in options.arg]
+    return call_of(target_of(options.target), given, options.target)
+
+
 def _params_of(options: argparse.Namespace) -> list[int | str] | None:
     if options.params and not options.backward:
         raise CommandError("--params selects the arguments to differentiate: give --backward too.")
@@ -241,15 +244,10 @@ def _audit(options: argparse.Namespace) -> int:
     """
     for kind in options.ignore:
         if kind not in FINDING_KINDS:
-            near = difflib.get_close_matches(kind, FINDING_KINDS, 1)
-            raise CommandError(
-                f"--ignore {kind!r} is not a kind of finding.{did_you_mean(near)} --help lists "
-                "them all."
-            )
+            hint = f"{did_you_mean(kind, FINDING_KINDS)} --help lists them all."
+            raise CommandError(f"--ignore {kind!r} is not a kind of finding.{hint}")
     _require_outputs(options.html, options.json)
-    fn, args, kwargs = call_of(
-        target_of(options.target), [parse_argument(text) for text in options.arg], options.target
-    )
+    fn, args, kwargs = _call_of(options)
     policy, rules = _policy_of(options), _rules_of(options)
     if rules is not None and policy is None:
         raise CommandError("--rule makes exceptions to a policy: give --policy too.")
@@ -280,8 +278,7 @@ def _suggest(options: argparse.Namespace) -> int:
     if options.on is not None:
         with prefixed_errors("--on"):
             require_timed(Target(options.on))
-    given = [parse_argument(text) for text in options.arg]
-    fn, args, kwargs = call_of(target_of(options.target), given, options.target)
+    fn, args, kwargs = _call_of(options)
     args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
     policy, params = _policy_of(options), _params_of(options)
     chosen = ("error", "backward", "matmul", "smallest", "on", "points")
@@ -387,14 +384,11 @@ def _require_outputs(
       CommandError: a folder is not there, a plot has another ending or no matplotlib, or several
         reports share the standard output.
     """
+    both = "--json - and --html -"
     if html == json == "-":
-        raise CommandError(
-            "--json - and --html - both take the standard output: give one of them a file."
-        )
+        raise CommandError(f"{both} both take the standard output: give one of them a file.")
     if "-" in (html, json) and count > 1:
-        raise CommandError(
-            f"--json - and --html - print one report, but --on has {count} targets: give a file."
-        )
+        raise CommandError(f"{both} print one report, but --on has {count} targets: give a file.")
     if plot is not None and Path(plot).suffix not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--plot {plot!r} should end in .png, .svg or .pdf.")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:

@@ -10,7 +10,7 @@ import importlib.util
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,34 +79,27 @@ def target_of(text: str) -> Any:
     """
     module_name, _, name = text.rpartition(":")
     is_file = module_name.endswith(".py")
-    if (
-        not module_name
-        or not name
-        or (not is_file and (":" in module_name or module_name[0] == "."))
-    ):
+    is_name = ":" not in module_name and not module_name.startswith(".")
+    if not module_name or not name or not (is_file or is_name):
         raise CommandError(
             f"{text!r} should be module:function or file.py:function, as in train:loss_fn."
         )
-    value: Any = _of_file(Path(module_name)) if is_file else _of_name(module_name)
+    value: Any = _module_of(module_name)
     for part in name.split("."):
         with running_users_code(f"{text!r} can't be read"):
             found = hasattr(value, part)
             near = [] if found else [n for n in dir(value) if callable(getattr(value, n, None))]
         if not found:
-            raise CommandError(
-                f"{module_name!r} has no "
-                f"{name!r}.{did_you_mean(difflib.get_close_matches(part, near, 1))}"
-            )
+            raise CommandError(f"{module_name!r} has no {name!r}.{did_you_mean(part, near)}")
         value = getattr(value, part)
     if not callable(value):
-        raise CommandError(
-            f"{text!r} is {reprlib.repr(value)}, of type {type(value).__name__}: it can't be "
-            "called."
-        )
+        shown = f"{reprlib.repr(value)}, of type {type(value).__name__}"
+        raise CommandError(f"{text!r} is {shown}: it can't be called.")
     return value
 
 
-def did_you_mean(near: Sequence[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -115,27 +108,37 @@ def did_you_mean(near: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def _module_of(text: str) -> ModuleType:
+    """Imports a module by its name, or by the path of its file."""
+    path = Path(text) if text.endswith(".py") else None
+    name = text if path is None else path.stem
+    with running_users_code(f"{name!r} can't be imported"):
+        module = _of_name(name) if path is None else _of_file(path)
+        if "flax" in sys.modules and importlib.util.find_spec("mpmodules") is not None:
+            importlib.import_module("mpmodules")  # registers names for the modules of flax.nnx
+    return module
+
+
 def _of_name(name: str) -> ModuleType:
     """Imports a module by its name, installed or in this folder."""
     sys.path.insert(0, "")
-
-    def load() -> ModuleType:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # an enclosing package may be missing; its own failing imports are the user's business
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise CommandError(
-                f"there is no module {error.name!r}, neither installed nor in this folder. Is it a "
-                "file? Then give its path, as in models/net.py:loss_fn."
-            ) from None
-
-    return _imported(name, load)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # an enclosing package may be missing; its own failing imports are the user's business
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise CommandError(
+            f"there is no module {error.name!r}, neither installed nor in this folder. Is it a "
+            "file? Then give its path, as in models/net.py:loss_fn."
+        ) from None
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file, even if another module has the same name."""
+    """Imports a file, even if another module has the same name.
+
+    Then it is run under a name that no import can have.
+    """
     if not path.is_file():
         raise CommandError(f"there is no file {str(path)!r} here.")
     resolved = path.resolve()
@@ -146,30 +149,17 @@ def _of_file(path: Path) -> ModuleType:
     )
     origin = getattr(found, "origin", None) or getattr(found, "__file__", None)
     if origin is not None and Path(origin).resolve() == resolved:
-        return _imported(path.stem, lambda: importlib.import_module(path.stem))
-    return _imported(path.stem, lambda: _loaded(resolved))
-
-
-def _loaded(path: Path) -> ModuleType:
-    """Runs a file as a module, under a name that no import can have."""
-    name = f"audited file {path}"
-    spec = importlib.util.spec_from_file_location(name, path)
+        return importlib.import_module(path.stem)
+    name = f"audited file {resolved}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
-        raise ImportError(f"Python has no loader for {path}.")
+        raise ImportError(f"Python has no loader for {resolved}.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-    return module
-
-
-def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    with running_users_code(f"{name!r} can't be imported"):
-        module = load()
-        if "flax" in sys.modules and importlib.util.find_spec("mpmodules") is not None:
-            importlib.import_module("mpmodules")  # registers names for the modules of flax.nnx
     return module
 
 

@@ -5,6 +5,7 @@ Only floating arrays are cast, and only if they have another dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -42,9 +43,8 @@ def is_floating(x: Any) -> bool:
 
     Arrays are JAX arrays and tracers, NumPy arrays and scalars, and `ShapeDtypeStruct`s.
     """
-    return isinstance(
-        x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    ) and jnp.issubdtype(x.dtype, jnp.floating)
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    return isinstance(x, arrays) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
@@ -54,9 +54,8 @@ def cast_array(x: Any, dtype: DTypeLike, *, complex_too: bool = False) -> Any:
     `dtype`, but at least to complex64, the narrowest that JAX has.
     """
     if not is_floating(x):
-        if not (
-            complex_too and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
-        ):
+        has_dtype = complex_too and hasattr(x, "dtype")
+        if not (has_dtype and jnp.issubdtype(x.dtype, jnp.complexfloating)):
             return x
         dtype = jnp.complex128 if jnp.dtype(dtype).itemsize == 8 else jnp.complex64
     if x.dtype == dtype and not getattr(x, "weak_type", False):
@@ -98,10 +97,8 @@ def cast_floating(
     Raises:
       ValueError: `dtype` is float64 while x64 is disabled.
     """
-    dtype = require_available(dtype)
-    return jax.tree.map(
-        lambda x: cast_array(x, dtype, complex_too=complex_too), tree, is_leaf=is_leaf
-    )
+    cast = functools.partial(cast_array, dtype=require_available(dtype), complex_too=complex_too)
+    return jax.tree.map(cast, tree, is_leaf=is_leaf)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,18 +130,17 @@ def nnx_files(value: Any) -> frozenset[str]:
 
 def is_overwritten(path: tuple[Any, ...]) -> bool:
     """Returns whether a path contains a mapping key named `_overwrite_with_gradient`."""
-    return any(
-        getattr(key, "key", getattr(key, "name", None)) == OVERWRITE_WITH_GRADIENT for key in path
-    )
+    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return OVERWRITE_WITH_GRADIENT in keys
 
 
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Maps `function` over the leaves of `tree`, except under `_overwrite_with_gradient`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *others: leaf if is_overwritten(path) else function(leaf, *others),
-        tree,
-        *rest,
-    )
+
+    def mapped(path: tuple[Any, ...], leaf: Any, *others: Any) -> Any:
+        return leaf if is_overwritten(path) else function(leaf, *others)
+
+    return jax.tree_util.tree_map_with_path(mapped, tree, *rest)
 
 
 def unboxed(tree: Any) -> Any:
@@ -180,7 +176,7 @@ def _children(node: Any) -> tuple[list[Any], Any]:
 
 def is_inexact(x: Any) -> bool:
     """Returns whether a leaf is floating or complex: can be differentiated and scaled."""
-    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
 
 
 def working_dtype(dtype: DTypeLike) -> Any:

@@ -95,8 +95,6 @@ def parse_dtype(name: str) -> np.dtype:
 # --------------------------------------------------------------------------------------------------
 
 
-_SCALINGS = ("row", "tensor")
-_WEIGHT_GRADIENTS = ("same", "compute")
 _FLOAT8 = tuple(np.dtype(getattr(jnp, name)) for name in ("float8_e4m3fn", "float8_e5m2"))
 INT8 = np.dtype(np.int8)
 _SHORT = {"f8": ("float8_e4m3fn", "float8_e5m2"), "i8": ("int8", "int8")}
@@ -147,15 +145,13 @@ class ScaledMatmul:
                 "be int8, or both float8: accelerators multiply no other pairs."
             )
         for field, value, known in (
-            ("scaling", scaling, _SCALINGS),
-            ("weight_gradient", weight_gradient, _WEIGHT_GRADIENTS),
+            ("scaling", scaling, ("row", "tensor")),
+            ("weight_gradient", weight_gradient, ("same", "compute")),
             ("fast_accumulation", fast_accumulation, (True, False)),
         ):
             if not any(value is one or (isinstance(value, str) and value == one) for one in known):
-                raise ValueError(
-                    f"ScaledMatmul({field}={value!r}): it should be "
-                    f"{' or '.join(map(repr, known))}."
-                )
+                names = " or ".join(map(repr, known))
+                raise ValueError(f"ScaledMatmul({field}={value!r}): it should be {names}.")
             object.__setattr__(self, field, value)
 
     @property
@@ -293,7 +289,11 @@ def precision_named(value: Any, compute_dtype: np.dtype) -> str | None:
     if name.lower() in _PRECISIONS:
         return name.lower()
     name = name.upper()
-    fitting = [each.name for each in lax.DotAlgorithmPreset if _multiplies(each, compute_dtype)]
+    fitting = [
+        algorithm.name
+        for algorithm in lax.DotAlgorithmPreset
+        if compute_dtype in map(np.dtype, algorithm.supported_lhs_types or ())
+    ]
     if name not in fitting:
         known = name in lax.DotAlgorithmPreset.__members__
         reason = f"it does not multiply {compute_dtype}" if known else "it is no precision"
@@ -307,10 +307,6 @@ def precision_named(value: Any, compute_dtype: np.dtype) -> str | None:
 def is_algorithm(name: str | None) -> bool:
     """Returns whether a canonical name is that of an algorithm: it is for operands of a dtype."""
     return name is not None and name not in _PRECISIONS
-
-
-def _multiplies(algorithm: lax.DotAlgorithmPreset, dtype: np.dtype) -> bool:
-    return any(dtype == np.dtype(each) for each in algorithm.supported_lhs_types or ())
 
 
 def canonical_precision(name: str) -> Any:

@@ -150,16 +150,14 @@ class Policy:
                 "a compute_dtype of 16 or 32 bits."
             )
         follows_caller = isinstance(output_dtype, str) and output_dtype == CALLER
+        output = compute if follows_caller else output_dtype
+        wide = _default_reduction_dtype(compute) if reduction_dtype is None else reduction_dtype
         fields = {
             "param_dtype": _floating_dtype("param_dtype", param_dtype),
             "compute_dtype": compute,
-            "output_dtype": compute
-            if follows_caller
-            else _floating_dtype("output_dtype", output_dtype),
+            "output_dtype": _floating_dtype("output_dtype", output),
             "follows_caller": follows_caller,
-            "reduction_dtype": _default_reduction_dtype(compute)
-            if reduction_dtype is None
-            else _floating_dtype("reduction_dtype", reduction_dtype),
+            "reduction_dtype": _floating_dtype("reduction_dtype", wide),
             "cast_inputs": cast_inputs,
             "matmul": matmul,
             "precision": precision_named(precision, compute),
@@ -183,9 +181,9 @@ class Policy:
             fields["reduction_dtype"] = None
         unknown = sorted(set(changes) - set(fields))
         if unknown:
+            names = ", ".join(fields)
             raise TypeError(
-                f"Policy.replace: no field {', '.join(unknown)}; the fields are "
-                f"{', '.join(fields)}."
+                f"Policy.replace: no field {', '.join(unknown)}; the fields are {names}."
             )
         compute = _floating_dtype("compute_dtype", changes.get("compute_dtype", self.compute_dtype))
         if compute != self.compute_dtype and is_algorithm(self.precision):
@@ -200,9 +198,7 @@ class Policy:
         """Returns the policy for the outputs of a call from code under `caller`, or under none."""
         if not self.follows_caller:
             return self
-        return self.replace(
-            output_dtype=self.compute_dtype if caller is None else caller.compute_dtype
-        )
+        return self.replace(output_dtype=(caller or self).compute_dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of a tree to `param_dtype`.
@@ -338,10 +334,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
             raise ValueError(f"Key '{key}' in '{text}' sets {field} a second time.")
         if field == "cast_inputs":
             if value not in ("keep", "cast"):
-                raise ValueError(
-                    f"Unknown value '{value}' for inputs in '{text}': it should be 'keep' or "
-                    "'cast'."
-                )
+                known = "it should be 'keep' or 'cast'"
+                raise ValueError(f"Unknown value '{value}' for inputs in '{text}': {known}.")
             fields[field] = value == "cast"
         elif field in ("matmul", "precision") or value == CALLER:
             fields[field] = value

@@ -103,10 +103,8 @@ class PolicyRules:
           TypeError: `texts` is a single text.
         """
         if isinstance(texts, str):
-            raise TypeError(
-                "Texts of policy rules should be a list of PATH=TEXT, but got the string "
-                f"{texts!r}."
-            )
+            expected = "Texts of policy rules should be a list of PATH=TEXT"
+            raise TypeError(f"{expected}, but got the string {texts!r}.")
         return cls([_divided(text) for text in texts], strict=strict)
 
     def __bool__(self) -> bool:
@@ -122,9 +120,7 @@ class PolicyRules:
         return self._hash
 
     def __repr__(self) -> str:
-        pairs = ", ".join(
-            f"({pattern_text(pattern)}, '{policy}')" for pattern, policy in self.rules
-        )
+        pairs = ", ".join(f"({pattern_text(one)}, '{policy}')" for one, policy in self.rules)
         return f"PolicyRules([{pairs}]{'' if self.strict else ', strict=False'})"
 
     def __reduce__(self):
@@ -169,9 +165,7 @@ class PolicyRules:
 
     def of_model(self, model: str) -> PolicyRules:
         """Returns these rules without those that name another model."""
-        kept = [
-            rule for rule in self.rules if not isinstance(rule[0], str) or _is_of(rule[0], model)
-        ]
+        kept = [(p, held) for p, held in self.rules if not isinstance(p, str) or _is_of(p, model)]
         return self if len(kept) == len(self.rules) else PolicyRules(kept, strict=self.strict)
 
     def check(
@@ -210,11 +204,8 @@ class PolicyRules:
         if not self.strict:
             return
         applied = [(pattern, policy, _matched(pattern, modules)) for pattern, policy in self.rules]
-        unmatched = [
-            pattern
-            for pattern, _, where in applied
-            if not where and (has_classes or isinstance(pattern, str))
-        ]
+        checked = [rule for rule in applied if has_classes or isinstance(rule[0], str)]
+        unmatched = [pattern for pattern, _, where in checked if not where]
         if unmatched:
             paths = sorted({path for path, _ in modules if path})
             listed = ", ".join(folded(paths) if len(paths) > _MOST_LISTED else paths)
@@ -275,14 +266,12 @@ def _matched(
 
 def matches(pattern: Pattern, path: str | None, cls: type | None = None, model: str = "") -> bool:
     """Returns whether a rule's pattern matches a module; arguments as in `PolicyRules.match`."""
-    if isinstance(pattern, str):
-        if path is None:
-            return False
-        of, below = _model_and_path(pattern)
-        if of is not None and pattern != path:
-            return _is_of(pattern, model) and _is_path(below, path)
-        return _is_path(pattern, path)
-    return cls is not None and issubclass(cls, layer_class(pattern))
+    if not isinstance(pattern, str):
+        return cls is not None and issubclass(cls, layer_class(pattern))
+    if path is None or pattern == path:
+        return path is not None
+    _, below = _model_and_path(pattern)
+    return _is_of(pattern, model) and _is_path(below, path)
 
 
 def _is_path(pattern: str, path: str) -> bool:
@@ -316,11 +305,9 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
 def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         is_text = isinstance(pair, str) and "=" in pair
-        hint = (
-            "PolicyRules.from_texts takes a list of PATH=TEXT"
-            if is_text
-            else "Rules are written {'head': 'f32'}"
-        )
+        hint = "Rules are written {'head': 'f32'}"
+        if is_text:
+            hint = "PolicyRules.from_texts takes a list of PATH=TEXT"
         raise TypeError(
             f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
         )
@@ -329,14 +316,10 @@ def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
         try:
             _compiled(pattern)
         except re.error as error:
-            hint = (
-                f" Write '.*' for any name, not '*': '{pattern.replace('*', '.*')}'."
-                if pattern[:1] == "*"
-                else ""
-            )
-            raise ValueError(
-                f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
-            ) from None
+            hint = f" Write '.*' for any name, not '*': '{pattern.replace('*', '.*')}'."
+            hint = hint if pattern[:1] == "*" else ""
+            told = f"Rule '{pattern}' is not a regular expression: {error}.{hint}"
+            raise ValueError(told) from None
     elif not isinstance(pattern, type):
         is_module = hasattr(pattern, "dtype_policy")
         got = f"a {type(pattern).__name__}: give its class" if is_module else repr(pattern)

@@ -14,18 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from policy.core.arrays import cast_floating, require_available
+from policy.core.arrays import cast_floating, is_inexact, require_available
 from policy.core.blocks import Block, is_suspended
 from policy.core.dtypes import HIGHEST, backend, backend_of
 from policy.core.messages import require_function
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.programs.frameworks import is_reference
-from policy.programs.marks import (
-    BOUNDARY,
-    ISLAND,
-    returned,
-)
+from policy.programs.marks import BOUNDARY, ISLAND, returned
 from policy.programs.thread import during
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -291,8 +287,8 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
     """
     policy, rules = _checked(policy, rules)
     # The method is public since jax 0.10.1; before that it belongs to the wrapped object.
-    context: Any = _context
-    holder = context if hasattr(context, "set_global") else context._obj
+    holder: Any = _context
+    holder = holder if hasattr(holder, "set_global") else holder._obj
     holder.set_global(Scope(policy, rules))
 
 
@@ -371,16 +367,7 @@ def reduction_dtype_of(*arrays: ArrayLike) -> np.dtype:
     """
     policy = current_policy()
     dtype = jnp.dtype(jnp.float32) if policy is None else require_available(policy.reduction_dtype)
-    return widest(
-        [
-            dtype,
-            *(
-                jnp.result_type(x)
-                for x in arrays
-                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            ),
-        ]
-    )
+    return widest([dtype, *(jnp.result_type(x) for x in arrays if is_inexact(x))])
 
 
 def widest(dtypes: Sequence[Any]) -> np.dtype:
@@ -399,12 +386,8 @@ def in_island(policy: Policy | None) -> Policy | None:
     """Returns `policy` as it holds in an island: computing and returning reduction_dtype."""
     if policy is None:
         return None
-    return policy.replace(
-        compute_dtype=policy.reduction_dtype,
-        output_dtype=policy.reduction_dtype,
-        reduction_dtype=policy.reduction_dtype,
-        matmul=None,
-    )
+    wide = policy.reduction_dtype
+    return policy.replace(compute_dtype=wide, output_dtype=wide, reduction_dtype=wide, matmul=None)
 
 
 def precision_within(policy: Policy | None, around: Policy | None) -> str | None:

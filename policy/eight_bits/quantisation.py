@@ -48,14 +48,13 @@ def warn_if_emulated(
     has_it = has_it or (by.operands == INT8 and platform != "cpu")
     if not has_it or (operation == "convolutions" and platform != "tpu"):
         name = f"a GPU of compute capability {kind}" if kind[:1].isdigit() else kind
+        way_out = {
+            "matmuls": "m=8bit uses 8 bits only where the backend has them.",
+            "convolutions": "A rule for the class of the layers excludes them.",
+        }
         warn_once(
             f"{name} has no {by.operands} {operation}, so they are emulated: the results are the "
-            "same, but they run slower than in compute_dtype. "
-            + (
-                "m=8bit uses 8 bits only where the backend has them."
-                if operation == "matmuls"
-                else "A rule for the class of the layers excludes them."
-            )
+            f"same, but they run slower than in compute_dtype. {way_out[operation]}"
         )
 
 

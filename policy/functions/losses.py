@@ -406,18 +406,15 @@ def _divergence_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     # By hand, so that backward keeps the predictions for the targets' own gradient only.
     targets, log_targets, log_predictions = primals
     out = _divergence(*primals)
-    by_targets, by_log_targets, by_predictions = (
-        None if isinstance(t, SymbolicZero) else t for t in tangents
-    )
+    by_targets, by_log_targets, by_predictions = tangents
     tangent = jnp.zeros_like(out)
-    if by_predictions is not None:
+    if not isinstance(by_predictions, SymbolicZero):
         tangent = tangent - targets * by_predictions
-    if by_log_targets is not None:
+    if not isinstance(by_log_targets, SymbolicZero):
         tangent = tangent + targets * by_log_targets
-    if by_targets is not None:
-        tangent = (
-            tangent + (log_targets - without_impossible(log_predictions, targets)) * by_targets
-        )
+    if not isinstance(by_targets, SymbolicZero):
+        logs = log_targets - without_impossible(log_predictions, targets)
+        tangent = tangent + logs * by_targets
     return out, tangent
 
 
@@ -489,11 +486,7 @@ def cosine_similarity(
       (...), between -1 and 1.
     """
 
-    def run(predictions: Array, targets: Array) -> Array:
-        return optax.cosine_similarity(
-            predictions, targets, epsilon=epsilon, axis=axis, where=where
-        )
-
+    run = functools.partial(optax.cosine_similarity, epsilon=epsilon, axis=axis, where=where)
     return _returning_reduction_dtype(run, predictions, targets)
 
 

@@ -14,7 +14,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from numpy.lib.array_utils import normalize_axis_index
 
-from policy.core.arrays import is_floating
+from policy.core.arrays import is_floating, is_inexact
 from policy.core.scope import reduction_dtype_of, widest
 from policy.functions.checkpointing import keeping_inputs
 
@@ -60,16 +60,12 @@ def in_reduction_dtype(
     """
     given = [x for x in arrays if x is not None]
     wide = reduction_dtype_of(*given)
-    floating = [
-        jnp.result_type(x) for x in given if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
+    floating = [jnp.result_type(x) for x in given if is_inexact(x)]
     out = jnp.dtype(dtype) if dtype is not None else widest(floating) if floating else wide
 
     def run(*arrays: Any) -> Any:
         results = function(*(None if x is None else _as(x, wide) for x in arrays))
-        return jax.tree.map(
-            lambda y: _as(y, out) if jnp.issubdtype(y.dtype, jnp.inexact) else y, results
-        )
+        return jax.tree.map(lambda y: _as(y, out) if is_inexact(y) else y, results)
 
     if all(dtype == wide for dtype in floating):
         return run(*arrays)  # nothing was widened: nothing to keep small
@@ -78,9 +74,7 @@ def in_reduction_dtype(
 
 def _as(x: Any, dtype: DTypeLike) -> Array:
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
-        dtype, jnp.complexfloating
-    ):
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return x
     return x if x.dtype == dtype and is_floating(x) else x.astype(dtype)
 
@@ -174,10 +168,10 @@ def logsumexp(
       `return_sign` a pair with the sign of the sum. An empty axis gives -inf.
     """
 
+    options = {"keepdims": keepdims, "return_sign": return_sign, "where": where}
+
     def run(x: Array, b: Array | None) -> Any:
-        return jax.scipy.special.logsumexp(
-            x, axis, b=b, keepdims=keepdims, return_sign=return_sign, where=where
-        )
+        return jax.scipy.special.logsumexp(x, axis, b, **options)
 
     return in_reduction_dtype(run, x, b, dtype=dtype)
 
@@ -236,9 +230,8 @@ def mean(
     Returns:
       x's shape without `axis`.
     """
-    return in_reduction_dtype(
-        lambda x: jnp.mean(x, axis, keepdims=keepdims, where=where), x, dtype=dtype
-    )
+    run = functools.partial(jnp.mean, axis=axis, keepdims=keepdims, where=where)
+    return in_reduction_dtype(run, x, dtype=dtype)
 
 
 def var(
@@ -295,11 +288,7 @@ def std(
 
 
 def _spread(
-    function: Callable[..., Array],
-    x: ArrayLike,
-    axis: Axis,
-    dtype: DTypeLike | None,
-    **options: Any,
+    function: Any, x: ArrayLike, axis: Axis, dtype: DTypeLike | None, **options: Any
 ) -> Array:
     own = jnp.result_type(x)
     if dtype is None and jnp.issubdtype(own, jnp.complexfloating):
@@ -344,12 +333,11 @@ def standardize(
     def run(x: Array, mean: Array | None, variance: Array | None) -> Array:
         centre = jnp.mean(x, axis, keepdims=True, where=where) if mean is None else mean
         centred = x - _expanded(centre, x)
-        if variance is None:
+        spread = variance
+        if spread is None and mean is None:
             spread = jnp.mean(jnp.square(centred), axis, keepdims=True, where=where)
-            if mean is not None:  # the variance about the data's own mean, even with another mean
-                spread = jnp.var(x, axis, keepdims=True, where=where)
-        else:
-            spread = variance
+        elif spread is None:  # the variance about the data's own mean, even with another mean
+            spread = jnp.var(x, axis, keepdims=True, where=where)
         return centred * jax.lax.rsqrt(_expanded(spread, x) + epsilon)
 
     return in_reduction_dtype(run, x, mean, variance, dtype=dtype)
@@ -406,11 +394,7 @@ def cumprod(
 
 
 def _running(
-    operation: Callable[..., Array],
-    x: Any,
-    axis: int | None,
-    dtype: DTypeLike | None,
-    reverse: bool,
+    operation: Any, x: Any, axis: int | None, dtype: DTypeLike | None, reverse: bool
 ) -> Array:
     x = jnp.atleast_1d(jnp.asarray(x))
     x, along = (x.reshape(-1), 0) if axis is None else (x, axis)
@@ -423,10 +407,7 @@ def _exactly_or_in_reduction_dtype(
 ) -> Array:
     """Calls ``in_reduction_dtype(function, x)``; for integers, `function` in an integer dtype."""
     x = jnp.asarray(x)
-    counts = not jnp.issubdtype(x.dtype, jnp.inexact) and not (
-        dtype and jnp.issubdtype(dtype, jnp.inexact)
-    )
-    if not counts:
+    if is_inexact(x) or (dtype and jnp.issubdtype(dtype, jnp.inexact)):
         return in_reduction_dtype(function, x, dtype=dtype)
     wide = dtype or (jnp.dtype(int) if x.dtype == bool else x.dtype)
     return function(x.astype(jax.dtypes.canonicalize_dtype(wide)))
@@ -463,16 +444,11 @@ def segment_sum(
       (num_segments, ...).
     """
 
+    ids = jnp.asarray(segment_ids)
+    options = (num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+
     def run(data: Array) -> Array:
-        return jax.ops.segment_sum(
-            data,
-            jnp.asarray(segment_ids),
-            num_segments,
-            indices_are_sorted,
-            unique_indices,
-            bucket_size,
-            mode,
-        )
+        return jax.ops.segment_sum(data, ids, *options)
 
     return _exactly_or_in_reduction_dtype(run, data, dtype)
 
@@ -491,12 +467,12 @@ def global_norm(tree: Any) -> Array:
     Returns:
       () in reduction_dtype: float32, or wider if the tree is. 0 for an empty tree.
     """
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     wide = reduction_dtype_of(*leaves)
     real = jnp.finfo(wide).dtype
 
     def sum_of_squares(x: Array) -> Array:
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        if jnp.iscomplexobj(x):
             return jnp.sum(jnp.square(x.real) + jnp.square(x.imag)).astype(real)
         return jnp.sum(jnp.square(x)).astype(real)
 
