@@ -249,11 +249,6 @@ class PortOptions:
     keep_explicit: bool
     own_code: Literal["autocast", "keep"]
 
-    @property
-    def beside_policy(self) -> tuple[bool | str, ...]:
-        """Returns the options that change a trace beside the policy and rules, for JAX's caches."""
-        return self.keep_explicit, self.own_code
-
 
 def port_options(
     policy: Policy | str, rules: RulesLike | None, *, keep_explicit: bool, own_code: OwnCode

@@ -113,7 +113,9 @@ class _Port:
         self.options = options
         # A layer is a boundary only by a policy of its own.
         policy = None if is_layer else options.policy
-        self.scope = Scope(policy, options.rules, options=options.beside_policy)
+        # They change a trace, so JAX's caches know them by the scope.
+        others = options.keep_explicit, options.own_code
+        self.scope = Scope(policy, options.rules, options=others)
         # An explicit param_dtype can't be told from the default.
         self.adopter = Adopter(["dtype"] if options.keep_explicit else [], is_of_a_port=True)
 

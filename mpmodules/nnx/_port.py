@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx as flax_nnx
-from jax.typing import DTypeLike
 
 from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
 from mpmodules.calls.classes import LAYER_OF, is_ours, layer_class
@@ -101,18 +100,15 @@ def apply_policy(
     for path, module in paths.items():
         classes.setdefault(joined(path), set()).add(type(module))
     rules.check(classes, model=model_name)
-    holding: dict[
-        tuple[str, ...], tuple[Policy, Source]
-    ] = {}  # what the modules below each inherit
+    given = options.policy, Source("argument", "apply_policy", own=True)
+    inherited: dict[tuple[str, ...], tuple[Policy, Source]] = {}  # by the modules below each
     plan: dict[int, tuple[Any, Effective]] = {}
     for path, module in paths.items():
         where = joined(path) or type(module).__name__
-        held, source = carried(module, path, rules, model_name) or (
-            next(holding[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in holding)
-            if path
-            else (options.policy, Source("argument", "apply_policy", own=True))
-        )
-        holding[path] = held, source.for_those_inside(where)
+        above = (path[:n] for n in range(len(path) - 1, -1, -1))
+        from_above = next((inherited[each] for each in above if each in inherited), given)
+        held, source = carried(module, path, rules, model_name) or from_above
+        inherited[path] = held, source.for_those_inside(where)
         planned = plan.get(id(module))
         if planned is None or (source.own and source.kind == "rule" and not planned[1].source.own):
             plan[id(module)] = module, effective_in_port(module, held, source, options, where=where)
@@ -128,7 +124,7 @@ def effective_in_port(
     module: Any, policy: Policy | None, source: Source, options: PortOptions, *, where: str
 ) -> Effective:
     """Returns the policy that a module is to obey, with its own dtype where that is kept."""
-    if policy is None or not (_takes_dtypes(type(module)) and _has_dtypes(module)):
+    if policy is None or not _has_dtypes(module):
         return Effective(policy, policy, source)
     return with_explicit_dtypes(
         policy,
@@ -159,25 +155,19 @@ def adopt(module: Any, given: Any, policy: Policy, source: Source, options: Port
         _cast_variables(module, policy)
         return
     if not is_ours(type(given)):
-        _note_explicit(module, _explicit_dtype(given))
+        if (dtype := _explicit_dtype(given)) is not None:
+            module._explicit_dtype = dtype
+        if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
+            module.attention_fn = dot_product_attention
     if not is_ours(type(given)) or given._ported_code is not None:
         module._ported_code = options.own_code
     _obey(module, policy, source)
 
 
-def _note_explicit(module: Any, dtype: DTypeLike | None) -> None:
-    """Notes the dtype that a layer was given before it became ours."""
-    if dtype is not None:
-        module._explicit_dtype = dtype
-    if getattr(module, "attention_fn", None) is flax_nnx.dot_product_attention:
-        module.attention_fn = dot_product_attention
-
-
 def _obey(module: Any, policy: Policy | None, source: Source) -> None:
     """Puts a policy on a module that can carry one."""
     if policy is not None:
-        is_layer = _takes_dtypes(type(module)) and _has_dtypes(module)
-        if is_layer and not any(is_complex(dtype) for dtype in (module.dtype, module.param_dtype)):
+        if _has_dtypes(module) and not any(map(is_complex, (module.dtype, module.param_dtype))):
             module.dtype = policy.compute_dtype
             module.param_dtype = policy.param_dtype
         _cast_variables(module, policy)
@@ -195,7 +185,9 @@ def _cast_variables(module: Any, policy: Policy) -> None:
 
 
 def _has_dtypes(module: Any) -> bool:
-    return hasattr(module, "dtype") and hasattr(module, "param_dtype")
+    """Returns whether a module is a layer that was built with dtypes."""
+    takes = _takes_dtypes(type(module))
+    return takes and hasattr(module, "dtype") and hasattr(module, "param_dtype")
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import errors
 
 from mpmodules import linen as our_nn
 from policy import Policy, current_policy, use_policy
@@ -70,20 +69,6 @@ def test_a_text_policy_is_stored_as_a_policy():
     assert layer == our_nn.Dense(3, dtype_policy="mixed_bfloat16")
     assert hash(layer) == hash(our_nn.Dense(3, dtype_policy="mixed_bfloat16"))
     assert layer != our_nn.Dense(3) and "dtype_policy" in repr(layer)
-
-
-def test_auto_names_follow_the_class_name():
-    assert sorted(Net().init(KEY, X)["params"]) == ["Dense_0", "Dense_1", "LayerNorm_0"]
-
-    class Dense(our_nn.Dense):
-        pass
-
-    class Uses(our_nn.Module):
-        @our_nn.compact
-        def __call__(self, x):
-            return Dense(2)(our_nn.Dense(2)(x))
-
-    assert sorted(Uses().init(KEY, X)["params"]) == ["Dense_0", "Dense_1"]
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -215,23 +200,6 @@ def test_the_name_stack_names_each_layer_once_and_a_boundarys_casts(policy):
     assert ours[:2] == theirs[:2] == ["Net/Dense_0", "Net/Dense_1"]
     casts = ["Net/Dense_0/policy_boundary", "Net/policy_boundary"]
     assert ours[2:] == (casts if policy else theirs[2:])
-
-
-def test_a_layer_may_be_made_outside_and_called_in_two_models():
-    layer = our_nn.Dense(4)
-
-    class Model(our_nn.Module):
-        layer: Any
-
-        @our_nn.compact
-        def __call__(self, x):
-            return self.layer(x)
-
-    with pytest.raises(errors.CallCompactUnboundModuleError):
-        layer(X)
-    for _ in range(2):
-        assert list(Model(layer).init(KEY, X)["params"]) == ["layer"]
-    assert layer.parent is None
 
 
 def test_share_scope_perturb_and_sow_work_under_a_policy():
