@@ -341,7 +341,8 @@ def _graph(
         raise TypeError(
             f"args should be a tuple of the function's arguments, but got a {type(args).__name__}."
         )
-    return Graph(traced_call(fn, tuple(args), dict(kwargs or {}), backward, params).jaxpr)
+    traced, _ = traced_call(fn, tuple(args), dict(kwargs or {}), backward, params)
+    return Graph(traced.jaxpr)
 
 
 def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:

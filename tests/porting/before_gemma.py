@@ -9,6 +9,7 @@ and `stays` on one that still speaks of a dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -94,39 +95,25 @@ class Attention(nnx.Module):
         weight_dtype: Any = jnp.float32,  # goes
     ):
         self.config, self.window = config, window
-        self.q_einsum = nnx.Einsum(
-            "BTD,NDH->BTNH",
-            (config.num_heads, config.embed_dim, config.head_dim),
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        width, head_dim = config.embed_dim, config.head_dim
+        learned = functools.partial(
+            nnx.Einsum,
             dtype=dtype,  # goes
             param_dtype=weight_dtype,  # goes
             rngs=rngs,
         )
-        self.kv_einsum = nnx.Einsum(
-            "BTD,CKDH->CBTKH",
-            (2, config.num_kv_heads, config.embed_dim, config.head_dim),
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
-        self.attn_vec_einsum = nnx.Einsum(
-            "BTNH,NHD->BTD",
-            (config.num_heads, config.head_dim, config.embed_dim),
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
-        self.query_norm = RMSNorm(
-            config.head_dim,
+        self.q_einsum = learned("BTD,NDH->BTNH", (heads, width, head_dim))
+        self.kv_einsum = learned("BTD,CKDH->CBTKH", (2, kv_heads, width, head_dim))
+        self.attn_vec_einsum = learned("BTNH,NHD->BTD", (heads, head_dim, width))
+        norm = functools.partial(
+            RMSNorm,
+            head_dim,
             dtype=dtype,  # goes
             weight_dtype=weight_dtype,  # goes
             rngs=rngs,
         )
-        self.key_norm = RMSNorm(
-            config.head_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
+        self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(self, x, positions, cache, mask):
         config = self.config
@@ -175,30 +162,15 @@ class FeedForward(nnx.Module):
         dtype: Any = jnp.float32,  # goes
         weight_dtype: Any = jnp.float32,  # goes
     ):
-        self.gate_proj = nnx.Linear(
-            features,
-            hidden,
+        linear = functools.partial(
+            nnx.Linear,
             use_bias=False,
             dtype=dtype,  # goes
             param_dtype=weight_dtype,  # goes
             rngs=rngs,
         )
-        self.up_proj = nnx.Linear(
-            features,
-            hidden,
-            use_bias=False,
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
-        self.down_proj = nnx.Linear(
-            hidden,
-            features,
-            use_bias=False,
-            dtype=dtype,  # goes
-            param_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
+        self.gate_proj, self.up_proj = linear(features, hidden), linear(features, hidden)
+        self.down_proj = linear(hidden, features)
 
     def __call__(self, x):
         return self.down_proj(nnx.gelu(self.gate_proj(x)) * self.up_proj(x))
@@ -208,12 +180,14 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, window: int | None, *, rngs: nnx.Rngs):
         dtype = config.dtype  # goes
         weight_dtype = config.weight_dtype  # goes
-        self.pre_attention_norm = RMSNorm(
+        norm = functools.partial(
+            RMSNorm,
             config.embed_dim,
             dtype=dtype,  # goes
             weight_dtype=weight_dtype,  # goes
             rngs=rngs,
         )
+        self.pre_attention_norm = norm()
         self.attn = Attention(
             config,
             window,
@@ -221,18 +195,7 @@ class Block(nnx.Module):
             weight_dtype=weight_dtype,  # goes
             rngs=rngs,
         )
-        self.post_attention_norm = RMSNorm(
-            config.embed_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
-        self.pre_ffw_norm = RMSNorm(
-            config.embed_dim,
-            dtype=dtype,  # goes
-            weight_dtype=weight_dtype,  # goes
-            rngs=rngs,
-        )
+        self.post_attention_norm, self.pre_ffw_norm = norm(), norm()
         self.mlp = FeedForward(
             config.embed_dim,
             config.hidden_dim,

@@ -24,7 +24,7 @@ from policy.inspect.audit.findings import FINDING_KINDS, Finding
 from policy.inspect.audit.flow import Flow, Lost, State, noticing, states_of
 from policy.inspect.audit.operations import operations_of
 from policy.inspect.audit.report import Audit
-from policy.inspect.traced.call import checked_policy, checked_rules, short_text, traced_under
+from policy.inspect.traced.call import checked_policy, checked_rules, short_text, traced_call
 from policy.programs.paths import naming
 from policy.programs.reading.graph import Graph
 
@@ -119,7 +119,7 @@ def audit(
     scope = current_scope()
     around = (scope.policy, scope.rules) if policy is None else (policy, rules)
     with noticing() as lost, collecting(*around) as asked:
-        traced, _ = traced_under(fn, args, kwargs, backward, params, policy, rules)
+        traced, _ = traced_call(fn, args, kwargs, backward, params, policy, rules)
     graph = Graph(traced.jaxpr)
     has_policies = asked.has_policies or any(node.site.is_placed for node in graph.nodes)
     in_force = "of modules" if has_policies else ""  # known by their casts if traced before

@@ -15,7 +15,7 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
-from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_under
+from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_call
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import donated_inputs
 from policy.programs.tracing.trace import Traced, is_array, lowered, origins_of
@@ -246,7 +246,7 @@ def traced_step(
     """
     positions = _positions(donate, len(call.args))
     rules = rules if row.policy is not None else None
-    traced, route = traced_under(
+    traced, route = traced_call(
         call.fn, call.args, call.kwargs, backward, params, row.policy, rules, route
     )
     pure = lowered(call.fn, call.args, call.kwargs)

@@ -241,15 +241,14 @@ def traced_call(
     kwargs: dict[str, Any],
     backward: bool,
     params: ParamsArgument,
-    around: Around = as_it_is,
-) -> Traced:
-    """Traces a call, and with `backward` its gradients too.
+    policy: Policy | None = None,
+    rules: PolicyRules | None = None,
+    route: Route | None = None,
+) -> tuple[Traced, Route]:
+    """Traces a call, and with `backward` its gradients too; and returns how a policy is applied.
 
-    See `audit` for the differentiated inputs and outputs. The shape of the trace is that of `fn`'s
-    result; the gradients come after it.
-
-    Args:
-      around: wraps the traced function of arrays, given the arguments that are parameters.
+    See `audit` for the differentiated inputs and outputs, and `under_policy`. The shape of the
+    trace is that of `fn`'s result; the gradients come after it.
 
     Raises:
       TypeError: `params` doesn't select arguments.
@@ -259,9 +258,13 @@ def traced_call(
         raise ValueError(
             f"params={params!r} selects the arguments to differentiate, so it needs backward=True."
         )
-    call = Call.of(fn, args, kwargs, params)
-    jaxpr, shape, _ = call.traced(call.floating_results if backward else None, around)
-    return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
+
+    def traced(around: Around) -> Traced:
+        call = Call.of(fn, args, kwargs, params)
+        jaxpr, shape, _ = call.traced(call.floating_results if backward else None, around)
+        return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
+
+    return under_policy(traced, policy, rules, route)
 
 
 def _primary(out: Any) -> Any:
@@ -312,21 +315,6 @@ def under_policy(
                 warnings.warn(warning.message, warning.category, stacklevel=5)
             return program, "scope"
     return trace(lambda fn, params: autocast(fn, policy, params=params, rules=rules)), "autocast"
-
-
-def traced_under(
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    backward: bool,
-    params: ParamsArgument,
-    policy: Policy | None,
-    rules: PolicyRules | None,
-    route: Route | None = None,
-) -> tuple[Traced, Route]:
-    """Traces a call under a policy, as `traced_call` and `under_policy` do."""
-    trace = lambda around: traced_call(fn, args, kwargs, backward, params, around)  # noqa: E731
-    return under_policy(trace, policy, rules, route)
 
 
 def _multiplies_in_half(jaxpr: Any) -> bool:

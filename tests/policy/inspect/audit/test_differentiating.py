@@ -86,7 +86,7 @@ def _gradients_of_audit(
     fn: Any, args: tuple[Any, ...], params: Any = None
 ) -> list[tuple[int, ...]]:
     """Returns the shapes of the gradients in the program that an audit and the assertions read."""
-    traced = traced_call(fn, args, {}, True, params)
+    traced, _ = traced_call(fn, args, {}, True, params)
     return sorted(
         aval.shape for aval in traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :]
     )

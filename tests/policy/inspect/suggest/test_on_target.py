@@ -25,7 +25,7 @@ from policy.inspect.estimate.targets import CHIPS, Target
 from policy.inspect.hlo.memory import MemoryUse
 from policy.inspect.suggest.on_target import module_costs
 from policy.inspect.suggest.suggest import suggest
-from policy.inspect.traced.call import traced_under
+from policy.inspect.traced.call import traced_call
 from policy.programs.dtypes import is_half
 from policy.programs.jaxprs import opened
 from policy.programs.operations import bytes_of, flops_of
@@ -272,7 +272,7 @@ def test_a_known_route_is_taken_whatever_the_rules_leave_in_half(route: Any, rul
     variables = jax.eval_shape(Net().init, jax.random.key(0), x)
     policy, named = get_policy("mixed_bfloat16"), PolicyRules(rules)
     arguments = (Net().apply, (variables, x), {}, False, None, policy, named)
-    assert traced_under(*arguments, route)[1] == route != traced_under(*arguments)[1]
+    assert traced_call(*arguments, route)[1] == route != traced_call(*arguments)[1]
 
 
 class NnxNet(flax_nnx.Module):
