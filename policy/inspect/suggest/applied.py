@@ -118,10 +118,10 @@ def confirmed(
     wide, found, attempts = search.confirmed(budget, error)
     if found <= budget:
         return wide, rules[wide], found, attempts
+    outside = ", from operations outside of any module" if trial.outside else ""
     raise ValueError(
         f"No rules meet an error of {budget:.3g}: with every path in float32 it is {found:.3g}"
-        + (", from operations outside of any module" if trial.outside else "")
-        + ". Allow a larger error, or find its source with policy.compare."
+        f"{outside}. Allow a larger error, or find its source with policy.compare."
     )
 
 

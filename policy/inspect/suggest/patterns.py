@@ -51,19 +51,15 @@ def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
       default: the state that paths have without a rule.
     """
     prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
-    said = _said(states, prefixes, default)
-    return list(
-        _folded({spelled(path): state for path, state in said.items()}, set(map(spelled, prefixes)))
-    )
+    said = {spelled(path): state for path, state in _said(states, prefixes, default).items()}
+    return list(_folded(said, set(map(spelled, prefixes))))
 
 
 def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Path, S]:
     """Returns the path and state of each rule, outermost first."""
     said: dict[Path, S] = {}
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
-        inherited = next(
-            (said[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in said), default
-        )
+        outer = [said[path[:n]] for n in range(1, len(path)) if path[:n] in said]
         below = [state for other, state in states.items() if other[: len(path)] == path]
         if path in states:
             state = states[path]
@@ -71,7 +67,7 @@ def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Pat
             state = below[0]
         else:
             continue
-        if state != inherited:
+        if state != (outer[-1] if outer else default):
             said[path] = state
     return said
 
@@ -82,9 +78,7 @@ def _folded(said: Mapping[str, S], known: set[str]) -> Iterable[tuple[str, S]]:
     for name, state in said.items():
         groups.setdefault((re.sub(r"\d+", "#", name), state), []).append(name)
     for (template, state), names in groups.items():
-        pattern = "".join(
-            r"\d+" if part == "#" else re.escape(part) for part in re.split("(#)", template)
-        )
+        pattern = r"\d+".join(map(re.escape, template.split("#")))
         matched = {name for name in known if re.fullmatch(pattern, name)}
         if len(names) > 1 and matched == set(names):
             yield pattern, state

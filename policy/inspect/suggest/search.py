@@ -105,10 +105,12 @@ class Search:
 
         Independent errors add up in squares.
         """
-        gain = lambda i: self.alone[i] ** 2 / max(self.costs[i], 1e-12)  # noqa: E731
-        return sorted(
-            self.every, key=lambda i: (not math.isinf(self.alone[i]), -gain(i), self.costs[i])
-        )
+
+        def key(i: int) -> tuple[bool, float, float]:
+            gain = self.alone[i] ** 2 / max(self.costs[i], 1e-12)
+            return not math.isinf(self.alone[i]), -gain, self.costs[i]
+
+        return sorted(self.every, key=key)
 
     def least(self, budget: float) -> WideModules | None:
         """Returns a set that meets the budget, or None.
@@ -134,9 +136,8 @@ class Search:
         Sets are skipped if they lack a candidate whose error alone in half precision is too large
         for the others to make up for.
         """
-        needed = {
-            i for i in self.every if (self.error(self.every - {i}) or 0.0) > CANCELLATION * budget
-        }
+        others = {i: self.error(self.every - {i}) or 0.0 for i in self.every}
+        needed = {i for i, error in others.items() if error > CANCELLATION * budget}
         sets = sorted(filter(needed.issubset, subsets(self.every)), key=self.cost)
         return next((s for s in sets if self.meets(s, budget)), None)
 
@@ -188,10 +189,8 @@ class Search:
         if not wide or len(self.costs) > FEW:
             return []
         near = (s for s, error in self.known.items() if budget < error <= NEAR * budget)
-        cheaper = sorted(
-            (s for s in near if self.cost(s) * DEARER < self.cost(wide)), key=self.cost
-        )
-        return cheaper[:2]
+        cheaper = (s for s in near if self.cost(s) * DEARER < self.cost(wide))
+        return sorted(cheaper, key=self.cost)[:2]
 
     def confirmed(
         self, budget: float, applied: Callable[[WideModules], float]

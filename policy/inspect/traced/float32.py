@@ -134,16 +134,15 @@ def reference_of(half: Any, wide: Any = None) -> Reference:
 
 def _aligned(half: Iterable[Site], wide: Iterable[Site]) -> dict[int, Equation]:
     """Returns the counterpart of each equation of a program, by its `id`."""
-    sides = [
+    ours, theirs = (
         [site for site in side if site.name != "convert_element_type"] for side in (half, wide)
-    ]
-    kinds = [list(map(_kind, side)) for side in sides]
-    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
-    return {
-        id(sides[0][i + n].equation): sides[1][k + n].equation
-        for i, k, size in matcher.get_matching_blocks()
-        for n in range(size)
-    }
+    )
+    kinds = [list(map(_kind, side)) for side in (ours, theirs)]
+    found: dict[int, Equation] = {}
+    for i, k, size in difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+        for one, other in zip(ours[i : i + size], theirs[k : k + size], strict=True):
+            found[id(one.equation)] = other.equation
+    return found
 
 
 def _kind(site: Site) -> tuple[Any, ...]:
