@@ -41,18 +41,9 @@ _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
     "inputs, which XLA does not plan."
 )
-_PACKAGES = {
-    "tpu": ("libtpu",),
-    "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
-}
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
 # Passes of bfloat16 on a TPU, for float32. A TPU splits operands by their own precisions.
-_PASSES = {
-    "high, default": " x2",
-    "high": " x3",
-    "highest, default": " x3",
-    "highest, high": " x5",
-    "highest": " x6",
-}
+_PASSES = {"high, default": 2, "high": 3, "highest, default": 3, "highest, high": 5, "highest": 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +156,8 @@ def matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, fl
             is_tf32 = operation.precision in ("default", "high", "high, default")
             multiplied = "tf32" if is_tf32 else "float32"
         elif operation.precision and platform != "cpu":
-            multiplied = f"float32{_PASSES.get(operation.precision, '')}"
+            passes = _PASSES.get(operation.precision)
+            multiplied = f"float32 x{passes}" if passes else "float32"
         total[multiplied] += operation.flops
     return dict(total.most_common())
 

@@ -20,11 +20,7 @@ from policy.inspect.hlo.text import Computation, Instruction, parse
 from policy.programs.paths import Path
 
 _COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     "ragged-all-to-all",
 )
 # Instructions that move nothing and run nothing.

@@ -43,9 +43,7 @@ class Dump:
     live_ranges: str = dataclasses.field(repr=False)
 
 
-def compiled_with_dump(
-    lowered: jax.stages.Lowered,
-) -> tuple[jax.stages.Compiled | None, Dump]:
+def compiled_with_dump(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, Dump]:
     """Compiles a program and reads the files that XLA writes about it.
 
     It compiles even if JAX's persistent cache has the program: XLA writes nothing about one that it
