@@ -19,11 +19,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.classes import LAYER_OF
 from mpmodules.functions.functional import complex_input, is_wider
-from policy.core.arrays import (
-    cast_array,
-    cast_floating,
-    is_floating,
-)
+from policy.core.arrays import cast_array, cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import NO_SOURCE, current_scope

@@ -1,14 +1,27 @@
-"""Classes of modules: whose they are, which obey policies, and which of ours stand for Flax's."""
+"""Classes of modules: whose they are, which obey policies, which of ours stand for Flax's; and
+checks of how modules are written, built and ported. A mistake is refused by its name, its value and
+the way out.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
+import jax.numpy as jnp
 from flax import linen, nnx
+
+from policy.core.messages import shown, warn_once
+from policy.core.policy import Policy, get_policy
+from policy.core.rules import PolicyRules
+from policy.core.scope import RulesLike, computes_in_half, require_usable
 
 
 def module_of(definition: Any) -> str:
@@ -137,3 +150,281 @@ class InstanceMethod:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         return self._shown if instance is None else types.MethodType(self.run, instance)
+
+
+# --------------------------------------------------------------------------------------------------
+# Constructors
+# --------------------------------------------------------------------------------------------------
+
+
+# Names under which others take a policy, or that a port may have had.
+_NAMES_OF_A_POLICY = (
+    "policy",
+    "dtype",
+    "param_dtype",
+    "compute_dtype",
+    "output_dtype",
+    "mixed_precision",
+)
+_checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
+
+
+def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Adds to a constructor's error how a policy is given, where one was given in another way."""
+    said = str(error)
+    if "A policy is given as dtype_policy" in said or "is a class attribute" in said:
+        return  # the constructor of a part has said it
+    unknown = next(
+        (name for name in kwargs if f"unexpected keyword argument '{name}'" in said), None
+    )
+    if unknown in ("keep_inputs", "keep_params"):
+        error.args = (
+            f"{said}. {unknown} is a class attribute: write `{unknown} = (...)` in the body of the "
+            "class.",
+        )
+    elif unknown and (
+        unknown in _NAMES_OF_A_POLICY or difflib.get_close_matches(unknown, ["dtype_policy"])
+    ):
+        error.args = (f"{said}. {_way_out(cls, kwargs[unknown])}",)
+    elif "positional argument" in said and (given := [arg for arg in args if _is_policy(arg)]):
+        error.args = (f"{said}. {_way_out(cls, given[0])}",)
+
+
+def _way_out(cls: type, value: Any) -> str:
+    policy = str(value) if _is_policy(value) else "mixed_bfloat16"
+    return f"A policy is given as dtype_policy: {cls.__name__}(..., dtype_policy={policy!r})."
+
+
+def _is_policy(value: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        get_policy(value)
+        return True
+    return False
+
+
+def policy_given(cls: type, given: Any) -> Policy:
+    """Returns the policy that a module is given as `dtype_policy`; errors name the module."""
+    try:
+        return get_policy(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{cls.__name__}(dtype_policy={given!r}): {error}") from None
+
+
+def require_dtypes(layer: str, given: Mapping[str, Any]) -> None:
+    """Refuses dtype arguments of a layer that are no dtypes.
+
+    Args:
+      layer: the name of the layer's class, for messages.
+      given: the layer's arguments, by name.
+
+    Raises:
+      TypeError: `dtype` or `param_dtype` is neither None nor a dtype.
+    """
+    for name in ("dtype", "param_dtype"):
+        value = given.get(name)
+        if value is None:
+            continue
+        try:
+            jnp.dtype(value)
+        except TypeError:
+            shown = f"{str(value)!r}" if isinstance(value, Policy) else repr(value)
+            example = (
+                f"={shown}" if _is_policy(value) else ", such as dtype_policy='mixed_bfloat16'"
+            )
+            raise TypeError(
+                f"{layer}({name}={shown}): {name} is one dtype, such as jnp.bfloat16 or "
+                f"'bfloat16'. A policy is given as dtype_policy{example}."
+            ) from None
+
+
+def require_names(cls: type, attribute: str, names: Any, *, example: str) -> None:
+    """Refuses a class attribute that is no collection of names.
+
+    Args:
+      cls: the class.
+      attribute: the attribute's name.
+      names: its value.
+      example: a name to show.
+
+    Raises:
+      TypeError: `names` is one text, or holds something that is no text.
+    """
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Collection)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        shown = (names,) if isinstance(names, str) else (example,)
+        raise TypeError(
+            f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write "
+            f"{attribute} = {shown!r}."
+        )
+
+
+def require_keep_inputs(cls: Any) -> None:
+    """Refuses a class whose `keep_inputs` names no argument of its public methods.
+
+    Raises:
+      TypeError: it is one text, or holds something that is no text.
+      ValueError: no public method takes an argument of a name in it.
+    """
+    keep = cls.keep_inputs
+    if cls in _checked:
+        return
+    require_names(cls, "keep_inputs", keep, example="positions")
+    known = _arguments_of(cls)
+    unknown = [name for name in keep if known is not None and name not in known]
+    if unknown:
+        raise ValueError(
+            f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
+            f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
+        )
+    _checked.add(cls)
+
+
+def _arguments_of(cls: type) -> set[str] | None:
+    """Returns the names of arguments of a class's boundaries; None where one takes any name."""
+    names: set[str] = set()
+    for attribute in {name for base in cls.__mro__ for name in vars(base)}:
+        method = inspect.getattr_static(cls, attribute)
+        if not hasattr(method, "_policy_boundary"):
+            continue
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        names |= {p.name for p in parameters}
+    return names
+
+
+def refuse_policy_set_by_hand(module: Any, captured: Policy | None) -> None:
+    """Refuses a module whose attribute `dtype_policy` was set to another policy than it was built
+    under.
+
+    Raises:
+      ValueError: the policy came too late for the parts of the module.
+    """
+    stored = vars(module).get("dtype_policy")
+    if stored is None or (_is_policy(stored) and get_policy(stored) == captured):
+        return
+    raise policy_set_by_hand(module, stored)
+
+
+def policy_set_by_hand(module: Any, stored: Any) -> ValueError:
+    """Returns the error of a policy that was set as an attribute of a module."""
+    name, shown = type(module).__name__, f"'{stored}'" if stored is not None else "None"
+    return ValueError(
+        f"{name}.dtype_policy was set to {shown} by hand, but no layer inside obeys that, "
+        "because a policy is captured while a module is built. Build it with "
+        f"{name}(..., dtype_policy={shown}), or call mpmodules.nnx.apply_policy(model, {shown})."
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Class attributes
+# --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def is_written_by_user(cls: type, upstream: type) -> bool:
+    """Returns whether a class of ours is one that a user wrote, and derives from none of Flax's
+    layers.
+
+    Args:
+      cls: a class of modules.
+      upstream: Flax's base class of modules.
+    """
+    return getattr(cls, "_upstream_class", None) is upstream and package_of(cls) != "mpmodules"
+
+
+def require_keep_params(cls: type) -> None:
+    """Refuses a class whose own `keep_params` is no collection of names.
+
+    Raises:
+      TypeError: it is one text, or holds something that is no text.
+    """
+    require_names(cls, "keep_params", vars(cls).get("keep_params", ()), example="scale")
+
+
+def warn_of_unknown_names(cls: type, params: Iterable[str], where: str) -> None:
+    """Warns of names in a class's `keep_params` that a module of it has no parameter of.
+
+    Args:
+      cls: the class.
+      params: the names of the module's parameters.
+      where: how the message names the module.
+    """
+    keep: Collection[str] = getattr(cls, "keep_params", ())
+    known = sorted(set(params))
+    unknown = sorted(set(keep) - set(known))
+    if unknown:
+        warn_once(
+            f"{cls.__name__}.keep_params names {', '.join(unknown)}, but {where} has no such "
+            f"parameter. It has: {', '.join(known) or 'none'}."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Ports
+# --------------------------------------------------------------------------------------------------
+
+
+OwnCode = Literal["autocast", "keep"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PortOptions:
+    """The arguments of `apply_policy`, checked."""
+
+    policy: Policy
+    rules: PolicyRules | None
+    keep_explicit: bool
+    own_code: Literal["autocast", "keep"]
+
+
+def port_options(
+    policy: Policy | str, rules: RulesLike | None, *, keep_explicit: bool, own_code: OwnCode
+) -> PortOptions:
+    """Returns the arguments of `apply_policy`, checked.
+
+    `own_code` is "keep" where autocast has nothing to do.
+
+    Raises:
+      ValueError: options contradict each other, `own_code` is neither None, "autocast" nor "keep",
+        or the policy or the rules are malformed.
+    """
+    policy = require_usable(get_policy(policy))
+    rules = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+    for _, rule_policy in rules or ():
+        require_usable(rule_policy)
+    if own_code not in (None, "autocast", "keep"):
+        raise ValueError(f"own_code should be 'autocast', 'keep' or None, but got {own_code!r}.")
+    if own_code == "autocast" and keep_explicit:
+        raise ValueError(
+            "own_code='autocast' runs a model's own code in the policy's dtypes, whatever the "
+            "code names: leave out keep_explicit=True, or pass own_code='keep'."
+        )
+    is_kept = own_code == "keep" or keep_explicit or not computes_in_half(policy, rules)
+    return PortOptions(policy, rules, keep_explicit, "keep" if is_kept else "autocast")
+
+
+def not_a_model(given: Any, expected: str, *, other: str) -> TypeError:
+    """Returns the error of an `apply_policy` that is handed something else than a model.
+
+    Args:
+      given: the argument.
+      expected: the kind of model that is taken.
+      other: the package whose `apply_policy` takes the models of the other wing.
+    """
+    if isinstance(given, type):
+        return TypeError(
+            f"apply_policy takes {expected} here, but got the class {given.__name__}: make an "
+            "instance of it."
+        )
+    is_model = any(
+        package_of(cls) == "flax" and cls.__name__ == "Module" for cls in type(given).__mro__
+    )
+    hint = f"Use {other}.apply_policy" if is_model else "Call apply_policy(model, policy)"
+    return TypeError(
+        f"apply_policy takes {expected} here, but got {shown(given)} of type "
+        f"{type(given).__name__}. {hint}."
+    )

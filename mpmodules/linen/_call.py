@@ -1,4 +1,6 @@
-"""A call of a linen module: who is outermost, what is cast, and the boundary around each method."""
+"""A call of a linen module: who is outermost, what is cast, the boundary around each method, and a
+user's own code, which is traced as a pure function.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,17 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
+import jax
+from flax.core import meta
+from jax.typing import DTypeLike
 
-from mpmodules.calls import own_code
+from mpmodules.calls import classes, own_code
 from mpmodules.calls.boundary import MethodCall, run_at_boundary
 from mpmodules.calls.boundary import linen_calls as calls
-from mpmodules.calls.classes import (
-    CALLERS,
-    calls_users,
-    is_library,
-    is_ours,
-    is_public,
-    is_upstream,
-)
-from mpmodules.linen._own_code import call_traced
 from mpmodules.linen._resolution import (
     check_rules,
     effective_policy,
@@ -31,14 +27,19 @@ from mpmodules.linen._resolution import (
     plain_fields,
     where,
 )
-from mpmodules.tracing.linen_pure_calls import put_back_for_layer, states_made_in_float32
+from mpmodules.tracing.linen_pure_calls import (
+    Method,
+    lifted,
+    made_as_stored,
+    put_back_for_layer,
+    states_made_in_float32,
+)
+from policy.core.arrays import cast_floating, is_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective, note_obeyed
 from policy.core.scope import Scope, computes_in_half, current_scope, enter, multiplying
 from policy.programs.paths import joined
 from policy.programs.thread import thread
-
-Method = Callable[..., Any]
 
 # Methods that run as Flax runs them: their dtypes are the carry's and the cache's own.
 NOT_ENTERED = frozenset({"initialize_carry", "init_cache"})
@@ -61,7 +62,7 @@ def call_of(
 
 def is_boundary_name(name: str) -> bool:
     """Returns whether a method of that name is public, and no method of every module."""
-    return is_public(name) and name not in _NOT_BOUNDARIES
+    return classes.is_public(name) and name not in _NOT_BOUNDARIES
 
 
 # --------------------------------------------------------------------------------------------------
@@ -71,13 +72,13 @@ def is_boundary_name(name: str) -> bool:
 
 def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    return is_ours(type(call.module)) and is_layers(call)
+    return classes.is_ours(type(call.module)) and is_layers(call)
 
 
 def is_layers(call: MethodCall) -> bool:
     """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    module = call.module
-    return is_library(call.method) and not (isinstance(module, CALLERS) and calls_users(module))
+    runs_users = isinstance(call.module, classes.CALLERS) and classes.calls_users(call.module)
+    return classes.is_library(call.method) and not runs_users
 
 
 def _keeps(module: Any) -> bool:
@@ -250,7 +251,7 @@ def _bounded(method: Method, lifted: bool) -> Method:
 
 
 def _with_boundary(method: Method, is_lifted: bool) -> Method:
-    is_upstreams = not is_lifted and is_upstream(method)
+    is_upstreams = not is_lifted and classes.is_upstream(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,3 +273,130 @@ def _around_setup(setup: Method) -> Method:
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's own code, traced as a pure function
+# --------------------------------------------------------------------------------------------------
+
+
+def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[..., Any]) -> Any:
+    """Calls an outermost method, whose own code obeys a policy.
+
+    Args:
+      call: the call, of the function that Flax wraps.
+      effective: the module's policy.
+      plainly: calls the method with arguments, without a trace.
+    """
+    scope, policy, module, name = current_scope(), effective.policy, call.module, call.name
+    assert policy is not None
+    # The module is cloned for the trace, without the modules around it.
+    with enter(dataclasses.replace(scope, policy=policy)), multiplying(policy, scope.policy):
+        if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
+            with own_code.tracing(), made_as_stored([module.scope]):
+                args, kwargs = own_code.in_float32((call.args, call.kwargs))
+                call = call._replace(args=args, kwargs=kwargs)
+                outputs = plainly(*args, **kwargs)
+        else:
+            key = _key(module, call.method)
+            run = functools.partial(own_code.run, type(module), policy=policy, key=key)
+            try:
+                outputs = lifted(call.method, run)(module, call.args, call.kwargs)
+            except own_code.CANNOT_BE_TRACED as error:
+                with enter(scope):
+                    kept = functools.partial(plainly, *call.args, **call.kwargs)
+                    return own_code.run_kept(type(module), error, kept)
+    suffix = "" if name == "__call__" else f".{name}"
+    with jax.named_scope(f"{module.name or type(module).__name__}{suffix}"):
+        return own_code.outputs_of(call, scope, policy, outputs)
+
+
+@functools.lru_cache(1024)
+def wrapped_once(function: Callable[..., Any]) -> Method:
+    """Returns a method as Flax wraps it, the same at every call."""
+    return flax_nn.module.wrap_method_once(function)
+
+
+def _key(module: Any, method: Method) -> Hashable:
+    """Returns a key of the programs of a call, or None where they are not kept.
+
+    They are where no summary, no capture and nobody's interceptor takes part in the call, and no
+    check of rules.
+    """
+    flaxs, interceptors = flax_nn.module._context, flax_nn.module._global_interceptor_stack
+    if any(flaxs.capture_stack[-1:]) or flaxs.call_info_stack:
+        return None
+    if calls.recorded is not None or calls.seen is not None:
+        return None
+    if not all(getattr(each, "is_of_a_port", False) for each in interceptors):
+        return None
+    try:
+        return "linen", method, own_code.key_of(module, {}), bool(calls.paths)
+    except (TypeError, RecursionError):  # the second of an object that holds itself in a dict
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters that a module creates itself, with `self.param`
+# --------------------------------------------------------------------------------------------------
+
+
+def param(
+    self: Any,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    unbox: bool = True,
+    compute_dtype: DTypeLike | None = None,
+    **init_kwargs: Any,
+) -> Any:
+    """Declares a parameter. Under a policy, it is stored in param_dtype.
+
+    Args:
+      name, init_fn, init_args, init_kwargs: as in `flax.linen.Module.param`. Under a policy,
+        floating results of `init_fn` are stored in param_dtype.
+      unbox: whether a boxed value is returned without its box. Boxed ones are returned as stored.
+      compute_dtype: the dtype to read it in; None for the policy's. A policy must be in force.
+
+    Returns:
+      The parameter: float32 in code that a half-precision policy evaluates, else as stored. Its
+      gradient is summed in float32 and returned in the dtype that it is stored in.
+    """
+    cls = type(self)
+    is_kept = name in cls.keep_params
+    policy = effective_policy(self, current_scope()).policy
+    init = init_fn
+    if policy is not None and not is_kept and not self.has_variable("params", name):
+        param_dtype = policy.param_dtype
+
+        def init(*args: Any, **kwargs: Any) -> Any:  # boxed results too
+            return cast_floating(init_fn(*args, **kwargs), param_dtype)
+
+    stored = flax_nn.Module.param(self, name, init, *init_args, unbox=unbox, **init_kwargs)
+    if policy is None or (not unbox and isinstance(stored, meta.AxisMetadata)):
+        return stored
+    if current_scope().traces_own_code:
+        read = functools.partial(own_code.as_read, is_kept=is_kept, dtype=compute_dtype)
+        return jax.tree.map(read, stored)
+    if compute_dtype is None or not calls.paths:
+        return stored
+    return cast_floating(stored, compute_dtype)
+
+
+def check_names(module: Any) -> None:
+    """Warns of names in `keep_params` that a module, just initialised, has no parameter of."""
+    if module.is_initializing():
+        classes.warn_of_unknown_names(type(module), own_params(module), f"'{where(module)}'")
+
+
+def own_params(module: Any) -> dict[str, Any]:
+    """Returns the floating parameters that a bound module holds itself, as stored.
+
+    Those of modules in it are none.
+    """
+    params = module.scope.variables().get("params", {})
+    return {
+        name: value
+        for name, value in params.items()
+        if not isinstance(value, Mapping) and any(map(is_floating, jax.tree.leaves(value)))
+    }

@@ -14,21 +14,19 @@ from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
 
-from mpmodules.calls.arguments import (
-    explain,
-    is_written_by_user,
-    policy_given,
-    require_dtypes,
-    require_keep_inputs,
-    require_keep_params,
-)
+from mpmodules.calls import classes
 from mpmodules.calls.boundary import PLAIN, Crossing
 from mpmodules.calls.boundary import linen_calls as calls
-from mpmodules.calls.classes import module_of, register_layer
 from mpmodules.layers.docstrings import extend_docstring
-from mpmodules.linen._call import call_of, install_boundaries, outermost
-from mpmodules.linen._own_code import call_traced, check_names, wrapped_once
-from mpmodules.linen._own_code import param as own_param
+from mpmodules.linen._call import (
+    call_of,
+    call_traced,
+    check_names,
+    install_boundaries,
+    outermost,
+    wrapped_once,
+)
+from mpmodules.linen._call import param as own_param
 from mpmodules.linen._resolution import note_policy, warn_where_missing
 from mpmodules.linen._summary import tabulate_method
 from policy.core.policy import Policy
@@ -140,27 +138,27 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        is_library = module_of(cls).startswith("mpmodules.linen.")
+        is_library = classes.module_of(cls).startswith("mpmodules.linen.")
         if is_library:
             _keep_from_flax(cls)
         super().__init_subclass__(**kwargs)
         # Not `cls.__init__ =`: to a type checker that would be an __init__ of Module's own.
         type.__setattr__(cls, "__init__", _with_explained_errors(cls.__init__))
         if is_library:
-            upstream = register_layer(cls)
+            upstream = classes.register_layer(cls)
             if upstream is not None:
                 extend_docstring(cls, upstream, _DTYPE_POLICY)
         install_boundaries(cls)
-        require_keep_params(cls)
+        classes.require_keep_params(cls)
 
     def __post_init__(self) -> None:
         cls, given, policy = type(self), vars(self), self.dtype_policy
         if cls.keep_inputs:
-            require_keep_inputs(cls)
+            classes.require_keep_inputs(cls)
         if hasattr(cls, "_dtype_fields") and (given.get("dtype") or given.get("param_dtype")):
-            require_dtypes(cls.__name__, given)
+            classes.require_dtypes(cls.__name__, given)
         if policy is not None and not isinstance(policy, Policy):
-            object.__setattr__(self, "dtype_policy", policy_given(cls, policy))
+            object.__setattr__(self, "dtype_policy", classes.policy_given(cls, policy))
         super().__post_init__()
 
     if TYPE_CHECKING:  # as Flax's, with `compute_dtype`
@@ -181,7 +179,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         @flax_nn.nowrap
         @functools.wraps(own_param)
         def param(self, *args: Any, **kwargs: Any) -> Any:
-            if is_written_by_user(type(self), flax_nn.Module):
+            if classes.is_written_by_user(type(self), flax_nn.Module):
                 return own_param(self, *args, **kwargs)
             kwargs.pop("compute_dtype", None)  # the dtypes of a layer's are those of its fields
             return super().param(*args, **kwargs)
@@ -237,7 +235,7 @@ def _with_explained_errors(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except TypeError as error:
-            explain(error, type(self), args, kwargs)
+            classes.explain(error, type(self), args, kwargs)
             raise
 
     return __init__

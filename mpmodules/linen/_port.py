@@ -13,22 +13,33 @@ from typing import Any, TypeVar
 
 import flax.linen as flax_nn
 
-from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
-from mpmodules.calls.classes import LAYER_OF, InstanceMethod, is_ours, is_upstream, layer_class
+from mpmodules.calls.classes import (
+    LAYER_OF,
+    InstanceMethod,
+    OwnCode,
+    PortOptions,
+    is_ours,
+    is_upstream,
+    layer_class,
+    not_a_model,
+    port_options,
+)
 from mpmodules.calls.own_code import FLAX_STATE
 from mpmodules.linen._call import (
     NOT_ENTERED,
     call_of,
+    call_traced,
     is_boundary_name,
     is_innermost,
     is_layers,
     outermost,
+    own_params,
     run_method,
     run_setup,
+    wrapped_once,
 )
-from mpmodules.linen._own_code import call_traced, own_params, wrapped_once
 from mpmodules.linen._summary import tabulate_method
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy

@@ -1,4 +1,6 @@
-"""A call of an nnx module: who is outermost, what is cast, and the boundary around each method."""
+"""A call of an nnx module: who is outermost, what is cast, the boundary around each method, and a
+user's own code, which is traced as a pure function.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from flax import nnx as flax_nnx
 
-from mpmodules.calls import own_code
-from mpmodules.calls.boundary import MethodCall, run_at_boundary
+from mpmodules.calls import classes, own_code
+from mpmodules.calls.boundary import MethodCall, is_reference, run_at_boundary
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.calls.classes import (
-    CALLERS,
-    LAYER_OF,
-    InstanceMethod,
-    calls_users,
-    is_flax,
-    is_ours,
-    is_public,
-    is_upstream,
-    layer_class,
-    package_of,
-)
-from mpmodules.nnx._own_code import call_traced
 from mpmodules.nnx._resolution import effective_policy, in_policy, warn_of_scope
 from mpmodules.tracing.names import PATH, name_scope, note_island
+from mpmodules.tracing.nnx_pure_calls import GraphKey, StatefulCall
+from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.precedence import Effective
 from policy.core.scope import computes_in_half, current_scope, enter, multiplying
@@ -59,11 +51,11 @@ def _is_kept_port(module: Any) -> bool:
 def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
     module, cls = call.module, type(call.module)
-    if not (call.is_upstream and is_ours(cls)):
+    if not (call.is_upstream and classes.is_ours(cls)):
         return False
-    if layer_class(cls) is None and package_of(cls) != "mpmodules":
+    if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
         return False
-    return not (isinstance(module, CALLERS) and calls_users(module))
+    return not (isinstance(module, classes.CALLERS) and classes.calls_users(module))
 
 
 def _outermost(call: MethodCall) -> Policy | None:
@@ -178,22 +170,25 @@ def install_boundaries(cls: Any, *, is_port: bool = False) -> None:
     """
     owners = {name: base for base in reversed(cls.__mro__) for name in vars(base)}
     for name, owner in owners.items():
-        if not is_public(name) or name in _NOT_BOUNDARIES or not _computes(owner, name):
+        if not classes.is_public(name) or name in _NOT_BOUNDARIES or not _computes(owner, name):
             continue
         method = inspect.getattr_static(cls, name)
         if not _is_method(method) or method.__dict__.get("_policy_boundary") is method:
             continue
         bounded = _with_boundary(method, name)
-        setattr(cls, name, InstanceMethod(method, bounded) if is_port else bounded)
+        setattr(cls, name, classes.InstanceMethod(method, bounded) if is_port else bounded)
 
 
 def _computes(owner: type, name: str) -> bool:
     """Returns whether a public method may compute: those of Python's own classes, such as Mapping,
     do not, and of Flax's classes that are no layers only ``__call__`` does.
     """
-    if is_flax(owner):
-        return owner in LAYER_OF or name == "__call__"
-    return issubclass(owner, flax_nnx.Module) or package_of(owner) not in sys.stdlib_module_names
+    if classes.is_flax(owner):
+        return owner in classes.LAYER_OF or name == "__call__"
+    return (
+        issubclass(owner, flax_nnx.Module)
+        or classes.package_of(owner) not in sys.stdlib_module_names
+    )
 
 
 def _is_method(attribute: Any) -> bool:
@@ -210,7 +205,7 @@ def _is_method(attribute: Any) -> bool:
 
 def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
     is_function = inspect.isfunction(method)
-    is_upstreams = is_function and is_upstream(method)
+    is_upstreams = is_function and classes.is_upstream(method)
 
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(self)(*args, **kwargs)
@@ -225,3 +220,132 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 
     call._policy_boundary = call  # type: ignore[attr-defined]
     return call
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's own code, traced as a pure function
+# --------------------------------------------------------------------------------------------------
+
+
+def call_traced(
+    call: MethodCall,
+    policy: Policy,
+    *,
+    run: Callable[[MethodCall], Any],
+    plainly: Callable[[], Any],
+) -> Any:
+    """Calls an outermost method, whose own code obeys `policy`.
+
+    Args:
+      call: the call.
+      policy: the module's.
+      run: runs the call of a copy of the module.
+      plainly: runs the call without a trace.
+    """
+    if not calls.depth:
+        warn_of_scope(call.module, current_scope())
+    cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
+
+    def body(copy: Any, *args: Any, **kwargs: Any) -> Any:  # kept with its program: holds no arrays
+        return run(bare._replace(module=copy, args=args, kwargs=kwargs))
+
+    stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
+    key = "nnx", GraphKey(stateful.graph), call.name, stateful.structure
+    try:
+        inside = stateful.inside(around=_reading)
+        returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
+    except own_code.CANNOT_BE_TRACED as error:
+        return own_code.run_kept(cls, error, plainly)
+    return own_code.outputs_of(call, current_scope(), policy, stateful.finish(returned))
+
+
+@contextlib.contextmanager
+def _reading(nodes: Any) -> Iterator[None]:
+    """Makes the variables of users' modules read as their code is to read them.
+
+    Half-precision ones are float32, and parameters that no policy casts stay float32. Afterwards
+    those that the code did not write hold what they held.
+
+    Args:
+      nodes: copies of the modules, whose methods are about to be traced.
+    """
+    read: list[tuple[Any, Any, Any]] = []
+    for _, module in flax_nnx.iter_modules(nodes):
+        if classes.layer_class(type(module)) is not None:
+            continue
+        keep = getattr(type(module), "keep_params", ())
+        for name, variable in own_params(module, flax_nnx.Variable):
+            stored = variable.get_raw_value()
+            asked = variable.get_metadata().get("compute_dtype")
+            is_param = isinstance(variable, flax_nnx.Param)
+            dtype, is_kept = (asked, name in keep) if is_param else (None, False)
+            value = own_code.as_read(stored, is_kept=is_kept, dtype=dtype)
+            if value is not stored:
+                variable.set_raw_value(value)
+                read.append((variable, stored, value))
+    yield
+    for variable, stored, value in read:
+        if variable.get_raw_value() is value:
+            variable.set_raw_value(stored)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters that a user's module holds itself
+# --------------------------------------------------------------------------------------------------
+
+
+def own_params(module: Any, kind: type = flax_nnx.Param) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters that a module holds itself, in lists, tuples and dicts too, by
+    attribute.
+
+    Args:
+      module: the module.
+      kind: of variables to yield.
+    """
+    for name, attribute in vars(module).items():
+        if not name.startswith(("_pytree__", "_object__")):
+            yield from ((name, param) for param in _params_in(attribute, kind))
+
+
+def _params_in(value: Any, kind: type) -> Iterator[Any]:
+    """Yields the variables that an attribute of a module is, or holds in containers, but none of
+    other modules.
+    """
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for leaf in jax.tree.leaves(value, is_leaf=is_reference):
+            if isinstance(leaf, kind) or _is_container(leaf):
+                yield from _params_in(leaf, kind)
+    elif _is_container(value):
+        for held in vars(value).values():
+            yield from _params_in(held, kind)
+
+
+def _is_container(value: Any) -> bool:
+    is_pytree = isinstance(value, flax_nnx.Pytree) and not isinstance(value, flax_nnx.Module)
+    return is_pytree or isinstance(value, flax_nnx.List | flax_nnx.Dict)
+
+
+def store_in_param_dtype(module: Any, policy: Policy | None, arguments: Any) -> None:
+    """Casts the parameters that a user's module has just made to param_dtype.
+
+    Args:
+      module: the module, just built.
+      policy: its policy.
+      arguments: those that it was built with; parameters among them are shared, and stay as they
+        are.
+    """
+    if not classes.is_written_by_user(type(module), flax_nnx.Module):
+        return
+    if type(module).keep_params:
+        classes.warn_of_unknown_names(
+            type(module), (name for name, _ in own_params(module)), "the module"
+        )
+    if policy is None:
+        return
+    given = filter(is_reference, jax.tree.leaves(arguments, is_leaf=is_reference))
+    shared = {id(node) for each in given for _, node in flax_nnx.iter_graph(each)}
+    for name, param in own_params(module):
+        if name not in type(module).keep_params and id(param) not in shared:
+            param.set_raw_value(cast_floating(param.get_raw_value(), policy.param_dtype))

@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 from flax import nnx as flax_nnx
 from flax.nnx.module import ModuleMeta as FlaxModuleMeta
 
-from mpmodules.calls.arguments import (
-    explain,
-    policy_set_by_hand,
-    refuse_policy_set_by_hand,
-    require_keep_inputs,
-    require_keep_params,
-)
+from mpmodules.calls import classes
 from mpmodules.calls.boundary import PLAIN, Crossing
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.calls.classes import module_of, register_layer
 from mpmodules.layers.docstrings import extend_docstring
-from mpmodules.nnx._call import install_boundaries
-from mpmodules.nnx._own_code import store_in_param_dtype
+from mpmodules.nnx._call import install_boundaries, store_in_param_dtype
 from mpmodules.nnx._resolution import (
     hold_policy,
     own_policy,
@@ -85,7 +77,7 @@ class ModuleMeta(FlaxModuleMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.keep_inputs:
-            require_keep_inputs(cls)
+            classes.require_keep_inputs(cls)
         own, kwargs = own_policy(cls, args, kwargs)
         scope = current_scope()
         policy, source = policy_to_capture(cls, own, scope)
@@ -96,10 +88,10 @@ class ModuleMeta(FlaxModuleMeta):
             with under_way, enter(inner, inside):
                 module = super().__call__(*args, **kwargs)
         except TypeError as error:
-            explain(error, cls, args, kwargs)
+            classes.explain(error, cls, args, kwargs)
             raise
         if not construction.captured:
-            refuse_policy_set_by_hand(module, policy)
+            classes.refuse_policy_set_by_hand(module, policy)
             module._capture(policy, source)
         store_in_param_dtype(module, policy, (args, kwargs))
         if policy is not None and source.own and source.kind == "argument":
@@ -198,8 +190,8 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if module_of(cls).startswith("mpmodules.nnx."):
-            upstream = register_layer(cls)
+        if classes.module_of(cls).startswith("mpmodules.nnx."):
+            upstream = classes.register_layer(cls)
             if upstream is not None:
                 extend_docstring(cls, upstream, _DTYPE_POLICY)
                 if hasattr(cls, "_construct"):
@@ -207,7 +199,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
                     # own.
                     type.__setattr__(cls, "__init__", _with_policy_dtypes(upstream.__init__))
         install_boundaries(cls)
-        require_keep_params(cls)
+        classes.require_keep_params(cls)
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         """Captures the policy, as static attributes."""
@@ -217,7 +209,7 @@ class Module(flax_nnx.Module, metaclass=ModuleMeta):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "dtype_policy" and ("_policy_source" in vars(self) or not calls.constructions):
-            raise policy_set_by_hand(self, value)
+            raise classes.policy_set_by_hand(self, value)
         super().__setattr__(name, value)
 
 

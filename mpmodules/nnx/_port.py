@@ -10,8 +10,15 @@ from typing import Any, TypeVar, cast
 import jax
 from flax import nnx as flax_nnx
 
-from mpmodules.calls.arguments import OwnCode, PortOptions, not_a_model, port_options
-from mpmodules.calls.classes import LAYER_OF, is_ours, layer_class
+from mpmodules.calls.classes import (
+    LAYER_OF,
+    OwnCode,
+    PortOptions,
+    is_ours,
+    layer_class,
+    not_a_model,
+    port_options,
+)
 from mpmodules.nnx._call import install_boundaries
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from mpmodules.nnx._module import Module

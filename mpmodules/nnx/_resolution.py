@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.arguments import policy_given, require_dtypes
 from mpmodules.calls.boundary import MethodCall, is_reference
 from mpmodules.calls.boundary import nnx_calls as calls
-from mpmodules.calls.classes import is_ours
+from mpmodules.calls.classes import is_ours, policy_given, require_dtypes
 from mpmodules.functions.functional import half_safe_inits
 from policy.core.messages import warn_once
 from policy.core.policy import Policy

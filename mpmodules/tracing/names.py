@@ -19,11 +19,7 @@ from mpmodules.calls.boundary import linen_calls, nnx_calls
 from mpmodules.calls.classes import InstanceMethod, remedy_for
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 from policy.core.policy import Policy
-from policy.core.precedence import (
-    note_given,
-    note_obeyed,
-    note_remedy,
-)
+from policy.core.precedence import note_given, note_obeyed, note_remedy
 from policy.programs.paths import joined, note, note_repeated, note_root
 
 # --------------------------------------------------------------------------------------------------

@@ -23,10 +23,7 @@ from flax import nnx as flax_nnx
 from mpmodules.calls.boundary import is_reference
 from mpmodules.calls.own_code import key_of
 from mpmodules.tracing.names import named
-from policy.core.arrays import (
-    cast_array,
-    is_floating,
-)
+from policy.core.arrays import cast_array, is_floating
 from policy.programs.tracing.pure_calls import UnreturnableError, require_returnable
 from policy.programs.tracing.trace import Lowered
 
