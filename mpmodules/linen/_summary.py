@@ -11,16 +11,9 @@ from typing import Any
 import flax.linen as flax_nn
 from flax.linen import summary as flax_summary
 
+from mpmodules.calls import summary
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import layer_class
-from mpmodules.calls.summary import (
-    NOT_OURS,
-    Cells,
-    cells_of,
-    hooked,
-    with_columns,
-    with_signature_of,
-)
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from policy.core.messages import DtypePolicyWarning
 from policy.core.precedence import Effective
@@ -38,7 +31,7 @@ _MULTIPLYING = (
 _SIGNATURE = inspect.signature(flax_summary.tabulate)
 
 
-@with_signature_of(flax_summary.tabulate)
+@summary.with_signature_of(flax_summary.tabulate)
 def tabulate(
     module: flax_nn.Module,
     rngs: Any,
@@ -84,7 +77,7 @@ def tabulate(
         return flax_summary.tabulate(module, rngs, *options, **named_options)
     given = _SIGNATURE.bind(module, rngs, *options, **named_options).arguments
 
-    def summary(*args: Any, **kwargs: Any) -> str:
+    def tabulated(*args: Any, **kwargs: Any) -> str:
         recorded = _Recorded()
         with calls.noting(recorded=recorded), flax_nn.intercept_methods(recorded.intercept):
             shown: list[_RecordedCall] = []  # the calls of the rows
@@ -99,20 +92,22 @@ def tabulate(
 
             def draw(table: Any, console_kwargs: Any) -> str:
                 cells = [call.cells for call in shown]
-                wider = with_columns(table, cells, given.get("column_kwargs", {}), policy_columns)
+                wider = summary.with_columns(
+                    table, cells, given.get("column_kwargs", {}), policy_columns
+                )
                 return flax_summary._get_rich_repr(wider, console_kwargs)
 
-            render = hooked(flax_summary, "_render_table", _get_rich_repr=draw)
-            rows = hooked(flax_summary, "_get_module_table", _get_call_flops=flops, Row=row)
-            tabulate_ = hooked(
+            render = summary.hooked(flax_summary, "_render_table", _get_rich_repr=draw)
+            rows = summary.hooked(flax_summary, "_get_module_table", _get_call_flops=flops, Row=row)
+            tabulate_ = summary.hooked(
                 flax_summary, "tabulate", _render_table=render, _get_module_table=rows
             )
             return tabulate_(module, rngs, *options, **named_options)(*args, **kwargs)
 
-    return summary
+    return tabulated
 
 
-@with_signature_of(flax_nn.Module.tabulate)
+@summary.with_signature_of(flax_nn.Module.tabulate)
 def tabulate_method(
     module: flax_nn.Module, rngs: Any, *args: Any, policy_columns: bool | None = None, **kwargs: Any
 ) -> str:
@@ -164,7 +159,7 @@ class _RecordedCall:
     """
 
     effective: Effective | None = None
-    cells: Cells = NOT_OURS
+    cells: summary.Cells = summary.NOT_OURS
     run: tuple[Any, Any] | None = None
 
 
@@ -197,7 +192,7 @@ class _Recorded:
         if call is not None and call.effective is None:
             call.effective = effective
             may_scale = _may_scale(module)
-            call.cells = cells_of(effective.policy, effective.source, may_scale=may_scale)
+            call.cells = summary.cells_of(effective.policy, effective.source, may_scale=may_scale)
 
     def note_run(
         self, module: flax_nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

@@ -11,23 +11,16 @@ import jax
 from flax import nnx as flax_nnx
 from flax.nnx import summary as flax_summary
 
+from mpmodules.calls import summary
 from mpmodules.calls.boundary import nnx_calls as calls
 from mpmodules.calls.classes import InstanceMethod, is_ours, layer_class
-from mpmodules.calls.summary import (
-    NOT_OURS,
-    Cells,
-    cells_of,
-    hooked,
-    with_columns,
-    with_signature_of,
-)
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
 from mpmodules.tracing.nnx_rebuilding import Rebuilding, one_per_class, stand_in
 
 _OPTIONS = inspect.signature(flax_nnx.tabulate).parameters
 
 
-@with_signature_of(flax_nnx.tabulate)
+@summary.with_signature_of(flax_nnx.tabulate)
 def tabulate(obj: Any, *input_args: Any, policy_columns: bool | None = None, **kwargs: Any) -> str:
     """`flax.nnx.tabulate`, with two columns more: the policy that each module obeys, and where it
     comes from.
@@ -75,7 +68,7 @@ def _with_columns(
     obj: Any, input_args: tuple[Any, ...], kwargs: dict[str, Any], policy_columns: bool | None
 ) -> str:
     is_shown = kwargs.pop("row_filter", _OPTIONS["row_filter"].default)
-    cells: list[Cells] = []
+    cells: list[summary.Cells] = []
 
     def row_filter(row: Any) -> bool:  # asked once of each row, in the order of the table
         shown = is_shown(row)
@@ -84,7 +77,7 @@ def _with_columns(
         return shown
 
     def draw(table: Any, console_kwargs: Any) -> str:
-        wider = with_columns(table, cells, kwargs.get("column_kwargs", {}), policy_columns)
+        wider = summary.with_columns(table, cells, kwargs.get("column_kwargs", {}), policy_columns)
         return flax_summary._get_rich_repr(wider, console_kwargs)
 
     with _runs_noted() as runs:
@@ -93,8 +86,10 @@ def _with_columns(
             inputs, outputs = runs.pop(object_id, rest[:2])
             return flax_summary.CallInfo(order, object_id, kind, path, inputs, outputs, *rest[2:])
 
-        noting = hooked(flax_summary, "_save_call_info", CallInfo=row)
-        tabulate_ = hooked(flax_summary, "tabulate", _get_rich_repr=draw, _save_call_info=noting)
+        noting = summary.hooked(flax_summary, "_save_call_info", CallInfo=row)
+        tabulate_ = summary.hooked(
+            flax_summary, "tabulate", _get_rich_repr=draw, _save_call_info=noting
+        )
         return tabulate_(obj, *input_args, row_filter=row_filter, **kwargs)
 
 
@@ -145,7 +140,7 @@ def _classes_as_they_were(obj: Any) -> Iterator[None]:
                     setattr(cls, name, attributes[name])
 
 
-def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
+def _cells(obj: Any, path: tuple[Any, ...]) -> summary.Cells:
     """Returns our columns for a path of the table, which ends in the method's name where that is
     not __call__.
     """
@@ -155,8 +150,8 @@ def _cells(obj: Any, path: tuple[Any, ...]) -> Cells:
             break
         obj = obj[key] if child is None else child
     if not is_ours(type(obj)):
-        return NOT_OURS
-    return cells_of(obj.dtype_policy, obj._policy_source, may_scale=_may_scale(obj))
+        return summary.NOT_OURS
+    return summary.cells_of(obj.dtype_policy, obj._policy_source, may_scale=_may_scale(obj))
 
 
 def _may_scale(obj: Any) -> bool:
