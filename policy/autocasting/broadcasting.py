@@ -91,12 +91,8 @@ _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum tha
 
 def is_broadcast(value: CastValue, shape: tuple[Any, ...] | None) -> bool:
     """Returns whether an elementwise operation broadcasts a value that is no constant."""
-    return (
-        shape is not None
-        and value.constant is None
-        and value.is_float
-        and value.array.shape != shape
-    )
+    is_smaller = shape is not None and value.array.shape != shape
+    return is_smaller and value.constant is None and value.is_float
 
 
 def broadcast_product(

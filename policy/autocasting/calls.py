@@ -135,10 +135,8 @@ def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
         handler = _checkpointed if _is_activation(evaluator, equation, values) else _inlined
         return handler(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
-    like = [
-        CastValue(array, value.yields, value.constant, is_table=value.is_table)
-        for array, value in zip(arrays, values, strict=True)
-    ]
+    pairs = zip(arrays, values, strict=True)
+    like = [CastValue(array, v.yields, v.constant, is_table=v.is_table) for array, v in pairs]
     return control_flow.jit(evaluator, equation, like)
 
 
@@ -234,10 +232,9 @@ def _carries_handed_on(evaluator: Evaluator, equation: Equation, values: Values)
     out = traced
     if half is not None and equation.params["length"]:
         out = _stable(evaluator, equation, given, traced, half)
-    return [
-        CastValue(aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype))
-        for aval, dtype in zip(carried, out, strict=True)
-    ]
+    pairs = zip(carried, out, strict=True)
+    kinds = (a if dtype is None else jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in pairs)
+    return list(map(CastValue, kinds))
 
 
 def _half_carry(evaluator: Evaluator, equation: Equation, xs: Values) -> Any:
@@ -263,10 +260,8 @@ def _stable(
     program, inside = subprogram(equation, "loop"), evaluator.inside(equation, reports=False)
     fixed, xs = given[program.fixed], given[program.rows]
     init = evaluator.flat(given[program.carry])
-    out = [
-        half if dtype == F32 and np.ndim(array) else dtype
-        for dtype, array in zip(traced, init, strict=True)
-    ]
+    pairs = zip(traced, init, strict=True)
+    out = [half if dtype == F32 and np.ndim(array) else dtype for dtype, array in pairs]
 
     def step(fixed_arrays: list[Any], init: list[Any], xs_arrays: list[Any]) -> list[Any]:
         carry = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]

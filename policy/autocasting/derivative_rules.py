@@ -85,10 +85,8 @@ def custom_vjp(evaluator: Evaluator, equation: Equation, values: Values) -> Valu
     def bwd(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         found = rules.pulled_back(saved, list(map(_materialised, cotangents)))
         gradients = _filled([None] * len(values), rules.floats, found)
-        return tuple(
-            None if gradient is None else cast(gradient, array.dtype)
-            for gradient, array in zip(gradients, rules.arrays, strict=True)
-        )
+        pairs = zip(gradients, rules.arrays, strict=True)
+        return tuple(None if g is None else cast(g, array.dtype) for g, array in pairs)
 
     function.defvjp(fwd, bwd, symbolic_zeros=True)
     results = function(*rules.arrays)

@@ -119,8 +119,8 @@ class Evaluator(Interpreter[CastValue]):
 
     def held_by(self, equation: Equation) -> dict[int, Regions]:
         """Returns the regions of the programs of an equation, by identity."""
-        known = self.regions.within(equation)
-        return {id(program): known.get(id(program), NOWHERE) for program in programs_of(equation)}
+        known, held = self.regions.programs, map(id, programs_of(equation))
+        return {program: known.get((id(equation), program), NOWHERE) for program in held}
 
     def saved(self, equation: Equation, values: Values) -> Values:
         """Returns operands to save as residuals: half precision if the body would narrow them."""

@@ -43,12 +43,11 @@ def _is_outer_product(equation: Equation, values: Values) -> bool:
     """Returns whether an equation multiplies tables, such as positions and frequencies, as a dot
     without a contraction.
     """
-    return (
-        equation.primitive.name == "dot_general"
-        and not any(equation.params["dimension_numbers"][0])
-        and equation.params.get("out_sharding") is None
-        and all(value.is_table or value.yields for value in values)
-    )
+    params = equation.params
+    if equation.primitive.name != "dot_general" or params.get("out_sharding") is not None:
+        return False
+    are_tables = all(value.is_table or value.yields for value in values)
+    return are_tables and not any(params["dimension_numbers"][0])
 
 
 def _outer_product(equation: Equation, values: Values) -> CastValue:
@@ -78,17 +77,14 @@ def _may_be_scaled(equation: Equation, arrays: Sequence[Any], weight: int) -> bo
       arrays: the operands.
       weight: the operand that is a parameter, by index.
     """
-    name, params = equation.primitive.name, equation.params
-    is_one = name == "dot_general" or (
-        name == "conv_general_dilated"
-        and weight == 1
-        and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], params["batch_group_count"])
-    )
-    return (
-        is_one
-        and params.get("out_sharding") is None
-        and "transpose(" not in str(equation.source_info.name_stack)
-    )
+    params = equation.params
+    if "transpose(" in str(equation.source_info.name_stack):
+        return False
+    if equation.primitive.name == "dot_general":
+        return params.get("out_sharding") is None
+    is_convolution = equation.primitive.name == "conv_general_dilated" and weight == 1
+    groups = params.get("batch_group_count", 1)
+    return is_convolution and scaled_convolution.may_run_in_8_bits(arrays[0], arrays[1], groups)
 
 
 def _scaled(
@@ -102,11 +98,6 @@ def _scaled(
     if equation.primitive.name == "conv_general_dilated":
         options = {name: equation.params[name] for name in scaled_convolution.OPTIONS}
         return scaled_convolution.scaled_conv(arrays[0], arrays[1], by, **options)
-    return scaled_matmul.scaled_dot_general(
-        arrays[0],
-        arrays[1],
-        equation.params["dimension_numbers"],
-        by,
-        weight="rhs" if weight else "lhs",
-        dtype=dtype,
-    )
+    numbers, side = equation.params["dimension_numbers"], "rhs" if weight else "lhs"
+    lhs, rhs = arrays
+    return scaled_matmul.scaled_dot_general(lhs, rhs, numbers, by, weight=side, dtype=dtype)

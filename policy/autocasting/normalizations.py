@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from policy.programs import primitives
-from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
+from policy.programs.jaxprs import OpenJaxpr, equations_within
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
 from policy.programs.reading.matmul_operands import is_cotangent
 
@@ -56,11 +56,6 @@ class Regions:
 
     def __hash__(self) -> int:
         return hash((self.measures, self.applies, self.is_whole, frozenset(self.programs.items())))
-
-    def within(self, equation: Equation) -> dict[int, Regions]:
-        """Returns the regions of the programs of an equation, by identity."""
-        found = self.programs.items()
-        return {program: inner for (holder, program), inner in found if holder == id(equation)}
 
 
 NOWHERE = Regions()

@@ -69,10 +69,8 @@ class OwnCode:
         is_wide = [_is_float(x) and x.dtype.itemsize >= F32.itemsize for x in _arrays(trees[2])]
 
         def in_float32(arrays: Sequence[Any]) -> list[Any]:
-            return [
-                array if kind == 1 or not _is_float(array) else cast(array, F32)
-                for array, kind in zip(arrays, kinds, strict=True)
-            ]
+            pairs = zip(arrays, kinds, strict=True)
+            return [cast(x, F32) if kind != 1 and _is_float(x) else x for x, kind in pairs]
 
         scope = dataclasses.replace(current_scope(), traces_own_code=True)
 
@@ -183,11 +181,7 @@ def _key(key: Hashable, arguments: Arguments, policy: Policy) -> Hashable:
         return None
     avals = tuple(map(jax.typeof, arguments.arrays))
     config: Any = jax.config
-    settings = (
-        config.jax_enable_x64,
-        config.jax_default_matmul_precision,
-        config.jax_numpy_dtype_promotion,
-        config.jax_numpy_rank_promotion,
-        jax.sharding.get_abstract_mesh(),
-    )
-    return key, arguments.key, avals, policy, current_scope(), settings
+    promotions = config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion
+    settings = config.jax_enable_x64, config.jax_default_matmul_precision, *promotions
+    mesh = jax.sharding.get_abstract_mesh()
+    return key, arguments.key, avals, policy, current_scope(), settings, mesh

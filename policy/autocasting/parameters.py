@@ -122,13 +122,9 @@ def warn_of_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def warn_of_nnx_optimizer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warns about an `nnx.Optimizer` argument, whose state is only variables when traced."""
-    _warn_of(
-        [
-            type(arg).__name__
-            for arg in (*args, *kwargs.values())
-            if hasattr(arg, "opt_state") and nnx_files(arg)
-        ]
-    )
+    given = (*args, *kwargs.values())
+    found = [arg for arg in given if hasattr(arg, "opt_state") and nnx_files(arg)]
+    _warn_of([type(arg).__name__ for arg in found])
 
 
 def _warn_of(found: list[str]) -> None:

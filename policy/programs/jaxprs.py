@@ -436,13 +436,12 @@ def donated_inputs(jaxpr: Any, *, is_wrapped: bool = False) -> tuple[int, ...]:
     """
     body, _ = opened(jaxpr)
     places = {id(variable): i for i, variable in enumerate(body.invars)}
-    found = {
-        places[id(equation.invars[operand])]
+    operands = (
+        id(equation.invars[operand])
         for equation in body.eqns
         for operand in _donated_operands(equation, is_wrapped)
-        if id(equation.invars[operand]) in places
-    }
-    return tuple(sorted(found))
+    )
+    return tuple(sorted({places[operand] for operand in operands if operand in places}))
 
 
 def _donated_operands(equation: Any, is_wrapped: bool) -> Iterator[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -221,11 +220,6 @@ class Graph:
         dead = (node for node in self.traced if not node.is_live)
         for value in {id(value): value for node in dead for value in node.inputs}.values():
             value.readers = [node for node in value.readers if node.is_live]
-
-    def values(self) -> Iterator[Value]:
-        """Yields every value that is read or returned, once."""
-        of_nodes = (value for node in self.nodes for value in (*node.inputs, *node.outputs))
-        yield from dict.fromkeys(itertools.chain(self.arguments, of_nodes))
 
 
 def _literal(atom: jex_core.Literal) -> Value:

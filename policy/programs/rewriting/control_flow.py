@@ -63,10 +63,8 @@ class Body(Generic[V]):
 
 def settled(run: Interpreter[V], values: Sequence[V], like: Sequence[V | None]) -> list[V]:
     """Returns as many values as `like` has, of its kinds where it has one."""
-    return [
-        value if one is None else run.settled(value, one)
-        for value, one in zip(values, like, strict=False)
-    ]
+    pairs = zip(values, like, strict=False)
+    return [value if one is None else run.settled(value, one) for value, one in pairs]
 
 
 class _Staged(Generic[V]):

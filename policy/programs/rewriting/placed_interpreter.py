@@ -141,10 +141,8 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
         self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
     ) -> list[PlacedValue]:
         """Returns the operands of an equation with constants that were not rounded."""
-        return [
-            PlacedValue([found[k]], value.origin) if k in found else value
-            for k, value in enumerate(values)
-        ]
+        exact = {k: PlacedValue([array], values[k].origin) for k, array in found.items()}
+        return [exact.get(k, value) for k, value in enumerate(values)]
 
 
 def module_path(path: Path, is_backward: bool) -> Path:

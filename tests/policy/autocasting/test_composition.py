@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -32,18 +33,16 @@ def near(found: Any, truth: Any, tolerance: float = 3e-2) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(truth)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(
-            a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0.0)))
-        )
+        largest = max(1.0, float(np.max(np.abs(b), initial=0.0)))
+        np.testing.assert_allclose(a, b, atol=tolerance * largest)
 
 
 CAST = autocast(layer, BF16, params=0)
 CAST_LOSS = autocast(loss, BF16, params=0)
 
-# --------------------------------------------------------------------------------------------------
 # Transformations around it
-# --------------------------------------------------------------------------------------------------
 
+ZERO = jnp.float32(0.0)
 TRANSFORMED: dict[str, Any] = {
     "jit": lambda f: jax.jit(f),
     "grad": lambda f: jax.grad(f, (0, 1)),
@@ -51,14 +50,9 @@ TRANSFORMED: dict[str, Any] = {
     "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
     "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
     "hessian": lambda f: lambda w, x: jax.hessian(lambda v: f(w, x * v[None]))(jnp.ones(8)),
-    "jacobians": lambda f: (
-        lambda w, x: jax.jacfwd(jax.jacrev(lambda v: f(w, x * v[None])))(jnp.ones(8))
-    ),
     "vmap": lambda f: jax.vmap(f, (None, 0)),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "scan": lambda f: (
-        lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), c), jnp.float32(0.0), x)
-    ),
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), c), ZERO, x),
     "has_aux": lambda f: jax.grad(lambda w, x: (f(w, x), {"x": x}), has_aux=True),
 }
 
@@ -79,11 +73,8 @@ def mesh(kind: AxisType = AxisType.Auto) -> Any:
 
 
 def test_it_nests_with_shard_map_either_way():
-    specs: Any = {
-        "mesh": mesh(),
-        "in_specs": (PartitionSpec(), PartitionSpec("i")),
-        "out_specs": PartitionSpec("i"),
-    }
+    rows = PartitionSpec("i")
+    specs: Any = {"mesh": mesh(), "in_specs": (PartitionSpec(), rows), "out_specs": rows}
     outside = autocast(jax.shard_map(layer, **specs), BF16, params=0)
     inside = jax.shard_map(CAST, **specs)
     both = autocast(jax.shard_map(CAST, **specs), BF16, params=0)
@@ -97,9 +88,10 @@ def test_it_nests_with_shard_map_either_way():
 def test_arrays_keep_their_shardings(kind):
     the_mesh = mesh(kind)
     rows = NamedSharding(the_mesh, PartitionSpec("i"))
+    whole = NamedSharding(the_mesh, PartitionSpec())
     with jax.set_mesh(the_mesh):
-        w, x = jax.device_put(W, NamedSharding(the_mesh, PartitionSpec())), jax.device_put(X, rows)
-        bias = jax.device_put(jnp.ones(8), NamedSharding(the_mesh, PartitionSpec()))
+        w, bias = (jax.device_put(array, whole) for array in (W, jnp.ones(8)))
+        x = jax.device_put(X, rows)
         fn = autocast(lambda w, b, x: jax.nn.relu(layer(w, x) + b[None]), BF16, params=(0, 1))
         found = jax.jit(fn)(w, bias, x)
         assert found.sharding.is_equivalent_to(rows, 2)
@@ -148,15 +140,11 @@ def test_a_model_in_bfloat16_already_is_left_as_it_is():
         h = jax.nn.gelu(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
         return jax.nn.softmax(h.astype(jnp.float32))
 
-    programs = [
-        [
-            (op.name, op.inputs, op.outputs)
-            for op in operations(fn, W, X)
-            if op.name not in ("jit", "pjit")
-        ]
+    before, after = (
+        sorted((op.name, op.inputs, op.outputs) for op in operations(fn, W, X) if op.name != "jit")
         for fn in (model, autocast(model, BF16))
-    ]
-    assert sorted(programs[0]) == sorted(programs[1])
+    )
+    assert before == after
 
 
 def test_without_jit_it_computes_the_same():
@@ -168,9 +156,8 @@ def test_without_jit_it_computes_the_same():
 def test_what_is_printed_comes_in_order(capfd):
     def printing(w, x):
         jax.debug.print("first {}", x[0, 0], ordered=True)
-        h = lax.fori_loop(
-            0, 2, lambda i, h: (jax.debug.print("turn {}", i, ordered=True), layer(w, h))[1], x
-        )
+        turn = lambda i, h: (jax.debug.print("turn {}", i, ordered=True), layer(w, h))[1]  # noqa: E731
+        h = lax.fori_loop(0, 2, turn, x)
         jax.debug.print("last", ordered=True)
         return h
 
@@ -190,9 +177,7 @@ def test_an_integers_cotangent_is_float0():
     assert autocast(lambda w, g: w * 2.0, BF16)(W, gradient).shape == W.shape
 
 
-# --------------------------------------------------------------------------------------------------
 # Calls
-# --------------------------------------------------------------------------------------------------
 
 
 def test_trees_keywords_and_static_arguments_are_passed_on():
@@ -223,16 +208,9 @@ class Linear:
 
 
 def test_methods_objects_and_partial_functions_are_functions_too():
-    import functools
-
     linear = Linear(W)
-    bound = autocast(linear.__call__, BF16)
-    for fn in (
-        bound,
-        autocast(linear, BF16),
-        autocast(functools.partial(layer, W), BF16),
-        linear.method,
-    ):
+    given = linear.__call__, linear, functools.partial(layer, W)
+    for fn in (linear.method, *(autocast(one, BF16) for one in given)):
         near(fn(X), layer(W, X))
         assert dots(fn, X) == [HALVES]
 
@@ -246,10 +224,8 @@ def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
         return layer(w, x)
 
     cast = autocast(fn)
-    with pytest.warns(
-        DtypePolicyWarning,
-        match=r"autocast\(fn\) has no policy of its own, and none is in force here",
-    ):
+    told = r"autocast\(fn\) has no policy of its own, and none is in force here"
+    with pytest.warns(DtypePolicyWarning, match=told):
         cast(W, X)
     assert count == 1  # no policy in force: called as it is
     for policy, traces in ((BF16, 2), (BF16, 2), ("mixed_float16", 3), (BF16, 3), ("float32", 4)):
@@ -265,21 +241,15 @@ def test_it_is_traced_once_for_its_shapes_and_again_under_another_policy():
 
 def test_numbers_of_python_are_told_apart():
     fn = autocast(lambda x, number: (x / (x * float(number)), type(number) is bool), BF16)
-    assert [fn(jnp.ones(()), number) for number in (0.0, -0.0)] == [
-        (jnp.inf, False),
-        (-jnp.inf, False),
-    ]
-    assert [fn(jnp.ones(()), number) for number in (1, 1.0, True)] == [
-        (1.0, False),
-        (1.0, False),
-        (1.0, True),
-    ]
+    found = [fn(jnp.ones(()), number) for number in (0.0, -0.0, 1, 1.0, True)]
+    infinite = [(jnp.inf, False), (-jnp.inf, False)]
+    assert found == [*infinite, (1.0, False), (1.0, False), (1.0, True)]
     assert np.isnan(fn(jnp.ones(()), float("nan"))[0])
 
 
 def test_weak_types_of_results_are_kept():
-    plain = jax.eval_shape(jax.jit(lambda x: (1.0, x.sum() * 2.0)), X)
-    cast = jax.eval_shape(autocast(lambda x: (1.0, x.sum() * 2.0), BF16), X)
+    fn = lambda x: (1.0, x.sum() * 2.0)  # noqa: E731
+    plain, cast = (jax.eval_shape(one, X) for one in (jax.jit(fn), autocast(fn, BF16)))
     assert [a.weak_type for a in cast] == [a.weak_type for a in plain]
 
 
@@ -293,9 +263,7 @@ def test_an_exception_shows_where_the_user_raised_it():
     assert caught.traceback[-1].name == "raises"
 
 
-# --------------------------------------------------------------------------------------------------
 # Programs inside
-# --------------------------------------------------------------------------------------------------
 
 
 def test_a_nested_jit_keeps_its_shardings_and_donation():
@@ -325,11 +293,8 @@ def test_what_depends_on_the_platform_keeps_its_choice():
 
 def test_a_while_loop_reads_constants_in_its_condition():
     def fn(w, limit, x):
-        return lax.while_loop(
-            lambda s: s[1].sum() < limit.sum(),
-            lambda s: (s[0] + 1, s[1] + layer(w, s[1]) ** 2),
-            (0, x),
-        )
+        step = lambda s: (s[0] + 1, s[1] + layer(w, s[1]) ** 2)  # noqa: E731
+        return lax.while_loop(lambda s: s[1].sum() < limit.sum(), step, (0, x))
 
     limit = jnp.full((2,), 40.0)
     found, truth = autocast(fn, BF16, params=0)(W, limit, X), fn(W, limit, X)
@@ -338,22 +303,24 @@ def test_a_while_loop_reads_constants_in_its_condition():
     assert dots(autocast(fn, BF16, params=0), W, limit, X) == [HALVES]
 
 
+def with_a_key(w: Any) -> Any:
+    return lambda c, row: (
+        (c[0] + 1, jax.random.split(c[1])[0], layer(w, c[2])),
+        row + jax.random.uniform(c[1], (8,)),
+    )
+
+
+def recurrence(w: Any) -> Any:
+    return lambda c, row: (layer(w, c) + row[None], c[0])
+
+
 SCANS: dict[str, Any] = {
-    "integers and keys are carried": lambda w, x: lax.scan(
-        lambda c, row: (
-            (c[0] + 1, jax.random.split(c[1])[0], layer(w, c[2])),
-            row + jax.random.uniform(c[1], (8,)),
-        ),
-        (0, KEY, x),
-        x,
-    ),
+    "integers and keys are carried": lambda w, x: lax.scan(with_a_key(w), (0, KEY, x), x),
     "nothing is scanned over": lambda w, x: lax.scan(
         lambda c, _: (layer(w, c), c.sum()), x, None, length=3
     ),
-    "unrolled": lambda w, x: lax.scan(
-        lambda c, row: (layer(w, c) + row[None], c[0]), x, x, unroll=2
-    ),
-    "of no steps": lambda w, x: lax.scan(lambda c, row: (layer(w, c) + row[None], c[0]), x, x[:0]),
+    "unrolled": lambda w, x: lax.scan(recurrence(w), x, x, unroll=2),
+    "of no steps": lambda w, x: lax.scan(recurrence(w), x, x[:0]),
     "nothing is carried": lambda w, x: lax.scan(lambda c, row: (c, layer(w, row[None])), None, x),
     "mapped": lambda w, x: lax.map(lambda row: layer(w, row[None]), x, batch_size=2),
     "associative": lambda w, x: lax.associative_scan(lambda a, b: a * b, layer(w, x)),
@@ -365,36 +332,37 @@ def test_a_scan_in_which(name):
     fn = SCANS[name]
     cast = autocast(fn, BF16, params=0)
     found, truth = cast(W, X), jax.jit(fn)(W, X)
-    bare = lambda tree: jax.tree.map(  # noqa: E731
-        lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a, tree
-    )
-    near(bare(found), bare(truth), 5e-2)
+    numbers = lambda a: jax.random.key_data(a) if a.dtype == KEY.dtype else a  # noqa: E731
+    near(jax.tree.map(numbers, found), jax.tree.map(numbers, truth), 5e-2)
     assert set(dots(cast, W, X)) == {HALVES}
-    summed = lambda f: (  # noqa: E731
-        lambda w: sum(jnp.sum(a) for a in jax.tree.leaves(f(w, X)) if a.dtype == jnp.float32)
-    )
-    assert set(dots(jax.grad(summed(cast)), W)) == {HALVES}
+
+    def loss(w):
+        return sum(jnp.sum(a) for a in jax.tree.leaves(cast(w, X)) if a.dtype == jnp.float32)
+
+    assert set(dots(jax.grad(loss), W)) == {HALVES}
 
 
-# --------------------------------------------------------------------------------------------------
 # Functions with rules of their own
-# --------------------------------------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def powered(x, n):
-    return x**2 * n.astype(jnp.float32)
+def with_jvp(fn: Any, rule: Any, static: tuple[int, ...] = (), **options: Any) -> Any:
+    ruled = jax.custom_jvp(fn, nondiff_argnums=static)
+    ruled.defjvp(rule, **options)
+    return ruled
 
 
-@powered.defjvp
-def _(primals, tangents):
-    x, n = primals
-    return powered(x, n), 7.0 * tangents[0]  # a rule that is told from the derivative
+def with_vjp(fn: Any, fwd: Any, bwd: Any, static: tuple[int, ...] = (), **options: Any) -> Any:
+    ruled = jax.custom_vjp(fn, nondiff_argnums=static)
+    ruled.defvjp(fwd, bwd, **options)
+    return ruled
 
 
-@jax.custom_jvp
-def symbolic(x, y):
-    return x * y
+def _product(x, y):
+    return x * y.astype(jnp.float32)
+
+
+def _static(n, f, x):
+    return f(x) * n
 
 
 def _symbolic_rule(primals, tangents):
@@ -403,49 +371,26 @@ def _symbolic_rule(primals, tangents):
     return x * y, moved
 
 
-symbolic.defjvp(_symbolic_rule, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def scaled(x, n):
-    return x * n.astype(jnp.float32)
-
-
-scaled.defvjp(
-    lambda x, n: (scaled(x, n), n),
-    lambda n, ct: (7.0 * ct, np.zeros(n.shape, jax.dtypes.float0)),
+# The rules are told from the derivatives: they return seven times the cotangent or tangent.
+FLOAT0 = np.zeros((), jax.dtypes.float0)
+powered = with_jvp(lambda x, n: x * _product(x, n), lambda x, t: (powered(*x), 7.0 * t[0]))
+symbolic = with_jvp(_product, _symbolic_rule, symbolic_zeros=True)
+scaled = with_vjp(_product, lambda x, n: (scaled(x, n), n), lambda n, ct: (7.0 * ct, FLOAT0))
+static_jvp = with_jvp(_static, lambda n, f, x, t: (_static(n, f, *x), 7.0 * t[0]), (0, 1))
+static_vjp = with_vjp(
+    _static, lambda *args: (_static(*args), None), lambda n, f, _, ct: (7.0 * ct,), (0, 1)
+)
+zeros_known = with_vjp(
+    _product,
+    lambda x, y: (x.value * y.value, (x.perturbed, y.perturbed)),
+    lambda saved, ct: (7.0 * ct, ct),
+    symbolic_zeros=True,
 )
 
 
-def _static(n, f, x):
-    return f(x) * n
-
-
-static_vjp = jax.custom_vjp(_static, nondiff_argnums=(0, 1))
-static_vjp.defvjp(lambda n, f, x: (_static(n, f, x), None), lambda n, f, _, ct: (7.0 * ct,))
-static_jvp = jax.custom_jvp(_static, nondiff_argnums=(0, 1))
-static_jvp.defjvp(lambda n, f, primals, tangents: (_static(n, f, *primals), 7.0 * tangents[0]))
-
-
-@jax.custom_vjp
-def zeros_known(x, y):
-    return x * y
-
-
-def _zeros_fwd(x, y):
-    return x.value * y.value, (x.perturbed, y.perturbed)
-
-
-zeros_known.defvjp(_zeros_fwd, lambda saved, ct: (7.0 * ct, ct), symbolic_zeros=True)
-
-
 def closing_over(x, shift):
-    @jax.custom_vjp
-    def inner(x):
-        return x + shift
-
-    inner.defvjp(lambda x: (inner(x), None), lambda _, ct: (7.0 * ct,))
-    return inner(x)
+    ruled = with_vjp(lambda x: x + shift, lambda x: (ruled(x), None), lambda _, ct: (7.0 * ct,))
+    return ruled(x)
 
 
 RULED: dict[str, Any] = {
@@ -466,11 +411,8 @@ def test_the_authors_rule_is_kept(name):
 
     truth = jax.jit(jax.grad(fn))(W, X)
     near(truth, 7.0 * jax.grad(lambda w: jnp.sum(X @ w))(W), 1e-5)
-    for cast in (
-        jax.grad(autocast(fn, BF16, params=0)),
-        autocast(jax.grad(fn), BF16, params=0),
-        autocast(lambda w, x: jax.grad(autocast(fn, BF16, params=0))(w, x), BF16, params=0),
-    ):
+    inside = jax.grad(autocast(fn, BF16, params=0))
+    for cast in (inside, *(autocast(each, BF16, params=0) for each in (jax.grad(fn), inside))):
         near(jax.jit(cast)(W, X), truth, 1e-2)
         assert set(dots(cast, W, X)) == {HALVES}
 
@@ -482,19 +424,14 @@ def test_a_gradient_that_a_rule_knows_nothing_of_is_refused():
 
 
 def test_a_rule_that_calls_its_function_is_differentiated_twice():
-    @jax.custom_vjp
-    def cubed(x):
-        return x**3
-
-    cubed.defvjp(lambda x: (cubed(x), x), lambda x, ct: (5.0 * ct * jax.lax.square(x),))
+    bwd = lambda x, ct: (5.0 * ct * jax.lax.square(x),)  # noqa: E731
+    cubed = with_vjp(lambda x: x**3, lambda x: (cubed(x), x), bwd)
     fn = lambda v: jnp.sum(cubed(v * jnp.abs(X @ W)))  # noqa: E731
     for cast in (jax.grad(jax.grad(autocast(fn, BF16))), autocast(jax.grad(jax.grad(fn)), BF16)):
         near(jax.jit(cast)(1.0), jax.jit(jax.grad(jax.grad(fn)))(1.0), 2e-2)
 
 
-# --------------------------------------------------------------------------------------------------
 # Checkpoints
-# --------------------------------------------------------------------------------------------------
 
 
 def _checkpointed(policy: Any) -> Any:
@@ -521,11 +458,6 @@ def test_a_checkpoint_recomputes_what_its_policy_says(name):
             assert len(named(ops, primitive)) == len(named(plain, primitive)), primitive
         assert {op.inputs for op in named(ops, "dot_general")} == {HALVES}
         near(cast(W, X), jax.grad(fn)(W, X), 5e-2)
-
-
-# --------------------------------------------------------------------------------------------------
-# Everything else
-# --------------------------------------------------------------------------------------------------
 
 
 def checked(w: Any, x: Any) -> Any:
@@ -568,19 +500,12 @@ def test_what_moves_and_joins_numbers_takes_half_ones(fn):
 
 
 def test_checks_are_made_inside_and_outside():
-    for fn in (
-        checkify.checkify(autocast(checked, BF16, params=0)),
-        autocast(checkify.checkify(checked), BF16, params=0),
-    ):
+    inside = checkify.checkify(autocast(checked, BF16, params=0))
+    for fn in (inside, autocast(checkify.checkify(checked), BF16, params=0)):
         error, out = fn(W, X)
         assert "too large" in str(error.get())
         near(out, layer(W, X))
         assert dots(fn, W, X) == [HALVES]
-
-
-# --------------------------------------------------------------------------------------------------
-# What is solved
-# --------------------------------------------------------------------------------------------------
 
 
 def solved(w: Any, x: Any) -> Any:

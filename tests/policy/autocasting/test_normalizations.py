@@ -7,15 +7,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.transform import autocast
 from policy.programs.jaxprs import opened
-from tests.policy.autocasting.models import BF16, error, normal
-from tests.programs import named, operations
+from tests.policy.autocasting.models import BF16, FULLS, HALVES, error, normal, reads
 
 D = 8
 SCALE, BIAS = jnp.linspace(0.5, 1.5, D), jnp.linspace(-1.0, 1.0, D)
@@ -58,7 +57,7 @@ def variance_with_a_rule(x: Any) -> Any:
 
 
 variance_with_a_rule.defjvp(
-    lambda x, t: (variance_with_a_rule(*x), 2 * mean((x[0] - mean(x[0])) * t[0])),
+    lambda x, t: (variance_with_a_rule(*x), 2 * mean((x[0] - mean(x[0])) * t[0]))
 )
 
 
@@ -79,12 +78,9 @@ with_a_rule.defvjp(
 
 def in_chunks(x: Any) -> Any:
     """Adds up the squares of one column after the other."""
-    total = lax.scan(
-        lambda total, column: (total + jnp.sum(column * column, -1), None),
-        jnp.zeros(4),
-        x.swapaxes(0, 1),
-    )
-    return x * lax.rsqrt(total[0][:, None, None] / (6 * D) + 1e-6)
+    add = lambda total, column: (total + jnp.sum(column * column, -1), None)  # noqa: E731
+    total, _ = lax.scan(add, jnp.zeros(4), x.swapaxes(0, 1))
+    return x * lax.rsqrt(total[:, None, None] / (6 * D) + 1e-6)
 
 
 def over_devices(x: Any) -> Any:
@@ -207,9 +203,8 @@ NO_NORMS: dict[str, Any] = {
 
 def regions(fn: Any, *args: Any) -> Regions:
     body, _ = opened(jax.make_jaxpr(fn)(*args))
-    return normalizations(
-        body, [i == 0 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    )
+    is_param = [i == 0 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    return normalizations(body, is_param)
 
 
 def marked(found: Regions) -> int:
@@ -223,16 +218,9 @@ def test_nothing_else_is_taken_for_one(name):
 
 
 def test_data_that_are_standardised_are_normalised_for_a_matmul_alone():
-    assert (
-        regions(lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y))), P, X, X)
-        == NOWHERE
-    )
-    assert (
-        regions(
-            lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x)), P, STORED, X
-        )
-        == NOWHERE
-    )
+    targets = lambda p, x, y: jnp.mean(jnp.square(x @ p["w"] - two_passes(y)))  # noqa: E731
+    stored = lambda p, s, x: (x - along(s["mean"], x)) / jnp.sqrt(along(s["var"], x))  # noqa: E731
+    assert regions(targets, P, X, X) == regions(stored, P, STORED, X) == NOWHERE
     assert marked(regions(lambda p, x: two_passes(x).reshape(-1, D) @ p["w"], P, X)) >= 1
 
 
@@ -243,37 +231,27 @@ def test_rows_of_a_table_are_normalised():
         return jnp.tanh(affine(p, two_passes(p["w"][tokens] + p["w"][:4])))
 
     assert marked(regions(fn, P)) >= 1
-    assert {op.inputs for op in named(operations(autocast(fn, BF16), P), "tanh")} == {("bfloat16",)}
+    assert reads("tanh", autocast(fn, BF16), P) == {HALF}
 
 
-def between(fn: Any, name: str = "tanh") -> tuple[Any, ...]:
-    """A function between two matmuls, whose result an activation reads too."""
-    return (lambda p, x: jnp.tanh(fn(p, x @ p["w"])) @ p["w"]), P, X
-
-
+HALF = ("bfloat16",)
 FLOATS = ("bfloat16", "float16", "float32")
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_it_runs_in_float32_and_hands_on_half(name):
-    fn, *args = between(NORMS[name])
-    ops = operations(autocast(fn, BF16), *args)
-    assert {op.inputs for op in named(ops, "tanh")} == {("bfloat16",)}
-    arithmetic = named(
-        ops, "mul", "div", "square", "rsqrt", "sqrt", "sub", "reduce_sum", "integer_pow"
-    )
-    assert {dtype for op in arithmetic for dtype in op.inputs if dtype in FLOATS} == {"float32"}
-    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
+    fn = autocast(lambda p, x: jnp.tanh(NORMS[name](p, x @ p["w"])) @ p["w"], BF16)
+    assert reads("tanh", fn, P, X) == {HALF}
+    arithmetic = reads("mul div square rsqrt sqrt sub reduce_sum integer_pow", fn, P, X)
+    assert {dtype for dtypes in arithmetic for dtype in dtypes if dtype in FLOATS} == {"float32"}
+    assert reads("dot_general", fn, P, X) == {HALVES}
 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_one_by_running_statistics_does_so_too(name):
-    def fn(p: Any, s: Any, x: Any) -> Any:
-        return jnp.tanh(RUNNING[name](p, s, x @ p["w"])) @ p["w"]
-
-    ops = operations(autocast(fn, BF16), P, STORED, X)
-    assert {op.inputs for op in named(ops, "tanh")} == {("bfloat16",)}
-    assert {dtype for op in named(ops, "mul", "sub", "div") for dtype in op.inputs} == {"float32"}
+    fn = autocast(lambda p, s, x: jnp.tanh(RUNNING[name](p, s, x @ p["w"])) @ p["w"], BF16)
+    assert reads("tanh", fn, P, STORED, X) == {HALF}
+    assert reads("mul sub div", fn, P, STORED, X) == {FULLS}
 
 
 DIFFERENTIATED = ("two passes", "products for squares", "groups", "a rule for the variance")
@@ -290,9 +268,7 @@ def test_gradients_are_those_of_float32_to_the_rounding_of_the_matmuls(name):
 
     of_it, in_it = jax.grad(autocast(loss, BF16), (0, 1)), autocast(jax.grad(loss, (0, 1)), BF16)
     gradients = jax.jit(lambda p, x: (of_it(p, x), in_it(p, x), jax.grad(loss, (0, 1))(p, x)))(P, X)
-    *found, true = (
-        np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in gradients
-    )
+    *found, true = (ravel_pytree(tree)[0] for tree in gradients)
     assert max(error(one, true) for one in found) < 2e-2
 
 
@@ -302,13 +278,10 @@ def test_paths_that_are_named_are_normalisations():
             y = x @ p["w"] * along(p["scale"], x) + along(p["bias"], x)
         return jnp.tanh(y)
 
-    plain, found = (
-        operations(autocast(fn, BF16, normalises=names), P, X) for names in ((), ("modulated",))
-    )
-    assert {op.inputs for op in named(plain, "add")} == {("bfloat16", "bfloat16")}
-    assert {op.inputs for op in named(found, "add", "mul")} == {("float32", "float32")}
-    assert {op.inputs for op in named(found, "tanh")} == {("bfloat16",)}
-    report = autocast(fn, BF16, normalises=["modulated"]).explain(P, X)
+    assert reads("add", autocast(fn, BF16), P, X) == {HALVES}
+    found = autocast(fn, BF16, normalises=["modulated"])
+    assert reads("add mul", found, P, X) == {FULLS} and reads("tanh", found, P, X) == {HALF}
+    report = found.explain(P, X)
     assert {r.done for r in report.records if r.primitive == "add"} == {"float32, read in half"}
 
 
@@ -317,10 +290,6 @@ def test_a_rule_for_its_path_decides():
         with jax.named_scope("inner"):
             return jnp.tanh(affine(p, two_passes(x @ p["w"]))) @ p["w"]
 
-    ops = operations(autocast(fn, BF16, rules={"inner": "f32"}), P, X)
-    assert {op.inputs for op in named(ops, "dot_general", "tanh")} == {
-        ("float32", "float32"),
-        ("float32",),
-    }
-    conservative = operations(autocast(fn, BF16, preset="conservative"), P, X)
-    assert {op.inputs for op in named(conservative, "tanh")} == {("float32",)}
+    ruled = autocast(fn, BF16, rules={"inner": "f32"})
+    assert reads("dot_general tanh", ruled, P, X) == {FULLS, ("float32",)}
+    assert reads("tanh", autocast(fn, BF16, preset="conservative"), P, X) == {("float32",)}

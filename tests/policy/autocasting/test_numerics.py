@@ -15,7 +15,18 @@ import pytest
 from jax import lax
 
 from policy.autocasting.transform import autocast
-from tests.policy.autocasting.models import BF16, POLICIES, dots, half_of
+from tests.policy.autocasting.models import (
+    BF16,
+    FULLS,
+    HALVES,
+    POLICIES,
+    dots,
+    error,
+    half_of,
+    largest_error,
+    normals,
+    reads,
+)
 from tests.policy.autocasting.models import SQUARE as W
 from tests.programs import named, operations
 
@@ -23,21 +34,11 @@ LOWEST = float(np.finfo(np.float32).min)
 RNG = np.random.default_rng(1)
 
 
-def normal(*shape: int) -> Any:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
-
-
+normal = normals(1)
 X = normal(4, 8)
 
 
-def largest_error(found: Any, truth: Any) -> float:
-    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
-    return float(np.max(np.abs(found - truth)) / np.max(np.abs(truth)))
-
-
-# --------------------------------------------------------------------------------------------------
 # States
-# --------------------------------------------------------------------------------------------------
 
 
 @POLICIES
@@ -67,12 +68,10 @@ def test_batch_statistics_are_float32s(policy):
         assert largest_error(found, truth) < 1e-5
 
 
-# --------------------------------------------------------------------------------------------------
 # Masks and small numbers
-# --------------------------------------------------------------------------------------------------
 
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
-CONSTANT = jnp.where(MASK, 0.0, LOWEST)
+CONSTANT, LOW = jnp.where(MASK, 0.0, LOWEST), jnp.full((4, 4), LOWEST)
 
 
 def sliced(logits: Any) -> Any:
@@ -92,17 +91,13 @@ MASKS: dict[str, Any] = {
     "ones and zeros, lowest": lambda logits: logits + (1.0 - MASK.astype(jnp.float32)) * LOWEST,
     "integers": lambda logits: logits + (1 - MASK.astype(jnp.int32)).astype(jnp.float32) * LOWEST,
     "sliced": sliced,
-    "joined": lambda logits: jnp.where(
-        MASK, logits, jnp.concatenate([jnp.full((4, 2), LOWEST)] * 2, 1)
-    ),
+    "joined": lambda logits: jnp.where(MASK, logits, jnp.concatenate([LOW[:, :2]] * 2, 1)),
     "carried into a scan": carried_into_a_scan,
-    "in a branch": lambda logits: lax.cond(
-        logits[0, 0] < 1e9, lambda x: jnp.where(MASK, x, LOWEST), lambda x: x, logits
-    ),
+    "in a branch": lambda x: lax.cond(x[0, 0] < 1e9, lambda: jnp.where(MASK, x, LOWEST), lambda: x),
     "given to a branch": lambda logits: lax.cond(
         logits[0, 0] < 1e9, lambda x, low: jnp.where(MASK, x, low), lambda x, low: x, logits, LOWEST
     ),
-    "given to a jit": lambda logits: jax.jit(jnp.where)(MASK, logits, jnp.full((4, 4), LOWEST)),
+    "given to a jit": lambda logits: jax.jit(jnp.where)(MASK, logits, LOW),
 }
 
 
@@ -122,8 +117,7 @@ def test_a_row_that_sees_nothing_stays_finite(mask, policy):
 @POLICIES
 def test_an_additive_mask_given_as_an_input_is_not_narrowed(policy):
     fn = autocast(lambda w, x, mask: jax.nn.softmax((x @ w) @ x.T + mask) @ x, policy, params=0)
-    adds = named(operations(fn, W, X, CONSTANT), "add")
-    assert [op.inputs for op in adds] == [("float32", "float32")]
+    assert reads("add", fn, W, X, CONSTANT) == {FULLS}
     assert np.all(np.isfinite(fn(W, X, CONSTANT)))
 
 
@@ -150,10 +144,7 @@ def test_dropout_masks_are_bit_identical():
         np.testing.assert_array_equal(a, b)
 
 
-# --------------------------------------------------------------------------------------------------
 # Statistics, positions and sums
-# --------------------------------------------------------------------------------------------------
-
 
 NORMS = {
     "norm": lambda h: jnp.linalg.norm(h, axis=-1),
@@ -170,14 +161,13 @@ def test_a_value_times_itself_is_squared_in_float32_if_it_is_summed(policy, name
     fn = autocast(lambda w, x: NORMS[name](x @ w), policy, params=0)
     assert largest_error(fn(W, large), truth) < 2e-2
     assert np.all(np.isfinite(jax.grad(lambda w: fn(w, large).sum())(W)))
-    assert {op.inputs for op in named(operations(fn, W, large), "mul")} == {("float32",) * 2}
+    assert reads("mul", fn, W, large) == {FULLS}
 
 
 def test_a_value_times_itself_that_is_not_summed_runs_in_half_precision():
     fn = autocast(lambda w, x: jax.nn.relu(x @ w) * jax.nn.relu(x @ w), BF16, params=0)
     squared = autocast(lambda w, x: (lambda h: h * h)(x @ w) @ w, BF16, params=0)
-    for muls in (named(operations(f, W, X), "mul") for f in (fn, squared)):
-        assert {op.inputs for op in muls} == {("bfloat16", "bfloat16")}
+    assert reads("mul", fn, W, X) == reads("mul", squared, W, X) == {HALVES}
 
 
 def test_integer_positions_stay_exact():
@@ -186,13 +176,10 @@ def test_integer_positions_stay_exact():
     def turned(w, x):
         return (x @ w) * jnp.cos(positions.astype(jnp.float32) * 0.37)
 
-    found, truth = (
-        autocast(turned, BF16)(W, X),
-        np.cos(np.asarray(positions, np.float64) * 0.37),
-    )
+    found, truth = autocast(turned, BF16)(W, X), np.cos(np.asarray(positions, np.float64) * 0.37)
     assert largest_error(found, np.asarray(X @ W) * truth) < 1.2e-2
-    ops = operations(autocast(lambda w, x: (x @ w) + positions.astype(jnp.float32), BF16), W, X)
-    assert [op.inputs for op in named(ops, "add") if "bfloat16" in op.inputs] == []
+    shifted = autocast(lambda w, x: (x @ w) + positions.astype(jnp.float32), BF16)
+    assert not {"bfloat16"}.intersection(*reads("add", shifted, W, X))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +209,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(bias):
         return jnp.sum(h * ROWS)
 
     params = {"w": jnp.eye(4), "b": bias}
-    ops = operations(jax.grad(autocast(loss, BF16)), params, ROWS)
-    assert {op.inputs for op in named(ops, "reduce_sum")} == {("float32",)}
+    assert reads("reduce_sum", jax.grad(autocast(loss, BF16)), params, ROWS) == {("float32",)}
     found = jax.jit(jax.grad(autocast(loss, BF16)))(params, ROWS)["b"]
     assert found.shape == bias.shape
     assert largest_error(found.ravel(), np.asarray(ROWS, np.float64).sum(0)) < 1e-3
@@ -246,7 +232,7 @@ def uses(w: Any, x: Any) -> Any:
 def test_the_gradient_of_a_weight_used_64_times_is_accumulated_in_float32(inside):
     fn = gradient_of(uses, inside)
     adds = named(operations(fn, W, jnp.abs(X)), "add_any")
-    assert [op.inputs for op in adds] == [("float32", "float32")] * 63
+    assert [op.inputs for op in adds] == [FULLS] * 63
     assert largest_error(fn(W, jnp.abs(X)), jax.grad(uses)(W, jnp.abs(X))) < 4e-3
 
 
@@ -255,15 +241,12 @@ def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     xs = normal(512, 2, 8)
 
     def loss(w, xs):
-        return jnp.mean(
-            lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros((2, 8)), xs)[1] * xs
-        )
+        step = lambda h, x: (jnp.tanh(h @ w + x), h)  # noqa: E731
+        return jnp.mean(lax.scan(step, jnp.zeros((2, 8)), xs)[1] * xs)
 
-    found, truth = (
-        jax.jit(gradient_of(loss, inside))(0.5 * W, xs),
-        jax.jit(jax.grad(loss))(0.5 * W, xs),
-    )
-    assert float(jnp.linalg.norm(found - truth) / jnp.linalg.norm(truth)) < 1e-2
+    gradients = gradient_of(loss, inside), jax.grad(loss)
+    found, truth = (jax.jit(gradient)(0.5 * W, xs) for gradient in gradients)
+    assert error(found, truth) < 1e-2
 
 
 def test_the_gradients_of_tied_weights_meet_in_float32():
@@ -274,15 +257,12 @@ def test_the_gradients_of_tied_weights_meet_in_float32():
 
     table = normal(3, 8)
     fn = jax.grad(autocast(loss, BF16, params=0))
-    ops = operations(fn, table)
-    assert {op.inputs[0] for op in named(ops, "scatter-add")} == {"float32"}
-    assert [op.inputs for op in named(ops, "add_any")] == [("float32", "float32")]
+    assert {inputs[0] for inputs in reads("scatter-add", fn, table)} == {"float32"}
+    assert reads("add_any", fn, table) == {FULLS}
     assert largest_error(fn(table), jax.grad(loss)(table)) < 2e-2
 
 
-# --------------------------------------------------------------------------------------------------
 # The transformation itself
-# --------------------------------------------------------------------------------------------------
 
 
 def casts(fn: Any, *args: Any) -> list[tuple[str, ...]]:
@@ -306,9 +286,7 @@ def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
     """Rounded shifts would cost up to half a unit of the largest logit; a rounded p - 1 cancels
     where p is almost 1.
     """
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)) * 8, jnp.bfloat16).astype(
-        jnp.float32
-    )
+    logits = normal(4, 64, scale=8.0).astype(jnp.bfloat16).astype(jnp.float32)
     labels = jnp.argmax(logits, -1)
 
     def loss(w, x):  # an exact product, so that the logits are half and known
@@ -316,11 +294,8 @@ def test_a_softmax_and_its_gradient_are_float32s_from_the_logits_on():
 
     eye = jnp.eye(64)
     exact = -jax.nn.log_softmax(logits)[jnp.arange(4), labels]
-    for strict in (
-        autocast(loss, BF16, on_unknown="raise"),
-        autocast(loss, BF16),
-    ):
-        np.testing.assert_allclose(strict(eye, logits), exact, rtol=1e-5, atol=1e-6)
+    strict = autocast(loss, BF16, on_unknown="raise")
+    np.testing.assert_allclose(strict(eye, logits), exact, rtol=1e-5, atol=1e-6)
     found = jax.grad(lambda x: autocast(loss, BF16)(eye, x).sum())(logits)
     truth = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 64)
     np.testing.assert_allclose(found, truth, rtol=2**-8, atol=1e-7)
@@ -352,9 +327,7 @@ def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
 
     mask = jnp.asarray(RNG.uniform(size=(4, 8)) < 0.5)
     program = autocast(masked, BF16)
-    assert {op.inputs[1:] for op in named(operations(program, W, X, mask), "select_n")} == {
-        ("bfloat16", "bfloat16")
-    }
+    assert {inputs[1:] for inputs in reads("select_n", program, W, X, mask)} == {HALVES}
     found = program(W, X, mask)
     assert (found[~mask] == jnp.finfo(jnp.bfloat16).min.astype(jnp.float32)).all()
     assert largest_error(found[mask], masked(W, X, mask)[mask]) < 1e-2
@@ -363,9 +336,7 @@ def test_a_masks_lowest_float32_is_bfloat16s_lowest_and_never_infinite():
 @pytest.mark.parametrize(("policy", "number"), [("mixed_float16", 1e5), ("mixed_float16", -1e-9)])
 def test_a_number_that_half_precision_loses_keeps_its_selection_in_float32(policy, number):
     program = autocast(lambda w, x: jnp.where(x > 0, x @ w, number), policy)
-    assert {op.inputs[1:] for op in named(operations(program, W, X), "select_n")} == {
-        ("float32", "float32")
-    }
+    assert {inputs[1:] for inputs in reads("select_n", program, W, X)} == {FULLS}
     assert (program(W, X)[X <= 0] == jnp.float32(number)).all()
 
 

@@ -16,19 +16,12 @@ from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
 from policy import autocast, use_policy
-from tests.policy.autocasting.models import POLICIES, half_of
-from tests.policy.autocasting.test_numerics import largest_error
+from tests.policy.autocasting.models import POLICIES, half_of, largest_error, normals
 from tests.programs import named, operations
 
 B, T, D = 2, 4, 8
-RNG = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> Any:
-    return RNG.normal(size=shape).astype(np.float32)
-
-
-TABLE, FULL, X, W = normal(1, T, D), normal(B, T, D), normal(B, T, D), normal(D, D)
+normal = normals(2)
+TABLE, FULL, X, W = (np.asarray(normal(*s)) for s in ((1, T, D), (B, T, D), (B, T, D), (D, D)))
 
 
 def sinusoids(h):
@@ -171,12 +164,11 @@ def test_positions_times_frequencies_are_float32s(policy, einsum):
 @POLICIES
 def test_a_difference_from_a_constant_is_rounded_once(policy):
     """Targets that a loss closes over: their differences are those of float32."""
-    targets = normal(64, D)
+    targets, x = np.asarray(normal(64, D)), normal(64, D)
 
     def loss(w, x):
         return jnp.mean(jnp.square(x @ w - targets))
 
-    x = normal(64, D)
     prediction = np.asarray(autocast(lambda w, x: x @ w, policy, params=0)(W, x), np.float64)
     found = autocast(loss, policy, params=0)(W, x)
     assert largest_error(found, np.mean((prediction - targets) ** 2)) < 1e-6
@@ -203,22 +195,19 @@ class Averaging(flax_nn.Module):
 def test_a_buffer_is_a_table_and_a_running_average_is_float32(policy, way):
     model, half = Averaging(), half_of(policy)
     variables = model.init(jax.random.key(0), X)
-    small = {"averages": {"a": jnp.full((D,), 1 + 2.0**-12)}}
-    variables = {**variables, **small}
+    variables = {**variables, "averages": {"a": jnp.full((D,), 1 + 2.0**-12)}}
+
+    called = linen.apply_policy(model, policy) if way == "port" else model
 
     def updated(variables, x):
-        return model.apply(variables, x, mutable=["averages"])
+        return called.apply(variables, x, mutable=["averages"])
 
-    fn: Any = autocast(updated, policy)
-    if way == "port":
-        ported = linen.apply_policy(model, policy)
-        fn = lambda variables, x: ported.apply(variables, x, mutable=["averages"])  # noqa: E731
+    fn: Any = updated if way == "port" else autocast(updated, policy)
     assert stream_of(fn, variables, X) == half
-    updates: Any = fn(variables, 0 * X)[1]
-    found = updates["averages"]["a"]
+    found = fn(variables, 0 * X)[1]["averages"]["a"]
     kept = 0.99 * (1 + 2.0**-12) + 0.01 * TABLE[0, 0].astype(np.float64)
     assert found.dtype == jnp.float32
-    assert largest_error(found, kept) < 5e-5
+    assert largest_error(found, kept) < 1e-4  # the units of half precision are larger
 
 
 class Buffer(flax_nnx.Variable):

@@ -32,39 +32,31 @@ def in_three_passes(x, y):
     return product(x0, y0) + product(x0, y1) + product(x1, y0)
 
 
+ONE_PASS, TF32 = product(in_bfloat16(X), in_bfloat16(Y)), product(in_tf32(X), in_tf32(Y))
+EXACT, LEFT, RIGHT = product(X, Y), product(X, in_bfloat16(Y)), product(in_bfloat16(X), Y)
+
+
+# A TPU splits each operand by its own precision; on a GPU the higher one holds for both.
 @pytest.mark.parametrize(
-    ("device", "precision", "truth"),
+    ("device", "precision", "truth", "tolerance"),
     [
-        ("tpu", None, lambda x, y: product(in_bfloat16(x), in_bfloat16(y))),
-        ("tpu", "default", lambda x, y: product(in_bfloat16(x), in_bfloat16(y))),
-        ("tpu", "high", in_three_passes),
-        ("tpu", "highest", product),
-        ("gpu", None, lambda x, y: product(in_tf32(x), in_tf32(y))),
-        ("gpu", "high", lambda x, y: product(in_tf32(x), in_tf32(y))),
-        ("gpu", "highest", product),
+        ("tpu", None, ONE_PASS, 2e-6),
+        ("tpu", "default", ONE_PASS, 2e-6),
+        ("tpu", "high", in_three_passes(X, Y), 2e-6),
+        ("tpu", "highest", EXACT, 2e-6),
+        *(("tpu", (higher, "default"), LEFT, 1e-4) for higher in ("high", "highest")),
+        *(("tpu", ("default", higher), RIGHT, 1e-4) for higher in ("high", "highest")),
+        ("gpu", None, TF32, 2e-6),
+        ("gpu", "high", TF32, 2e-6),
+        ("gpu", "highest", EXACT, 2e-6),
+        *(("gpu", pair, TF32, 2e-6) for pair in (("high", "default"), ("default", "high"))),
+        *(("gpu", pair, EXACT, 2e-6) for pair in (("highest", "default"), ("default", "highest"))),
     ],
 )
-def test_a_matmul_is_the_product_of_rounded_operands(device, precision, truth):
+def test_a_matmul_is_the_product_of_rounded_operands(device, precision, truth, tolerance):
     fn = emulated(lambda x, y: jnp.dot(x, y, precision=precision), device)
     for run in (fn, jax.jit(fn)):
-        np.testing.assert_allclose(run(X, Y), truth(X, Y), rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("higher", ["high", "highest"])
-def test_a_tpu_splits_each_operand_by_its_own_precision(higher):
-    left = emulated(lambda x, y: jnp.dot(x, y, precision=(higher, "default")), "tpu")
-    right = emulated(lambda x, y: jnp.dot(x, y, precision=("default", higher)), "tpu")
-    np.testing.assert_allclose(left(X, Y), product(X, in_bfloat16(Y)), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(right(X, Y), product(in_bfloat16(X), Y), rtol=1e-5, atol=1e-4)
-    assert np.abs(left(X, Y) - product(X, Y)).max() > 1e-3
-
-
-@pytest.mark.parametrize(("higher", "is_float32"), [("high", False), ("highest", True)])
-def test_the_higher_precision_of_two_operands_holds_for_both_on_a_gpu(higher, is_float32):
-    truth = product(X, Y) if is_float32 else product(in_tf32(X), in_tf32(Y))
-    for pair in ((higher, "default"), ("default", higher)):
-        found = emulated(lambda x, y, pair=pair: jnp.dot(x, y, precision=pair), "gpu")(X, Y)
-        np.testing.assert_allclose(found, truth, rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(run(X, Y), truth, rtol=1e-5, atol=tolerance)
 
 
 @jax.custom_jvp
@@ -89,9 +81,8 @@ with_its_own_tangent.defjvp(lambda x, dx: (with_its_own_tangent(*x), dx[0] @ Y))
     ids=["jit", "checkpoint", "cond", "map", "vmap", "custom_jvp", "ragged_dot"],
 )
 def test_matmuls_inside_of_programs_are_rounded_too(around):
-    rounded = product(in_bfloat16(X), in_bfloat16(Y))
     found = emulated(around(lambda x: x @ Y), "tpu")(X)
-    np.testing.assert_allclose(found, rounded, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(found, ONE_PASS, rtol=1e-5, atol=2e-6)
 
 
 def test_a_gradient_is_rounded_in_its_own_matmuls():
