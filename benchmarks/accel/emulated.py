@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from policy.programs.jaxprs import Equation, bind, opened
-from policy.programs.rewriting.control_flow import handler_of
-from policy.programs.rewriting.interpreter import Interpreter
+from policy.programs.rewriting.interpreter import Interpreter, handler_of
 from policy.programs.rewriting.upcast import Device, in_passes, is_in_passes, require_device
 
 

@@ -30,8 +30,8 @@ from policy.programs.jaxprs import (
     with_subprograms,
 )
 from policy.programs.paths import scanned_path
-from policy.programs.rewriting import control_flow
-from policy.programs.rewriting.control_flow import Body
+from policy.programs.rewriting import interpreter
+from policy.programs.rewriting.interpreter import Body
 
 # --------------------------------------------------------------------------------------------------
 # Equal equations, such as those of layers that share a trace, are rewritten once
@@ -131,16 +131,16 @@ class Recent(dict[Hashable, V], Generic[V]):
 
 def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     """Inlines a jit, unless it has shardings, donated operands or compiler options."""
-    if not control_flow.has_options(equation):
+    if not interpreter.has_options(equation):
         handler = _checkpointed if _is_activation(evaluator, equation, values) else _inlined
         return handler(evaluator, equation, values)
     arrays = as_traced(equation.invars, values)
     pairs = zip(arrays, values, strict=True)
     like = [CastValue(array, v.yields, v.constant, is_table=v.is_table) for array, v in pairs]
-    return control_flow.jit(evaluator, equation, like)
+    return interpreter.jit(evaluator, equation, like)
 
 
-_inlined = once_for_all_alike(control_flow.call, saves=False)
+_inlined = once_for_all_alike(interpreter.call, saves=False)
 
 
 def _is_activation(evaluator: Evaluator, equation: Equation, values: Values) -> bool:
@@ -185,13 +185,13 @@ def _scan(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
         if values[i].yields and values[i].is_half:
             values[i] = values[i].widened_param()  # read in every step
     carried = _carries_handed_on(evaluator, equation, values)
-    return control_flow.scan(evaluator, equation, values, carried)
+    return interpreter.scan(evaluator, equation, values, carried)
 
 
 def _while(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     carry = slice(len(values) - len(equation.outvars), len(values))
     values = _carrying_as_traced(equation, values, carry)
-    return control_flow.while_loop(evaluator, equation, values)
+    return interpreter.while_loop(evaluator, equation, values)
 
 
 def _carrying_as_traced(equation: Equation, values: Values, carry: slice) -> Values:
@@ -201,9 +201,9 @@ def _carrying_as_traced(equation: Equation, values: Values, carry: slice) -> Val
 
 
 def _cond(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
-    if control_flow.is_for_platforms(equation):  # whose branches must return the same dtypes
+    if interpreter.is_for_platforms(equation):  # whose branches must return the same dtypes
         return _platforms(evaluator.inside(equation), equation, as_traced(equation.invars, values))
-    return control_flow.cond(evaluator, equation, values)
+    return interpreter.cond(evaluator, equation, values)
 
 
 def _platforms(inside: Evaluator, equation: Equation, arrays: list[Any]) -> Values:
@@ -283,12 +283,12 @@ def _stable(
 
 HANDLERS: Mapping[str, AutocastHandler] = {
     "jit": _jit,
-    **dict.fromkeys(primitives.CALLS, control_flow.call),
-    **dict.fromkeys(primitives.REMATS, once_for_all_alike(control_flow.remat)),
+    **dict.fromkeys(primitives.CALLS, interpreter.call),
+    **dict.fromkeys(primitives.REMATS, once_for_all_alike(interpreter.remat)),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "shard_map": control_flow.shard_map,
+    "shard_map": interpreter.shard_map,
     "custom_jvp_call": once_for_all_alike(custom_jvp),
     "custom_vjp_call": custom_vjp,
 }

@@ -13,7 +13,7 @@ from policy.autocasting.settings import UnknownPrimitiveError
 from policy.autocasting.values import CastValue, Values, cast
 from policy.programs.dtypes import float_dtype
 from policy.programs.jaxprs import Equation, bind, subprogram
-from policy.programs.rewriting.control_flow import Body
+from policy.programs.rewriting.interpreter import Body
 
 
 def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Values:

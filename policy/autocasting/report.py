@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from policy.autocasting.settings import without_marks
@@ -83,13 +83,11 @@ class Report:
         """The matmuls that run in float32."""
         return [r for r in self.records if r.primitive in MATMULS and "float32" in r.dtypes]
 
-    def _lines(self) -> Iterator[str]:
-        yield f"parameters: {', '.join(self.parameters) or 'none'}"
+    def __str__(self) -> str:
+        lines = [f"parameters: {', '.join(self.parameters) or 'none'}"]
         width = max((len(record.path) for record in self.records), default=0)
         kind = max((len(record.primitive) for record in self.records), default=0)
         for record, count in self.records.items():
             operation = f"{record.path:<{width}}  {record.primitive:<{kind}}  {count:>4}"
-            yield f"{operation}  {record.done} -> {', '.join(record.dtypes)}"
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
+            lines.append(f"{operation}  {record.done} -> {', '.join(record.dtypes)}")
+        return "\n".join(lines)

@@ -52,9 +52,8 @@ from policy.programs.primitives import (
     SUMMING_COLLECTIVES,
     WIDENABLE_SUMS,
 )
-from policy.programs.rewriting import control_flow
-from policy.programs.rewriting.control_flow import Body, has_options
-from policy.programs.rewriting.interpreter import Interpreter, equations_of
+from policy.programs.rewriting import interpreter
+from policy.programs.rewriting.interpreter import Body, Interpreter, equations_of, has_options
 from policy.programs.tracing.trace import ArrayTree
 
 _HANDS_ON = MOVES_COTANGENTS | ANNOTATES
@@ -203,7 +202,7 @@ class Float32Sums(Interpreter[Any]):
             call, body = _jitted(sums, program, kinds, equation.params["name"])
             results = call(*self.flat(values))
             return self.refilled(body.outputs, results)
-        handler = control_flow.handler_of(equation)
+        handler = interpreter.handler_of(equation)
         if handler is None:
             return bind(equation, [read(x) for x in values])
         return handler(self, equation, values)

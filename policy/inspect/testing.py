@@ -23,7 +23,8 @@ from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
 from policy.inspect.audit.values import is_cotangent, is_matmul
 from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
 from policy.inspect.ulps import assert_close_in_ulps as assert_close_in_ulps
-from policy.programs.operations import HALVES, accumulation_of, is_inexact_name, operands_of, sums
+from policy.programs.dtypes import HALVES, is_inexact_name
+from policy.programs.operations import accumulation_of, operands_of, sums
 from policy.programs.paths import Path, divided, joined, once, spelled
 from policy.programs.reading.graph import Graph, Node, is_joint
 from policy.programs.reading.matmul_operands import WeightMatmul, are_codes, weight_matmuls

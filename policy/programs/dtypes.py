@@ -28,8 +28,7 @@ def is_half(dtype: DTypeLike) -> bool:
 
 def holds_half(aval: Any) -> bool:
     """Returns whether an array, or an abstract value, has such a dtype."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and is_half(dtype)
+    return is_half(getattr(aval, "dtype", np.bool_))
 
 
 def float_dtype(aval: Any) -> np.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from policy.programs.operations import is_inexact_name
+from policy.programs.dtypes import is_inexact_name
 from policy.programs.paths import spelled
 from policy.programs.reading.graph import Node, Value
 

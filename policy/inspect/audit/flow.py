@@ -29,7 +29,7 @@ from policy.inspect.audit.values import (
     widens,
 )
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
-from policy.programs.reading.source_lines import is_users_file
+from policy.programs.reading.walk import is_users_file
 from policy.programs.tracing.trace import Traced
 
 _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep

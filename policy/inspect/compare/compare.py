@@ -23,8 +23,7 @@ from policy.inspect.traced.call import (
     short_text,
 )
 from policy.programs.jaxprs import opened
-from policy.programs.rewriting.placed_interpreter import PlacedValue
-from policy.programs.rewriting.upcast import Device, require_device
+from policy.programs.rewriting.upcast import Device, PlacedValue, require_device
 
 
 def compare(

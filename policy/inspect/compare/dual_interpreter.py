@@ -27,12 +27,13 @@ from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
 from policy.programs.primitives import INLINED, MATMULS, category_of
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
-from policy.programs.reading.source_lines import is_by_layers, layer_of, source_of
-from policy.programs.reading.walk import walk
-from policy.programs.rewriting.control_flow import CONTROL_FLOW
-from policy.programs.rewriting.placed_interpreter import ModulePass, PlacedInterpreter, PlacedValue
+from policy.programs.reading.walk import is_by_layers, layer_of, source_of, walk
+from policy.programs.rewriting.interpreter import CONTROL_FLOW
 from policy.programs.rewriting.upcast import (
     Device,
+    ModulePass,
+    PlacedInterpreter,
+    PlacedValue,
     Upcast,
     depends,
     dtype_of,

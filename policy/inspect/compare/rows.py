@@ -18,8 +18,7 @@ from policy.programs.dtypes import F32, is_half
 from policy.programs.jaxprs import opened
 from policy.programs.paths import naming, spelled
 from policy.programs.reading.matmul_operands import CodedSide
-from policy.programs.rewriting.placed_interpreter import ModulePass, lost_prefixes
-from policy.programs.rewriting.upcast import dtypes_of
+from policy.programs.rewriting.upcast import ModulePass, dtypes_of, lost_prefixes
 
 # The factor by which an error exceeds its inputs' to be the module's own.
 JUMP = 8.0

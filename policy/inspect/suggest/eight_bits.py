@@ -29,7 +29,7 @@ from policy.programs.reading.matmul_operands import (
     weight_matmuls,
 )
 from policy.programs.reading.walk import Site, walk
-from policy.programs.rewriting.placed_interpreter import lost_prefixes, module_path
+from policy.programs.rewriting.upcast import lost_prefixes, module_path
 
 SMALLEST = 2048
 """The least contraction and number of outputs of a layer that gains by 8 bits: below it they take

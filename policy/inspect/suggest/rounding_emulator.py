@@ -18,13 +18,11 @@ from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, bind
 from policy.programs.paths import Path
 from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
-from policy.programs.rewriting.placed_interpreter import (
+from policy.programs.rewriting.upcast import (
     NO_REFERENCE,
     ModulePass,
     PlacedValue,
     Reference,
-)
-from policy.programs.rewriting.upcast import (
     Upcast,
     bound_wide,
     dtype_of,

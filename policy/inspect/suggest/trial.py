@@ -22,8 +22,7 @@ from policy.programs.jaxprs import Equation, opened, subprograms
 from policy.programs.operations import bytes_of, flops_of
 from policy.programs.paths import Path
 from policy.programs.reading.walk import walk
-from policy.programs.rewriting.placed_interpreter import PlacedValue, lost_prefixes, module_path
-from policy.programs.rewriting.upcast import widen
+from policy.programs.rewriting.upcast import PlacedValue, lost_prefixes, module_path, widen
 
 
 class Trial:

@@ -25,10 +25,8 @@ from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
 from policy.programs.jaxprs import maker_of, opened
 from policy.programs.primitives import MATMULS
 from policy.programs.reading.matmul_operands import NO_CODES, Codes, codes_of
-from policy.programs.reading.source_lines import source_of
-from policy.programs.reading.walk import walk
-from policy.programs.rewriting.placed_interpreter import NO_REFERENCE, Reference
-from policy.programs.rewriting.upcast import dtype_of, dtypes_of
+from policy.programs.reading.walk import source_of, walk
+from policy.programs.rewriting.upcast import NO_REFERENCE, Reference, dtype_of, dtypes_of
 from policy.programs.tracing.trace import Arguments, Lowered, Traced, is_array, lowered, trace
 
 Around = Callable[[Callable[..., Any], ParamsArgument], Callable[..., Any]]

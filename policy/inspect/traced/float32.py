@@ -19,8 +19,7 @@ from policy.programs.jaxprs import Equation, constants_within
 from policy.programs.paths import Path
 from policy.programs.primitives import HOST, READS_BITS
 from policy.programs.reading.walk import Site, walk, written_at
-from policy.programs.rewriting.placed_interpreter import Reference, module_path
-from policy.programs.rewriting.upcast import dtype_of, keeps, widen
+from policy.programs.rewriting.upcast import Reference, dtype_of, keeps, module_path, widen
 
 source_info_util.register_exclusion(__file__)  # equations get the caller's source line
 

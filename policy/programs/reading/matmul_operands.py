@@ -13,9 +13,8 @@ from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
 from policy.programs.operations import kind_of
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
-from policy.programs.reading.source_lines import OUR_FOLDER, author_of
-from policy.programs.reading.walk import Site
-from policy.programs.rewriting.placed_interpreter import EnclosingEquations, module_path
+from policy.programs.reading.walk import OUR_FOLDER, Site, author_of
+from policy.programs.rewriting.upcast import EnclosingEquations, module_path
 
 PARAMETER, OTHER, COTANGENT = 1, 2, 4  # as bits
 AS_IT_IS = primitives.MOVES_DATA | primitives.CASTS

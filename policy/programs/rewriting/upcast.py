@@ -1,5 +1,7 @@
 """Programs with every half float widened to float32: references for programs in half precision.
 
+Their interpreter knows the module path and the pass of each equation.
+
 Float32 matmuls can be emulated in the passes that a TPU or GPU takes for them. A TPU multiplies
 bfloat16. At the default precision float32 operands are rounded to it, in one pass; "high" splits
 each operand in two bfloat16 numbers and takes three passes, and "highest" takes six, which is
@@ -8,8 +10,11 @@ float32. An NVIDIA GPU rounds operands to TF32, of 11 bits, except at "highest".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+import copy
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +35,186 @@ from policy.programs.jaxprs import (
     subprogram,
     subprograms,
 )
+from policy.programs.marks import BOUNDARY, ISLAND
+from policy.programs.paths import Path, path_of
 from policy.programs.primitives import EXACT, HOST, MATMULS, READS_BITS, STATES_BITS
-from policy.programs.rewriting.control_flow import CONTROL_FLOW, handler_of, is_for_platforms
-from policy.programs.rewriting.placed_interpreter import (
-    NO_REFERENCE,
-    PlacedInterpreter,
-    PlacedValue,
-    Reference,
+from policy.programs.rewriting.interpreter import (
+    CONTROL_FLOW,
+    Interpreter,
+    handler_of,
+    is_for_platforms,
+    manual_axes,
 )
+
+_SCOPES = frozenset((BOUNDARY, ISLAND))  # of ours: no modules
+# The `id`s of the equations that a program stands in, outermost first.
+EnclosingEquations = tuple[int, ...]
+
+
+class ModulePass(NamedTuple):
+    """A module path and a pass; "again" is the recomputation of a checkpoint."""
+
+    path: Path = ()
+    direction: Literal["forward", "backward", "again"] = "forward"
+
+
+class PlacedValue:
+    """A value of the traced program at run time.
+
+    Attributes:
+      arrays: one array for each lane that computes its own; a lane without one reads the first.
+      origin: the place that computed it, in a type that each interpreter chooses.
+    """
+
+    __slots__ = ("arrays", "origin")
+
+    def __init__(self, arrays: Sequence[Any], origin: Any = None):
+        self.arrays, self.origin = tuple(arrays), origin
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Changes, beside those of dtypes, that make a program the function in float32.
+
+    Attributes:
+      constants: the float32 values of constants that the program holds in half precision, by the
+        `id` of an equation and the place of an operand.
+      exact: the `id`s of equations that round widened half precision to as many bits, which they
+        should not do in float32.
+      unpaired: the paths with constants whose float32 values are not known.
+    """
+
+    constants: Mapping[int, Mapping[int, Any]] = dataclasses.field(default_factory=dict)
+    exact: frozenset[int] = frozenset()
+    unpaired: tuple[Path, ...] = ()
+
+
+NO_REFERENCE = Reference()
+
+
+class PlacedInterpreter(Interpreter[PlacedValue]):
+    """An interpreter of arrays that knows the place of each equation.
+
+    Attributes:
+      place: the place of the equation whose body is being run.
+      bodies: the programs of the enclosing equations, outermost first.
+      axes: the mesh axes of the enclosing `shard_map`s.
+      chain: the enclosing equations.
+      reference: the differences of the program from the function in float32.
+    """
+
+    def __init__(self, reference: Reference = NO_REFERENCE) -> None:
+        super().__init__()
+        self.reference = reference
+        self.place = ModulePass()
+        self.axes: tuple[str, ...] = ()
+        self.bodies: tuple[object, ...] = ()
+        self.chain: EnclosingEquations = ()
+
+    # Values ---------------------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> PlacedValue:
+        return PlacedValue([array])
+
+    def arrays(self, value: PlacedValue) -> Sequence[Any]:
+        return value.arrays
+
+    def filled(self, value: PlacedValue, arrays: Sequence[Any]) -> PlacedValue:
+        return PlacedValue(arrays, value.origin)
+
+    # Programs inside equations --------------------------------------------------------------------
+
+    def merge(
+        self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
+    ) -> list[PlacedValue]:
+        return [PlacedValue([None]) for _ in equation.outvars]
+
+    def entering(self, values: Sequence[PlacedValue]) -> list[PlacedValue]:
+        return [PlacedValue(value.arrays) for value in values]
+
+    def place_of(self, equation: Equation) -> ModulePass:
+        """Returns the position of an equation."""
+        name_stack = str(equation.source_info.name_stack)
+        is_again = "rematted_computation" in name_stack
+        is_backward = "transpose(" in name_stack or self.place.direction == "backward"
+        path = module_path(path_of(name_stack, self.place.path), is_backward)
+        direction = "backward" if is_backward else self.place.direction
+        return ModulePass(path, "again" if is_again else direction)
+
+    def inside(self, equation: Equation) -> Self:
+        inner = copy.copy(self)
+        inner.place, inner.chain = self.place_of(equation), (*self.chain, id(equation))
+        if equation.primitive.name == "shard_map":
+            inner.axes = (*self.axes, *manual_axes(equation))
+        return inner
+
+    def tracing(self, program: Any, role: str) -> Self:
+        inner = super().tracing(program, role)
+        inner.bodies = (*self.bodies, program)
+        return inner
+
+    def standing_in(self, outer: PlacedInterpreter) -> Self:
+        """Returns this interpreter, moved to the place of another."""
+        self.place, self.axes, self.bodies = outer.place, outer.axes, outer.bodies
+        self.chain, self.reference = outer.chain, outer.reference
+        return self
+
+    # The function in float32 ----------------------------------------------------------------------
+
+    def step(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
+        if id(equation) in self.reference.exact:
+            return values
+        found = self.reference.constants.get(id(equation))
+        if found is not None:
+            values = self.with_constants(equation, values, found)
+        return self.equation(equation, values)
+
+    def with_constants(
+        self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
+    ) -> list[PlacedValue]:
+        """Returns the operands of an equation with constants that were not rounded."""
+        exact = {k: PlacedValue([array], values[k].origin) for k, array in found.items()}
+        return [exact.get(k, value) for k, value in enumerate(values)]
+
+
+def module_path(path: Path, is_backward: bool) -> Path:
+    """Returns a path without scopes that are not modules.
+
+    The transposition of checkpoints and derivative rules repeats a part of the path of their
+    equations: Net/Net for Net, layers/norm/layers/norm for layers/norm.
+    """
+    path = tuple(name for name in path if name not in _SCOPES)
+    return _once(path) if is_backward else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _once(path: Path) -> Path:
+    for length in range(len(path) // 2, 0, -1):
+        for start in range(len(path) - 2 * length + 1):
+            middle, end = start + length, start + 2 * length
+            is_numbers = all(map(str.isdigit, path[start:middle]))
+            if path[start:middle] == path[middle:end] and not is_numbers:
+                return _once((*path[:middle], *path[end:]))
+    return path
+
+
+def lost_prefixes(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns the full path of each path whose beginning was lost.
+
+    JAX hoists loop-invariant equations out of a differentiated scan, and then names them by their
+    path within the body: such a path is the end of exactly one other.
+    """
+    every = set(paths)
+    ends: dict[Path, list[Path]] = {}
+    for path in every:
+        for start in range(1, len(path)):
+            ends.setdefault(path[start:], []).append(path)
+    return {end: found[0] for end, found in ends.items() if end in every and len(found) == 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# The function in float32
+# --------------------------------------------------------------------------------------------------
 
 
 def wide_dtype(dtype: DTypeLike) -> Any:
@@ -189,6 +366,11 @@ def dtypes_of(jaxpr: OpenJaxpr) -> list[Any]:
     return [dtype for dtype in map(dtype_of, variables) if dtype is not None] + inner
 
 
+# --------------------------------------------------------------------------------------------------
+# Dependence on half precision: values without it are the same in float32
+# --------------------------------------------------------------------------------------------------
+
+
 def rounds(equation: Equation) -> bool:
     """Returns whether an equation without programs gives another result in float32."""
     if not any(holds_half(atom.aval) for atom in (*equation.invars, *equation.outvars)):
@@ -279,6 +461,11 @@ def _calls_host(equation: Equation) -> bool:
     """Returns whether there is a callback in one of the programs of an equation."""
     equations = (inner for one in programs_of(equation) for inner in equations_within(one))
     return any(inner.primitive.name in HOST for inner in equations)
+
+
+# --------------------------------------------------------------------------------------------------
+# Float32 matmuls in passes
+# --------------------------------------------------------------------------------------------------
 
 
 Device = Literal["tpu", "gpu"]

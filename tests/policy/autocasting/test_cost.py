@@ -18,7 +18,7 @@ from jax import lax
 
 from mpmodules.linen import apply_policy
 from policy.autocasting.transform import autocast
-from policy.programs.rewriting import control_flow
+from policy.programs.rewriting import interpreter
 from tests.policy.autocasting.models import BF16, POLICIES, error
 from tests.programs import named, operations
 
@@ -107,9 +107,9 @@ rematerialised = jax.jit(jax.checkpoint(lambda x, scale: jnp.tanh(x) * scale), i
 def bodies(monkeypatch):
     """The programs rewritten as functions, in order."""
     seen = []
-    init = control_flow.Body.__init__
+    init = interpreter.Body.__init__
     monkeypatch.setattr(
-        control_flow.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args)
+        interpreter.Body, "__init__", lambda self, *args: seen.append(args[1]) or init(self, *args)
     )
     return seen
 

@@ -27,8 +27,9 @@ from policy.inspect.audit.values import (
     widens,
 )
 from policy.programs import primitives as ops
+from policy.programs.dtypes import is_inexact_name
 from policy.programs.jaxprs import combines_by
-from policy.programs.operations import is_inexact_name, kind_of
+from policy.programs.operations import kind_of
 from policy.programs.reading.graph import Node, Value, is_joint
 from policy.programs.reading.walk import written_at
 

@@ -39,8 +39,8 @@ from policy.inspect.audit.values import (
     views,
 )
 from policy.programs import primitives as ops
+from policy.programs.dtypes import HALVES
 from policy.programs.operations import (
-    HALVES,
     array_bytes,
     float32_precision_of,
     flops_of,
@@ -51,7 +51,7 @@ from policy.programs.operations import (
 )
 from policy.programs.paths import Path, spelled
 from policy.programs.reading.graph import Node, Value, is_joint
-from policy.programs.reading.source_lines import (
+from policy.programs.reading.walk import (
     author_of,
     authors_of,
     is_by_layers,

@@ -21,7 +21,8 @@ from policy.inspect.audit.operations import (
     tree_of,
 )
 from policy.inspect.render.text import Paint, amount, short, shows_colour
-from policy.programs.operations import HALVES, OPERATION_KINDS
+from policy.programs.dtypes import HALVES
+from policy.programs.operations import OPERATION_KINDS
 
 _LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118

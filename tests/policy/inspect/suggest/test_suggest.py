@@ -17,7 +17,7 @@ from mpmodules import nnx
 from policy import PolicyRules, autocast, use_policy
 from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.suggest import suggest
-from policy.programs.rewriting.placed_interpreter import PlacedValue
+from policy.programs.rewriting.upcast import PlacedValue
 from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
 
