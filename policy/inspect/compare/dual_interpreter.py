@@ -11,15 +11,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from policy.inspect.compare.statistics import (
-    NAMES,
-    is_discrete,
-    is_measurable,
-    largest_alone,
-    limit_of,
-    measured,
-    shares_of_codes,
-)
+from policy.inspect.compare import statistics
+from policy.inspect.compare.statistics import NAMES, is_measurable
 from policy.inspect.traced.call import Program
 from policy.programs.dtypes import F32
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
@@ -91,7 +84,7 @@ class Measurement:
     @property
     def headroom(self) -> float:
         """The largest magnitude as a share of the dtype's largest number."""
-        return float(self.worst[NAMES.index("largest")]) / limit_of(self.dtype)
+        return float(self.worst[NAMES.index("largest")]) / statistics.limit_of(self.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -229,7 +222,7 @@ class Paired(PlacedInterpreter):
         origin = value.origin
         if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
             return
-        if origin.is_inner or (is_discrete(dtype) and len(value.arrays) == 1):
+        if origin.is_inner or (statistics.is_discrete(dtype) and len(value.arrays) == 1):
             return  # both programs have the same array
         if reader.direction != origin.place.direction or reader.direction == "again":
             return  # saved for the backward pass, where it is read in its own module
@@ -243,7 +236,8 @@ class Paired(PlacedInterpreter):
             key, origin.primitive, origin.source, dtype, origin.place, self.bodies
         )
         self.log.measurements.append(measurement)
-        measure = measured if len(value.arrays) > 1 else largest_alone
+        is_pair = len(value.arrays) > 1
+        measure = statistics.measured if is_pair else statistics.largest_alone
         self.notes[key] = measure(*value.arrays, axes=self.axes)
         value.arrays = tuple(self._after(array) for array in value.arrays)
         return measurement
@@ -268,7 +262,8 @@ class Paired(PlacedInterpreter):
         """Measures the codes of an operand of a matmul in 8 bits."""
         if place.direction == "again":
             return
-        note, key = shares_of_codes(codes, _unlimited(value).arrays[0]), -1 - len(self.log.codes)
+        note = statistics.shares_of_codes(codes, _unlimited(value).arrays[0])
+        key = -1 - len(self.log.codes)
         self.notes[key] = lax.pmean(note, self.axes) if self.axes else note
         self.log.codes.append((of, codes.dtype))
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import jax
@@ -184,13 +184,7 @@ def in_8_bits(
       found: the suggestion for the policy without ``m=``.
     """
     in_float32 = trial.paths_of(wide)
-    layers: list[LayerEvidence] = []
-    for i, (path, one) in enumerate(scaled.layers.items()):
-        is_small = min(one.contraction, one.outputs) < smallest
-        why = "in float32" if path in in_float32 else "too small to gain" if is_small else ""
-        alone, cost = trial.measure_8_bits_alone(i), one.flops / max(scaled.total, 1)
-        sizes = one.contraction, one.outputs
-        layers.append(LayerEvidence(spelled(path), alone, cost, *sizes, why))
+    layers = list(_evidence(trial, scaled, in_float32, smallest))
     free = [i for i, one in enumerate(layers) if not one.kept]
 
     def chosen(kept: WideModules) -> frozenset[int]:
@@ -231,6 +225,17 @@ def in_8_bits(
         runs=trial.runs,
         compilations=found.compilations + len(tried),
     )
+
+
+def _evidence(
+    trial: Trial, scaled: ScaledDots, in_float32: Collection[Path], smallest: int
+) -> Iterator[LayerEvidence]:
+    """Yields the measurements of each layer alone, and why it is kept out before any search."""
+    for i, (path, one) in enumerate(scaled.layers.items()):
+        is_small = min(one.contraction, one.outputs) < smallest
+        why = "in float32" if path in in_float32 else "too small to gain" if is_small else ""
+        alone, cost = trial.measure_8_bits_alone(i), one.flops / max(scaled.total, 1)
+        yield LayerEvidence(spelled(path), alone, cost, one.contraction, one.outputs, why)
 
 
 def _states(

@@ -33,6 +33,8 @@ from policy.inspect.suggest.trial import Trial
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 
+RuledRow = tuple[PolicyRules, CompiledRow]
+Places = dict[WideModules, FrontPlace]
 _MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 # A module that costs less than this share of the program is taken to cost so much.
 _LEAST_SHARE = 1e-4
@@ -84,9 +86,7 @@ class FrontSearch:
     shardings: Any
     count: int
     budget: float
-    rows: dict[WideModules, tuple[PolicyRules, CompiledRow]] = dataclasses.field(
-        default_factory=dict
-    )
+    rows: dict[WideModules, RuledRow] = dataclasses.field(default_factory=dict)
     measured: dict[WideModules, float] = dataclasses.field(default_factory=dict)
     confirmations: int = 0
 
@@ -132,7 +132,7 @@ class FrontSearch:
         arguments = (self.call.args, self.call.kwargs)
         return placement_of(self.target, self.mesh, self.shardings, arguments)
 
-    def _row(self, wide: WideModules) -> tuple[PolicyRules, CompiledRow]:
+    def _row(self, wide: WideModules) -> RuledRow:
         """Compiles the call under the first rules of a set under which it can be traced."""
         if wide in self.rows:
             return self.rows[wide]
@@ -147,7 +147,7 @@ class FrontSearch:
             rules, traced = first_that_runs(rules_for(self.trial, wide), step)
         found = compiled_row(row, self.call, traced, self._placement, self.shardings)
         self.rows[wide] = rules, found
-        return rules, found
+        return self.rows[wide]
 
     def _chosen(self, search: Search, sets: Sequence[WideModules]) -> WideModules | None:
         """Returns the cheapest set that fits and meets the budget in a measured run."""
@@ -242,9 +242,7 @@ def chosen_sets(
     return chosen
 
 
-def _places(
-    errors: Mapping[WideModules, float], costs: Sequence[float]
-) -> dict[WideModules, FrontPlace]:
+def _places(errors: Mapping[WideModules, float], costs: Sequence[float]) -> Places:
     """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
     finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
     low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)
@@ -254,9 +252,8 @@ def _places(
         is_finite = 0 < error < math.inf
         return (math.log(error) - low) / (high - low) if is_finite else float(error > 0)
 
-    return {
-        wide: (sum(costs[i] for i in wide) / total, along(error)) for wide, error in errors.items()
-    }
+    shares = {wide: sum(costs[i] for i in wide) / total for wide in errors}
+    return {wide: (shares[wide], along(error)) for wide, error in errors.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,18 +285,12 @@ def module_costs(
     costs = [cost / max(sum(written), 1e-12) for cost in written]
     if total and full:
         whole = max(sum(full.values()) / total - 1, 0.0)
-        before, after = (_by_module(times, candidates) for times in (half, full))
+        before, after = defaultdict[int, float](float), defaultdict[int, float](float)
+        for by_path, by_module in ((half, before), (full, after)):
+            for path, time in by_path.items():
+                by_module[candidate_of(path, candidates)] += time
         costs = [
             (after[i] - before[i]) / total if before[i] or after[i] else whole * share
             for i, share in enumerate(costs, 1)
         ]
     return [max(cost, _LEAST_SHARE) for cost in costs]
-
-
-def _by_module(
-    by_path: Mapping[Path, float], candidates: Mapping[Path, int]
-) -> Mapping[int, float]:
-    times = defaultdict[int, float](float)
-    for path, time in by_path.items():
-        times[candidate_of(path, candidates)] += time
-    return times

@@ -107,11 +107,6 @@ class Suggestion:
         """The paths that are kept in float32, in the order of `evidence`."""
         return tuple(evidence.path for evidence in self.evidence if evidence.keeps)
 
-    @property
-    def _besides(self) -> str:
-        scales = any(layer.runs_in_8_bits for layer in self.layers)
-        return f" them and m={self.matmul}" if scales else ""
-
     def code(self) -> str:
         """Returns the rules as Python code to paste."""
         return f"rules = {code_of(self.rules)}"
@@ -139,32 +134,27 @@ class Suggestion:
             "autocast": f'autocast(fn, "{self.policy}", rules=rules)',
             "as written": "apply_policy(model, ..., rules), or the layers' own dtype arguments",
         }[self.route]
-        lines = [
-            self._headline(),
-            "from policy import PolicyRules",
-            "",
-            self.code(),
-            f"# {how}",
-            "",
-        ]
+        head = self._headline()
+        lines = [head, "from policy import PolicyRules", "", self.code(), f"# {how}", ""]
         if self.target:
             count = len(self.evidence)
-            front = front_lines(self.points, self.chosen, self.target, self.timing, count)
-            lines += [*front, ""]
+            lines += front_lines(self.points, self.chosen, self.target, self.timing, count)
+            lines.append("")
         lines.append(f"# {'path':<50} {'error, alone in half':>20} {'cost':>8}")
         whole = 1 if self.target else 2
-        lines += [
-            f"# {e.path:<50} {'-' if math.isnan(e.alone) else format(e.alone, '.3g'):>20} "
-            f"{e.cost / whole:>8.2%}{'  kept in float32' if e.keeps else ''}"
-            for e in self.evidence
-        ]
+        for one in self.evidence:
+            alone = "-" if math.isnan(one.alone) else f"{one.alone:.3g}"
+            kept = "  kept in float32" if one.keeps else ""
+            lines.append(f"# {one.path:<50} {alone:>20} {one.cost / whole:>8.2%}{kept}")
         return "\n".join([*lines, *lines_of(self.layers, self.matmul, self.smallest)])
 
     def _headline(self) -> str:
         if math.isfinite(self.budget):
+            scales = any(layer.runs_in_8_bits for layer in self.layers)
+            them = f" them and m={self.matmul}" if scales else ""
             return (
                 f"# {self.of} within {self.budget:.3g} of float32: {self.error:.3g} with these "
-                f"rules, {self.without:.3g} without{self._besides}"
+                f"rules, {self.without:.3g} without{them}"
             )
         if self.chosen is None:
             return f"# no program fits on {self.target}"

@@ -86,18 +86,12 @@ class Call:
 
     @classmethod
     def measured(
-        cls,
-        what: str,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
-        params: ParamsArgument,
-        loss_scale: float | None,
+        cls, what: str, fn: Any, args: Any, kwargs: Any, params: ParamsArgument, scale: float | None
     ) -> Call:
         """Returns the call of any function or module, for a tool `what` that runs it.
 
-        A lowered call then returns the function's result without its new state, which is not
-        measured.
+        `scale` is its loss scale. A lowered call returns the function's result without its new
+        state, which is not measured.
 
         Raises:
           TypeError: `fn` is not a function; it is called without arrays, or with shapes; or
@@ -119,7 +113,7 @@ class Call:
                 )
         of = call.lowered
         measured = call.fn if of is None else _returning(call.fn, of.result)
-        return dataclasses.replace(call, fn=measured, loss_scale=loss_scale)
+        return dataclasses.replace(call, fn=measured, loss_scale=scale)
 
     def differentiated(self) -> list[int]:
         """Returns the positions, among the arrays of the call, of those to differentiate by.
