@@ -362,8 +362,8 @@ def _number(value: Value, depth: int = 8) -> tuple[float, bool]:
     if value.is_literal:
         return float(value.array.real), True
     maker = value.maker
-    is_product = maker is not None and (is_view(maker) or maker.name in ("neg", "mul"))
-    if maker is None or not is_product or not maker.inputs or not depth:
+    is_product = maker is not None and maker.name in ops.SCALINGS and maker.name != "div"
+    if maker is None or not (is_product or is_view(maker)) or not maker.inputs or not depth:
         return 1.0, False
     operands = maker.inputs if maker.name == "mul" else maker.inputs[:1]
     factors = [_number(operand, depth - 1) for operand in operands]

@@ -213,7 +213,7 @@ def _is_sensitive(reader: Node, value: Value) -> bool:
     """
     if _sums(reader) or (reader.name == "div" and reader.inputs[1] is value):
         return True
-    if _joins_by_hand(reader, lambda node: node.name in ("exp", "exp2")):
+    if _joins_by_hand(reader, lambda node: node.name.removesuffix("2") == "exp"):
         return True
     return _is_judged(reader) if _is_softplus(reader) else _is_steep(reader)
 
@@ -234,11 +234,12 @@ def _is_steep(node: Node) -> bool:
 
 def _is_softplus(node: Node) -> bool:
     """Returns whether a node is the ``log1p`` of ``max(x, 0) + log1p(exp(-abs(x)))``."""
-    maker: Node | None = node if node.name == "log1p" else None
-    for name in ("exp", "neg", "abs"):
-        maker = None if maker is None else made_of(maker.inputs[0]).maker
-        maker = maker if maker is not None and maker.name == name else None
-    return maker is not None
+
+    def operand(node: Node | None, name: str) -> Node | None:
+        maker = None if node is None else made_of(node.inputs[0]).maker
+        return maker if maker is not None and maker.name == name else None
+
+    return node.name == "log1p" and operand(operand(operand(node, "exp"), "neg"), "abs") is not None
 
 
 def _is_judged(node: Node) -> bool:
