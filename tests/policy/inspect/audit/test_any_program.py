@@ -15,12 +15,7 @@ from jax.extend.core import Primitive
 
 from policy import audit
 from policy.programs.reading.walk import walk
-
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def shape(*dims: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype)
+from tests.policy.inspect.audit.corpus.planting import BF16, F32, shape
 
 
 def kinds(report: Any) -> list[str]:
@@ -29,13 +24,8 @@ def kinds(report: Any) -> list[str]:
 
 def test_a_program_without_equations_has_neither_operations_nor_findings():
     report = audit(lambda x: x, shape(2))
-    assert (report.operations, report.findings, report.paths, report.f32_matmul_share) == (
-        (),
-        (),
-        (),
-        0.0,
-    )
-    assert report.flops_by_dtype == report.bytes_by_dtype == {}
+    assert report.operations == report.findings == report.paths == ()
+    assert report.f32_matmul_share == 0.0 and report.flops_by_dtype == report.bytes_by_dtype == {}
     assert "no findings" in str(report)
 
 
@@ -46,9 +36,8 @@ def test_integers_count_no_flops():
 
 
 def solve(a: Any, b: Any) -> Any:
-    return lax.custom_linear_solve(
-        lambda x: a @ x, b, lambda matvec, x: jnp.linalg.solve(a, x[:, None])[:, 0]
-    )
+    solved = lambda matvec, x: jnp.linalg.solve(a, x[:, None])[:, 0]  # noqa: E731
+    return lax.custom_linear_solve(lambda x: a @ x, b, solved)
 
 
 def call_out(x: Any) -> Any:
@@ -57,7 +46,7 @@ def call_out(x: Any) -> Any:
 
 
 (SIZE,) = jax.export.symbolic_shape("n")
-WIDE = shape(3, dtype=F32)
+WIDE, COMPLEX = shape(3, dtype=F32), shape(2, 4, dtype=jnp.complex64)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +59,13 @@ WIDE = shape(3, dtype=F32)
         (lambda x: jax.jvp(jnp.exp, (x,), (x,)), (WIDE,), {"exp"}),
         (lambda x: jnp.exp(x).sum(dtype=F32), (jax.ShapeDtypeStruct((SIZE,), BF16),), {"exp"}),
         (jax.jit(lambda x, y: x @ y, donate_argnums=0), (shape(2, 2),) * 2, {"dot_general"}),
+        (lambda x: jnp.abs(jnp.fft.fft(x)) @ jnp.ones(4), (COMPLEX,), {"fft", "dot_general"}),
     ],
-    ids=("no arguments", "solve", "calls out", "hessian", "jvp", "symbolic shape", "donated"),
 )
 def test_programs_of_every_kind_are_read(fn, args, primitives):
-    assert primitives <= {op.primitive for op in audit(fn, *args).operations}
+    report = audit(fn, *args)
+    assert primitives <= {op.primitive for op in report.operations}
+    assert args != (COMPLEX,) or not report.findings
 
 
 @pytest.mark.parametrize("make", (jax.random.key, jax.random.PRNGKey))
@@ -83,62 +74,37 @@ def test_keys_and_random_numbers(make):
     assert not kinds(audit(draw, jax.eval_shape(lambda: make(0)), shape(4, dtype=F32)))
 
 
-def test_complex_numbers():
-    report = audit(
-        lambda x: jnp.abs(jnp.fft.fft(x)) @ jnp.ones(4), shape(2, 4, dtype=jnp.complex64)
-    )
-    assert not report.findings
-    assert {"fft", "dot_general"} <= {op.primitive for op in report.operations}
-
-
 def test_float64_is_wide():
     with jax.enable_x64(True):
-        report = audit(lambda x: jnp.exp(x @ x).sum(), shape(2, 2, dtype=jnp.float64))
-        lossy = audit(
-            lambda x: jnp.tanh(x.astype(F32).astype(jnp.float64)), shape(2, dtype=jnp.float64)
-        )
+        x = shape(2, 2, dtype=jnp.float64)
+        report = audit(lambda x: jnp.exp(x @ x).sum(), x)
+        lossy = audit(lambda x: jnp.tanh(x.astype(F32).astype(jnp.float64)), x)
     assert not report.findings and report.f32_matmul_share == 1.0
     assert kinds(lossy) == ["cast-round-trip"]
 
 
-def test_effects_are_no_dead_code():
-    def fn(x):
-        jax.debug.print("{}", jnp.sum(jnp.exp(x), dtype=BF16))
-        return x
-
-    assert "exp" in {op.primitive for op in audit(fn, shape(4)).operations}
-
-
-def test_what_no_result_depends_on_is_left_out():
+def test_what_neither_a_result_nor_an_effect_depends_on_is_left_out():
     def fn(x):
         jax.nn.softmax(x)
+        jax.debug.print("{}", jnp.cos(x))
         return x * 2
 
-    report = audit(fn, shape(4))
-    assert not report.findings and [op.primitive for op in report.operations] == ["mul"]
+    found = {op.primitive for op in audit(fn, shape(4)).operations}
+    assert {"cos", "mul"} <= found and not found & {"exp", "reduce_sum"}
 
 
-def _kernel(x_ref, out_ref):
-    out_ref[...] = jnp.exp(x_ref[...])
+def test_kernels_and_unknown_primitives_are_listed_and_not_opened():
+    def kernel(x_ref, out_ref):
+        out_ref[...] = jnp.exp(x_ref[...])
 
-
-def test_a_kernel_is_opaque_and_listed():
-    call = pl.pallas_call(_kernel, out_shape=jax.ShapeDtypeStruct((8, 8), BF16), interpret=True)
+    call = pl.pallas_call(kernel, out_shape=shape(8, 8), interpret=True)
     report = audit(lambda x: call(x) @ x, shape(8, 8))
-    assert [(op.kind, op.primitive) for op in report.operations] == [
-        ("opaque", "pallas_call"),
-        ("dot", "dot_general"),
-    ]
-    assert not report.findings
-
-
-def test_an_unknown_primitive_is_another_operation():
+    found = [(op.kind, op.primitive) for op in report.operations]
+    assert found == [("opaque", "pallas_call"), ("dot", "dot_general")] and not report.findings
     mystery = Primitive("mystery")
     mystery.def_abstract_eval(lambda x: x)
-    report = audit(lambda x: mystery.bind(x), shape(4))
-    assert [(op.kind, op.primitive, op.flops) for op in report.operations] == [
-        ("other", "mystery", 4)
-    ]
+    (operation,) = audit(lambda x: mystery.bind(x), shape(4)).operations
+    assert (operation.kind, operation.primitive, operation.flops) == ("other", "mystery", 4)
 
 
 def test_loops_multiply_counts_and_conditionals_count_each_branch_once():
@@ -150,23 +116,18 @@ def test_loops_multiply_counts_and_conditionals_count_each_branch_once():
         x = lax.scan(inner, x, None, length=5)[0]
         return lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x)
 
-    report = audit(fn, shape(2, 2))
-    runs = {
-        (op.primitive, op.count, op.flops)
-        for op in report.operations
-        if op.primitive in ("dot_general", "tanh")
-    }
-    assert runs == {("dot_general", 15, 15 * 16), ("tanh", 15, 60), ("dot_general", 1, 16)}
+    runs = {(op.primitive, op.count, op.flops) for op in audit(fn, shape(2, 2)).operations}
+    assert runs >= {("dot_general", 15, 15 * 16), ("tanh", 15, 60), ("dot_general", 1, 16)}
+    assert sum(primitive in ("dot_general", "tanh") for primitive, *_ in runs) == 3
 
 
 def test_shards_count_on_every_device():
     mesh = jax.sharding.AbstractMesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
-    fn = jax.shard_map(
-        lambda x: x @ jnp.ones((8, 8), BF16), mesh=mesh, in_specs=spec, out_specs=spec
-    )
-    whole = audit(lambda x: x @ jnp.ones((8, 8), BF16), shape(16, 8))
-    assert audit(fn, shape(16, 8)).flops_by_dtype == whole.flops_by_dtype
+    whole = lambda x: x @ jnp.ones((8, 8), BF16)  # noqa: E731
+    parts = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec)
+    flops = audit(whole, shape(16, 8)).flops_by_dtype
+    assert audit(parts, shape(16, 8)).flops_by_dtype == flops
 
 
 def test_derivatives_that_a_function_takes_itself():
@@ -174,11 +135,8 @@ def test_derivatives_that_a_function_takes_itself():
         with jax.named_scope("Net"):
             return jax.grad(lambda w: jnp.tanh(x @ w).astype(F32).sum())(w)
 
-    report = audit(fn, shape(4, 4), shape(2, 4))
-    assert {(op.path, op.is_backward) for op in report.operations if op.kind == "dot"} == {
-        ("Net:", False),
-        ("Net:", True),
-    }
+    dots = [op for op in audit(fn, shape(4, 4), shape(2, 4)).operations if op.kind == "dot"]
+    assert {(op.path, op.is_backward) for op in dots} == {("Net:", False), ("Net:", True)}
 
 
 def test_methods_partials_and_static_arguments():
