@@ -16,17 +16,10 @@ BROWSER = next(
 )
 
 _FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-    ),
-    *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-sync", "--disable-background-networking", "--disable-component-update"),
     # The browser itself asks for updates and time: it finds nobody.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    *("--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND"),
 )
 # What a probe returns is written where `--dump-dom` shows it.
 _PROBE = """

@@ -48,14 +48,10 @@ def nnx_model(mod: Any, up: Any = None, **head: Any) -> Any:
 
 def kinds(report: Any) -> set[str]:
     """The kinds of findings, of a program that multiplies in half but for its head."""
-    wide = {op.path for op in report.operations if op.kind == "dot" and "float32" in op.operands}
-    half = {op.path for op in report.operations if op.kind == "dot" and "bfloat16" in op.operands}
-    assert (wide, half) == ({"head"}, {"up"}), report
-    return {
-        finding.kind
-        for finding in report.findings
-        if finding.path == "head" or finding.kind.startswith("float32")
-    }
+    dots = [op for op in report.operations if op.kind == "dot"]
+    found = {(op.path, dtype) for op in dots for dtype in op.operands}
+    assert found == {("head", "float32"), ("up", "bfloat16")}, report
+    return {f.kind for f in report.findings if f.path == "head" or f.kind.startswith("float32")}
 
 
 HALF_ARGUMENT, FLOAT32_ARGUMENT = {"dtype": jnp.bfloat16}, {"dtype": jnp.float32}
@@ -126,10 +122,9 @@ def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(wing, mo
         f"obeys no policy: import {wing} from mpmodules in its place, or call "
         f"mpmodules.{wing}.apply_policy on the model."
     )
-    for f, (path, name) in zip(
-        found, [("head", f"flax.{wing}.{layer}"), ("Net:", f"Net of flax.{wing}")], strict=True
-    ):
-        assert f.path == path and f.message.endswith(f"{name} {remedy}")
+    named = {"head": f"flax.{wing}.{layer}", "Net:": f"Net of flax.{wing}"}
+    assert [f.path for f in found] == list(named)
+    assert all(f.message.endswith(f"{named[f.path]} {remedy}") for f in found)
 
 
 def test_a_rule_of_a_scope_holds_for_what_was_traced_before():
@@ -156,13 +151,9 @@ def test_a_policy_of_a_layer_and_an_island_make_float32_no_finding():
 def test_no_findings_without_a_policy_says_so():
     model, variables = linen_model(linen)
     report = audit(model.apply, variables, X)
-    assert report.policy == "" and str(report).startswith(
-        "audit of apply: no findings, and no policy was in force\n"
-    )
-    assert (
-        "None, and no policy was in force." in report.to_html()
-        and json.loads(report.to_json())["policy"] == ""
-    )
+    assert report.policy == json.loads(report.to_json())["policy"] == ""
+    assert str(report).startswith("audit of apply: no findings, and no policy was in force\n")
+    assert "None, and no policy was in force." in report.to_html()
     for found, policy in (
         (audit(model.apply, variables, X, policy=HALF), HALF),
         (audit(autocast(model.apply, HALF), variables, X), "of modules"),
@@ -186,8 +177,6 @@ def test_no_findings_without_a_policy_says_so():
 def test_rules_go_with_a_policy(tool):
     model, _ = linen_model(linen)
     variables = model.init(jax.random.key(0), X)
-    with pytest.raises(
-        ValueError,
-        match=r"rules= makes exceptions to a policy, but policy= is missing: pass it too",
-    ):
+    told = r"rules= makes exceptions to a policy, but policy= is missing: pass it too"
+    with pytest.raises(ValueError, match=told):
         tool(model.apply, variables, X, rules=RULES)

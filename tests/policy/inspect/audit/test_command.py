@@ -18,6 +18,7 @@ import pytest
 from policy.command_line.arguments import parse_argument
 from policy.command_line.command import main
 from tests.eight_devices import ROOT
+from tests.policy.inspect.audit.corpus.planting import F16, F32, I32, shape
 
 MODEL = """
     import jax
@@ -92,11 +93,8 @@ def test_a_function_that_returns_what_to_audit(model, capsys, name):
 
 
 def test_gradients_are_taken_by_the_arguments_that_are_named(model, capsys):
-    for params, count in (
-        ((), 1),
-        (("--params", "x"), 1),
-        (("--params", "params", "--params", "1"), 2),
-    ):
+    both = ("--params", "params", "--params", "1")
+    for params, count in ((), 1), (("--params", "x"), 1), (both, 2):
         found = read(capsys, f"{model}:loss", *GIVEN, "--backward", *params)
         assert sum(op["count"] for op in dots(found) if op["is_backward"]) == count
 
@@ -136,23 +134,19 @@ def test_reports_on_the_standard_output_and_in_a_file(model, capsys, tmp_path):
 
 
 ARGUMENTS: dict[str, Any] = {
-    "bf16[8,128]": jax.ShapeDtypeStruct((8, 128), jnp.bfloat16),
-    "f32[]": jax.ShapeDtypeStruct((), jnp.float32),
-    "float8_e4m3fn[2]": jax.ShapeDtypeStruct((2,), jnp.float8_e4m3fn),
-    "bool[2]": jax.ShapeDtypeStruct((2,), np.bool_),
+    "bf16[8,128]": shape(8, 128),
+    "f32[]": shape(dtype=F32),
+    "float8_e4m3fn[2]": shape(2, dtype=jnp.float8_e4m3fn),
+    "bool[2]": shape(2, dtype=np.bool_),
     "'mean'": "mean",
     "[1.5, None, True]": [1.5, None, True],
-    "{'w': f16[2], 'deep': [(i32[2],)]}": {
-        "w": jax.ShapeDtypeStruct((2,), jnp.float16),
-        "deep": [(jax.ShapeDtypeStruct((2,), jnp.int32),)],
-    },
+    "{'w': f16[2], 'deep': [(i32[],)]}": {"w": shape(2, dtype=F16), "deep": [(shape(dtype=I32),)]},
     "{'key': 1}": {"key": 1},
 }
 
 
-@pytest.mark.parametrize("text", ARGUMENTS)
-def test_arguments_are_shapes_keys_numbers_and_containers_of_these(text):
-    assert parse_argument(text) == ARGUMENTS[text]
+def test_arguments_are_shapes_keys_numbers_and_containers_of_these():
+    assert {text: parse_argument(text) for text in ARGUMENTS} == ARGUMENTS
     assert jnp.issubdtype(parse_argument("key").dtype, jax.dtypes.prng_key)
 
 
@@ -160,9 +154,8 @@ def test_from_the_shell(model):
     """The one test in a process of its own."""
     command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
-    )
+    options: Any = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
+    result = subprocess.run(command, check=False, **options)
     assert result.returncode == 1, result.stderr
     assert "\x1b[" not in result.stdout and "low-precision-function" in result.stdout
 

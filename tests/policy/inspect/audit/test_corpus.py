@@ -60,14 +60,14 @@ def is_seen(program: Program, run: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("place", range(len(FAULTS)), ids=map(str, FAULTS))
+@pytest.mark.parametrize("place", range(len(FAULTS)), ids=[one.name for one in FAULTS])
 def test_a_fault_is_seen_in_all_its_places(place):
     fault = FAULTS[place]
     missed = [name for name, run in places_of(fault, place).items() if not is_seen(fault, run)]
     assert bool(missed) == (fault.name in NOT_SEEN), missed
 
 
-@pytest.mark.parametrize("place", range(len(CLEAN)), ids=map(str, CLEAN))
+@pytest.mark.parametrize("place", range(len(CLEAN)), ids=[one.name for one in CLEAN])
 def test_a_clean_program_has_no_finding_in_any_place(place):
     program = CLEAN[place]
     runs = places_of(program, place)

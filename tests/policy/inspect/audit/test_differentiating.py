@@ -64,13 +64,9 @@ def _of_nnx_state() -> tuple[Any, ...]:
 
 
 def _of_nnx_apart() -> tuple[Any, ...]:
-    graph, params, rest = nnx.split(NnxNet(), nnx.Param, ...)
-    return (
-        lambda params, rest, x: _square(nnx.merge(graph, params, rest, copy=True)(x)),
-        params,
-        rest,
-        X,
-    )
+    graph, *states = nnx.split(NnxNet(), nnx.Param, ...)
+    fn = lambda params, rest, x: _square(nnx.merge(graph, params, rest, copy=True)(x))  # noqa: E731
+    return fn, *states, X
 
 
 WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -82,28 +78,22 @@ WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-def _gradients_of_audit(
-    fn: Any, args: tuple[Any, ...], params: Any = None
-) -> list[tuple[int, ...]]:
+def _gradients_of_audit(fn: Any, args: Any, params: Any = None) -> list[tuple[int, ...]]:
     """Returns the shapes of the gradients in the program that an audit and the assertions read."""
-    traced, _ = traced_call(fn, args, {}, True, params)
-    return sorted(
-        aval.shape for aval in traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :]
-    )
-
-
-def _name(path: str) -> str:
-    return path.removeprefix("params/").removesuffix("/value")
+    traced, _ = traced_call(fn, tuple(args), {}, True, params)
+    gradients = traced.jaxpr.out_avals[len(jax.tree.leaves(traced.shape)) :]
+    return sorted(aval.shape for aval in gradients)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tool_takes_gradients_by_running_statistics(way):
     fn, *args = WAYS[way]()
     comparison = compare(fn, *args, policy="mixed_bfloat16", backward=True)
-    assert {_name(row.path) for row in comparison.parameters} == LAYERS
+    paths = (row.path.removeprefix("params/") for row in comparison.parameters)
+    assert {path.removesuffix("/value") for path in paths} == LAYERS
     call = Call.measured("suggest", fn, tuple(args), {}, None, 1.0)
     taken = sorted(call.arguments.arrays[i].shape for i in call.differentiated())
-    assert taken == _gradients_of_audit(fn, tuple(args)) == [(3, 5), (5,), (5,), (5,)]
+    assert taken == _gradients_of_audit(fn, args) == [(3, 5), (5,), (5,), (5,)]
 
 
 def test_params_names_the_arguments_that_gradients_are_taken_by():
@@ -116,10 +106,9 @@ def test_params_names_the_arguments_that_gradients_are_taken_by():
             (None, [(3, 5), (4, 3), (5,)]),
             (lambda leaf: leaf.shape == (3, 5), [(3, 5)]),
         ):
-            rows = compare(
-                fn, *args, policy="mixed_bfloat16", backward=True, params=params
-            ).parameters
-            assert len(rows) == len(shapes) and _gradients_of_audit(fn, args, params) == shapes
+            report = compare(fn, *args, policy="mixed_bfloat16", backward=True, params=params)
+            assert len(report.parameters) == len(shapes)
+            assert _gradients_of_audit(fn, args, params) == shapes
 
 
 def test_suggest_and_the_assertions_take_the_same_keywords():
@@ -151,11 +140,7 @@ def test_params_that_say_nothing_are_refused():
 
 def test_modules_hold_their_parameters_themselves():
     fn, net, x = _of_nnx()
-    for tool in (
-        lambda **options: audit(fn, net, x, **options),
-        lambda **options: compare(fn, net, x, **options),
-    ):
-        with pytest.raises(
-            ValueError, match=r"^params='net' names arguments, but here the parameters are held"
-        ):
-            tool(backward=True, params="net")
+    told = r"^params='net' names arguments, but here the parameters are held"
+    for tool in (audit, compare):
+        with pytest.raises(ValueError, match=told):
+            tool(fn, net, x, backward=True, params="net")

@@ -23,13 +23,14 @@ NOTHING = "Nothing differs from float32"
 def test_an_argmax_of_half_precision_is_reported_with_the_share_that_differs() -> None:
     comparison = compare(lambda x: jnp.argmax(x.astype(BF16), -1), X)
     (row,) = comparison.outputs
-    share = float(
-        np.mean(np.argmax(np.asarray(X.astype(BF16), F32), -1) != np.argmax(np.asarray(X), -1))
-    )
-    assert (
-        row.error == comparison.error == pytest.approx(share) and share > 0 and row.dtype == "int32"
-    )
+    half, truth = (np.argmax(np.asarray(x, F32), -1) for x in (X.astype(BF16), X))
+    share = float(np.mean(half != truth))
+    assert row.error == comparison.error == pytest.approx(share) and share > 0
+    assert row.dtype == "int32"
     assert NOTHING not in str(comparison) and f"{share:.2%} of the int32 differ" in str(comparison)
+
+
+DIFFERING = np.asarray(X.astype(BF16) > 1) != np.asarray(X > 1)
 
 
 def test_integers_and_booleans_that_leave_a_module_have_rows_too() -> None:
@@ -43,8 +44,7 @@ def test_integers_and_booleans_that_leave_a_module_have_rows_too() -> None:
     comparison = compare(routed, X)
     assert [row.dtype for row in comparison.outputs] == ["int32", "bool", "bool"]
     assert comparison["router"].error > 0 and comparison.outputs[0].error > 0
-    assert comparison["mask"].error == np.mean(np.asarray(X.astype(BF16) > 1) != np.asarray(X > 1))
-    assert comparison.outputs[2].error == 0
+    assert comparison["mask"].error == np.mean(DIFFERING) and comparison.outputs[2].error == 0
 
 
 def test_the_share_that_differs_in_each_step_of_a_scan_is_in_its_steps() -> None:
@@ -56,9 +56,7 @@ def test_the_share_that_differs_in_each_step_of_a_scan_is_in_its_steps() -> None
         return jax.lax.scan(step, 0, x)[1]
 
     steps = compare(scanned, X)["choice"].steps
-    np.testing.assert_allclose(
-        steps, np.mean(np.asarray(X.astype(BF16) > 1) != np.asarray(X > 1), -1), rtol=1e-6
-    )
+    np.testing.assert_allclose(steps, np.mean(DIFFERING, -1), rtol=1e-6)
 
 
 def test_complex_outputs_have_the_error_of_complex_vectors() -> None:

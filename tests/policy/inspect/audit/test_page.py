@@ -23,39 +23,24 @@ HOSTILE = (
 )
 
 
-def operation(
-    path,
-    *,
-    dtype="bfloat16",
-    kind="dot",
-    flops=1_000_000,
-    source="model.py:12 (__call__)",
-    name="dot_general",
-):
-    return Operation(
-        path, kind, name, (dtype, dtype), "backend", dtype, source, False, 1, flops, flops // 100
-    )
+def operation(path, **changes):
+    given = {"dtype": "bfloat16", "kind": "dot", "name": "dot_general", "flops": 1_000_000}
+    given |= {"source": "model.py:12 (__call__)"} | changes
+    dtype, flops = given["dtype"], given["flops"]
+    said = (given["kind"], given["name"], (dtype, dtype), "backend", dtype, given["source"])
+    return Operation(path, *said, False, 1, flops, flops // 100)
 
 
-def finding(
-    path, kind="low-precision reduction", message="Sums 4096 terms in bfloat16.", **changes
-):
-    fields = {
-        "dtypes": ("bfloat16",),
-        "source": "model.py:3 (f)",
-        "is_backward": False,
-        "count": 1,
-    } | changes
-    return Finding(kind, path, "reduce_sum", message=message, **fields)
+def finding(path, **changes):
+    given = {"kind": "low-precision reduction", "message": "Sums 4096 terms in bfloat16."}
+    given |= {"dtypes": ("bfloat16",), "source": "model.py:3 (f)", "is_backward": False, "count": 1}
+    return Finding(path=path, primitive="reduce_sum", **given | changes)
 
 
+LAYERS = [f"Net/layer_{i}/{name}" for i in range(3) for name in ("attn/query", "mlp/up")]
 AUDIT = Audit(
     (
-        *(
-            operation(f"Net/layer_{i}/{name}")
-            for i in range(3)
-            for name in ("attn/query", "mlp/up")
-        ),
+        *map(operation, LAYERS),
         operation("Net/head", dtype="float32", flops=4_000_000),
         operation("", dtype="float16", flops=0, kind="reduction", name="reduce_sum"),
         operation(f"Net/{HOSTILE}", source=HOSTILE),
@@ -70,9 +55,8 @@ AUDIT = Audit(
 
 
 def row(path, error, *, kind: Any = "activation", largest=1.0, is_jump=False):
-    return Row(
-        path, kind, error, 1.0, 0.0, 0.0, 0.0, largest, 65504.0, "float16", largest, is_jump=is_jump
-    )
+    measured = (error, 1.0, 0.0, 0.0, 0.0, largest, 65504.0, "float16", largest)
+    return Row(path, kind, *measured, is_jump=is_jump)
 
 
 class Elements(HTMLParser):
@@ -154,55 +138,34 @@ def test_findings_come_first_and_say_where_what_and_how_often():
     assert all(part in text for part in (*said, " 12 times"))
 
 
+SIZES = [(0, "0", "0 B"), (999, "999", "999 B"), (1023_000, "1.02 M", "999 KiB")]
+
+
 @pytest.mark.parametrize(
-    ("number", "count", "size"),
-    [
-        (0, "0", "0 B"),
-        (999, "999", "999 B"),
-        (1023_000, "1.02 M", "999 KiB"),
-        (1023 * 2**20, "1.07 G", "1023 MiB"),
-    ],
+    ("number", "count", "size"), [*SIZES, (1023 * 2**20, "1.07 G", "1023 MiB")]
 )
 def test_numbers_are_shown_with_three_digits_and_a_unit(number, count, size):
-    text = Elements(
-        page(Audit((Operation("", "dot", "dot", (), "", "", "", False, 1, number, number),), ()))
-    ).text
+    one = Operation("", "dot", "dot", (), "", "", "", False, 1, number, number)
+    text = Elements(page(Audit((one,), ()))).text
     assert f" · {count} FLOPs" in text and size in text
 
 
 def test_an_audit_of_nothing_is_a_page_too():
     text = Elements(page(Audit((), ()))).text
-    assert (
-        "A function" in text
-        and "None, and no policy was in force." in text
-        and "FLOPs: none" in text
-        and "no matmul" in text
-    )
+    said = ("A function", "None, and no policy was in force.", "FLOPs: none", "no matmul")
+    assert all(part in text for part in said)
 
 
 def test_a_comparison_is_shown_beside_the_audit():
-    rows = (
-        row("Net/layer_1", 0.25, largest=6e4, is_jump=True),
-        row("", math.inf, kind="output"),
-    )
-    compared = Comparison(
-        rows, first_jump="Net/layer_1", jump_step=2, notes=(HOSTILE,), policy="mixed_float16"
-    )
-    text = page(AUDIT, compared)
+    rows = row("Net/layer_1", 0.25, largest=6e4, is_jump=True), row("", math.inf, kind="output")
+    options: Any = {"first_jump": "Net/layer_1", "jump_step": 2, "policy": "mixed_float16"}
+    text = page(AUDIT, Comparison(rows, notes=(HOSTILE,), **options))
     elements = Elements(text)
-    assert (
-        "Against float32" in elements.text
-        and "The error jumps first at Net/layer_1. In step 2" in elements.text
-    )
-    assert (
-        "2.50e-01" in elements.text
-        and "91.60%" in elements.text
-        and "under mixed_float16" in elements.text
-        and "the result" in elements.text
-    )
-    assert {"data-label": "error", "data-value": "Infinity", "class": "number"} in all_of(
-        elements, "td"
-    )
+    said = ("Against float32", "The error jumps first at Net/layer_1. In step 2", "2.50e-01")
+    said = (*said, "91.60%", "under mixed_float16", "the result")
+    assert all(part in elements.text for part in said)
+    cell = {"data-label": "error", "data-value": "Infinity", "class": "number"}
+    assert cell in all_of(elements, "td")
     assert len(all_of(elements, "svg")) == 1 and len(all_of(elements, "script")) == 1
     assert "Against float32" not in page(AUDIT)
 
@@ -210,9 +173,8 @@ def test_a_comparison_is_shown_beside_the_audit():
 @pytest.fixture(scope="module")
 def example():
     """docs/make_audit_page.py."""
-    spec = importlib.util.spec_from_file_location(
-        "make_audit_page", ROOT / "docs" / "make_audit_page.py"
-    )
+    file = ROOT / "docs" / "make_audit_page.py"
+    spec = importlib.util.spec_from_file_location("make_audit_page", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -228,9 +190,8 @@ def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, c
     assert (tmp_path / "audit.html").read_text() == page(AUDIT)
     assert "3 findings" in capsys.readouterr().out
     monkeypatch.setattr(example, "BROWSERS", ())
-    with pytest.raises(
-        SystemExit, match=r"No browser is installed .*: apt-get install chromium, or --no-png"
-    ):
+    told = r"No browser is installed .*: apt-get install chromium, or --no-png"
+    with pytest.raises(SystemExit, match=told):
         example.photograph(tmp_path / "audit.html", tmp_path / "audit.png")
 
 
@@ -294,21 +255,15 @@ def test_the_page_is_alive_in_a_browser_at_phone_width():
     seen, console = look(page(AUDIT), VISIT, width=500)
     assert console == [] and seen["fetched"] == []
     assert (seen["ready"], seen["error"], seen["title"]) == ("true", None, f"Audit of {HOSTILE}")
-    assert (seen["findings"], seen["nodes"]) == (
-        3,
-        len(list(tree_of(AUDIT.operations, AUDIT.findings).walk())),
-    )
+    nodes = [*tree_of(AUDIT.operations, AUDIT.findings).walk()]
+    assert (seen["findings"], seen["nodes"]) == (3, len(nodes))
     assert seen["fits"] and seen["width"] <= 500
     assert seen["opaque"] != "rgba(0, 0, 0, 0)"
     assert seen["falling"] == ["Net/head", "descending"]
     assert seen["rising"] == ["(outside of any module)", "ascending"]
     assert seen["named"][1:] == ["ascending", "none"]
-    assert seen["searched"] == [
-        2,
-        1,
-        ["all", "Net", "layer_2", "attn", "query", "mlp", "up"],
-        "3 of 11 rows",
-    ]
+    found = ["all", "Net", "layer_2", "attn", "query", "mlp", "up"]
+    assert seen["searched"] == [2, 1, found, "3 of 11 rows"]
     assert seen["cleared"] == [9, ""]
     assert seen["folded"] == 1 and seen["followed"]
     assert seen["walked"] == ["all", "Net", "Net", "layer_0", "Net", "Net", "all"]
@@ -353,27 +308,17 @@ return {
 @needs_browser
 @pytest.mark.parametrize("width", [420, 1300])
 def test_a_reader_sees_whole_words_bars_by_share_and_infinity_apart(width):
-    primitives = (
-        "convert_element_type",
-        "dynamic_update_slice",
-        "dot_general",
-        "custom_partitioning",
+    flops = {"convert_element_type": 1, "dynamic_update_slice": 2, "dot_general": 5}
+    flops["custom_partitioning"] = 2
+    operations = (
+        operation(f"layer_{i}/attention/query", name=name, kind="transcendental", flops=10**6 * n)
+        for i, (name, n) in enumerate(flops.items())
     )
-    audit = Audit(
-        tuple(
-            operation(f"layer_{i}/attention/query", name=name, kind="transcendental", flops=flops)
-            for i, (name, flops) in enumerate(
-                zip(primitives, (1_000_000, 2_000_000, 5_000_000, 2_000_000), strict=True)
-            )
-        ),
-        (),
-    )
+    audit = Audit(tuple(operations), ())
     errors = {"layer_0": 1e-3, "layer_1": math.inf, "layer_2": 1.0}
     compared = tuple(row(path, error, is_jump=error > 1) for path, error in errors.items())
     seen, console = look(page(audit, Comparison(compared, first_jump="layer_1")), LOOK, width=width)
-    assert (
-        console == [] and seen["fits"] and seen["broken"] == [] and seen["width"] == max(width, 500)
-    )
+    assert console == [] == seen["broken"] and seen["fits"] and seen["width"] == max(width, 500)
     shares = {"": 1.0, "layer_0": 0.1, "layer_1": 0.2, "layer_2": 0.5, "layer_3": 0.2}
     assert {path: round(seen["bars"][path], 2) for path in shares} == shares
     axis, drawn = dict(seen["axis"]), dict(seen["drawn"])

@@ -17,18 +17,14 @@ from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.audit.render.text import folded_pattern, text
 from policy.inspect.audit.report import Audit, Finding, Operation
 from tests.eight_devices import ROOT
+from tests.policy.inspect.audit.corpus.planting import BF16, F32, shape
 
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def shape(*dims, dtype=BF16):
-    return jax.ShapeDtypeStruct(dims, dtype)
+SHARE = 1024 / (1024 + 13 * 64)  # of FLOPs in float32
 
 
 def block(x, w):
     with jax.named_scope("attention"):
-        x = jax.nn.softmax(x @ w)
-    return x
+        return jax.nn.softmax(x @ w)
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +46,24 @@ def test_an_operation_says_what_it_multiplies_sums_and_returns():
         named = lax.dot_general(
             x, w, (((1,), (0,)), ((), ())), precision=lax.DotAlgorithmPreset.BF16_BF16_F32
         )
-        return (
-            wide,
-            named,
-            x @ w,
-            lax.conv_general_dilated(image, kernel, (1, 1), "SAME"),
-            jnp.sum(x),
-        )
+        plain, image = x @ w, lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+        return wide, named, plain, image, jnp.sum(x)
 
-    found = audit(
-        products, shape(2, 4), shape(4, 4), shape(1, 2, 5, 5), shape(3, 2, 3, 3)
-    ).operations
-    rows = [
-        (op.kind, op.operands, op.accumulation, op.result, op.flops)
-        for op in found
-        if op.accumulation
-    ]
+    shapes = shape(2, 4), shape(4, 4), shape(1, 2, 5, 5), shape(3, 2, 3, 3)
+    found = audit(products, *shapes).operations
+    sums = [op for op in found if op.accumulation]
+    rows = [(op.kind, op.operands, op.accumulation, op.result, op.flops) for op in sums]
     two = ("bfloat16", "bfloat16")
     assert rows[0] == ("dot", two, "float32", "float32", 64)
     assert rows[1][:3] == ("dot", two, "float32")
     assert rows[2] == ("dot", two, "backend", "bfloat16", 64)
     assert rows[3] == ("convolution", two, "backend", "bfloat16", 2 * 75 * 18)
     assert rows[4] == ("reduction", ("float32",), "float32", "float32", 8)
-    assert all(
-        op.source.startswith("test_report.py:") and op.source.endswith("(products)") for op in found
-    )
+    assert all(re.fullmatch(r"test_report.py:\d+ \(products\)", op.source) for op in found)
 
 
 def test_figures_are_sums_over_operations_and_equal_ones_on_one_line_are_one_row(report):
-    assert report.f32_matmul_share == pytest.approx(1024 / (1024 + 13 * 64))
+    assert report.f32_matmul_share == pytest.approx(SHARE)
     assert sum(report.bytes_by_dtype.values()) == sum(op.bytes for op in report.operations)
     assert report.paths[0] == "block_0/attention" and "head" in report.paths
     found = [op for op in report.operations if op.path == "block_3/attention"]
@@ -89,8 +74,7 @@ def test_findings_come_the_gravest_first(report):
     kinds = [finding.kind for finding in report.findings]
     assert set(kinds) == {"low-precision-function", "float32-matmul"}
     assert kinds == sorted(kinds, key=list(FINDING_KINDS).index)
-    share = 1024 / (1024 + 13 * 64)
-    assert f"with {share:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
+    assert f"with {SHARE:.1%} of the FLOPs of all matmuls" in report.findings[-1].message
 
 
 def test_the_bytes_that_are_kept_in_float32_are_given_for_every_turn_of_a_loop():
@@ -143,24 +127,21 @@ def test_json_has_everything_and_keeps_its_names(report):
 def test_a_report_is_saved_by_the_name_of_its_file(report, tmp_path):
     report.save(tmp_path / "audit.json")
     assert json.loads((tmp_path / "audit.json").read_text())["name"] == "network"
-    with pytest.raises(
-        ValueError, match=r"An audit is saved as .html or .json, but got '.*audit.txt'."
-    ):
+    told = r"An audit is saved as .html or .json, but got '.*audit.txt'."
+    with pytest.raises(ValueError, match=told):
         report.save(tmp_path / "audit.txt")
 
 
 def test_text_has_findings_before_the_tree_of_modules(report):
     lines = text(report).splitlines()
     assert lines[0] == "audit of network: 13 findings"
-    assert lines.index("findings") < next(
-        i for i, line in enumerate(lines) if line.startswith("  operations")
-    )
+    (header,) = [line for line in lines if line.startswith("  operations")]
+    assert lines.index("findings") < lines.index(header)
     assert r"  low-precision-function  block_\d+/attention  exp bf16 x12" in lines
     assert any(line.startswith(r"  block_\d+  ") for line in lines)
     assert sum("attention" in line and "of FLOPs" in line for line in lines) == 1
-    (dot,) = [
-        line.split() for line in lines if line.split()[:1] == ["dot_general"] and "f32" in line
-    ]
+    dots = [line.split() for line in lines if line.strip().startswith("dot_general")]
+    (dot,) = [dot for dot in dots if "f32" in dot]
     assert dot[:5] == ["dot_general", "f32", "f32", "f32", "f32"]
     assert all(len(line) <= 120 for line in lines)
     assert str(report) == text(report)

@@ -78,9 +78,8 @@ def test_layers_in_a_list_are_one_state_with_what_a_step_returns_as_a_list():
 
     layers = [(shape(4, 4), shape(4)), (shape(4, 4), shape(4))]
     (finding,) = carried(audit(step, layers, X))
-    assert finding.message.startswith(
-        "layers[0][0], bfloat16[4,4] and 3 more: each call adds to it"
-    )
+    told = "layers[0][0], bfloat16[4,4] and 3 more: each call adds to it"
+    assert finding.message.startswith(told)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,12 +108,8 @@ def _applied(model: Any, variables: Any, x: Any) -> Any:
     return model.apply(variables, x, mutable=["stats"])
 
 
-def _apart(model: Any, params: Any, stats: Any, x: Any) -> Any:
-    return _applied(model, {"params": params, "stats": stats}, x)
-
-
 def _beside_a_loss(model: Any, params: Any, stats: Any, x: Any) -> Any:
-    out, updated = _apart(model, params, stats, x)
+    out, updated = _applied(model, {"params": params, "stats": stats}, x)
     return out.astype(F32).sum(), updated["stats"]
 
 
@@ -123,12 +118,12 @@ def _in_one_dictionary(model: Any, state: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", (lambda cls: cls, nn.remat, nn.jit), ids=("plain", "remat", "jit"))
-@pytest.mark.parametrize("way", (_applied, _apart, _beside_a_loss, _in_one_dictionary))
+@pytest.mark.parametrize("way", (_applied, _beside_a_loss, _in_one_dictionary))
 def test_running_statistics_of_linen_are_found(way, wrap):
     model = LinenNet(wrap)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    is_whole = way in (_applied, _in_one_dictionary)
-    args = (variables,) if is_whole else (variables["params"], variables["stats"])
+    is_apart = way is _beside_a_loss
+    args = (variables["params"], variables["stats"]) if is_apart else (variables,)
     report = audit(functools.partial(way, model), *args, X, backward=way is _applied)
     assert {(f.path, f.primitive) for f in carried(report)} == {("inner", "add")}, str(report)
 

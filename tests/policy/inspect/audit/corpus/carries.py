@@ -26,7 +26,7 @@ from tests.policy.inspect.audit.corpus.planting import (
 PARAMS, STEPS = {"w": X}, shape(dtype=I32)
 EMA, ROW = {"ema": PARAMS, "step": STEPS}, shape(4, dtype=F16)
 CALL = {"backward": False, "states": {}}
-SUBTRACTED = {"params['w']": "sub"}
+SUBTRACTED, SCATTERED = {"params['w']": "sub"}, {"params['w']": "scatter-add"}
 
 
 def added(*states: str) -> dict[str, str]:
@@ -109,62 +109,15 @@ def average(ema: Any, params: Any) -> Any:
     return jax.tree.map(lambda ema, p: ema * 0.99 + p * 0.01, ema, params)
 
 
-@planted("narrowed-carry call(state=EMA, params=PARAMS, states=added(\"state['ema']['w']\"))")
-def _an_average_whose_rate_is_computed(state, params):
-    rate = jnp.minimum(0.9, 1 / (state["step"] + 1).astype(F32)).astype(BF16)
-    ema = jax.tree.map(lambda ema, p: ema + rate * (p - ema), state["ema"], params)
-    return {"ema": ema, "step": state["step"] + 1}
-
-
 class Running(NamedTuple):
     mean: Any
     count: Any
-
-
-@planted('narrowed-carry call(state=Running(shape(4), STEPS), x=X, states=added("state.mean"))')
-def _a_running_mean_in_a_named_tuple(state, x):
-    mean = x.astype(F32).mean(0).astype(BF16)
-    mean = state.mean + (mean - state.mean) / (state.count + 1).astype(BF16)
-    return Running(mean, state.count + 1), x
 
 
 @struct.dataclass
 class Statistics:
     total: Any
     count: Any
-
-
-@planted('narrowed-carry call(state=Statistics(ROW, STEPS), x=X, states=added("state.total"))')
-def _totals_of_a_metric_in_float16(state, x):
-    return state.replace(total=state.total + x.max(0).astype(F16), count=state.count + 1)
-
-
-@planted('narrowed-carry call(state=(X, STEPS), x=X, states=added("state[0]"))')
-def _a_state_that_is_a_tuple_of_arrays(state, x):
-    return (state[0] * 0.9 + x * 0.1, state[1] + 1), jnp.max(x)
-
-
-@planted(
-    "narrowed-carry call(params=PARAMS, moments=PARAMS, x=X, "
-    "states=SUBTRACTED | added(\"moments['w']\"))"
-)
-def _momentum_by_hand(params, moments, x):
-    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients(params, x))
-    params = jax.tree.map(lambda p, m: p - 0.1 * (m + 0.01 * p), params, moments)
-    return params, moments, jnp.max(x)
-
-
-@planted("narrowed-carry call(params={'w': H}, x=X, states=added(\"params['w']\"))")
-def _float32_updates_of_parameters_in_float16(params, x):
-    return {"w": (params["w"].astype(F32) + 1e-3 * x.astype(F32)).astype(F16)}
-
-
-@planted(
-    "narrowed-carry call(params=PARAMS, rows=shape(3, dtype=I32), updates=shape(3, 4), "
-    "states={\"params['w']\": 'scatter-add'})"
-)
-def _rows_of_a_table(params, rows, updates):
-    return {"w": params["w"].at[rows].add(-0.1 * updates, unique_indices=True)}
 
 
 def state_of(tx: Any) -> Any:
@@ -188,38 +141,6 @@ TRAIN_STATE = jax.eval_shape(
 )
 _MOMENTS = ("state.opt_state[0].mu['w']", "state.opt_state[0].nu['w']")
 TRAINED = added("state.params['w']", *_MOMENTS)
-
-
-@planted("narrowed-carry call(state=TRAIN_STATE, x=X, states=TRAINED)")
-def _a_train_state_of_Flax(state, x):
-    return state.apply_gradients(grads=gradients(state.params, x))
-
-
-@planted('clean(state={"h": X, **PARAMS}, x=X, **CALL)')
-def _a_gated_unit(state, x):
-    gate = jax.nn.sigmoid(x @ state["w"] + state["h"])
-    return {**state, "h": (1 - gate) * jnp.tanh(x @ state["w"] + state["h"]) + gate * state["h"]}
-
-
-@planted('clean(state={"keys": X, "at": STEPS, **PARAMS}, x=X, **CALL)')
-def _a_cache_of_keys(state, x):
-    keys = jax.lax.dynamic_update_slice(state["keys"], x[:1] @ state["w"], (state["at"], 0))
-    return {**state, "keys": keys}
-
-
-@planted('clean(state={"total": X, "lost": X}, x=X, **CALL)')
-def _a_compensated_sum(state, x):
-    term = x - state["lost"]
-    total = state["total"] + term
-    return {"total": total, "lost": (total - state["total"]) - term}
-
-
-@planted('clean(state={"x": X}, x=X, **CALL)')
-def _a_normalisation(state, x):
-    wide = state["x"].astype(F32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
-    return {"x": (normal * x.astype(F32) + x.astype(F32)).astype(BF16)}
 
 
 plant(
@@ -315,6 +236,11 @@ clean(state={"x": X}, x=X, **CALL)
     decay alone: {"x": state["x"] * 0.99}
     an image that is standardised: {"x": state["x"] - state["x"].mean()}
     what is returned as it came: (state, x + 1)
+    a normalisation:
+        wide = state["x"].astype(F32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+        {"x": (normal * x.astype(F32) + x.astype(F32)).astype(BF16)}
 clean(batch={"x": X}, key=jax.eval_shape(lambda: jax.random.key(0)), **CALL)
     an image with noise: {"x": batch["x"] + jax.random.normal(key, (4, 4), BF16)}
 clean(params=PARAMS, x=X, **CALL)
@@ -328,5 +254,47 @@ narrowed-carry call(params=PARAMS, state=state_of(ADAMW), x=X, states=MOMENTS)
     adamw on a schedule of Optax's: step_of(ADAMW)(params, state, x)
 narrowed-carry call(params=PARAMS, state=state_of(SGD), x=X, states=TRACE)
     sgd with momentum of Optax's: step_of(SGD)(params, state, x)
+narrowed-carry call(state=EMA, params=PARAMS, states=added("state['ema']['w']"))
+    an average whose rate is computed:
+        rate = jnp.minimum(0.9, 1 / (state["step"] + 1).astype(F32)).astype(BF16)
+        ema = jax.tree.map(lambda ema, p: ema + rate * (p - ema), state["ema"], params)
+        {"ema": ema, "step": state["step"] + 1}
+narrowed-carry call(state=Running(shape(4), STEPS), x=X, states=added("state.mean"))
+    a running mean in a named tuple:
+        mean = x.astype(F32).mean(0).astype(BF16)
+        mean = state.mean + (mean - state.mean) / (state.count + 1).astype(BF16)
+        Running(mean, state.count + 1), x
+narrowed-carry call(state=Statistics(ROW, STEPS), x=X, states=added("state.total"))
+    totals of a metric in float16:
+        state.replace(total=state.total + x.max(0).astype(F16), count=state.count + 1)
+narrowed-carry call(state=(X, STEPS), x=X, states=added("state[0]"))
+    a state that is a tuple of arrays:
+        (state[0] * 0.9 + x * 0.1, state[1] + 1), jnp.max(x)
+narrowed-carry call(params=PARAMS, moments=PARAMS, x=X, states=SUBTRACTED | added("moments['w']"))
+    momentum by hand:
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients(params, x))
+        params = jax.tree.map(lambda p, m: p - 0.1 * (m + 0.01 * p), params, moments)
+        params, moments, jnp.max(x)
+narrowed-carry call(params={'w': H}, x=X, states=added("params['w']"))
+    float32 updates of parameters in float16:
+        {"w": (params["w"].astype(F32) + 1e-3 * x.astype(F32)).astype(F16)}
+narrowed-carry call(params=PARAMS, rows=shape(4, dtype=I32), updates=X, states=SCATTERED)
+    rows of a table: {"w": params["w"].at[rows].add(-0.1 * updates, unique_indices=True)}
+narrowed-carry call(state=TRAIN_STATE, x=X, states=TRAINED)
+    a train state of Flax:
+        state.apply_gradients(grads=gradients(state.params, x))
+clean(state={"h": X, **PARAMS}, x=X, **CALL)
+    a gated unit:
+        gate = jax.nn.sigmoid(x @ state["w"] + state["h"])
+        {**state, "h": (1 - gate) * jnp.tanh(x @ state["w"] + state["h"]) + gate * state["h"]}
+clean(state={"keys": X, "at": STEPS, **PARAMS}, x=X, **CALL)
+    a cache of keys:
+        keys = jax.lax.dynamic_update_slice(state["keys"], x[:1] @ state["w"], (state["at"], 0))
+        {**state, "keys": keys}
+clean(state={"total": X, "lost": X}, x=X, **CALL)
+    a compensated sum:
+        term = x - state["lost"]
+        total = state["total"] + term
+        {"total": total, "lost": (total - state["total"]) - term}
 """
 )

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tests.policy.inspect.audit.corpus.planting import (
-    BF16,
     E4M3,
     F32,
     I8,
     plant,
-    planted,
 )
 
 
@@ -36,21 +34,6 @@ def _widened(dtype: Any, to: Any) -> Any:
         return (left.astype(to) * s.astype(to)) @ (right.astype(to) * t.astype(to))
 
     return run
-
-
-@planted("dequantised-matmul dot_general(x=I8, w=I8, scale=F32)")
-def _codes_with_a_zero_point_by_rows(x, w, scale):
-    rows = (x.astype(F32) - 3) * scale[:, :1]
-    return rows.T @ (w.astype(F32) * scale[:1].T)
-
-
-@planted("dequantised-matmul conv_general_dilated(x=F32)")
-def _a_convolution_of_codes_that_were_widened(x):
-    (left, s), (right, t) = codes(x), codes(x + 1)
-    image, kernel = left.astype(BF16)[None, :, :, None], right.astype(BF16)[:2, :2, None, None]
-    numbers = ("NHWC", "HWIO", "NHWC")
-    product = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-    return product[0, :, :, 0].astype(F32) * s * t
 
 
 def _with_scales(dtype: Any, result: Any) -> Any:
@@ -141,5 +124,16 @@ dequantised-matmul dot_general(x=F32)
     a dot of float8_e4m3fn codes in float32: _widened(E4M3, F32)(x)
     a dot of int8 codes in bfloat16: _widened(I8, BF16)(x)
     a dot of int8 codes in float32: _widened(I8, F32)(x)
+dequantised-matmul dot_general(x=I8, w=I8, scale=F32)
+    codes with a zero point by rows:
+        rows = (x.astype(F32) - 3) * scale[:, :1]
+        rows.T @ (w.astype(F32) * scale[:1].T)
+dequantised-matmul conv_general_dilated(x=F32)
+    a convolution of codes that were widened:
+        (left, s), (right, t) = codes(x), codes(x + 1)
+        image, kernel = left.astype(BF16)[None, :, :, None], right.astype(BF16)[:2, :2, None, None]
+        numbers = ("NHWC", "HWIO", "NHWC")
+        product = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        product[0, :, :, 0].astype(F32) * s * t
 """
 )

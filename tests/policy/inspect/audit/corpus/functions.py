@@ -2,62 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
 from tests.policy.inspect.audit.corpus.planting import (
-    BF16,
-    F16,
-    F32,
     plant,
-    planted,
-    product,
 )
-
-
-@planted("low-precision-function rsqrt(x=H)")
-def _a_normalisation_in_float16(x):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-3)
-
-
-@planted("clean(w=W, x=X)")
-def _softplus_before_a_normalisation(w, x):
-    h = jax.nn.softplus(product(w, x)).astype(F32)
-    normal = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
-    return product(w, normal.astype(BF16))
-
-
-@planted("clean(w=W, x=X)")
-def _a_gated_linear_unit(w, x):
-    gate, up = jnp.split(product(w, x), 2, -1)
-    return (jax.nn.silu(gate) * up) @ w[1, :2].astype(BF16)
-
-
-@planted("clean(w=W, x=H, backward=False)")
-def _a_norm_by_a_dot_with_a_float32_result(w, x):
-    h = product(w, x)
-    square = jnp.einsum("bd,bd->b", h, h, preferred_element_type=F32)
-    return product(w, (h.astype(F32) * lax.rsqrt(square + 1e-3)[:, None]).astype(F16))
-
-
-@planted("clean(w=W, x=X)")
-def _rotary_embeddings(w, x):
-    q = product(w, x)
-    angles = jnp.arange(4, dtype=F32)[:, None] * jnp.asarray([1.0, 0.01], F32)
-    cos, sin = jnp.cos(angles).astype(BF16), jnp.sin(angles).astype(BF16)
-    first, second = jnp.split(q, 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1) @ q.T
-
-
-@planted("clean(w=W, x=X)")
-def _rotary_embeddings_by_complex_numbers(w, x):
-    q = product(w, x).astype(F32)
-    turns = jnp.exp(lax.complex(jnp.zeros(4), jnp.arange(4.0)))
-    turned = lax.complex(q[:, :2], q[:, 2:]) * turns[:, None]
-    return product(w, jnp.concatenate([turned.real, turned.imag], -1).astype(BF16))
-
 
 plant(
     """
@@ -150,6 +97,24 @@ clean(w=W, x=X)
     a residual of squares: x + product(w, jax.nn.relu(product(w, x)) ** 2)
     a gate of an exponential: product(w, product(w, x) * jnp.exp(-jnp.abs(x)))
     a polynomial: product(w, product(w, x) * (1 + 0.5 * x + 0.1 * x ** 3))
+    softplus before a normalisation:
+        h = jax.nn.softplus(product(w, x)).astype(F32)
+        normal = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
+        product(w, normal.astype(BF16))
+    a gated linear unit:
+        gate, up = jnp.split(product(w, x), 2, -1)
+        (jax.nn.silu(gate) * up) @ w[1, :2].astype(BF16)
+    rotary embeddings:
+        q = product(w, x)
+        angles = jnp.arange(4, dtype=F32)[:, None] * jnp.asarray([1.0, 0.01], F32)
+        cos, sin = jnp.cos(angles).astype(BF16), jnp.sin(angles).astype(BF16)
+        first, second = jnp.split(q, 2, -1)
+        jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1) @ q.T
+    rotary embeddings by complex numbers:
+        q = product(w, x).astype(F32)
+        turns = jnp.exp(lax.complex(jnp.zeros(4), jnp.arange(4.0)))
+        turned = lax.complex(q[:, :2], q[:, 2:]) * turns[:, None]
+        product(w, jnp.concatenate([turned.real, turned.imag], -1).astype(BF16))
 clean(w=W, x=X, backward=False)
     a scale that is learnt as a logarithm: product(w, x) * jnp.exp(w[0, 0, 0]).astype(x.dtype)
     attention by one function: jax.nn.dot_product_attention(*[product(w, x)[None, :, None]] * 3)
@@ -192,5 +157,14 @@ clean
     relu: jax.nn.relu(x)
     elu: jax.nn.elu(x)
     sigmoid: jax.nn.sigmoid(x)
+low-precision-function rsqrt(x=H)
+    a normalisation in float16:
+        centred = x - x.mean(-1, keepdims=True)
+        centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-3)
+clean(w=W, x=H, backward=False)
+    a norm by a dot with a float32 result:
+        h = product(w, x)
+        square = jnp.einsum("bd,bd->b", h, h, preferred_element_type=F32)
+        product(w, (h.astype(F32) * lax.rsqrt(square + 1e-3)[:, None]).astype(F16))
 """
 )

@@ -44,40 +44,6 @@ def layer_norm(x: Any, scale: Any) -> Any:
     return (normed * scale).astype(x.dtype)
 
 
-@planted("clean(params=MLP, x=WIDE)")
-def _a_float32_network(params, x):
-    h = jax.nn.gelu(x @ params["up"])
-    return jnp.mean(jax.nn.log_softmax(h @ params["down"]))
-
-
-@planted("clean(params=weights(w=(4, 4)), xs=shape(3, 2, 4, dtype=F32))")
-def _a_float32_scan_that_sums(params, xs):
-    total, _ = lax.scan(lambda total, x: (total + x @ params["w"], None), jnp.zeros((2, 4)), xs)
-    return total.sum() / 3
-
-
-@planted("clean(params=MLP, x=WIDE, labels=shape(2, dtype=I32))")
-def _a_network_in_bfloat16_with_a_float32_loss(params, x, labels):
-    h = jax.nn.silu(x.astype(BF16) @ params["up"].astype(BF16))
-    logits = (h @ params["down"].astype(BF16)).astype(F32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-@planted("clean(params=weights(w=(4, 4), scale=(4,)), x=X)")
-def _a_block_in_bfloat16_with_float32_norms(params, x):
-    h = layer_norm(x, params["scale"])
-    x = x + jnp.tanh(h @ params["w"].astype(BF16))
-    return layer_norm(x, params["scale"])
-
-
-@planted("clean(params=weights(w0=(4, 4), w1=(4, 4), scale=(4,)), x=shape(2, 3, 4, dtype=F32))")
-def _a_float32_residual_stream(params, x):
-    for name in ("w0", "w1"):
-        h = layer_norm(x, params["scale"]).astype(BF16)
-        x = x + (h @ params[name].astype(BF16)).astype(F32)
-    return x
-
-
 @planted("clean(params=weights(w=(3, 4, 4), scale=(3, 4)), x=X)")
 def _a_scan_of_layers_in_bfloat16(params, x):
     def layer(x, layer_params):
@@ -175,5 +141,29 @@ clean(variables=_VARIABLES, x=_INPUT, states={})
     Flax under autocast to mixed_bfloat16: policy.autocast(_applied, "mixed_bfloat16")(variables, x)
     Flax under autocast to mixed_float16: policy.autocast(_applied, "mixed_float16")(variables, x)
     Flax under autocast to bfloat16: policy.autocast(_applied, "bfloat16")(variables, x)
+clean(params=MLP, x=WIDE)
+    a float32 network:
+        h = jax.nn.gelu(x @ params["up"])
+        jnp.mean(jax.nn.log_softmax(h @ params["down"]))
+clean(params=weights(w=(4, 4)), xs=shape(3, 2, 4, dtype=F32))
+    a float32 scan that sums:
+        total, _ = lax.scan(lambda total, x: (total + x @ params["w"], None), jnp.zeros((2, 4)), xs)
+        total.sum() / 3
+clean(params=MLP, x=WIDE, labels=shape(2, dtype=I32))
+    a network in bfloat16 with a float32 loss:
+        h = jax.nn.silu(x.astype(BF16) @ params["up"].astype(BF16))
+        logits = (h @ params["down"].astype(BF16)).astype(F32)
+        optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+clean(params=weights(w=(4, 4), scale=(4,)), x=X)
+    a block in bfloat16 with float32 norms:
+        h = layer_norm(x, params["scale"])
+        x = x + jnp.tanh(h @ params["w"].astype(BF16))
+        layer_norm(x, params["scale"])
+clean(params=weights(w0=(4, 4), w1=(4, 4), scale=(4,)), x=shape(2, 3, 4, dtype=F32))
+    a float32 residual stream:
+        for name in ("w0", "w1"):
+            h = layer_norm(x, params["scale"]).astype(BF16)
+            x = x + (h @ params[name].astype(BF16)).astype(F32)
+        x
 """
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +52,6 @@ class Program:
     never: tuple[str, ...] = ()
     states: dict[str, str] | None = None
 
-    def __str__(self) -> str:
-        return self.name
-
 
 FAULTS: list[Program] = []
 CLEAN: list[Program] = []
@@ -67,9 +66,9 @@ def plant(table: str) -> None:
 
     A line that is not indented is a header, ``repeated-cast convert_element_type(x=X, w=W)`` for
     faults or ``clean(x=X)``: shapes by argument, or dtypes of arrays of (4, 4), one in bfloat16 if
-    there is none; and the options of `Program`. Each line below is a name and an expression of the
-    arguments, which may use the names of this module and of the caller's. A header that ends with
-    ``in bfloat16, float16`` plants them in each of these dtypes.
+    there is none; and the options of `Program`. Below are names of programs, and expressions of the
+    arguments or statements that end with one, with the names of this module and of the caller's. A
+    header that ends with ``in bfloat16, float16`` plants them in each of these dtypes.
     """
     names = {"np": numpy, "policy": policy, **globals(), **sys._getframe(1).f_globals}
     for section in re.split(r"\n(?=\S)", table.strip()):
@@ -97,8 +96,7 @@ def _add(header: str, names: dict[str, Any], name: str, run: Any) -> None:
     options = {"backward": kind == "clean", **eval(f"dict({given or ''})", names)}
     args = {key: options.pop(key) for key in list(options) if key not in _OPTIONS} or {"x": BF16}
     if isinstance(run, str):
-        source = f"lambda {', '.join(args)}: ({run})"
-        run = eval(compile(source, names["__file__"], "eval"), names)
+        run = _function(", ".join(args), run, names)
     for dtype in (dtypes or "bfloat16").split(", "):
         title = f"{name} in {dtype}" if dtypes else name
         shapes = tuple(_shaped(one, dtype) for one in args.values())
@@ -106,6 +104,19 @@ def _add(header: str, names: dict[str, Any], name: str, run: Any) -> None:
             CLEAN.append(Program(title, run, shapes, **options))
         else:
             FAULTS.append(Program(title, run, shapes, kind, primitive, **options))
+
+
+def _function(args: str, text: str, names: dict[str, Any]) -> Any:
+    """Returns a function of an expression, or of statements that end with the result."""
+    try:
+        return eval(compile(f"lambda {args}: ({text})", names["__file__"], "eval"), names)
+    except SyntaxError:
+        body = textwrap.indent(textwrap.dedent(text.strip("\n")), "    ")
+    tree = ast.parse(f"def program({args}):\n{body}")
+    statements: Any = tree.body[0]
+    statements.body[-1] = ast.Return(statements.body[-1].value)
+    exec(compile(ast.fix_missing_locations(tree), names["__file__"], "exec"), names)
+    return names["program"]
 
 
 def _shaped(arg: Any, dtype: str) -> Any:
@@ -153,11 +164,11 @@ def _in_cond(run: Any) -> Any:
 
 
 def _in_while(run: Any) -> Any:
-    def placed(*args: Any) -> Any:
-        step = lambda state: (state[0] + 1, run(*args))  # noqa: E731
-        return lax.while_loop(lambda state: state[0] < 3, step, (0, _zeros(run, *args)))[1]
-
-    return placed
+    return lambda *args: lax.while_loop(
+        lambda state: state[0] < 3,
+        lambda state: (state[0] + 1, run(*args)),
+        (0, _zeros(run, *args)),
+    )[1]
 
 
 def _in_shard_map(run: Any) -> Any:
@@ -213,30 +224,23 @@ class LinenInner(nn.Module):
         return self.run(*args)
 
 
+class LinenStep(LinenInner):
+    def __call__(self, n: Any, *args: Any) -> Any:
+        return n + 1, self.run(*args)
+
+
 class LinenNet(nn.Module):
+    """An inner module, or one as a step of `nn.scan` if `wrap` is None."""
+
     run: Any
-    wrap: Any
+    wrap: Any = None
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
-        return self.wrap(LinenInner)(self.run, name="inner")(*args)
-
-
-class LinenScanned(nn.Module):
-    """The inner module as one step of `nn.scan`."""
-
-    run: Any
-
-    @nn.compact
-    def __call__(self, *args: Any) -> Any:
-        class Step(nn.Module):
-            run: Any
-
-            def __call__(self, n: Any, *args: Any) -> Any:
-                return n + 1, self.run(*args)
-
+        if self.wrap is not None:
+            return self.wrap(LinenInner)(self.run, name="inner")(*args)
         axes: Any = nn.broadcast
-        return nn.scan(Step, in_axes=axes, length=3)(self.run, name="inner")(0, *args)[1]
+        return nn.scan(LinenStep, in_axes=axes, length=3)(self.run, name="inner")(0, *args)[1]
 
 
 class NnxInner(nnx.Module):
@@ -291,7 +295,7 @@ IN_MODULES: dict[str, Callable[[Any], Any]] = {
     "nnx in remat": lambda run: NnxNet(run, nnx.remat),
     "linen in jit": lambda run: _applied(LinenNet(run, nn.jit)),
     "nnx in jit": lambda run: NnxNet(run, nnx.jit),
-    "linen in scan": lambda run: _applied(LinenScanned(run)),
+    "linen in scan": lambda run: _applied(LinenNet(run)),
 }
 REVERSES = ("custom_vjp", "a gradient", "an optimizer's step")
 """Places that differentiate: none of programs without gradients."""

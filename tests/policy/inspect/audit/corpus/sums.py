@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from tests.policy.inspect.audit.corpus.planting import (
     BF16,
-    F32,
     I32,
     plant,
     planted,
@@ -22,26 +21,6 @@ from tests.policy.inspect.audit.corpus.planting import (
 
 ZERO, ONE = np.zeros((), BF16), np.ones((), BF16)
 INDICES = shape(4, dtype=I32)
-
-
-@planted("low-precision-reduction scatter-add(table=BF16, backward=True)")
-def _the_gradient_of_a_lookup(table):
-    tokens = jnp.zeros((2, 3), I32) + jnp.argmax(table[0]).astype(I32)
-    return jnp.tanh(table[tokens])
-
-
-@planted("low-precision-reduction add")
-def _a_tree_of_additions(x):
-    while len(x) > 1:
-        x = x[: len(x) // 2] + x[len(x) // 2 :]
-    return x[0]
-
-
-@planted("low-precision-reduction add")
-def _prefix_sums_by_doubling(x):
-    for distance in (1, 2):
-        x = x + jnp.pad(x[:-distance], ((distance, 0), (0, 0)))
-    return x
 
 
 ON_DEVICES = ("vmap", "while", "cond", "shard_map", "custom", "a gradient", "step", "linen", "nnx")
@@ -93,32 +72,6 @@ def _passed_on_in_a_loop(x: Any) -> Any:
 
 def layer(w: Any, x: Any, i: int) -> Any:
     return jnp.tanh(product(w, x, i))
-
-
-@planted("clean(w=W, x=X)")
-def _a_stack_of_residual_blocks(w, x):
-    for i in range(12):
-        x = x + layer(w, x, i)
-    return x
-
-
-@planted("clean(w=W, x=X)")
-def _parallel_branches_of_a_block(w, x):
-    for i in range(4):
-        x = x + layer(w, x, i) + jax.nn.gelu(product(w, x, i + 4))
-    return x
-
-
-@planted("clean(w=W, x=X)")
-def _a_convolution_with_three_taps(w, x):
-    h = jnp.pad(product(w, x), ((1, 1), (0, 0)))
-    return h[:-2] + h[1:-1] + h[2:]
-
-
-@planted("clean(w=W, x=X, backward=False)")
-def _a_mixture_of_four_experts(w, x):
-    gates = jax.nn.softmax(product(w, x).astype(F32)).astype(BF16)
-    return sum(gates[:, i, None] * layer(w, x, i + 1) for i in range(4))
 
 
 @planted("clean(w=W, x=X)")
@@ -183,6 +136,14 @@ low-precision-reduction add
     eight terms that are added up: sum((jnp.tanh(x * i) for i in range(1, 9)))
     losses that are added up: sum((jnp.tanh(x * i).mean() for i in range(1, 10)))
     a dot product by hand: sum((x.ravel()[i] * x.ravel()[-i] for i in range(8)))
+    a tree of additions:
+        while len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        x[0]
+    prefix sums by doubling:
+        for distance in (1, 2):
+            x = x + jnp.pad(x[:-distance], ((distance, 0), (0, 0)))
+        x
 low-precision-reduction add(x=F16)
     a sum of Python's: sum(x) / 4
     corners that are added up: (x[::2, ::2] + x[1::2, ::2] + x[::2, 1::2] + x[1::2, 1::2]) / 4
@@ -198,6 +159,17 @@ clean(w=W, x=X)
     a largest number: lax.reduce_window(product(w, x), -jnp.inf, lax.max, (2, 2), (2, 2), "VALID")
     embeddings of three kinds: (w[1].astype(BF16) + w[2].astype(BF16) + x) @ w[0].astype(BF16)
     a mean of two heads: (layer(w, x, 0) + layer(w, x, 1)) / 2
+    a stack of residual blocks:
+        for i in range(12):
+            x = x + layer(w, x, i)
+        x
+    parallel branches of a block:
+        for i in range(4):
+            x = x + layer(w, x, i) + jax.nn.gelu(product(w, x, i + 4))
+        x
+    a convolution with three taps:
+        h = jnp.pad(product(w, x), ((1, 1), (0, 0)))
+        h[:-2] + h[1:-1] + h[2:]
 low-precision-reduction add(a=X, b=X, c=X, d=X, e=X, f=X, g=X, h=X, i=X)
     a sum of nine arrays: a + b + c + d + e + f + g + h + i
 low-precision-reduction add(**ROWS)
@@ -213,5 +185,13 @@ low-precision-reduction psum(**ROWS)
 low-precision-reduction reduce_scatter(**ROWS)
     a sum over devices that is scattered:
         on_four_devices(lambda x: lax.psum_scatter(x, "i", tiled=True))(x)
+low-precision-reduction scatter-add(table=BF16, backward=True)
+    the gradient of a lookup:
+        tokens = jnp.zeros((2, 3), I32) + jnp.argmax(table[0]).astype(I32)
+        jnp.tanh(table[tokens])
+clean(w=W, x=X, backward=False)
+    a mixture of four experts:
+        gates = jax.nn.softmax(product(w, x).astype(F32)).astype(BF16)
+        sum(gates[:, i, None] * layer(w, x, i + 1) for i in range(4))
 """
 )

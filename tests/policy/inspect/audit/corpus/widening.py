@@ -37,12 +37,6 @@ def _float16_that_is_handed_to_bfloat16(w, x):
     return second(w, first(w, x))
 
 
-@planted("clean(x=BF16, w=F32, backward=False)")
-def _a_weight_that_is_cast_once_and_used_twice(x, w):
-    w = w.astype(BF16)
-    return jnp.tanh(x @ w) @ w
-
-
 def in_float32(function: Any) -> Any:
     return lambda h: function(h.astype(F32)).astype(h.dtype)
 
@@ -130,5 +124,9 @@ clean(w=W, x=X)
     a program that multiplies in float32: jnp.tanh(x.astype(F32) @ w[0]).sum()
 clean(x=W, w=H)
     cubes in float32 of float16: between_matmuls(in_float32(jax.nn.gelu))(x, w)
+clean(x=BF16, w=F32, backward=False)
+    a weight that is cast once and used twice:
+        w = w.astype(BF16)
+        jnp.tanh(x @ w) @ w
 """
 )
