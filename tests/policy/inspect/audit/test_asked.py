@@ -1,9 +1,10 @@
-"""Float32 by a rule, a policy or an argument is no finding; a report says where no policy was in
-force.
+"""Float32 by a rule, a policy or an argument is no finding, unless at a lower precision; a report says
+where no policy was in force.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -22,12 +23,24 @@ HALF = "mixed_bfloat16"
 RULES: Any = {"head": "f32"}
 
 
-def linen_model(nn: Any, up: Any = None, cast: Any = None, **head: Any) -> tuple[Any, Any]:
+class OwnHead(linen.Module):
+    precision: Any
+
+    @linen.compact
+    def __call__(self, x):
+        w = self.param("w", linen.initializers.ones, (8, 3))
+        return jnp.dot(x, w, precision=self.precision)
+
+
+def linen_model(
+    nn: Any, up: Any = None, cast: Any = None, own: Any = None, **head: Any
+) -> tuple[Any, Any]:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
             x = nn.Dense(8, name="up", **(up or {}))(x)
-            return nn.Dense(3, name="head", **head)(x if cast is None else x.astype(cast))
+            layer = functools.partial(nn.Dense, 3) if own is None else own
+            return layer(name="head", **head)(x if cast is None else x.astype(cast))
 
     model = Net()
     return model, jax.eval_shape(model.init, jax.random.key(0), X)
@@ -180,3 +193,66 @@ def test_rules_go_with_a_policy(tool):
     told = r"rules= makes exceptions to a policy, but policy= is missing: pass it too"
     with pytest.raises(ValueError, match=told):
         tool(model.apply, variables, X, rules=RULES)
+
+
+# --------------------------------------------------------------------------------------------------
+# Float32 at a lower precision
+# --------------------------------------------------------------------------------------------------
+
+
+def found(precision: Any, rule: str, base: str = HALF, backward: bool = False) -> Any:
+    model, variables = linen_model(linen, own=OwnHead, precision=precision)
+    with use_policy(base, {"head": rule}):
+        report = audit(model.apply, variables, X, backward=backward)
+    return [each for each in report.findings if each.kind == "default-precision"]
+
+
+def test_the_authors_default_precision_in_a_float32_rule_is_found_with_its_line():
+    (forward,) = found("default", "float32")
+    assert forward.path == "head" and "test_asked.py" in forward.source
+    assert "x=default" in forward.message and forward.primitive == "dot_general"
+    assert any(each.is_backward for each in found("default", "float32", backward=True))
+    assert found(("highest", "default"), "float32") and not found(("highest", "high"), "float32")
+
+
+def test_it_is_found_in_nnx_and_in_islands():
+    model = nnx.apply_policy(nnx_model(nnx, precision="default"), HALF, {"head": "float32"})
+    (finding,) = (each for each in audit(model, X).findings if each.kind == "default-precision")
+    assert finding.path == "head"
+
+    def island(w, x):
+        y = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        with full_precision():
+            return jnp.dot(y.astype(jnp.float32), w, precision="default")
+
+    with use_policy(HALF):
+        kinds = {each.kind for each in audit(island, jnp.ones((4, 4)), X).findings}
+    assert "default-precision" in kinds
+
+
+@pytest.mark.parametrize(
+    ("precision", "rule", "base"),
+    [
+        (None, "float32", HALF),
+        ("high", "float32", HALF),
+        ("highest", "f32_inside", HALF),
+        ("default", "c=f32,o=f32,x=default", HALF),
+        (None, "c=f32,o=f32,x=default", HALF),
+        ("default", "float32", "float32"),
+        ("default", HALF, HALF),
+        (None, HALF, "float32"),
+    ],
+)
+def test_other_precisions_and_whole_float32_models_are_no_finding(precision, rule, base):
+    assert found(precision, rule, base) == []
+
+
+def test_an_operation_shows_the_precision_of_its_float32_matmul():
+    fn = lambda x, y: jnp.dot(x, y, precision="highest") + x @ y  # noqa: E731
+    report = audit(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    assert {op.precision for op in report.operations} == {"highest", "default", ""}
+    assert "dot_general, highest" in str(report) and "dot_general, highest" in report.to_html()
+    mixed = audit(lambda x, y: jnp.dot(x, y, precision=("default", "highest")), X, X.T)
+    assert [op.precision for op in mixed.operations] == ["highest, default"]
+    half = audit(jnp.dot, X.astype(jnp.bfloat16), X.T.astype(jnp.bfloat16))
+    assert [op.precision for op in half.operations] == [""]
