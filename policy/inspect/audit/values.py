@@ -21,7 +21,7 @@ from policy.programs.reading.matmul_operands import is_cotangent as is_cotangent
 Passes = Callable[[Node], bool]
 """Tells whether a walk goes on through a node."""
 
-Operands = Callable[[Node], Iterable[Value]]
+OperandsOf = Callable[[Node], Iterable[Value]]
 """Gives the operands of a node that a walk goes on with."""
 
 LARGEST = 4096  # the size of the largest captured array that is read
@@ -124,12 +124,12 @@ def made_of(value: Value, passes: Passes = is_layout) -> Value:
     return first
 
 
-def behind(value: Value, operands: Operands, most: float = math.inf) -> Iterator[Value]:
+def behind(value: Value, operands: OperandsOf, most: float = math.inf) -> Iterator[Value]:
     """Yields a value, and those that it is computed from; `most` at most."""
     return followed([value], lambda one: () if one.maker is None else operands(one.maker), most)
 
 
-def makers(value: Value, operands: Operands, most: float = math.inf) -> Iterator[Node]:
+def makers(value: Value, operands: OperandsOf, most: float = math.inf) -> Iterator[Node]:
     """Yields the nodes that make a value and those `behind` it."""
     return (one.maker for one in behind(value, operands, most) if one.maker is not None)
 

@@ -1,5 +1,5 @@
-"""Float32 by a rule, a policy or an argument is no finding, unless at a lower precision; a report says
-where no policy was in force.
+"""Float32 by a rule, a policy or an argument is no finding, unless at a lower precision; a report
+says where no policy was in force.
 """
 
 from __future__ import annotations
