@@ -106,6 +106,6 @@ def shape_of(value: Value) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
-def limit_of_sums(dtype: str) -> str:
+def sum_limit(dtype: str) -> str:
     """Returns the reason not to sum in a half dtype, in words."""
     return "overflows above 65504" if dtype == "float16" else "has 8 significant bits"

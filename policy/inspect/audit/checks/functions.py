@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from policy.inspect.audit.findings import FUNCTION, Finding, finding, limit_of_sums
+from policy.inspect.audit.findings import FUNCTION, Finding, finding, sum_limit
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.values import (
     are_equal,
@@ -52,7 +52,7 @@ def _reason(node: Node, dtype: str) -> str:
         )
     if name == "rsqrt" or (name == "sqrt" and _is_statistic(node.inputs[0])):
         return (
-            f"a variance or norm in {dtype} {limit_of_sums(dtype)}. Keep statistics in float32, and "
+            f"a variance or norm in {dtype} {sum_limit(dtype)}. Keep statistics in float32, and "
             "cast the normalised result back."
         )
     if name == "div" and _is_root_of_statistic(node.inputs[1]):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.core import Tracer
 
-from policy.inspect.audit.findings import REDUCTION, Finding, finding, limit_of_sums
+from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.values import (
     LARGEST,
@@ -50,7 +50,7 @@ def low_precision_reductions(flow: Flow) -> Iterator[Finding]:
             is_of_broadcast = node.site.is_backward and node.name == "reduce_sum"
             message = (
                 f"{node.name} {_VERBS.get(kind_of(node.name), 'sums')} {terms} in {dtype}, which "
-                f"{limit_of_sums(dtype)}. {_REMEDY_OF_BROADCASTS if is_of_broadcast else _REMEDY}"
+                f"{sum_limit(dtype)}. {_REMEDY_OF_BROADCASTS if is_of_broadcast else _REMEDY}"
             )
             yield finding(REDUCTION, node, message)
 
