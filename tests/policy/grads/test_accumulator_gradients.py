@@ -1,5 +1,7 @@
 """`grads="accumulator"`: gradients that were never rounded to half precision."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import policy
 from policy import grad, value_and_grad
 from policy.eight_bits.scaled_matmul import scaled_dot_general
+from tests.programs import named, operations
 
 HALF = jnp.bfloat16
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
@@ -93,6 +96,13 @@ def read_in_half(loss):
     return lambda w: loss(w.astype(HALF))
 
 
+EYE = np.eye(8, dtype=np.float32)
+
+
+def accumulated(loss, w: Any = EYE, **options):
+    return jax.jit(grad(loss, grads="accumulator", **options))(w)
+
+
 def close(got, truth, rtol=2e-6):
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, truth, rtol=0, atol=rtol * np.abs(truth).max())
@@ -113,38 +123,32 @@ def test_gradients_of_weights_are_float32_accumulators(loss, stored):
 
 
 def test_gradients_are_rounded_without_it():
-    assert 5e-4 < error(grad(read_in_half(once))(np.eye(8, dtype=np.float32))) < 4e-3
+    assert 5e-4 < error(grad(read_in_half(once))(EYE)) < 4e-3
 
 
 def test_uses_of_a_weight_are_summed_unrounded():
     """JAX adds up the cotangents of a weight that is cast once in half precision."""
-
-    def loss(w):
-        w = w.astype(HALF)
-        return once(w) + once(w) + once(jnp.transpose(jnp.transpose(w)))
-
-    close(grad(loss, grads="accumulator")(np.eye(8, dtype=np.float32)), 3 * TRUTH)
+    uses = lambda w: once(w) + once(w) + once(jnp.transpose(jnp.transpose(w)))  # noqa: E731
+    close(accumulated(read_in_half(uses)), 3 * TRUTH)
 
 
 def test_a_sum_over_steps_that_a_loop_carries_in_half_is_carried_in_float32():
     """The cast stands outside of the loop, which adds up the weight's cotangents in half."""
 
-    def loss(w):
-        half = w.astype(HALF)
+    @read_in_half
+    def loss(half):
         return lax.scan(lambda c, _: (c + once(half), None), jnp.float32(0), length=64)[0]
 
-    w = np.eye(8, dtype=np.float32)
-    close(jax.jit(grad(loss, grads="accumulator"))(w), 64 * TRUTH, rtol=1e-5)
-    assert np.abs(jax.jit(grad(loss))(w) / 64 - TRUTH).max() / np.abs(TRUTH).max() > 0.02
+    close(accumulated(loss), 64 * TRUTH, rtol=1e-5)
+    assert error(jax.jit(grad(loss))(EYE) / 64) > 0.02
 
 
 def test_stacked_layers_that_are_cast_before_a_scan():
-    def loss(ws):
-        half = ws.astype(HALF)
+    @read_in_half
+    def loss(half):
         return lax.scan(lambda c, w: (c + once(w), None), jnp.float32(0), half)[0]
 
-    got = jax.jit(grad(loss, grads="accumulator"))(np.stack([np.eye(8, dtype=np.float32)] * 3))
-    close(got, np.stack([TRUTH] * 3))
+    close(accumulated(loss, np.stack([EYE] * 3)), np.stack([TRUTH] * 3))
 
 
 def test_gradients_of_an_embedding_and_a_bias_in_half_are_float32_sums():
@@ -155,22 +159,9 @@ def test_gradients_of_an_embedding_and_a_bias_in_half_are_float32_sums():
         return jnp.sum(y.astype(jnp.float32))
 
     params = {"table": np.zeros((2, 3), np.float32), "bias": np.zeros((1, 3), np.float32)}
-    got = jax.jit(grad(loss, grads="accumulator"))(params)
+    got = accumulated(loss, params)
     np.testing.assert_array_equal(got["table"], [[4096] * 3, [0] * 3])
     np.testing.assert_array_equal(got["bias"], [[4096] * 3])
-
-
-def dots(jaxpr):
-    """Yields the operands' and the result's dtype of each matmul of a program."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield (
-                *(str(atom.aval.dtype) for atom in equation.invars),
-                str(equation.outvars[0].aval.dtype),
-            )
-        for one in jax.tree.leaves(list(equation.params.values())):
-            if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
-                yield from dots(getattr(one, "jaxpr", one))
 
 
 def test_operands_and_activations_cotangents_stay_in_half():
@@ -180,26 +171,19 @@ def test_operands_and_activations_cotangents_stay_in_half():
         y = jnp.tanh(X @ params["up"].astype(HALF)) @ params["down"].astype(HALF)
         return weighed(y)
 
-    params = {"up": np.eye(8, dtype=np.float32), "down": np.eye(8, dtype=np.float32)}
-    jaxpr = jax.make_jaxpr(grad(loss, grads="accumulator"))(params).jaxpr
-    half = ("bfloat16", "bfloat16")
-    assert sorted(dots(jaxpr)) == [
-        (*half, "bfloat16"),  # forward, forward, and the cotangent of tanh
-        (*half, "bfloat16"),
-        (*half, "bfloat16"),
-        (*half, "float32"),
-        (*half, "float32"),
-    ]
+    step = grad(loss, grads="accumulator")
+    dots = named(operations(step, {"up": EYE, "down": EYE}), "dot_general")
+    assert {dot.inputs for dot in dots} == {("bfloat16", "bfloat16")}
+    # forward, forward, and the cotangent of tanh; the gradients
+    assert sorted(dot.outputs for dot in dots) == [("bfloat16",)] * 3 + [("float32",)] * 2
 
 
 def test_a_float32_loss_has_the_same_program():
     def loss(w):
         return jnp.sum(jnp.square(X.astype(np.float32) @ w))
 
-    w = np.eye(8, dtype=np.float32)
-    programs = [
-        jax.jit(grad(loss, grads=grads)).lower(w).as_text() for grads in ("float32", "accumulator")
-    ]
+    kinds: Any = ("float32", "accumulator")
+    programs = [jax.jit(grad(loss, grads=kind)).lower(EYE).as_text() for kind in kinds]
     assert programs[0].count("stablehlo.dot_general") == 2
     assert programs[0] == programs[1]
 
@@ -213,7 +197,7 @@ def test_an_accumulator_beyond_the_range_of_float16_is_finite():
 
     w = np.zeros((2, 2), np.float32)
     assert not np.isfinite(grad(loss, loss_scale=64.0)(w)).any()
-    np.testing.assert_array_equal(grad(loss, loss_scale=64.0, grads="accumulator")(w), 4096)
+    np.testing.assert_array_equal(accumulated(loss, w, loss_scale=64.0), 4096)
 
 
 def test_a_weight_that_is_cast_inside_of_a_shard_map():
@@ -227,12 +211,11 @@ def test_a_weight_that_is_cast_inside_of_a_shard_map():
         specs = (P("data"), P("data"), P())
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(X, C, w)
 
-    close(jax.jit(grad(loss, grads="accumulator"))(np.eye(8, dtype=np.float32)), TRUTH)
+    close(accumulated(loss), TRUTH)
 
 
 def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    w = np.eye(8, dtype=np.float32)
 
     def exchanged(vary, stored=np.float32):
         def local(x, c, w):
@@ -244,7 +227,7 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
 
         specs = (P("data"), P("data"), P())
         step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-        text = str(jax.make_jaxpr(step)(X, C, w))
+        text = str(jax.make_jaxpr(step)(X, C, EYE))
         return [line.split(":")[1].split("[")[0] for line in text.splitlines() if "psum" in line]
 
     assert exchanged(lambda w: policy.sharding.vary(w, "data", jnp.float32)) == ["f32"]
@@ -254,16 +237,15 @@ def test_an_exchange_is_in_float32_unless_it_is_asked_for_in_half():
 
 
 def test_a_matmul_in_8_bits_keeps_its_float32_product():
-    weights = np.eye(8, dtype=np.float32)
     numbers = (((1,), (0,)), ((), ()))
     by = policy.ScaledMatmul("int8", "int8")
 
+    @read_in_half
     def loss(w):
-        y = scaled_dot_general(jnp.asarray(X), w.astype(HALF), numbers, by)
-        return weighed(y)
+        return weighed(scaled_dot_general(jnp.asarray(X), w, numbers, by))
 
     with pytest.warns(policy.DtypePolicyWarning, match="no int8 matmuls"):
-        wide, rounded = grad(loss, grads="accumulator")(weights), grad(loss)(weights)
+        wide, rounded = grad(loss, grads="accumulator")(EYE), grad(loss)(EYE)
     np.testing.assert_array_equal(wide.astype(HALF).astype(np.float32), rounded)
     assert not np.array_equal(wide, rounded)
 
@@ -274,9 +256,4 @@ def test_a_custom_rule_around_a_matmul_is_looked_into():
         return x @ w
 
     matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, c: (c @ saved[1].T, saved[0].T @ c))
-    close(
-        grad(lambda w: weighed(matmul(X, w.astype(HALF))), grads="accumulator")(
-            np.eye(8, dtype=np.float32)
-        ),
-        TRUTH,
-    )
+    close(accumulated(read_in_half(lambda w: weighed(matmul(X, w)))), TRUTH)

@@ -73,11 +73,12 @@ def test_gradients_of_different_scales_are_refused_or_skip_the_step():
     with pytest.raises(ValueError, match=r"gradients should share one scale, but got \[8\. 4\.\]"):
         accumulate_gradients(fn, params, scales)
     tx = mixed_precision(optax.sgd(0.1), "float32")
-    step = jax.jit(
-        lambda: apply_gradients(
-            tx, params, tx.init(params), accumulate_gradients(fn, params, scales)[1]
-        )
-    )
+
+    @jax.jit
+    def step():
+        gradients = accumulate_gradients(fn, params, scales)[1]
+        return apply_gradients(tx, params, tx.init(params), gradients)
+
     new, _, finite = step()
     assert not finite
     np.testing.assert_array_equal(new["w"], 1)
