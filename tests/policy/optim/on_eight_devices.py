@@ -17,11 +17,11 @@ from policy import (
     apply_gradients,
     loss_scale_of,
     master_params,
-    mixed_precision,
     value_and_grad,
 )
 from policy.grads import accumulate_gradients, split_batch
 from policy.optim import state_shardings
+from tests.policy.optim.steps import assert_same, stepped, wrapped
 from tests.policy.sharding.across_devices import (
     BATCH,
     DEVICES,
@@ -46,7 +46,7 @@ def unchanged(params, state):
 
 
 def assert_only_the_scale_moved(before, after):
-    jax.tree.map(np.testing.assert_array_equal, unchanged(*after), unchanged(*before))
+    assert_same(unchanged(*after), unchanged(*before))
     state = after[1]
     assert not np.any(state.finite)
     np.testing.assert_array_equal(state.skipped, before[1].skipped + 1)
@@ -55,17 +55,21 @@ def assert_only_the_scale_moved(before, after):
 
 def accumulating(dtype, mode: Any = "auto", axis_name=None):
     """Returns Adam on two steps' mean gradients, params of `dtype`, and the shardings of both."""
-    tx = mixed_precision(
-        optax.MultiSteps(optax.adam(1e-2), 2),  # pyright: ignore[reportArgumentType]
-        "mixed_bfloat16",
-        loss_scale=DynamicLossScale(2.0**8),
-        master_weights=mode,
-        clip_global_norm=0.5,
-        axis_name=axis_name,
-        key=jax.random.key(0) if mode == "stochastic" else None,
-    )
+    scale, adam = DynamicLossScale(2.0**8), optax.MultiSteps(optax.adam(1e-2), 2)
+    options = {"loss_scale": scale, "clip_global_norm": 0.5, "axis_name": axis_name}
+    tx = wrapped(adam, "mixed_bfloat16", mode, **options)
     params, shardings = fully_sharded(dtype)
     return tx, params, (shardings, state_shardings(tx, params))
+
+
+def mapped(step, specs, check_vma=True):
+    """Returns a step of params, a state and gradients on each device's part of them."""
+    options = {"mesh": MESH, "in_specs": (*specs, specs[0]), "out_specs": specs}
+    return jax.jit(jax.shard_map(step, **options, check_vma=check_vma))
+
+
+def specs_of(shardings):
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 KINDS = ["replicated", "replicated, untyped", "sharded", "sharded, untyped", "jit"]
@@ -81,8 +85,7 @@ def test_a_fault_in_the_batch_of_any_device_of_eight_skips_the_step_on_all(kind,
     if kind == "jit":
         step = plain_step(tx, loss_fn)
     elif kind.startswith("sharded"):
-        specs = jax.tree.map(lambda s: s.spec, places)
-        step = sharded_step(tx, loss_fn, *specs, check_vma=named is None)
+        step = sharded_step(tx, loss_fn, *specs_of(places), check_vma=named is None)
     else:
         params = jax.tree.map(lambda p: p.astype(dtype), F32)
         step = replicated_step(tx, loss_fn, "bfloat16", check_vma=kind == "replicated")
@@ -98,31 +101,11 @@ def test_a_fault_in_the_batch_of_any_device_of_eight_skips_the_step_on_all(kind,
     assert not np.array_equal(before[0]["hidden"], F32["hidden"].astype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("mode", "axis_name"),
-    [
-        ("full", None),
-        ("remainder", None),
-        ("kahan", None),
-        ("stochastic", None),
-        ("remainder", "data"),
-    ],
-)
-def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_name):
-    tx, params, places = accumulating(jnp.bfloat16, mode, axis_name)
-    specs = jax.tree.map(lambda s: s.spec, places)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=MESH,
-        in_specs=(*specs, specs[0]),
-        out_specs=specs,
-        check_vma=axis_name is None,
-    )
-    def step(params, state, grads):
-        return apply_gradients(tx, params, state, grads)[:2]
-
+@pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "stochastic", "remainder, untyped"])
+def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode):
+    mode, _, untyped = mode.partition(", ")
+    tx, params, places = accumulating(jnp.bfloat16, mode, "data" if untyped else None)
+    step = mapped(lambda p, s, g: stepped(tx, p, s, g), specs_of(places), not untyped)
     before = params, jax.device_put(tx.init(params), places[1])
     grads = jax.tree.map(jnp.ones_like, params)
     for mini_step in range(2):
@@ -136,34 +119,23 @@ def test_a_fault_in_one_devices_part_of_a_gradient_is_agreed_by_all(mode, axis_n
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_norm_of_sharded_gradients_is_the_single_devices(check_vma):
-    make = functools.partial(
-        mixed_precision, optax.sgd(0.1), "float32", clip_global_norm=1e-2, loss_scale=4.0
-    )
+    make = functools.partial(wrapped, optax.sgd(0.1), clip_global_norm=1e-2, loss_scale=4.0)
     one, tx = make(), make(axis_name=None if check_vma else "data")
     params, shardings = fully_sharded(jnp.float32)
-    specs = jax.tree.map(lambda s: s.spec, (shardings, state_shardings(tx, params)))
-    state = tx.init(F32)
-    found = curve(sharded_step(tx, f32_loss, *specs, check_vma=check_vma), params, state, BATCH, 2)[
-        1
-    ]
+    specs, state = specs_of((shardings, state_shardings(tx, params))), tx.init(F32)
+    found = curve(sharded_step(tx, f32_loss, *specs, check_vma), params, state, BATCH, 2)[1]
     truth = curve(plain_step(one, f32_loss, "float32"), F32, state, BATCH, 2)[1]
     moved = jax.tree.map(lambda a, b: a - b, truth, F32)
     np.testing.assert_allclose(optax.tree.norm(moved), 2 * 0.1 * 1e-2, rtol=0.05)  # it does clip
-    jax.tree.map(
-        lambda a, b, p: np.testing.assert_allclose(a - p, b - p, rtol=1e-3, atol=1e-7),
-        found,
-        truth,
-        F32,
-    )
+    for name, start in F32.items():
+        expected = truth[name] - start
+        np.testing.assert_allclose(found[name] - start, expected, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", ["full", "remainder", "kahan", "stochastic"])
 def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode):
     params, shardings = fully_sharded(jnp.bfloat16)
-    key = jax.random.key(0) if mode == "stochastic" else None
-    tx = mixed_precision(
-        optax.adam(1e-2), "bfloat16", loss_scale="dynamic", master_weights=mode, key=key
-    )
+    tx = wrapped(optax.adam(1e-2), "bfloat16", mode, loss_scale="dynamic")
     places = state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=places)(params)
     assert jax.tree.map(lambda x: x.sharding, state) == places
@@ -172,9 +144,8 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
         assert kept["hidden"].addressable_shards[0].data.shape == (4, 2)
 
     def one(params, state, batch):
-        fn = value_and_grad(
-            loss_fn, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute"
-        )
+        scale = loss_scale_of(state)
+        fn = value_and_grad(loss_fn, policy="bfloat16", loss_scale=scale, grads="compute")
         return apply_gradients(tx, params, state, fn(params, batch)[1])
 
     # a donated buffer that could not be used warns, and warnings are errors here
@@ -193,9 +164,8 @@ def test_each_storage_mode_lies_as_its_params_and_the_first_step_is_donated(mode
 def with_codes(shape, place, axis_name=None):
     """Returns Adam with moments in 8 bits, a param of that shape and place, and its state."""
     both = {"mu": "int8", "nu": "int8"}
-    tx = mixed_precision(
-        optax.adam(1e-2), "float32", moment_dtype=both, key=jax.random.key(0), axis_name=axis_name
-    )
+    options = {"moment_dtype": both, "key": jax.random.key(0), "axis_name": axis_name}
+    tx = wrapped(optax.adam(1e-2), **options)
     param = jax.random.normal(jax.random.key(1), shape)
     params = {"w": jax.device_put(param, jax.NamedSharding(MESH, place))}
     places = state_shardings(tx, params)
@@ -216,12 +186,10 @@ def test_sharded_moments_in_8_bits_are_a_single_devices_bit_for_bit(shape, place
     tx, params, state, places = with_codes(shape, place)
     is_whole = shape[-1] % 1024 == 0 or place[0] == "data"  # blocks of 128 on each device
     assert state.moment_scales[0].nu["w"].sharding.is_fully_replicated is not is_whole
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
+    step = jax.jit(lambda p, s, g: stepped(tx, p, s, g))
     one = jax.device_put((params, state), jax.devices()[0])
-    truth = two_steps(step, *one)
     found = two_steps(step, params, state)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(found, two_steps(step, *one))
     kept = found[1].inner[0].mu["w"]
     assert kept.sharding.is_equivalent_to(places.inner[0].mu["w"], kept.ndim)
 
@@ -232,20 +200,9 @@ def test_moments_in_8_bits_are_stepped_in_parts(shape, place, check_vma):
     if shape[-1] < 128 and not check_vma:
         pytest.skip("a scale of parts is shared where types tell so")
     tx, params, state, places = with_codes(shape, place, None if check_vma else "data")
-    plain = mixed_precision(optax.adam(1e-2), "float32")
-    specs = {"w": place}, jax.tree.map(lambda s: s.spec, places)
-    step = jax.jit(
-        jax.shard_map(
-            lambda p, s, g: apply_gradients(tx, p, s, g)[:2],
-            mesh=MESH,
-            in_specs=(*specs, specs[0]),
-            out_specs=specs,
-            check_vma=check_vma,
-        )
-    )
-    truth, _ = two_steps(
-        lambda p, s, g: apply_gradients(plain, p, s, g)[:2], params, plain.init(params)
-    )
+    plain = wrapped(optax.adam(1e-2))
+    step = mapped(lambda p, s, g: stepped(tx, p, s, g), ({"w": place}, specs_of(places)), check_vma)
+    truth, _ = two_steps(functools.partial(stepped, plain), params, plain.init(params))
     new, state = two_steps(step, params, state)
     np.testing.assert_allclose(new["w"], truth["w"], atol=0.3 * 1e-2)
     scales = [np.asarray(x.data) for x in state.moment_scales[0].nu["w"].addressable_shards]
@@ -255,59 +212,46 @@ def test_moments_in_8_bits_are_stepped_in_parts(shape, place, check_vma):
 
 def test_parts_of_a_block_are_refused_by_name():
     tx, params, state, places = with_codes((64, 512), P(None, "data"))
-    specs = {"w": P(None, "data")}, jax.tree.map(lambda s: s.spec, places)
-    step = jax.shard_map(
-        lambda p, s: apply_gradients(tx, p, s, p)[:2], mesh=MESH, in_specs=specs, out_specs=specs
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"0/mu/w are float32\[64, 4\] instead of float32\[64, 1\].*multiples of 128",
-    ):
-        step(params, state)
+    specs = {"w": P(None, "data")}, specs_of(places)
+    text = r"0/mu/w are float32\[64, 4\] instead of float32\[64, 1\].*multiples of 128"
+    with pytest.raises(ValueError, match=text):
+        mapped(lambda p, s, g: stepped(tx, p, s, g), specs)(params, state, params)
 
 
 @pytest.mark.parametrize(("shape", "place"), LAYOUTS)
 def test_moments_in_8_bits_step_on_a_mesh_of_explicit_axes(shape, place):
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
     tx, params, state, _ = with_codes(shape, place)
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, p, s, g)[:2])
+    step = jax.jit(lambda p, s, g: stepped(tx, p, s, g))
     truth = two_steps(step, params, state)
     with jax.set_mesh(mesh):
         params = {"w": jax.reshard(jnp.asarray(np.asarray(params["w"])), place)}
         found = two_steps(step, params, tx.init(params))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(found, truth)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_step_under_jit_works_on_a_mesh_of_explicit_axes(is_sharded):
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
     whole = jax.tree.map(lambda p: p.astype(jnp.bfloat16), F32)
-    tx = mixed_precision(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
+    tx = wrapped(optax.adam(1e-2), "bfloat16", loss_scale="dynamic", clip_global_norm=0.5)
 
     def whole_of(param):  # what is written by hand where types say how arrays lie
-        return (
-            jax.reshard(param, EVERYWHERE)
-            if is_sharded and not jax.typeof(param).sharding.mesh.empty
-            else param
-        )
+        is_placed = is_sharded and not jax.typeof(param).sharding.mesh.empty
+        return jax.reshard(param, EVERYWHERE) if is_placed else param
 
     @jax.jit
     def step(params, state, batch):
         gathered = lambda p, b: loss_fn(jax.tree.map(whole_of, p), b)  # noqa: E731
-        fn = value_and_grad(
-            gathered, policy="bfloat16", loss_scale=loss_scale_of(state), grads="compute"
-        )
+        scale = loss_scale_of(state)
+        fn = value_and_grad(gathered, policy="bfloat16", loss_scale=scale, grads="compute")
         value, grads = accumulate_gradients(fn, params, split_batch(batch, 2))
         return *apply_gradients(tx, params, state, grads), value
 
     truth, end = curve(step, whole, tx.init(whole), BATCH, 3)
     with jax.set_mesh(mesh):
-        place = SPLIT if is_sharded else EVERYWHERE
-        params = {
-            "hidden": jax.reshard(whole["hidden"], EVERYWHERE),
-            "head": jax.reshard(whole["head"], place),
-        }
+        params = {"hidden": EVERYWHERE, "head": SPLIT if is_sharded else EVERYWHERE}
+        params = {name: jax.reshard(whole[name], place) for name, place in params.items()}
         losses, params = curve(step, params, tx.init(params), jax.reshard(BATCH, SPLIT), 3)
         assert params["head"].sharding.spec[0] == ("data" if is_sharded else None)
     np.testing.assert_allclose(losses, truth, rtol=0.01)

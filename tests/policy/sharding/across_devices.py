@@ -2,8 +2,6 @@
 train.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +16,10 @@ DEVICES = 8
 EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec("data")
 MESH = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 RNG = np.random.default_rng(0)
-BATCH = (
-    jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32),
-    jnp.asarray(RNG.normal(size=(32, 1)), jnp.float32),
-)
+BATCH = jnp.float32(RNG.normal(size=(32, 4))), jnp.float32(RNG.normal(size=(32, 1)))
 F32 = {
-    "hidden": jnp.asarray(RNG.normal(size=(4, 16)) / 2, jnp.float32),
-    "head": jnp.asarray(RNG.normal(size=(16, 1)) / 4, jnp.float32),
+    "hidden": jnp.float32(RNG.normal(size=(4, 16)) / 2),
+    "head": jnp.float32(RNG.normal(size=(16, 1)) / 4),
 }
 
 
@@ -42,28 +37,26 @@ def placed(tree, spec):
     return jax.device_put(tree, jax.tree.map(lambda _: NamedSharding(MESH, spec), tree))
 
 
+def on_the_mesh(step, param_specs=EVERYWHERE, state_specs=EVERYWHERE, check_vma=True):
+    specs = param_specs, state_specs
+    out_specs = (*specs, EVERYWHERE, EVERYWHERE)
+    options = {"mesh": MESH, "in_specs": (*specs, SPLIT), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(step, **options, check_vma=check_vma))
+
+
 def replicated_step(tx, loss, dtype, policy="mixed_bfloat16", check_vma=True, microbatches=1):
     """Data parallel under shard_map: each device's own gradients, one all-reduce, the same step on
     each.
     """
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=MESH,
-        in_specs=(EVERYWHERE, EVERYWHERE, SPLIT),
-        out_specs=(EVERYWHERE, EVERYWHERE, EVERYWHERE, EVERYWHERE),
-        check_vma=check_vma,
-    )
     def step(params, state, batch):
         fn = value_and_grad(loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute")
-        value, grads = accumulate_gradients(
-            fn, vary(params, "data"), split_batch(batch, microbatches)
-        )
+        batches = split_batch(batch, microbatches)
+        value, grads = accumulate_gradients(fn, vary(params, "data"), batches)
         params, state, finite = apply_gradients(tx, params, state, all_reduce(grads, "data", dtype))
         return params, state, finite, lax.pmean(value, "data")
 
-    return step
+    return on_the_mesh(step, check_vma=check_vma)
 
 
 def plain_step(tx, loss, policy="mixed_bfloat16"):
@@ -71,9 +64,8 @@ def plain_step(tx, loss, policy="mixed_bfloat16"):
 
     @jax.jit
     def step(params, state, batch):
-        value, grads = value_and_grad(
-            loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute"
-        )(params, batch)
+        fn = value_and_grad(loss, policy=policy, loss_scale=loss_scale_of(state), grads="compute")
+        value, grads = fn(params, batch)
         return *apply_gradients(tx, params, state, grads), value
 
     return step
@@ -104,24 +96,13 @@ def sharded_step(tx, loss, param_specs, state_specs, check_vma=True):
 
     def gathered(params, batch):
         axes = {"hidden": 1, "head": 0}
-        whole = jax.tree.map(
-            lambda p, axis: lax.all_gather(p, "data", axis=axis, tiled=True), params, axes
-        )
-        return loss(whole, batch) / DEVICES
+        gather = lambda p, axis: lax.all_gather(p, "data", axis=axis, tiled=True)  # noqa: E731
+        return loss(jax.tree.map(gather, params, axes), batch) / DEVICES
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=MESH,
-        in_specs=(param_specs, state_specs, SPLIT),
-        out_specs=(param_specs, state_specs, EVERYWHERE, EVERYWHERE),
-        check_vma=check_vma,
-    )
     def step(params, state, batch):
-        value, grads = value_and_grad(gathered, loss_scale=loss_scale_of(state), grads="compute")(
-            params, batch
-        )
+        fn = value_and_grad(gathered, loss_scale=loss_scale_of(state), grads="compute")
+        value, grads = fn(params, batch)
         params, state, finite = apply_gradients(tx, params, state, grads)
         return params, state, finite, lax.psum(value, "data")
 
-    return step
+    return on_the_mesh(step, param_specs, state_specs, check_vma)

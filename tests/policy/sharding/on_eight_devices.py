@@ -37,34 +37,22 @@ def test_eight_devices_and_one_agree_to_float32_rounding():
     state = tx.init(F32)
     truth, end = curve(plain_step(tx, f32_loss, "float32"), F32, state, BATCH)
     assert truth[-1] < truth[0]
-    others = [
-        curve(replicated_step(tx, f32_loss, "float32", "float32"), F32, state, BATCH),
-        curve(
-            replicated_step(tx, f32_loss, "float32", "float32", check_vma=False), F32, state, BATCH
-        ),
-        curve(
-            replicated_step(tx, f32_loss, "float32", "float32", microbatches=2), F32, state, BATCH
-        ),
-        curve(
-            plain_step(tx, f32_loss, "float32"),
-            placed(F32, EVERYWHERE),
-            placed(state, EVERYWHERE),
-            placed(BATCH, SPLIT),
-        ),
-    ]
+    ours = functools.partial(replicated_step, tx, f32_loss, "float32", "float32")
+    steps = [ours(), ours(check_vma=False), ours(microbatches=2)]
+    places = placed((F32, state), EVERYWHERE), placed(BATCH, SPLIT)
+    others = [curve(step, F32, state, BATCH) for step in steps]
+    others.append(curve(plain_step(tx, f32_loss, "float32"), *places[0], places[1]))
     for losses, params in others:
         np.testing.assert_allclose(losses, truth, rtol=1e-5)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, end
-        )
+        for name in F32:
+            np.testing.assert_allclose(params[name], end[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(dtype, check_vma):
-    tx = mixed_precision(
-        optax.adam(1e-2), "mixed_bfloat16", loss_scale="dynamic", clip_global_norm=0.5
-    )
+    options: Any = {"loss_scale": "dynamic", "clip_global_norm": 0.5}
+    tx = mixed_precision(optax.adam(1e-2), "mixed_bfloat16", **options)
     step = replicated_step(tx, loss_fn, dtype, check_vma=check_vma, microbatches=2)
     args = F32, tx.init(F32), BATCH
     for stage in ("traced", "partitioned"):
@@ -77,9 +65,8 @@ def test_under_shard_map_gradients_cross_once_a_step_in_the_dtype_that_is_asked(
 
 def test_a_program_that_is_in_jaxs_compilation_cache_can_still_be_read():
     assert os.environ["JAX_COMPILATION_CACHE_DIR"], "the suite has a folder of compiled programs"
-    found = [
-        collectives_of(jax.jit(lambda x: x.sum()), placed(jnp.ones(8), SPLIT)) for _ in range(2)
-    ]
+    x = placed(jnp.ones(8), SPLIT)
+    found = [collectives_of(jax.jit(lambda x: x.sum()), x) for _ in range(2)]
     assert found[0] == found[1] and len(found[0]) == 1
 
 
@@ -145,18 +132,13 @@ def _last_layer(mode: AxisType | None, check_vma: bool = True):
 
     def placed(x, kernel):
         with jax.set_mesh(mesh):
-            operands = [
-                jax.device_put(a, NamedSharding(mesh, spec))
-                for a, spec in ((x, examples), (kernel, columns))
-            ]
+            pairs = (x, examples), (kernel, columns)
+            operands = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in pairs]
             if mode is not None:
                 return jax.jit(jax.value_and_grad(loss, (0, 1)))(*operands)
-            mapped = jax.shard_map(
-                lambda x, kernel, labels: local(x, kernel, labels),
-                in_specs=(examples, columns, examples),
-                out_specs=PartitionSpec(),
-                check_vma=check_vma,
-            )
+            in_specs = (examples, columns, examples)
+            kinds = {"in_specs": in_specs, "out_specs": PartitionSpec(), "check_vma": check_vma}
+            mapped = jax.shard_map(local, **kinds)
             return jax.jit(jax.value_and_grad(mapped, (0, 1)))(*operands, LABELS)
 
     return placed, loss
