@@ -150,15 +150,12 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     Raises:
       AssertionError: `pred` is not a boolean scalar (jmp's users and its tests expect this type).
     """
-    if isinstance(pred, (dict, list, tuple)):
+    is_tree = isinstance(pred, (dict, list, tuple))
+    if is_tree or jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
+        found = type(pred).__name__ if is_tree else f"{jnp.result_type(pred)}{jnp.shape(pred)}"
         raise AssertionError(
-            f"expected boolean scalar for pred, but got {type(pred).__name__}: call "
-            "select_tree(finite, new, old)."
-        )
-    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
-        raise AssertionError(
-            f"expected boolean scalar for pred, but got {jnp.result_type(pred)} of shape "
-            f"{jnp.shape(pred)}."
+            f"expected boolean scalar for pred, but got {found}: "
+            "call select_tree(finite, new, old)."
         )
     pred = fusion_barrier(jnp.asarray(pred))
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)

@@ -25,7 +25,7 @@ from policy.inspect.hlo.text import Instruction, numpy_name, parse
 from policy.programs.frameworks import make_jaxpr
 from policy.programs.paths import Path, naming, path_of, spelled
 from policy.programs.primitives import HLO_COLLECTIVES
-from policy.programs.reading.walk import Site, walk
+from policy.programs.reading.walk import walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +115,15 @@ def _traced(jaxpr: Any) -> Iterator[Collective]:
     sites = list(walk(jaxpr))
     with naming(site.path for site in sites):
         for site in sites:
-            if site.name in HLO_COLLECTIVES:
-                yield from _traced_at(site)
-
-
-def _traced_at(site: Site) -> Iterator[Collective]:
-    axes = site.equation.params.get("axes", site.equation.params.get("axis_name"))
-    every = axes if isinstance(axes, (tuple, list)) else (axes,)
-    names = tuple(str(axis) for axis in every if not isinstance(axis, int))
-    for x in site.equation.outvars if names else ():
-        name, kind = "/".join((*site.path, site.name)), HLO_COLLECTIVES[site.name]
-        yield Collective(
-            kind, x.aval.dtype.name, tuple(x.aval.shape), names, name, spelled(site.path)
-        )
+            if site.name not in HLO_COLLECTIVES:
+                continue
+            params, kind = site.equation.params, HLO_COLLECTIVES[site.name]
+            axes = params.get("axes", params.get("axis_name"))
+            every = axes if isinstance(axes, (tuple, list)) else (axes,)
+            names = tuple(str(axis) for axis in every if not isinstance(axis, int))
+            name, path = "/".join((*site.path, site.name)), spelled(site.path)
+            for x in site.equation.outvars if names else ():
+                yield Collective(kind, x.aval.dtype.name, tuple(x.aval.shape), names, name, path)
 
 
 def _partitioned_text(lowered: Any) -> tuple[str, Any]:
@@ -156,17 +152,12 @@ def _partitioned(text: str, mesh: Any) -> Iterator[Collective]:
     computations = parse(text).computations.values() if text else ()
     found = [one for computation in computations for one in computation.instructions.values()]
     with naming(_path_of(instruction) for instruction in found):
-        for instruction in found:
-            if instruction.opcode in HLO_COLLECTIVES.values():
-                for array in instruction.results:
-                    yield Collective(
-                        instruction.opcode,
-                        numpy_name(array.dtype),
-                        array.shape,
-                        _axes(instruction.rest, mesh),
-                        instruction.op_name,
-                        spelled(_path_of(instruction)),
-                    )
+        for one in found:
+            if one.opcode in HLO_COLLECTIVES.values():
+                axes, path = _axes(one.rest, mesh), spelled(_path_of(one))
+                for array in one.results:
+                    dtype = numpy_name(array.dtype)
+                    yield Collective(one.opcode, dtype, array.shape, axes, one.op_name, path)
 
 
 def _path_of(instruction: Instruction) -> Path:
