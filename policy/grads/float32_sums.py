@@ -233,9 +233,11 @@ def _unrounded(equation: Equation, values: Sequence[Any]) -> Wide:
     elif name == "convert_element_type":
         (result,) = values
     elif name == "scatter-add":  # it holds a program that adds two numbers of its dtype
-        params = equation.params
+        params, (operand, indices, summands) = equation.params, map(_widened, values)
         result = lax.scatter_add(
-            *map(_widened, values),
+            operand,
+            indices,
+            summands,
             params["dimension_numbers"],
             indices_are_sorted=params["indices_are_sorted"],
             unique_indices=params["unique_indices"],

@@ -249,7 +249,8 @@ def _scale_value(loss_scale: Any) -> ArrayLike:
                 "holds one: pass loss_scale=loss_scale_of(opt_state)."
             )
     else:
-        scale = get_loss_scale(loss_scale).loss_scale  # of a class, too: it is refused by name
+        given: Any = loss_scale  # of a class, too: it is refused by name
+        scale = get_loss_scale(given).loss_scale
     require_positive(scale)
     if jnp.ndim(scale):
         raise ValueError(f"loss_scale should be a scalar, but got shape {jnp.shape(scale)}.")

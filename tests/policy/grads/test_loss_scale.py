@@ -3,6 +3,7 @@ import pathlib
 import types
 import unittest
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ IN_STEPS, PATIENT = (
     ],
 )
 def test_the_scale_grows_falls_and_stays_within_its_bounds(fields, flags, expected):
-    scale, values = DynamicLossScale(**fields), []
+    values: list[float] = []
+    scale: Any = DynamicLossScale(**fields)
     assert len(jax.tree.leaves(scale)) == (3 if "hysteresis" in fields else 2)
     for flag in flags:
         scale = scale.adjust(jnp.array(flag))

@@ -20,7 +20,7 @@ def wrapped(tx: Any = None, policy: Any = "float32", mode: Any = "auto", **optio
     return mixed_precision(optax.adam(0.1) if tx is None else tx, policy, **options)
 
 
-def stepped(
+def _stepped(
     tx: Any, params: Any, state: Any, gradients: Any, through_optax: bool = False, **extra_args: Any
 ) -> Any:
     """Returns params and state after a step."""
@@ -29,6 +29,9 @@ def stepped(
     updates, state = tx.update(gradients, state, params, **extra_args)
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates), state
+
+
+stepped: Any = _stepped  # called with tuples that have no type
 
 
 def bits(tree: Any) -> list[np.ndarray]:

@@ -171,7 +171,8 @@ def test_lookaheads_pair_is_stepped_and_skipped_as_one():
     pair = optax.LookaheadParams({**pair.fast, **overwritten}, {**pair.slow, **overwritten})
     tx = wrapped(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bfloat16", clip_global_norm=100.0)
     gradients = {**tree(VALUES, F32), "_overwrite_with_gradient": {"s": jnp.full(2, 3.0)}}
-    new, state = pair, tx.init(pair)
+    new: Any = pair
+    state = tx.init(pair)
     for _ in range(2):
         new, state = stepped(tx, new, state, gradients)
     assert_same(new.fast, new.slow)  # in step every second time

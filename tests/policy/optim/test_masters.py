@@ -162,7 +162,9 @@ def test_resync_follows_what_was_written_and_keeps_the_rest():
     np.testing.assert_array_equal(state.masters["w"], low)
     written = {**params, "w": params["w"].at[0].set(0.5).at[1].set(jnp.nan)}
     state = jax.jit(resync)(written, state)
-    np.testing.assert_array_equal(state.masters["w"], np.float32([0.5, np.nan, low, low]))
+    np.testing.assert_array_equal(
+        state.masters["w"], np.asarray([0.5, np.nan, low, low], np.float32)
+    )
     assert state.count == 1
 
 

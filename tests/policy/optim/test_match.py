@@ -72,7 +72,8 @@ def test_the_state_is_the_transforms_own_and_extra_arguments_reach_it():
         seen.append(value)
         return updates, state
 
-    needs: Any = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    both: Any = optax.identity().init, update
+    needs = optax.GradientTransformationExtraArgs(*both)
     match_updates(needs, "grads").update(gradients, needs.init(params), params, value=3)
     assert seen == [3]
 

@@ -55,7 +55,7 @@ def is_same_storage(dtype: str, a: str, b: str) -> bool:
     return stored.get(a, a) == stored.get(b, b)
 
 
-def assert_masters(params: Any, state: Any, bits: int) -> None:
+def assert_masters(bits: int, params: Any, state: Any) -> None:
     for name, found in master_params(params, state).items():
         np.testing.assert_allclose(found, WIDE[name], rtol=2.0**-bits, atol=0)
 
@@ -66,7 +66,7 @@ def test_every_pair_of_modes_is_refused_by_both_names_or_stores_the_same(dtype, 
     calls: list[Any] = [functools.partial(stepped, tx, through_optax=way) for way in BOTH_WAYS]
     if is_same_storage(dtype, a, b):
         for call in calls:
-            assert_masters(*call(params, state, GRADIENTS), bits_of(dtype, a))
+            assert_masters(bits_of(dtype, a), *call(params, state, GRADIENTS))
         return
     text = rf"made with master_weights='{a}' \(.*\), but tx has '{b}' \(.*convert\("
     for call in (*calls, functools.partial(jax.eval_shape, calls[0])):
@@ -80,11 +80,11 @@ def test_convert_migrates_from_every_mode_to_every_other(dtype, a, b):
     made = convert(state, params, to=tx)
     assert jax.tree.structure(made) == jax.tree.structure(tx.init(params))
     assert made.mode == storage_code([dtype], b)
-    assert_masters(params, made, bits)
+    assert_masters(bits, params, made)
     new, after, finite = apply_gradients(tx, params, made, GRADIENTS)
     assert finite
     assert after.count == 1
-    assert_masters(new, after, bits)
+    assert_masters(bits, new, after)
     if b not in ("stochastic", "none"):
         assert_same(new, params)
 
@@ -95,7 +95,7 @@ def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
     if is_same_storage(dtype, a, b):
         params, state = jax.tree.map(jnp.asarray, serialization.from_bytes(target, saved))
         after = stepped(transform(b, dtype), params, state, GRADIENTS)
-        assert_masters(*after, bits_of(dtype, a))
+        assert_masters(bits_of(dtype, a), *after)
         return
     text = rf"saved with master_weights='{a}', .* into one with master_weights='{b}'"
     with pytest.raises(ValueError, match=text):
@@ -137,7 +137,7 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
     (params, state), tx = found, transform(b, dtype)
     step = jax.jit(lambda p, s: stepped(tx, p, s, GRADIENTS))
     if is_same_storage(dtype, a, b):
-        assert_masters(*step(params, state), bits_of(dtype, a))
+        assert_masters(bits_of(dtype, a), *step(params, state))
         return
     saved = storage_text(storage_code([dtype], a))
     text = rf"masters of another mode: .* as {saved}, .* of master_weights='{b}'"
@@ -158,7 +158,7 @@ def test_orbax_casts_masters_into_another_mode_and_no_step_reads_them(checkpoint
     wide = jax.jit(master_params)(params, state)
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(wide))
     followed = jax.jit(resync)(params, state)  # starts from the params
-    assert_masters(params, followed, bits_of(dtype, "none"))
+    assert_masters(bits_of(dtype, "none"), params, followed)
 
 
 @pytest.mark.parametrize("skip_nonfinite", [True, False])

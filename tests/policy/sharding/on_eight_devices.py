@@ -39,9 +39,9 @@ def test_eight_devices_and_one_agree_to_float32_rounding():
     assert truth[-1] < truth[0]
     ours = functools.partial(replicated_step, tx, f32_loss, "float32", "float32")
     steps = [ours(), ours(check_vma=False), ours(microbatches=2)]
-    places = placed((F32, state), EVERYWHERE), placed(BATCH, SPLIT)
+    params, held = placed((F32, state), EVERYWHERE)
     others = [curve(step, F32, state, BATCH) for step in steps]
-    others.append(curve(plain_step(tx, f32_loss, "float32"), *places[0], places[1]))
+    others.append(curve(plain_step(tx, f32_loss, "float32"), params, held, placed(BATCH, SPLIT)))
     for losses, params in others:
         np.testing.assert_allclose(losses, truth, rtol=1e-5)
         for name in F32:
