@@ -166,25 +166,20 @@ _ESTIMATE = {
     "--quiet": _switch("show no progress"),
 }
 
-_COMMANDS = {
-    "audit": "the dtypes that a function runs in, found without running it",
-    "suggest": "rules that keep a function within a given error of float32",
-    "estimate": "memory, traffic and time of a step under policies, on devices you need not have",
-}
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m policy", description="Dtype policies for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
     kinds = "\n".join(f"  {kind:25}{text}" for kind, text in FINDING_KINDS.items())
-    for name, run, options in (
-        ("audit", _audit, _AUDIT),
-        ("suggest", _suggest, _SUGGEST),
-        ("estimate", _estimate, _ESTIMATE),
+    for run, options, text in (
+        (_audit, _AUDIT, "the dtypes that a function runs in, found without running it"),
+        (_suggest, _SUGGEST, "rules that keep a function within a given error of float32"),
+        (_estimate, _ESTIMATE, "memory, traffic and time of a step on devices you need not have"),
     ):
+        name = run.__name__.removeprefix("_")
         command = commands.add_parser(
             name,
-            help=_COMMANDS[name],
+            help=text,
             description=inspect.getdoc(run),
             epilog=f"kinds of findings:\n{kinds}" if name == "audit" else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,

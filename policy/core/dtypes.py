@@ -292,7 +292,7 @@ def precision_named(value: Any, compute_dtype: np.dtype) -> str | None:
     fitting = [
         algorithm.name
         for algorithm in lax.DotAlgorithmPreset
-        if compute_dtype in map(np.dtype, algorithm.supported_lhs_types or ())
+        if any(compute_dtype == np.dtype(t) for t in algorithm.supported_lhs_types or ())
     ]
     if name not in fitting:
         known = name in lax.DotAlgorithmPreset.__members__

@@ -73,30 +73,26 @@ def with_explicit_dtypes(
         return Effective(None, None, NO_SOURCE)
     require_usable(base)
     changes: dict[str, Any] = {}
-    kept = None
-    if dtype is not None:
-        explicit = jnp.dtype(dtype)
-        if jnp.issubdtype(explicit, jnp.complexfloating):
+    kept, defeated = None, []
+    for argument, field, given in (
+        ("dtype", "compute_dtype", dtype),
+        ("param_dtype", "param_dtype", param_dtype),
+    ):
+        if given is None:
+            continue
+        explicit = jnp.dtype(given)
+        if explicit != getattr(base, field):
+            defeated.append(f"{argument}={explicit.name}")
+        if not jnp.issubdtype(explicit, jnp.complexfloating):
+            changes[field] = _honourable(explicit, argument, what, where)
+        elif argument == "dtype":
             kept = explicit
-        else:
-            _require_honourable(explicit, "dtype", what, where)
-            changes["compute_dtype"] = explicit
-            if explicit != base.compute_dtype:
-                changes["matmul"] = None
-            if not source.own:
-                changes["output_dtype"] = explicit
-    if param_dtype is not None and not jnp.issubdtype(jnp.dtype(param_dtype), jnp.complexfloating):
-        _require_honourable(jnp.dtype(param_dtype), "param_dtype", what, where)
-        changes["param_dtype"] = jnp.dtype(param_dtype)
+    if "compute_dtype" in changes:
+        if changes["compute_dtype"] != base.compute_dtype:
+            changes["matmul"] = None
+        if not source.own:
+            changes["output_dtype"] = changes["compute_dtype"]
     policy = base.replace(**changes) if changes else base
-    defeated = [
-        f"{name}={jnp.dtype(given).name}"
-        for name, given, field in (
-            ("dtype", dtype, base.compute_dtype),
-            ("param_dtype", param_dtype, base.param_dtype),
-        )
-        if given is not None and jnp.dtype(given) != field
-    ]
     if defeated:
         verb = "overrides" if len(defeated) == 1 else "override"
         warn_once(
@@ -108,13 +104,14 @@ def with_explicit_dtypes(
     return Effective(policy, base, source, kept)
 
 
-def _require_honourable(dtype: np.dtype, argument: str, what: str, where: str) -> None:
+def _honourable(dtype: np.dtype, argument: str, what: str, where: str) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
             f"{what} at '{where}' can't use {argument}={dtype.name} under a policy: it should be a "
             "floating dtype of at least 16 bits, such as bfloat16. 8-bit floats are for matmul "
             "operands only: use a policy with m=f8 for those."
         )
+    return dtype
 
 
 # --------------------------------------------------------------------------------------------------

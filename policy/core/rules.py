@@ -185,9 +185,9 @@ class PolicyRules:
             paths that differ in one number are shown as one, ``layers/0..29/norm``. Never raised if
             `strict` is False.
         """
-        has_classes = isinstance(paths, Mapping)
-        modules = {(path, model): _classes(paths[path]) if has_classes else () for path in paths}
-        self._check(modules, has_classes)
+        classes = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)
+        modules = {(path, model): _classes(found) for path, found in classes.items()}
+        self._check(modules, isinstance(paths, Mapping))
 
     def check_places(self, places: Iterable[tuple[str, str]]) -> None:
         """Checks path rules as `check` does.

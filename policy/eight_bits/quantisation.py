@@ -188,14 +188,13 @@ class ScaledOperation:
         """Returns the axes of the result that the gradient of an operand sums over."""
         raise NotImplementedError
 
-    def gradient(self, side: int, cotangent: Quantised, other: Array, dtype: DTypeLike) -> Array:
-        """Returns the gradient of an operand, to be rounded to `dtype`, from codes of the other."""
-        raise NotImplementedError
-
-    def gradient_of_arrays(
-        self, side: int, cotangent: Array, other: Array, dtype: DTypeLike
+    def gradient(
+        self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
-        """Returns the gradient of an operand, to be rounded to `dtype`, from the other one."""
+        """Returns the gradient of an operand, to be rounded to `dtype`, from the other one.
+
+        Both arrays are codes where there is a scale of the cotangent, else in compute_dtype.
+        """
         raise NotImplementedError
 
 
@@ -230,15 +229,13 @@ def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple
     gradients = []
     for side, dtype in enumerate(mark.dtype for mark in marks):
         if side == operation.weight and of_weight is not None:
-            given = cotangent.astype(of_weight.dtype)
-            gradient = operation.gradient_of_arrays(side, given, of_weight, dtype)
+            given, other, scale = cotangent.astype(of_weight.dtype), of_weight, None
         else:
-            other = codes[1 - side]
-            folded = cotangent * operation.beside_result(other.scale, 1 - side)
+            folded = cotangent * operation.beside_result(codes[1 - side].scale, 1 - side)
             summed, by = operation.summed_for(side), operation.by
-            given = quantise(folded, summed, operation.gradients, by.scaling)
-            gradient = operation.gradient(side, given, other.codes, dtype)
-        gradients.append(gradient)
+            coded = quantise(folded, summed, operation.gradients, by.scaling)
+            given, other, scale = coded.codes, codes[1 - side].codes, coded.scale
+        gradients.append(operation.gradient(side, given, other, scale, dtype))
     cast = (x.astype(mark.dtype) for x, mark in zip(gradients, marks, strict=True))
     return *cast, None, None
 

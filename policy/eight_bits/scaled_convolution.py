@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import INT8, ScaledMatmul, backend
 from policy.eight_bits.quantisation import (
-    Quantised,
     ScaledOperation,
     in_8_bits,
     quantise_for,
@@ -32,12 +31,8 @@ from policy.programs.jaxprs import Equation, bind, opened
 from policy.programs.rewriting.interpreter import Interpreter
 
 OPTIONS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation"),
+    *("dimension_numbers", "feature_group_count"),
 )
 """The options of `scaled_conv`, which are parameters of JAX's primitive too."""
 
@@ -78,13 +73,8 @@ class _Convolution(ScaledOperation):
         _, result = self.axes
         return _all_but(result[side], len(self.shapes[0]))
 
-    def gradient(self, side: int, cotangent: Quantised, other: Array, dtype: DTypeLike) -> Array:
-        operands, result = self.axes
-        scale = jnp.moveaxis(cotangent.scale, result[side], operands[side])
-        return self.gradient_of_arrays(side, cotangent.codes, other, dtype) * scale
-
-    def gradient_of_arrays(
-        self, side: int, cotangent: Array, other: Array, dtype: DTypeLike
+    def gradient(
+        self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
         body, consts = opened(_transposition(self, side, cotangent.shape))
 
@@ -92,20 +82,15 @@ class _Convolution(ScaledOperation):
             (result,) = _Transposition(dtype).run(body, consts, [cotangent, other])
             return result
 
-        return _accumulated(convolve, cotangent, other)
+        gradient = _accumulated(convolve, cotangent, other)
+        if scale is None:
+            return gradient
+        operands, result = self.axes
+        return gradient * jnp.moveaxis(scale, result[side], operands[side])
 
 
 def scaled_conv(
-    lhs: Array,
-    rhs: Array,
-    by: ScaledMatmul,
-    *,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
+    lhs: Array, rhs: Array, by: ScaledMatmul, *, dimension_numbers: Any = None, **options: Any
 ) -> Array:
     """Convolves an input with a kernel in 8 bits, and returns the float32 accumulator, rescaled.
 
@@ -116,30 +101,27 @@ def scaled_conv(
       lhs: the input, floating.
       rhs: the kernel, floating.
       by: the dtypes and scales; "row" gives a scale to each example and to each output feature.
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count:
-        as of `jax.lax.conv_general_dilated`.
+      dimension_numbers: as of `jax.lax.conv_general_dilated`.
+      **options: others of `OPTIONS`, as of `jax.lax.conv_general_dilated`.
 
     Raises:
       NotImplementedError: the gradient is differentiated again.
     """
     warn_if_emulated(by, "convolutions")
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    options = {
-        "window_strides": tuple(window_strides),
-        "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
-        "lhs_dilation": None if lhs_dilation is None else tuple(lhs_dilation),
-        "rhs_dilation": None if rhs_dilation is None else tuple(rhs_dilation),
-        "dimension_numbers": numbers,
-        "feature_group_count": feature_group_count,
-    }
+    fixed = {name: _hashable(value) for name, value in options.items()}
+    fixed["dimension_numbers"] = numbers
     lhs, rhs = alike_varying(lhs, rhs)
-    shapes = lhs.shape, rhs.shape
-    convolution = _Convolution(by, 1, by.operands, tuple(options.items()), shapes)
+    convolution = _Convolution(by, 1, by.operands, tuple(fixed.items()), (lhs.shape, rhs.shape))
     codes = [
         quantise_for(x, _all_but(axis, x.ndim), by)
         for x, axis in zip((lhs, rhs), convolution.axes[0], strict=True)
     ]
     return in_8_bits(convolution, lhs, rhs, *codes)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def may_run_in_8_bits(

@@ -17,7 +17,6 @@ from opt_einsum.parser import parse_einsum_input
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import INT8, ScaledMatmul
 from policy.eight_bits.quantisation import (
-    Quantised,
     ScaledOperation,
     in_8_bits,
     quantise_for,
@@ -63,26 +62,21 @@ class _Matmul(ScaledOperation):
     def summed_for(self, side: int) -> tuple[int, ...]:
         return self._of_result(1 - side)
 
-    def gradient(self, side: int, cotangent: Quantised, other: Array, dtype: DTypeLike) -> Array:
-        numbers, axes = self._transposed(side)
-        sharding = self._of_gradient(side, axes)
-        product = self._multiplied(cotangent.codes, other, numbers, sharding, dtype)
-        rows = lax.squeeze(cotangent.scale, self.summed_for(side))
-        scale = lax.expand_dims(rows, range(rows.ndim, product.ndim))
-        return jnp.transpose(product * scale, _inverse(axes))
-
-    def gradient_of_arrays(
-        self, side: int, cotangent: Array, other: Array, dtype: DTypeLike
+    def gradient(
+        self, side: int, cotangent: Array, other: Array, scale: Array | None, dtype: DTypeLike
     ) -> Array:
         numbers, axes = self._transposed(side)
-        product = lax.dot_general(
-            cotangent,
-            other,
-            numbers,
-            preferred_element_type=dtype if dtype == other.dtype else jnp.float32,
-            out_sharding=self._of_gradient(side, axes),
-        )
-        return jnp.transpose(product, _inverse(axes))
+        sharding = self._of_gradient(side, axes)
+        if scale is None:
+            out = dtype if dtype == other.dtype else jnp.float32
+            product = lax.dot_general(
+                cotangent, other, numbers, preferred_element_type=out, out_sharding=sharding
+            )
+        else:
+            product = self._multiplied(cotangent, other, numbers, sharding, dtype)
+            rows = lax.squeeze(scale, self.summed_for(side))
+            product = product * lax.expand_dims(rows, range(rows.ndim, product.ndim))
+        return jnp.transpose(product, [axes.index(place) for place in range(len(axes))])
 
     def _multiplied(
         self, lhs: Array, rhs: Array, numbers: DimensionNumbers, sharding: Any, dtype: DTypeLike
@@ -132,10 +126,6 @@ class _Matmul(ScaledOperation):
             return None
         names = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
         return NamedSharding(sharding.mesh, PartitionSpec(*(names[axis] for axis in axes)))
-
-
-def _inverse(permutation: Sequence[int]) -> list[int]:
-    return [permutation.index(place) for place in range(len(permutation))]
 
 
 def scaled_dot_general(

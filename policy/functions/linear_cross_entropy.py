@@ -129,6 +129,7 @@ def linear_softmax_cross_entropy(
     if axis_name is not None:
         is_typed(axis_name)  # raises where it is not mapped
     policy, wide = current_policy(), reduction_dtype_of(x, kernel)
+    size = chunk_size or max(_FEWEST, -(-labels.size // _MOST_CHUNKS))
     options = _Options(
         x.dtype if policy is None else policy.compute_dtype,
         wide,
@@ -138,7 +139,7 @@ def linear_softmax_cross_entropy(
         label_smoothing,
         z_loss,
         soft_cap,
-        _chunks(labels.size, chunk_size),
+        max(1, -(-labels.size // size)),
         reduction,
     )
     weight = jnp.ones_like(labels, wide) if weights is None else jnp.asarray(weights, wide)
@@ -174,11 +175,6 @@ def _check(x: Array, kernel: Array, labels: Array, bias: Array | None, axis: int
         )
     if bias is not None and bias.shape != (kernel.shape[axis],):
         raise ValueError(f"bias should be ({kernel.shape[axis]},), but got {bias.shape}.")
-
-
-def _chunks(examples: int, chunk_size: int | None) -> int:
-    size = chunk_size or max(_FEWEST, -(-examples // _MOST_CHUNKS))
-    return max(1, -(-examples // size))
 
 
 def _reduced(
