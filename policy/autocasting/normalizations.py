@@ -141,10 +141,8 @@ class _Programs:
         measures = whole.union(id(n.site.equation) for n in own if n in found.measures)
         applies = frozenset(id(n.site.equation) for n in own if n in found.applies)
         covered = {node for node in own if node in found.measures or node in found.applies}
-        is_whole = bool(covered or kept) and not in_part
-        is_whole = is_whole and all(
-            node in covered for node in own if any(value.is_float for value in node.outputs)
-        )
+        floats = (node for node in own if any(value.is_float for value in node.outputs))
+        is_whole = bool(covered or kept) and not in_part and covered.issuperset(floats)
         return Regions(frozenset(measures), applies, kept, is_whole)
 
 
@@ -161,9 +159,7 @@ def _look_at(root: Node, found: _Found) -> None:
     quotients, of_root = _quotients(root, is_inverse)
     for quotient in quotients:
         numerator = _chain_of(quotient.numerator)
-        chosen = next(
-            (m for m in moments if _meeting(numerator, _chain_of(m.of)) is not None), None
-        )
+        chosen = next((m for m in moments if _meeting(numerator, _chain_of(m.of))), None)
         affine = _affine(quotient.operation.out, quotient.is_scaled, False, of_root)
         if chosen is None and not (is_running and _is_centred(numerator, affine, of_root)):
             continue
@@ -176,9 +172,8 @@ def _look_at(root: Node, found: _Found) -> None:
         for moment in moments:
             found.measures.update(moment.operations)
             squared = _chain_of(moment.of)
-            found.measures.update(
-                squared.operations[: squared.data.index(_meeting(squared, numerator) or moment.of)]
-            )
+            met = squared.data.index(_meeting(squared, numerator) or moment.of)
+            found.measures.update(squared.operations[:met])
     found.measures.difference_update(found.applies)
 
 
@@ -213,8 +208,7 @@ def _is_centred(numerator: _DefinitionChain, affine: Sequence[Node], of_root: se
 def _centring(numerator: _DefinitionChain, moments: Iterable[_Moment]) -> list[Node]:
     """Returns the operations of a numerator up to the last subtraction of a mean."""
     squares = {data for moment in moments for data in _chain_of(moment.of).data}
-    shared = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
-    last = shared
+    last = next((i for i, data in enumerate(numerator.data) if data in squares), 0)
     for i, operation in enumerate(numerator.operations):
         if operation.name == "sub" and _is_mean(operation, squares):
             last = max(last, i + 1)
@@ -273,17 +267,18 @@ def _read(
       The quotient, or None; and (is_inverse, is_scaled) of the result of a step before the
       quotient, or None.
     """
-    name, shape = operation.name, operation.out.shape
-    others = [other for other in operation.inputs if other is not data]
+    name, others = operation.name, [other for other in operation.inputs if other is not data]
     if name in _COPIES:
         return None, (is_inverse, is_scaled)
     if name == "reciprocal" or (name == "integer_pow" and operation.params["y"] == -1):
         return None, (not is_inverse, is_scaled)
     if name in primitives.JOINS_ROOTS:
-        stored = all(_is_stored(other, shape) for other in others if other.is_float)
+        floats = [other for other in others if other.is_float]
+        stored = all(_is_stored(other, operation.out.shape) for other in floats)
         return None, (is_inverse, is_scaled) if stored else None
     if name not in primitives.PRODUCTS or len(others) != 1:
         return None, None
+    shape = operation.out.shape
     other, divides = others[0], name == "div" and operation.inputs[1] is data
     is_whole = data.shape == shape and not _repeats(data, shape)
     if _is_stored(other, shape) or (other.given and is_whole):
@@ -388,9 +383,9 @@ def _divides(operation: Node, i: int) -> bool:
 
     A mean does either to its sum.
     """
-    others = [data for j, data in enumerate(operation.inputs) if j != i]
     if operation.name == "div":
         return i == 0
+    others = [*operation.inputs[:i], *operation.inputs[i + 1 :]]
     return operation.name == "mul" and any(data.number is not None for data in others)
 
 
@@ -402,14 +397,10 @@ def _moment(sum_: Node, is_mean: bool) -> Iterator[_Moment]:
         if squared is not None:
             yield _Moment(squared, is_mean and sum_.out.shape != (), operations)
             return
-        if operation.name in _SUMS:
-            data = operation.inputs[0]
-            continue
-        following = _through(operation)
+        following = operation.inputs[0] if operation.name in _SUMS else _through(operation)
         if following is None:
             return
-        is_mean = is_mean or operation.name == "div"
-        data = following
+        data, is_mean = following, is_mean or operation.name == "div"
 
 
 def _squared(operation: Node) -> Value | None:
