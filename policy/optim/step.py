@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,26 @@ from policy.optim.storage_modes import MasterWeights, inner_params, rounding_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Stepped: TypeAlias = tuple[optax.Params, MixedPrecisionState]
+"""New params, or the updates of the old ones, and the new state."""
+
+
+class Given(NamedTuple):
+    """What a step is given, without overwritten leaves.
+
+    Attributes:
+      gradients: a tree like the params, as it was handed over.
+      scale: the scale that the gradients carry, () float32, or None.
+      state: the state before.
+      params: the params before.
+      extra_args: further arguments of the inner transform's update.
+    """
+
+    gradients: optax.Updates
+    scale: ArrayLike | None
+    state: MixedPrecisionState
+    params: optax.Params
+    extra_args: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -192,7 +212,7 @@ class Stepper:
         extra_args: dict[str, Any],
         *,
         as_updates: bool,
-    ) -> tuple[optax.Params, MixedPrecisionState]:
+    ) -> Stepped:
         """Checks the arguments, and takes one step.
 
         Returns:
@@ -210,7 +230,7 @@ class Stepper:
                 "so that small ones underflow in float16. Pass loss_scale=loss_scale_of(opt_state) "
                 "to value_and_grad."
             )
-        given = params, gradients
+        whole = params, gradients
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)
         for each in (scale, state.loss_scale.loss_scale):
@@ -218,42 +238,37 @@ class Stepper:
             if self.skip_nonfinite and is_positive is not True:
                 belongs = is_positive if belongs is True else belongs & is_positive
         state = state._replace(inner=jax.tree.map(strongly_typed, state.inner))
-        if _is_eager((gradients, scale, state, params), extra_args):
+        given = Given(gradients, scale, state, params, extra_args)
+        if _is_eager(given):
             # lax.cond would compile its branches anew in each eager call
-            take = self._compiled_step
+            result, state = self._compiled_step(given, as_updates=as_updates)
         else:
-            take = functools.partial(self._step, belongs=belongs)
-        result, state = take(gradients, scale, state, params, extra_args, as_updates=as_updates)
-        return with_overwritten(result, *given, state.finite, as_updates), state
+            result, state = self._step(given, belongs=belongs, as_updates=as_updates)
+        return with_overwritten(result, *whole, state.finite, as_updates), state
 
     @functools.cached_property
-    def _compiled_step(self) -> Callable[..., tuple[optax.Params, MixedPrecisionState]]:
+    def _compiled_step(self) -> Callable[..., Stepped]:
         return jax.jit(functools.partial(self._step, belongs=True), static_argnames="as_updates")
 
     def _step(
-        self,
-        gradients: optax.Updates,
-        scale: ArrayLike | None,
-        state: MixedPrecisionState,
-        params: optax.Params,
-        extra_args: dict[str, Any],
-        *,
-        belongs: jax.Array | Literal[True],
-        as_updates: bool,
-    ) -> tuple[optax.Params, MixedPrecisionState]:
+        self, given: Given, *, belongs: jax.Array | Literal[True], as_updates: bool
+    ) -> Stepped:
         """Steps params and state that were checked.
 
         Args:
+          given: the arguments.
           belongs: True, or a () bool: the step is left out where it is False.
+          as_updates: True returns updates of the params, to be added to them.
         """
-        norm = self._norm(gradients, scale, params)
+        gradients, scale, state, params, _ = given
+        norm = self._norm(given)
         leaves, tree = jax.tree.flatten(params)
         modes = [storage_mode(p.dtype, self.master_weights) for p in leaves]
         each = zip(leaves, modes, strict=True)
         updates = [ParamUpdate(mode, np.dtype(p.dtype), as_updates) for p, mode in each]
         inner = StoredInner(state.inner, state.moment_scales)
         operands = Operands(params, gradients, inner, state.masters)
-        branches = self._branches(updates, scale, norm, state.count, extra_args)
+        branches = self._branches(given, updates, norm)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
@@ -294,16 +309,11 @@ class Stepper:
         )
         returned = tree.unflatten(result for result, _ in new), after
         if self.check_results:
-            return self._unless_not_finite((params, state), returned, gradients, as_updates)
+            return self._unless_not_finite(given, returned, as_updates)
         return returned
 
     def _branches(
-        self,
-        param_updates: list[ParamUpdate],
-        scale: ArrayLike | None,
-        norm: jax.Array | None,
-        count: jax.Array,
-        extra_args: dict[str, Any],
+        self, given: Given, param_updates: list[ParamUpdate], norm: jax.Array | None
     ) -> tuple[Branch, Branch]:
         """Returns the step, and the one that changes nothing, with results of the same types.
 
@@ -314,12 +324,12 @@ class Stepper:
         def apply_step(operands: Operands) -> Results:
             params, gradients, inner, masters = operands
             wide = inner_params(params, masters, self.master_weights)
-            true = true_gradients(gradients, scale, params)
+            true = true_gradients(gradients, given.scale, params)
             if norm is not None and self.clip_global_norm is not None:
                 true = clip_to_norm(true, norm, self.clip_global_norm)
-            updates, inner = self.inner_step(true, inner, wide, count, extra_args)
+            updates, inner = self._inner_step(true, inner, wide, given)
             new = jax.tree.leaves(jax.tree.map(jnp.add, wide, updates))
-            keys = rounding_keys(self.key, new, count, self.axis_name)
+            keys = rounding_keys(self.key, new, given.state.count, self.axis_name)
             each = param_updates, jax.tree.leaves(params), new, jax.tree.leaves(updates), keys
             applied = [d.applied(p, w, u, key) for d, p, w, u, key in zip(*each, strict=True)]
             return applied, inner
@@ -330,12 +340,11 @@ class Stepper:
 
         return apply_step, skip_step
 
-    def _norm(
-        self, gradients: optax.Updates, scale: ArrayLike | None, params: optax.Params
-    ) -> jax.Array | None:
+    def _norm(self, given: Given) -> jax.Array | None:
         """Returns the global norm of unscaled gradients, () float32; None without clipping."""
         if self.clip_global_norm is None:
             return None
+        gradients, scale, _, params, _ = given
         if examples_axis(gradients, params):
             raise ValueError(
                 "clip_global_norm clips one gradient, but these gradients are per example, and the "
@@ -343,17 +352,12 @@ class Stepper:
             )
         return gradient_norm(true_gradients(gradients, scale, params), self.axis_name)
 
-    def _unless_not_finite(
-        self,
-        before: tuple[optax.Params, MixedPrecisionState],
-        after: tuple[optax.Params, MixedPrecisionState],
-        gradients: optax.Updates,
-        as_updates: bool,
-    ) -> tuple[optax.Params, MixedPrecisionState]:
+    def _unless_not_finite(self, given: Given, after: Stepped, as_updates: bool) -> Stepped:
         """Returns the results of a step, or those of a skipped one where a finite leaf becomes
         infinite or NaN.
         """
-        (params, state), (new, new_state) = before, after
+        gradients, _, state, params, _ = given
+        new, new_state = after
         moved = jax.tree.map(lambda p, u: p.astype(u.dtype) + u, params, new) if as_updates else new
         parts = [
             (tree, each.masters, each.inner, each.moment_scales)
@@ -368,34 +372,30 @@ class Stepper:
         same = jax.tree.map(jnp.zeros_like, new) if as_updates else params
         return selected(sound, after, (same, skipped))
 
-    def inner_step(
-        self,
-        gradients: optax.Updates,
-        stored: StoredInner,
-        wide: optax.Params,
-        count: jax.Array,
-        extra_args: dict[str, Any],
+    def _inner_step(
+        self, gradients: optax.Updates, stored: StoredInner, wide: optax.Params, given: Given
     ) -> tuple[optax.Updates, StoredInner]:
         """Runs the inner transform: float32 updates, and its state in the types that it had."""
         dtypes, inner = self.moment_dtypes or {}, stored.state
         targets = moments.stored_dtypes(inner, wide, dtypes)
         computed = moments.widen_moments(stored, targets)
-        updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra_args)
+        extra = given.extra_args
+        updates, new_inner = _run_optax(self.inner.update, gradients, computed, wide, **extra)
         check_stepped(gradients, updates, wide, new_inner, inner)
         updates = jax.tree.map(lambda w, u: jnp.asarray(u).astype(w.dtype), wide, updates)
         leaves, first = jax.tree.leaves(new_inner), len(jax.tree.leaves(wide))
         key = self.key if dtypes else None
-        keys = rounding_keys(key, leaves, count, self.axis_name, first=first)
+        keys = rounding_keys(key, leaves, given.state.count, self.axis_name, first=first)
         new = moments.narrow_moments(new_inner, targets, dtypes, keys, stored)
         return updates, jax.tree.map(as_type_of, new, stored)
 
 
-def _is_eager(trees: Any, extra_args: dict[str, Any]) -> bool:
+def _is_eager(given: Given) -> bool:
     """Returns whether a step is of concrete arrays.
 
     A transform may branch on numbers among `extra_args`, so these are not compiled.
     """
-    arrays, extra = jax.tree.leaves(trees), jax.tree.leaves(extra_args)
+    arrays, extra = jax.tree.leaves(given[:-1]), jax.tree.leaves(given.extra_args)
     are_arrays = all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in arrays)
     are_arrays = are_arrays and all(isinstance(x, jax.Array) or np.ndim(x) for x in extra)
     return are_arrays and not any(isinstance(x, Tracer) for x in (*arrays, *extra))

@@ -180,12 +180,11 @@ def _axes(attributes: str, mesh: Any) -> tuple[str, ...]:
         places = [np.unravel_index(ends[:, i], mesh.axis_sizes) for i in (0, 1)]
         return tuple(a for a, x, y in zip(mesh.axis_names, *places, strict=True) if (x != y).any())
     groups = _groups(attributes)
-    for count in range(1, len(mesh.axis_names) + 1):
-        for axes in itertools.combinations(range(len(mesh.axis_names)), count):
-            # an axis of one device is part of no exchange
-            if all(mesh.axis_sizes[a] > 1 for a in axes) and groups == _groups_over(
-                mesh.axis_sizes, axes
-            ):
+    # an axis of one device is part of no exchange
+    split = [axis for axis, size in enumerate(mesh.axis_sizes) if size > 1]
+    for count in range(1, len(split) + 1):
+        for axes in itertools.combinations(split, count):
+            if groups == _groups_over(mesh.axis_sizes, axes):
                 return tuple(mesh.axis_names[a] for a in axes)
     return ()
 
@@ -196,13 +195,10 @@ Groups = frozenset[frozenset[int]]
 def _groups(attributes: str) -> Groups | None:
     """Returns the groups of partitions that exchange, from any of HLO's three notations."""
     if listed := re.search(r"replica_groups=\{(\{[0-9,{} ]*\})\}", attributes):
-        return frozenset(
-            frozenset(map(int, group.split(",")))
-            for group in re.findall(r"\{([0-9,]+)\}", listed[1])
-        )
-    if counted := re.search(
-        r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes
-    ):
+        found = re.findall(r"\{([0-9,]+)\}", listed[1])
+        return frozenset(frozenset(_ints(group)) for group in found)
+    counts = r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?"
+    if counted := re.search(counts, attributes):
         numbers = _numbers(counted[2], counted[3]).reshape(_ints(counted[1])[0], -1)
         return frozenset(frozenset(map(int, row)) for row in numbers)
     order = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
@@ -211,9 +207,8 @@ def _groups(attributes: str) -> Groups | None:
         named = re.findall(r"'([^']*)'", meshed[4])
         if ":" not in meshed[4] and set(named) <= set(sizes):
             numbers = _numbers(meshed[2] or str(math.prod(sizes.values())), meshed[3])
-            return _groups_over(
-                list(sizes.values()), [list(sizes).index(a) for a in named], numbers
-            )
+            axes = [list(sizes).index(name) for name in named]
+            return _groups_over(list(sizes.values()), axes, numbers)
     return None
 
 
@@ -233,7 +228,6 @@ def _groups_over(sizes: Any, axes: Any, numbers: np.ndarray | None = None) -> Gr
     Partitions are counted along the mesh's axes, or numbered by `numbers`.
     """
     numbers = (np.arange(math.prod(sizes)) if numbers is None else numbers).reshape(sizes)
-    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(
-        -1, math.prod(sizes[a] for a in axes)
-    )
+    length = math.prod(sizes[a] for a in axes)
+    rows = np.moveaxis(numbers, axes, range(-len(axes), 0)).reshape(-1, length)
     return frozenset(frozenset(map(int, row)) for row in rows)
