@@ -41,9 +41,6 @@ def model_of(wing, way, policy=HALF, rules=NO_RULES):
     return {"linen": job.linen_model, "nnx": job.nnx_model}[wing](way, policy, rules, 0)
 
 
-# --------------------------------------------------------------------------- what the authors wrote
-
-
 def test_the_maths_by_hand_is_flax_s():
     x = jnp.asarray(RNG.normal(3, 2, (2, 4, 8)), jnp.float32)
     scale, bias = jnp.asarray(RNG.normal(size=(2, 1, 1, 8)), jnp.float32)
@@ -65,9 +62,6 @@ def test_both_wings_are_the_same_model():
     images = jnp.asarray(RNG.normal(size=(4, 8, 8, 1)), jnp.float32)
     both = jax.jit(lambda a, b: (nnx.apply(nnx.opened(a), images), linen.apply(b, images)))
     np.testing.assert_allclose(*both(params, theirs), atol=1e-6)
-
-
-# ----------------------------------------------------------------------------------- the three ways
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -95,9 +89,6 @@ def test_a_rule_holds_in_both_ways(wing, way):
 
     assert dtypes({}) == {("bfloat16", "bfloat16")}
     assert dtypes({"head": "f32"}) == {("float32", "float32")}
-
-
-# -------------------------------------------------------------------------------------- the example
 
 
 def test_the_example_trains_reports_and_plots(tmp_path, capsys):

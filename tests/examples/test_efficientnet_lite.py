@@ -58,9 +58,6 @@ def random_weights(config):
     return {name: weight.astype(np.float32) for name, weight in weights.items()}
 
 
-# ----------------------------------------------------------------------------------- the checkpoint
-
-
 class Malicious:
     called = False
 
@@ -82,9 +79,6 @@ def test_a_pickle_that_asks_for_code_and_a_damaged_one_are_refused(tmp_path, par
     with pytest.raises(ValueError, match=message):
         job.read_checkpoint(path)
     assert not Malicious.called
-
-
-# ---------------------------------------------------------------------------------------- the model
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +154,6 @@ def test_own_photos_are_classified_reported_and_plotted(tiny_job, tmp_path, caps
 def test_a_bad_argument_is_one_line(tiny_job, arguments, message):
     assert_refused(job, arguments, message)
 
-
-# ---------------------------------------------------------------------------- with the real weights
 
 # Made once with torch 2.15 in float64: `EfficientNet.from_name("efficientnet-lite0")` of the
 # package efficientnet_lite_pytorch 0.1.0, its checkpoint by load_state_dict, eval(), on

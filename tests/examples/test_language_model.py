@@ -48,9 +48,6 @@ def logits_of(policy: str, tied: bool = False) -> np.ndarray:
         return np.asarray(apply({"params": random_params(config)}, tokens_of(config)))
 
 
-# ---------------------------------------------------------------------------------------- the model
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_random_tree_gives_the_logits_of_plain_flax(tied):
     config = config_of(tied)
@@ -100,9 +97,6 @@ def test_logits_know_the_tokens_before_them_and_no_others():
     assert (np.abs(before - after)[:, 6:].max(-1) > 1e-3).all()
 
 
-# ---------------------------------------------------------------------------- the text and the loss
-
-
 def test_a_text_becomes_tokens_and_back():
     text = lm.Text.split("banana band\n" * 10, held_out=0.1)
     assert text.characters == "\n abdn" and text.vocab_size == 7
@@ -121,9 +115,6 @@ def test_the_king_james_text_is_whole():
     assert (len(text), text.count("\n") + 1) == (4137451, 31103)
     assert len(set(text)) + 1 == lm.Config().vocab_size
     assert text.startswith("In the beginning God created the heaven and the earth.\nAnd the earth")
-
-
-# ----------------------------------------------------------------------- training, sampling, report
 
 
 SIZES = "--steps 6 --batch-size 3 --width 16 --layers 1 --heads 2 --mlp-width 24 --length 8"

@@ -163,9 +163,6 @@ def test_a_bad_argument_is_one_line(directory, arguments, message):
     assert_refused(job, [argument.format(directory) for argument in arguments], message)
 
 
-# ---------------------------------------------------------------------------- with the real weights
-
-
 @pytest.fixture(scope="module")
 def results():
     """float32, mixed_bfloat16 and mixed_float16 on the published sentences."""

@@ -40,9 +40,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------- the data
-
-
 def test_the_files_are_read_as_they_are(folder):
     data = job.load(folder)
     content = gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())
@@ -74,9 +71,6 @@ def test_a_malformed_file_is_refused_by_name_in_one_line(folder, name):
         job.main(["--data", str(folder)])
     assert str(stopped.value).startswith("resnet_fashion_mnist: ")
     assert "\n" not in str(stopped.value)
-
-
-# ---------------------------------------------------------------------------------------- the model
 
 
 MODELS = {
@@ -112,9 +106,6 @@ def test_one_tree_of_weights_gives_what_plain_flax_gives_in_training_and_evaluat
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert a.dtype == b.dtype == np.float32
             assert np.abs(a - b).max() <= bound * np.abs(b).max()
-
-
-# ----------------------------------------------------------------------------------------- the step
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +160,6 @@ def test_a_step_that_does_not_overflow_moves_both_and_learns(half_step):
 
 def test_eight_devices_train_the_model_that_one_trains():
     run_tests_on_eight_devices(Path(__file__).with_name("resnet_on_eight_devices.py"))
-
-
-# ----------------------------------------------------------------------------- the report, and main
 
 
 @pytest.fixture

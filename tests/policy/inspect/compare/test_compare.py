@@ -62,9 +62,7 @@ def test_error_and_cosine_are_those_of_the_vectors_and_fills_of_masks_are_left_o
 
 
 @pytest.mark.parametrize(("scale", "error"), [(1e-28, 1.0), (1e25, 0.0)])
-def test_numbers_whose_squares_float32_does_not_hold_have_an_error_below_1e18(
-    scale: float, error: float
-) -> None:
+def test_numbers_whose_squares_float32_does_not_hold_have_an_error_below_1e18(scale, error):
     reference = jnp.asarray([1.0, 2.0, -3.0], F32) * F32(scale)
     found = np.asarray(statistics.measured(jnp.zeros(3), reference))
     assert found[0] == error and found[2] == 1.0
@@ -474,9 +472,7 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
         ((jnp.sin, np.ones(3)), {"loss_scale": 0}, "loss_scale should be a positive number"),
     ],
 )
-def test_what_can_not_be_compared_is_refused_by_name(
-    arguments: Any, options: Any, text: str
-) -> None:
+def test_what_can_not_be_compared_is_refused_by_name(arguments, options, text):
     with pytest.raises((TypeError, ValueError), match=text):
         compare(*arguments, **options)
 

@@ -73,9 +73,7 @@ TRUTHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("dtype", (F16, BF16))
 @pytest.mark.parametrize("name", TRUTHS)
-def test_errors_are_those_against_float64_though_constants_were_rounded(
-    name: str, dtype: Any
-) -> None:
+def test_errors_are_those_against_float64_though_constants_were_rounded(name, dtype):
     fn, truth = TRUTHS[name]
 
     def half(x: Any) -> Any:
@@ -146,9 +144,7 @@ def test_own_code_divides_in_float32_which_holds_the_epsilon() -> None:
 @pytest.mark.parametrize(
     ("model", "policy"), [(KeptScaled(), "mixed_float16"), (FlaxScaled(), None)]
 )
-def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(
-    model: Any, policy: str | None
-) -> None:
+def test_an_epsilon_that_float16_does_not_hold_is_half_precisions_fault(model, policy):
     variables, x = all_zero(model)
     comparison = compare(model.apply, variables, x, policy=policy)
     name = f"{type(model).__name__}:"

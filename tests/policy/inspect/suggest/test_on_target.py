@@ -146,9 +146,7 @@ def on(target: Any = None, *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_budget_chooses_the_cheapest_point_that_meets_it_and_few_programs_are_compiled(
-    compiler: Compiler,
-) -> None:
+def test_a_budget_chooses_the_cheapest_point_that_meets_it_and_few_programs_are_compiled(compiler):
     args = arguments()
     found = on(None, *args)
     assert len(compiler.texts) == found.programs == len(found.points) <= 5
@@ -163,9 +161,7 @@ def test_a_budget_chooses_the_cheapest_point_that_meets_it_and_few_programs_are_
 
 
 @pytest.mark.slow
-def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has_code(
-    compiler: Compiler,
-) -> None:
+def test_without_a_budget_the_rules_are_those_of_the_cheapest_point_and_each_has_code(compiler):
     found = on(error=None, points=4)
     assert len(compiler.texts) == found.programs <= 4 and found.budget == math.inf
     assert found.rules == found.front[0].rules and found.compilations == 2
@@ -193,9 +189,7 @@ def test_the_set_that_meets_the_budget_is_a_point_however_few_there_are(compiler
 
 
 @pytest.mark.slow
-def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chosen(
-    compiler: Compiler,
-) -> None:
+def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chosen(compiler):
     compiler.memory = compiler.wide_memory = 2**35
     found = on(error=None, points=3)
     assert found.chosen is None and found.front == () and found.rules == PolicyRules([])
@@ -207,9 +201,7 @@ def test_a_program_without_memory_is_a_point_with_what_it_lacks_and_is_not_chose
 
 
 @pytest.mark.slow
-def test_where_float32_does_not_compile_for_memory_the_others_are_ranked_and_chosen(
-    compiler: Compiler,
-) -> None:
+def test_where_float32_does_not_compile_for_memory_the_others_are_ranked_and_chosen(compiler):
     compiler.wide_memory, compiler.exhausts = 2**35, True
     found = on(error=0.05)
     (exhausted,) = (point for point in found.points if not point.fits)
@@ -221,9 +213,7 @@ def test_where_float32_does_not_compile_for_memory_the_others_are_ranked_and_cho
 
 
 @pytest.mark.slow
-def test_paths_in_float32_are_compiled_as_their_errors_are_measured(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_in_float32_are_compiled_as_their_errors_are_measured(compiler, monkeypatch):
     """A TPU multiplies float32 in bfloat16 by default: the cost would be another program's."""
     precisions: set[tuple[str, Any]] = set()
 
@@ -247,9 +237,7 @@ class Net(linen.Module):
 
 
 @pytest.mark.slow
-def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(
-    compiler: Compiler,
-) -> None:
+def test_layers_of_ours_are_ruled_by_the_scope_and_gradients_have_a_front_too(compiler):
     net, x = Net(), normal(8, 16)
     variables = jax.jit(net.init)(jax.random.key(0), x)
 

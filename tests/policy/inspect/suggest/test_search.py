@@ -174,9 +174,7 @@ CASES = [(seed, modules, "mixed_float16") for seed, modules in ((0, 4), (1, 6), 
     ("seed", "modules", "policy"),
     [*CASES, (2, 8, "mixed_bfloat16"), (3, 8, "mixed_bfloat16")],
 )
-def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(
-    seed: int, modules: int, policy: str
-) -> None:
+def test_the_set_that_is_found_is_the_cheapest_of_all_subsets(seed, modules, policy):
     model, *arguments = network(seed, modules)
     trial = trial_of(model, arguments, policy)
     assert len(trial.paths) == modules

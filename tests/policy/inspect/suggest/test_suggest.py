@@ -50,9 +50,7 @@ def residual() -> tuple[Any, Any]:
     return {"w": w}, jnp.asarray(generator.normal(size=(4, 8)), F32)
 
 
-def test_exactly_the_planted_layers_are_kept_by_the_rules_that_are_printed(
-    residual: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exactly_the_planted_layers_are_kept_by_the_rules_that_are_printed(residual, caplog):
     model = cancelling((1, 2, 3))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         found = suggest(model, *residual, error=0.03, policy="mixed_bfloat16")
