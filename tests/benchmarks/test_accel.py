@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from benchmarks import page
 from benchmarks.accel import __main__ as command
-from benchmarks.accel import baseline, eight_bits, precision, report, scale
+from benchmarks.accel import accumulators, baseline, eight_bits, precision, report, scale
 from benchmarks.accel.program import Figures, placed
 from benchmarks.accel.scale_model import Size
 from benchmarks.table import Row
@@ -204,3 +204,10 @@ def test_the_step_over_four_chips_fits_and_exchanges_the_dtypes_that_were_asked_
     # libtpu 0.0.42 gathers the cotangent of the embedded tokens in float32; later ones exchange it
     assert not gathers.is_missed or gathers.ours <= 4 * 8 * scale.NARROW.length * scale.NARROW.width
     assert not [row for row in rows if row.is_missed and row is not gathers]
+
+
+def test_gradients_that_are_accumulators_cost_no_more_cycles_or_bytes():
+    accelerators.target("v5e:2x2")
+    rows = {row.quantity: row for row in accumulators.rows(small=True, on=["v5e"])}
+    assert rows["cycles"].ratio <= 1 and rows["bytes"].ratio <= 1.001 and rows["kernels"].ratio < 1
+    assert "f32" in rows["exchange"].note and "bf16" not in rows["exchange"].note

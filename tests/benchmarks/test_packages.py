@@ -1,4 +1,4 @@
-"""The table of published packages: its bounds, and packages with our modules."""
+"""Published packages, imported with our modules."""
 
 from __future__ import annotations
 
@@ -10,31 +10,6 @@ import pytest
 from flax import linen as nn
 
 from benchmarks.packages import imports
-from benchmarks.packages.cases import AUTOCAST, OWN, PORT
-from benchmarks.packages.measure import Figures
-from benchmarks.packages.rows import IDENTICAL, Row
-
-GOOD, BAD = Figures(0.0, 0.004, 0.008), Figures(0.02, 0.006, 0.008)
-
-
-def test_a_port_has_bounds_beside_the_models_own_option_or_autocast():
-    assert not list(Row("a", {PORT: GOOD, AUTOCAST: BAD, OWN: GOOD}, IDENTICAL).missed())
-    assert list(Row("a", {PORT: BAD, AUTOCAST: BAD, OWN: GOOD}).missed()) == ["share", "outputs"]
-    assert list(Row("a", {PORT: BAD, AUTOCAST: GOOD}).missed()) == ["share", "outputs"]
-    half_an_option = Figures(0.5, 0.001, 0.001)
-    assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: half_an_option}).missed())
-    assert list(Row("a", {PORT: GOOD, AUTOCAST: "TypeError: x"}, "differs").missed()) == [
-        AUTOCAST,
-        "import swap",
-    ]
-    assert not list(Row("a", {PORT: GOOD, AUTOCAST: GOOD, OWN: "TypeError: x"}).missed())
-    assert list(Row("a", {PORT: Figures(float("nan"), 0, 0), AUTOCAST: GOOD}).missed()) == ["share"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Packages as they are imported
-# --------------------------------------------------------------------------------------------------
-
 
 SWAPPED = [
     (

@@ -285,8 +285,8 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     seconds = time.process_time() - start
     # libtpu's `memory_analysis` counts gaps between temporaries twice. It alone has the code, which
     # is not known of a program that is too large.
-    memory: Any = None if compiled is None else compiled.memory_analysis()
-    code = 0 if memory is None else memory.generated_code_size_in_bytes
+    memory = compiled and compiled.memory_analysis()
+    code = memory.generated_code_size_in_bytes if memory else 0
     scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
     # The compiler's cycles are in its own text alone, which a program that is too large lacks.
     text = dump.program if compiled is None else compiled.as_text() or ""

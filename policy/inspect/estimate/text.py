@@ -78,21 +78,18 @@ def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
         devices = f"{estimate.devices} devices of {memory} of memory each"
     mesh = f"; mesh {axes_text(estimate.mesh)}" if estimate.mesh else ""
     yield "target", f"{estimate.target}: {devices}{mesh}"
-    yield "seconds", _seconds_from(estimate)
+    timing = estimate.timing or "unknown: this device has neither cycles nor published peaks"
+    if estimate.clock:
+        timing += f" at an assumed clock of {amount(estimate.clock, 'Hz')}"
+    if any(row.is_lower_bound and row.seconds is not None for row in estimate.rows):
+        timing += "; ≥ where some costs are not counted"
+    yield "seconds", timing
     if estimate.source:
         yield "figures", estimate.source
     if estimate.compiler:
         yield "compiler", estimate.compiler
     if estimate.devices > 1:
         yield "counts", "FLOPs are of all devices together, all other figures per device"
-
-
-def _seconds_from(estimate: EstimateRows) -> str:
-    if not estimate.timing:
-        return "unknown: this device has neither cycles nor published peaks"
-    clock = f" at an assumed clock of {amount(estimate.clock, 'Hz')}" if estimate.clock else ""
-    bound = any(row.is_lower_bound and row.seconds is not None for row in estimate.rows)
-    return f"{estimate.timing}{clock}" + ("; ≥ where some costs are not counted" if bound else "")
 
 
 def verdict(row: PolicyCost) -> str:
