@@ -17,9 +17,9 @@ from mpmodules.functions.activations import (
     softplus,
     standardize,
 )
-from mpmodules.functions.activations import (
-    standardize as normalize,
-)  # Flax's deprecated name for it
+
+# Flax's deprecated name for it
+from mpmodules.functions.activations import standardize as normalize
 from mpmodules.functions.pooling import avg_pool, max_pool, pool
 from mpmodules.linen._layers.elementwise import PReLU
 from mpmodules.linen._layers.attention import (

@@ -26,16 +26,19 @@ SHARED: Any = {"variable_axes": {"params": None}, "split_rngs": {"params": False
 IN_AXES: Any = (0, None)  # Flax says `int`
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.relu(nn.Dense(4)(x))
+def compact(body: Any) -> Any:
+    """Returns a class whose `__call__` is `body`."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return body(*args)
+
+    return Model
 
 
-class ScanBody(nn.Module):
-    @nn.compact
-    def __call__(self, carry, _):
-        return Block()(carry), None
+Block = compact(lambda x: nn.relu(nn.Dense(4)(x)))
+ScanBody = compact(lambda carry, _: (Block()(carry), None))
 
 
 class Holder(nn.Module):
@@ -52,17 +55,6 @@ class Setup(nn.Module):
 
     def __call__(self, x):
         return self.second(self.first(x))
-
-
-def compact(body: Any) -> Any:
-    """Returns a class whose `__call__` is `body`."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return body(x)
-
-    return Model
 
 
 def shared(x: jax.Array) -> Any:
@@ -183,18 +175,10 @@ def test_an_unwrapped_method_is_no_boundary_but_its_layers_obey():
 # --- references and modules of Flax's -------------------------------------------------------------
 
 
-class Calls(nn.Module):
-    call: Any
-
-    @nn.compact
-    def __call__(self, x, *references):
-        return self.call(x, *references)
-
-
 def test_references_passed_as_arguments_keep_their_identity():
     given = nnx.Rngs(0), nnx.Param(jnp.ones(2)), {"inside": flax_nn.Dense(2)}
-    model = Calls(lambda x, *references: (x, references), dtype_policy=MIXED)
-    with pytest.warns(DtypePolicyWarning, match="Calls can't be traced.*returns a module or a var"):
+    model = compact(lambda x, *references: (x, references))(dtype_policy=MIXED)
+    with pytest.warns(DtypePolicyWarning, match="Model can't be traced.*returns a module or a var"):
         _, returned = apply(model, {}, X, *given)
     assert returned[0] is given[0] and returned[1] is given[1]
     assert returned[2]["inside"] is given[2]["inside"]
@@ -202,7 +186,7 @@ def test_references_passed_as_arguments_keep_their_identity():
 
 def test_an_nnx_dropout_passed_through_a_boundary_draws_a_new_mask_each_call():
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    model, x = Calls(lambda x, dropout: dropout(x), dtype_policy=MIXED), jnp.ones((64,))
+    model, x = compact(lambda x, dropout: dropout(x))(dtype_policy=MIXED), jnp.ones((64,))
     text = "changes an nnx object that is not part of the mod"
     with pytest.warns(DtypePolicyWarning, match=text):
         assert not np.array_equal(apply(model, {}, x, dropout), apply(model, {}, x, dropout))
@@ -254,13 +238,10 @@ def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_wha
 
 
 def test_a_scan_whose_carry_changes_its_shape_is_left_to_jax():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jax.lax.scan(lambda carry, _: (carry[:1], None), nn.Dense(4)(x), None, length=2)
-
+    halved = lambda carry, _: (carry[:1], None)  # noqa: E731
+    model = compact(lambda x: jax.lax.scan(halved, nn.Dense(4)(x), None, length=2))()
     with pytest.raises(TypeError, match="shapes do not match") as caught:
-        Model().init(KEY, X)
+        model.init(KEY, X)
     assert not any("casts its outputs" in note for note in caught.value.__notes__)
 
 
@@ -275,14 +256,12 @@ def test_the_advice_for_a_scan_works():
 
 
 def test_a_type_error_of_the_models_own_gets_no_advice():
-    class Fails(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            Block(dtype_policy="bf16")(x)
-            raise TypeError("something else")
+    def fail(x):
+        Block(dtype_policy="bf16")(x)
+        raise TypeError("something else")
 
     with pytest.raises(TypeError, match="something else") as e:
-        Fails().init(KEY, X)
+        compact(fail)().init(KEY, X)
     assert not any("casts its outputs" in note for note in getattr(e.value, "__notes__", []))
 
 
@@ -302,12 +281,7 @@ def test_an_inner_jit_follows_the_scope(kind):
 
     cls = nn.jit(Block) if kind == "nn.jit class" else Block
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return cls()(cls()(x))
-
-    model = Net()
+    model = compact(lambda x: cls()(cls()(x)))()
     variables = model.init(KEY, X)
     run: Any = functools.partial(apply, model)
     run = jax.jit(run) if kind == "jit of a block" else run
