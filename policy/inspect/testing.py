@@ -316,10 +316,8 @@ def assert_same_program(
       AssertionError: shows the first difference: its path, operations, dtypes and source lines.
     """
     kwargs = dict(kwargs or {})
-    jaxprs = (
-        trace(fn, *given, **kwargs).jaxpr
-        for fn, given in ((f, args), (g, args if g_args is None else g_args))
-    )
+    others = args if g_args is None else g_args
+    jaxprs = (trace(fn, *given, **kwargs).jaxpr for fn, given in ((f, args), (g, others)))
     difference = first_difference(*jaxprs)
     if difference is not None:
         names = f"{function_name(f)} and {function_name(g)}"
@@ -362,16 +360,16 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
     paths = dict.fromkeys(node.site.path for node in nodes)
     left_out = set[Path]()
     for pattern, _ in patterns:
-        found = [
-            path
-            for path in paths
-            if any(matches(pattern, name, model=model) for name, model in _names_of(path))
-        ]
+        found = [path for path in paths if _is_within(path, pattern)]
         if not found:
             known = ", ".join(sorted(spelled(path) for path in paths if path)) or "none"
             raise ValueError(f"allow: '{pattern}' matches no path. Paths: {known}.")
         left_out.update(found)
     return [node for node in nodes if node.site.path not in left_out]
+
+
+def _is_within(path: Path, pattern: Any) -> bool:
+    return any(matches(pattern, name, model=model) for name, model in _names_of(path))
 
 
 def _names_of(path: Path) -> Iterator[tuple[str, str]]:

@@ -44,11 +44,8 @@ def ulps_of(actual: Any, desired: np.ndarray, dtype: DTypeLike, floor: float) ->
         reached = np.where(np.isinf(actual), np.copysign(after, actual), actual)
         error = np.abs(reached - desired) / spacing(np.maximum(np.abs(desired), floor), dtype)
         error = np.where(np.isnan(error), np.inf, error)
-    is_right = (
-        (actual == desired)
-        | ((actual == rounded) & ~np.isfinite(rounded))
-        | (np.isnan(actual) & np.isnan(rounded))
-    )
+    is_right = (actual == desired) | ((actual == rounded) & ~np.isfinite(rounded))
+    is_right |= np.isnan(actual) & np.isnan(rounded)
     return np.where(is_right, 0.0, error)
 
 
@@ -86,11 +83,9 @@ def assert_close_in_ulps(
         raise ValueError(f"The trees should have one structure, but have {treedef} and {other}.")
     if not leaves:
         raise ValueError("assert_close_in_ulps was given no array: nothing would be asserted.")
-    told = [
-        message
-        for (path, leaf), truth in zip(leaves, truths, strict=True)
-        for message in _messages(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor)
-    ]
+    told: list[str] = []
+    for (path, leaf), truth in zip(leaves, truths, strict=True):
+        told += _messages(jax.tree_util.keystr(path), leaf, truth, ulps, dtype, floor)
     if told:
         raise AssertionError("\n".join(told))
 

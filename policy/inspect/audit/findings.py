@@ -88,17 +88,9 @@ def finding(
     Its dtypes are those of the node's floating operands, each once, and of its result by default.
     """
     site, values = node.site, (*node.inputs, *node.outputs[:1])
-    named = [value.dtype for value in values if is_inexact_name(value.dtype)]
-    return Finding(
-        kind,
-        spelled(site.path),
-        primitive or site.name,
-        dtypes or tuple(dict.fromkeys(named)),
-        message,
-        site.source,
-        site.is_backward,
-        site.count,
-    )
+    named = dict.fromkeys(value.dtype for value in values if is_inexact_name(value.dtype))
+    what = (kind, spelled(site.path), primitive or site.name, dtypes or tuple(named), message)
+    return Finding(*what, site.source, site.is_backward, site.count)
 
 
 def shape_of(value: Value) -> str:

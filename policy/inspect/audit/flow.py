@@ -234,16 +234,14 @@ def _trees(paths: Sequence[Any], avals: Sequence[Any], depth: int) -> dict[Keys,
     trees: dict[Keys, dict[Keys, _Leaf]] = defaultdict(dict)
     # Not strict: gradients come after the outputs of the call.
     for place, (path, aval) in enumerate(zip(paths, avals, strict=False)):
-        keys = _keys(path)
+        keys = tuple(map(_key, path))
         trees[keys[:depth]][keys[depth:]] = _Leaf(place, aval.shape, aval.dtype)
     return trees
 
 
-def _keys(path: Any) -> Keys:
-    """Returns the keys of a path, for containers of any type."""
-    return tuple(
-        getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path
-    )
+def _key(key: Any) -> Any:
+    """Returns the key itself of an entry of a path, for containers of any type."""
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
 def _parameters(fn: Any) -> dict[int, str]:
@@ -252,5 +250,6 @@ def _parameters(fn: Any) -> dict[int, str]:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return {}
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = inspect.Parameter
+    positional = kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD
     return {i: p.name for i, p in enumerate(parameters) if p.kind in positional}

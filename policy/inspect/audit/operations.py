@@ -79,17 +79,10 @@ def operations_of(graph: Graph) -> tuple[Operation, ...]:
             continue
         equation, site = node.site.equation, node.site
         kind = kind_of(site.name)
-        key = (
-            spelled(site.path),
-            kind,
-            site.name,
-            operands_of(equation),
-            accumulation_of(equation),
-            result_of(equation),
-            "" if kind == "other" else site.source,
-            site.is_backward,
-            float32_precision_of(equation),
-        )
+        dtypes = operands_of(equation), accumulation_of(equation), result_of(equation)
+        source = "" if kind == "other" else site.source
+        place = source, site.is_backward, float32_precision_of(equation)
+        key = (spelled(site.path), kind, site.name, *dtypes, *place)
         total = totals.setdefault(key, [0, 0, 0])
         times = site.count * site.devices
         total[0] += site.count
@@ -140,11 +133,10 @@ class AuditFigures:
 
         Those that are zero are left out; so are matmuls of other integers.
         """
-        flops = self.matmul_flops_by_dtype
-        widths = {
-            width: sum(amount for dtype, amount in flops.items() if holds(dtype))
-            for width, holds in _WIDTHS.items()
-        }
+        widths = dict.fromkeys(_WIDTHS, 0)
+        for dtype, amount in self.matmul_flops_by_dtype.items():
+            for width, holds in _WIDTHS.items():
+                widths[width] += amount * holds(dtype)
         total = sum(widths.values())
         return {width: amount / total for width, amount in widths.items() if amount}
 

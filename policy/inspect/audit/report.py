@@ -73,9 +73,8 @@ class Audit(AuditFigures):
         path = Path(path)
         if path.suffix not in (".html", ".json"):
             raise ValueError(f"An audit is saved as .html or .json, but got {str(path)!r}.")
-        path.write_text(
-            self.to_html() if path.suffix == ".html" else self.to_json(), encoding="utf-8"
-        )
+        content = self.to_html() if path.suffix == ".html" else self.to_json()
+        path.write_text(content, encoding="utf-8")
 
     def show(self, file: TextIO | None = None) -> None:
         """Prints the audit to `file` or the standard output.

@@ -113,10 +113,8 @@ def search_box(hint: str) -> Markup:
 
 def table(columns: Columns, rows: Iterable[Any]) -> Markup:
     """Returns a table that sorts by a click on a heading, and becomes cards on narrow screens."""
-    header = [
-        tag("th", tag("button", name, type="button"), scope="col", aria_sort="none")
-        for name in columns
-    ]
+    buttons = [tag("button", name, type="button") for name in columns]
+    header = [tag("th", button, scope="col", aria_sort="none") for button in buttons]
     body = [tag("tr", *(_cell(name, cell(row)) for name, cell in columns.items())) for row in rows]
     return tag("table", tag("thead", tag("tr", *header)), tag("tbody", *body))
 
@@ -140,11 +138,8 @@ def link(path: str, ids: Mapping[str, str]) -> Markup:
 def pieces(shares: Mapping[str, float], total: float | None = None) -> list[Markup]:
     """Returns the pieces of a bar that `total` fills; None stands for the sum of the shares."""
     total = sum(shares.values()) if total is None else total
-    widths = {dtype: amount / total for dtype, amount in shares.items() if amount}
-    return [
-        tag("span", "", class_=f"piece {colour(dtype)}", style=f"width:{width:.4%}")
-        for dtype, width in widths.items()
-    ]
+    parts = ((f"piece {colour(one)}", amount / total) for one, amount in shares.items() if amount)
+    return [tag("span", "", class_=name, style=f"width:{width:.4%}") for name, width in parts]
 
 
 def bar(what: str, shares: Mapping[str, float], form: Callable[[float], str]) -> Markup:

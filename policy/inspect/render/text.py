@@ -78,8 +78,7 @@ def duration(seconds: float) -> str:
     """
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-    scaled, unit = next(
-        ((seconds * scale, unit) for unit, scale in _PARTS.items() if seconds * scale >= 1),
-        (seconds * 1e9, "ns"),
-    )
+    reached = (unit for unit, scale in _PARTS.items() if seconds * scale >= 1)
+    unit = next(reached, "ns")
+    scaled = seconds * _PARTS[unit]
     return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"

@@ -107,11 +107,8 @@ def _gates_of(carried: Iterator[tuple[Value, Value]]) -> set[Value]:
     Counters are no gates: sums may be scaled by them. Nor are running maxima: an online softmax
     rescales its sums when the maximum grows.
     """
-    return {
-        carry
-        for carry, result in carried
-        if is_inexact_name(carry.dtype) and not _is_extreme(carry, result)
-    }
+    floats = (pair for pair in carried if is_inexact_name(pair[0].dtype))
+    return {carry for carry, result in floats if not _is_extreme(carry, result)}
 
 
 def _is_extreme(carry: Value, result: Value) -> bool:

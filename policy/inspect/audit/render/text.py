@@ -54,18 +54,13 @@ def text(audit: AuditFigures, *, colour: bool = False) -> str:
 def _summary(audit: AuditFigures, paint: Paint) -> Iterator[str]:
     count = len(audit.findings)
     clean = "no findings" if audit.policy else "no findings, and no policy was in force"
-    verdict = (
-        paint("good", clean) if not count else paint("bad", f"{count} finding{'s' * (count > 1)}")
-    )
+    found = f"{count} finding{'s' * (count > 1)}"
+    verdict = paint("bad", found) if count else paint("good", clean)
     yield f"{paint('bold', f'audit of {audit.name}' if audit.name else 'audit')}: {verdict}"
-    for what, unit, shares in (
-        ("FLOPs", "FLOP", audit.flops_by_dtype),
-        ("bytes", "B", audit.bytes_by_dtype),
-    ):
-        each = _shares(shares)
-        yield f"  {what:<6} {amount(sum(shares.values()), unit):>10}" + (
-            f"  {each}" if each else ""
-        )
+    flops, moved = audit.flops_by_dtype, audit.bytes_by_dtype
+    for what, unit, shares in ("FLOPs", "FLOP", flops), ("bytes", "B", moved):
+        line = f"  {what:<6} {amount(sum(shares.values()), unit):>10}  {_shares(shares)}"
+        yield line.rstrip()
     if audit.eight_bit_matmul_share:
         share, each = audit.eight_bit_matmul_share, _shares(audit.matmul_flops_by_dtype)
         yield f"  matmuls in 8 bits: {share:.1%} of their FLOPs ({each})"
@@ -93,11 +88,10 @@ def folded_pattern(paths: Iterable[str], among: Iterable[str] = ()) -> str:
         than ten numbers.
     """
     groups, known = _by_form(paths), _by_form(among)
-    return ", ".join(
-        pattern
-        for between, rows in groups.items()
-        for pattern in _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
-    )
+    patterns: list[str] = []
+    for between, rows in groups.items():
+        patterns += _patterns(between, rows, is_all=set(rows) == set(known.get(between, ())))
+    return ", ".join(patterns)
 
 
 Form = tuple[str, ...]
@@ -150,12 +144,10 @@ def _findings(audit: AuditFigures, paint: Paint) -> Iterator[str]:
     for found in groups.values():
         first, times = found[0], sum(finding.count for finding in found)
         where = folded_pattern((finding.path for finding in found), audit.paths) or "(top level)"
-        dtypes = ", ".join(map(short, first.dtypes))
+        said = f"{first.primitive} {', '.join(map(short, first.dtypes))}"
         marks = " backward" * first.is_backward + (f" x{times}" if times > 1 else "")
-        yield (
-            f"  {paint('bad', first.kind)}  {paint('bold', where)}  {first.primitive} "
-            f"{dtypes}{paint('dim', marks)}"
-        )
+        kind, place = paint("bad", first.kind), paint("bold", where)
+        yield f"  {kind}  {place}  {said}{paint('dim', marks)}"
         line = f"{first.source}: {first.message}" if first.source else first.message
         yield from textwrap.wrap(line, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
@@ -168,12 +160,9 @@ def _findings(audit: AuditFigures, paint: Paint) -> Iterator[str]:
 def _tree(operations: tuple[Operation, ...], paint: Paint) -> Iterator[str]:
     root = tree_of(operations)
     lines = list(_lines(root, 0, root.flops, paint))
+    named = ("operations", "operands", "sums in", "result", "runs", "FLOPs", "bytes")
     if lines:
-        header = (
-            f"  {'operations':<46}{'operands':<16}{'sums in':<9}{'result':<8}{'runs':>9}"
-            f"{'FLOPs':>9}{'bytes':>9}"
-        )
-        yield paint("bold", header.rstrip())
+        yield paint("bold", "  {:<46}{:<16}{:<9}{:<8}{:>9}{:>9}{:>9}".format(*named))
         yield from lines
 
 
@@ -207,19 +196,14 @@ def _lines(module: ModuleNode, depth: int, total: int, paint: Paint) -> Iterator
         )
         style = "warn" if op.accumulation in HALVES else "dim"
         yield f"{name:<48}{paint(style, columns)}"
-    for names, child in _alike(module):
+    # Modules of equal content whose names differ in a number.
+    alike: dict[Any, tuple[list[str], ModuleNode]] = {}
+    for name, child in module.children.items():
+        alike.setdefault((_form(name), _contents(child)), ([], child))[0].append(name)
+    for names, child in alike.values():
         flops = child.flops * len(names)
         share = f"{flops / total:.1%} of FLOPs" if total and flops else ""
         share += f"; matmuls: {child.matmul_shares}" if child.matmul_shares else ""
         shown = paint("bold", folded_pattern(names, module.children))
         yield f"{'  ' * (depth + 1)}{shown}{'  ' + paint('dim', share) if share else ''}"
         yield from _lines(child, depth + 1, total, paint)
-
-
-def _alike(module: ModuleNode) -> Iterator[tuple[list[str], ModuleNode]]:
-    """Yields the modules below one, grouped by equal content and names that differ in a number."""
-    groups: dict[Any, tuple[list[str], ModuleNode]] = {}
-    for name, child in module.children.items():
-        key = (_form(name), _contents(child))
-        groups.setdefault(key, ([], child))[0].append(name)
-    yield from groups.values()
