@@ -37,7 +37,6 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.findings import FINDING_KINDS
-from policy.inspect.audit.render.text import show
 from policy.inspect.audit.report import named
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.targets import Target
@@ -251,7 +250,7 @@ def _audit(options: argparse.Namespace) -> int:
         report = audit(fn, *args, policy=policy, rules=rules, **asked, **kwargs)
     report = named(report, options.target, without=options.ignore)
     files = {options.html: report.to_html, options.json: report.to_json}
-    _write_report(lambda: show(report), files)
+    _write_report(report.show, files)
     return int(bool(options.fail_on_findings and report.findings))
 
 

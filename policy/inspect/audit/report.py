@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
@@ -12,7 +13,8 @@ from policy.inspect.audit.findings import Finding as Finding
 from policy.inspect.audit.operations import AuditFigures
 from policy.inspect.audit.operations import Operation as Operation
 from policy.inspect.audit.render.html import page
-from policy.inspect.audit.render.text import show, text
+from policy.inspect.audit.render.text import text
+from policy.inspect.render.text import shows_colour
 
 _FIGURES = (
     *("name", "policy", "flops_by_dtype", "bytes_by_dtype", "matmul_flops_by_dtype"),
@@ -81,7 +83,7 @@ class Audit(AuditFigures):
 
         It is in colour on a terminal, unless NO_COLOR is set.
         """
-        show(self, file)
+        print(text(self, colour=shows_colour(file or sys.stdout)), file=file)
 
     def __str__(self) -> str:
         return text(self)

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from policy.inspect.audit.findings import (
-    ACCUMULATOR,
-    DEQUANTISED,
-    UNSCALED,
-    Finding,
-    finding,
-    shape_of,
-)
+from policy.inspect.audit import findings as kinds
+from policy.inspect.audit.findings import Finding, finding, shape_of
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.values import (
     bits,
@@ -60,7 +54,7 @@ def unscaled_casts(flow: Flow) -> Iterator[Finding]:
         is_within = info.min <= low and high <= info.max
         if not is_within and not _is_scaled_by_itself(operand):
             dtypes = (operand.dtype, dtype)
-            yield finding(UNSCALED, node, _told(operand, dtype, float(info.max)), dtypes)
+            yield finding(kinds.UNSCALED, node, _told(operand, dtype, float(info.max)), dtypes)
 
 
 def _told(operand: Value, dtype: str, largest: float) -> str:
@@ -96,14 +90,14 @@ def dequantised_matmuls(flow: Flow) -> Iterator[Finding]:
             continue
         codes = [_codes_of(value) for value in node.inputs[:2]]
         if len(codes) == 2 and all(codes):
-            kinds = tuple(dict.fromkeys(codes))
+            coded = tuple(dict.fromkeys(codes))
             message = (
-                f"{node.name} multiplies {' and '.join(kinds)} codes that were just widened: it "
+                f"{node.name} multiplies {' and '.join(coded)} codes that were just widened: it "
                 f"runs in {dtypes[0]}, unless a compiler recognises the pattern. Multiply the "
                 f"codes themselves with preferred_element_type={_wide(codes[0])}, and the product "
                 "by the scales; m= in a policy does this."
             )
-            yield finding(DEQUANTISED, node, message, tuple(dict.fromkeys((*kinds, *dtypes))))
+            yield finding(kinds.DEQUANTISED, node, message, tuple(dict.fromkeys((*coded, *dtypes))))
 
 
 def _wide(codes: str) -> str:
@@ -157,7 +151,7 @@ def narrow_accumulators(flow: Flow) -> Iterator[Finding]:
                 f"{node.name} of {dtypes[0]} returns {result}: {why}. Pass "
                 f"preferred_element_type={_wide(dtypes[0])}, and round after scaling."
             )
-            yield finding(ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))
+            yield finding(kinds.ACCUMULATOR, node, message, tuple(dict.fromkeys((*dtypes, result))))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,19 +8,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
-from policy.inspect.audit.findings import (
-    LEAK,
-    MATMUL,
-    MIXED,
-    PRECISION,
-    PROMOTION,
-    REPEATED,
-    RESIDUAL,
-    ROUND_TRIP,
-    Finding,
-    finding,
-    shape_of,
-)
+from policy.inspect.audit import findings as kinds
+from policy.inspect.audit.findings import Finding, finding, shape_of
 from policy.inspect.audit.flow import Flow
 from policy.inspect.audit.values import (
     bits,
@@ -50,15 +39,8 @@ from policy.programs.operations import (
     sums,
 )
 from policy.programs.paths import Path, spelled
+from policy.programs.reading import walk
 from policy.programs.reading.graph import Node, Value, is_joint
-from policy.programs.reading.walk import (
-    author_of,
-    authors_of,
-    is_by_layers,
-    is_ours,
-    is_promotion,
-    is_written,
-)
 
 _FAR = 64  # values that are searched behind a matmul's operand
 
@@ -76,14 +58,14 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
         if is_wide(node.out.dtype) and flow.asked.is_wide(node.site.path):
             continue
         half, (reader, other) = node.inputs[0], next(_meetings(node.out), (None, None))
-        if reader is None or other is None or not is_promotion(node.site.equation):
+        if reader is None or other is None or not walk.is_promotion(node.site.equation):
             continue
         message = (
             f"{shape_of(half)} is combined with {shape_of(other)} in {reader.name}: the result is "
             f"{node.out.dtype} and stays so. Cast one of the two first."
         )
         dtypes = tuple(dict.fromkeys((half.dtype, other.dtype, node.out.dtype)))
-        yield finding(PROMOTION, node, message, dtypes, reader.name)
+        yield finding(kinds.PROMOTION, node, message, dtypes, reader.name)
 
 
 def _meetings(value: Value) -> Iterator[tuple[Node, Value]]:
@@ -109,7 +91,7 @@ def mixed_matmuls(flow: Flow) -> Iterator[Finding]:
                     " In the backward pass, a float32 cotangent causes this: cast the result of "
                     "the matmul in the forward pass."
                 )
-            yield finding(MIXED, node, message)
+            yield finding(kinds.MIXED, node, message)
 
 
 def float32_matmuls(flow: Flow) -> Iterator[Finding]:
@@ -135,7 +117,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
             message = f"{node.name} runs in float32, with {share:.1%} of the FLOPs of all matmuls."
             why = f" Its operand was widened at {_at(sources[0])}." if sources else ""
             remedy = flow.asked.remedy(node.site.path)
-            yield finding(MATMUL, node, f"{message}{why} {remedy}".strip())
+            yield finding(kinds.MATMUL, node, f"{message}{why} {remedy}".strip())
 
 
 def default_precisions(flow: Flow) -> Iterator[Finding]:
@@ -155,7 +137,7 @@ def default_precisions(flow: Flow) -> Iterator[Finding]:
             "multiplies it in bfloat16, a GPU in TF32. Leave out precision=, so that it runs at "
             "the highest; x=default in the rule or policy allows it."
         )
-        yield finding(PRECISION, node, message)
+        yield finding(kinds.PRECISION, node, message)
 
 
 def _is_normalised(value: Value) -> bool:
@@ -175,7 +157,7 @@ def _leak(node: Node, origin: Node) -> Finding:
         f"A value is widened to {wide} here, and then enters a {node.name} in float32 at "
         f"{_at(node)}. Cast the result back to {half} before it is passed on."
     )
-    return finding(LEAK, origin, message, (half, wide), node.name)
+    return finding(kinds.LEAK, origin, message, (half, wide), node.name)
 
 
 def _at(node: Node) -> str:
@@ -246,18 +228,18 @@ def round_trips(flow: Flow) -> Iterator[Finding]:
             found.append((node, on, message))
     nodes = flow.graph.nodes if found else ()
     # The files and names of functions that contain more than casts.
-    working = {author_of(node.site.equation) for node in nodes if not is_cast(node)}
+    working = {walk.author_of(node.site.equation) for node in nodes if not is_cast(node)}
     for node, on, message in found:
         home = node.site.path, _function_of(node, working)
         places = {(cast.site.path, _function_of(cast, working)) for cast in on}
         if places == {home} and not any(cast.site.is_placed for cast in on):
             dtypes = (node.inputs[0].dtype, node.out.dtype, on[0].out.dtype)
-            yield finding(ROUND_TRIP, node, message, dtypes)
+            yield finding(kinds.ROUND_TRIP, node, message, dtypes)
 
 
 def _function_of(cast: Node, working: Collection[tuple[str, str]]) -> tuple[str, str]:
     """Returns the user's function that a cast is written in, skipping helpers that only cast."""
-    authors = list(authors_of(cast.site.equation))
+    authors = list(walk.authors_of(cast.site.equation))
     return next((author for author in authors if author in working), next(iter(authors), ("", "")))
 
 
@@ -269,7 +251,9 @@ def _back(node: Node, back: list[Node]) -> str:
     first, middle = node.inputs[0].dtype, node.out.dtype
     if first == middle or any(cast.out.dtype != first for cast in back):
         return ""
-    if is_ours(node.site.equation) or not any(is_written(n.site.equation) for n in (node, *back)):
+    if walk.is_ours(node.site.equation) or not any(
+        walk.is_written(n.site.equation) for n in (node, *back)
+    ):
         return ""
     loses = bits(middle) <= bits(first)
     cost = f"all but {middle}'s digits are lost" if loses else "that changes nothing"
@@ -298,7 +282,7 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
     """
     casts: dict[tuple[Value, str], list[Node]] = defaultdict(list)
     for node in filter(narrows, flow.operations):
-        if node.site.is_backward or node.site.is_placed or is_by_layers(node.site.equation):
+        if node.site.is_backward or node.site.is_placed or walk.is_by_layers(node.site.equation):
             continue
         array = made_of(node.inputs[0], lambda one: one.name in ops.REARRANGES | ops.ANNOTATES)
         # An argument, a constant or a row that is scanned over.
@@ -312,7 +296,7 @@ def repeated_casts(flow: Flow) -> Iterator[Finding]:
                 "times. Cast it once, if its gradient may be summed in half precision, or leave "
                 "the casts to the layers."
             )
-            yield finding(REPEATED, again, message)
+            yield finding(kinds.REPEATED, again, message)
 
 
 def _may_both_run(one: Node, other: Node) -> bool:
@@ -360,7 +344,7 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
             f"{'arrays are' if len(saved) > 1 else 'array is'} saved for the backward pass, "
             f"computed elementwise from {half}: saving {half} would take half of that."
         )
-        yield finding(RESIDUAL, node, message, (half, first.dtype))
+        yield finding(kinds.RESIDUAL, node, message, (half, first.dtype))
 
 
 def _meant_nodes(flow: Flow) -> set[Node | None]:

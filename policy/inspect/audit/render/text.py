@@ -6,10 +6,9 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from policy.inspect.audit.operations import (
     AuditFigures,
@@ -20,18 +19,13 @@ from policy.inspect.audit.operations import (
     operation_name,
     tree_of,
 )
-from policy.inspect.render.text import Paint, amount, short, shows_colour
+from policy.inspect.render.text import Paint, amount, short
 from policy.programs.dtypes import HALVES
 from policy.programs.operations import OPERATION_KINDS
 
 _LISTED = tuple(kind for kind in OPERATION_KINDS if kind not in ("cast", "other"))
 _WIDTH = 118
 _FEW = 10  # numbers that a pattern lists one by one
-
-
-def show(audit: AuditFigures, file: TextIO | None = None) -> None:
-    """Prints an audit, in colour where `file` is a terminal."""
-    print(text(audit, colour=shows_colour(file or sys.stdout)), file=file)
 
 
 def text(audit: AuditFigures, *, colour: bool = False) -> str:
