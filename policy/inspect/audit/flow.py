@@ -70,10 +70,9 @@ class Flow:
         self.operations = [node for node in graph.nodes if not is_joint(node)]
         self.forward = [node for node in self.operations if not is_cotangent(node)]
         self.matmuls = list(filter(is_matmul, self.operations))
-        self.multiplies_in_half = any(
-            all(is_narrow(v.dtype) or v.dtype == "int8" for v in node.inputs[:2])
-            for node in self.matmuls
-        )
+        pairs = [[value.dtype for value in node.inputs[:2]] for node in self.matmuls]
+        halves = (all(is_narrow(one) or one == "int8" for one in pair) for pair in pairs)
+        self.multiplies_in_half = any(halves)
         self._widenings: dict[Value, Node] = {}
         for node in graph.nodes:
             is_of_half = is_matmul(node) and any(is_narrow(v.dtype) for v in operands(node))

@@ -208,14 +208,11 @@ def are_equal(one: Value, other: Value, depth: int = 12) -> bool:
         return one.is_literal and other.is_literal and bool(one.array == other.array)
     if first.name != second.name or len(first.inputs) != len(second.inputs) or not first.inputs:
         return False
-    if str(first.params) != str(second.params) or _index(one) != _index(other):
+    if first.outputs.index(one) != second.outputs.index(other):
+        return False
+    if str(first.params) != str(second.params):
         return False
     return all(are_equal(a, b, depth - 1) for a, b in zip(first.inputs, second.inputs, strict=True))
-
-
-def _index(value: Value) -> int:
-    """Returns the position of a value among the results of its operation."""
-    return 0 if value.maker is None else value.maker.outputs.index(value)
 
 
 class Interval(NamedTuple):

@@ -45,12 +45,12 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
     An attribute that is None or False is left out; one that is True has no value.
     """
-    given = [
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escaped(value)}"')
-        for key, value in attributes.items()
-        if value is not None and value is not False
-    ]
-    return Markup(f"<{name}{''.join(given)}>{join_markup(children)}</{name}>")
+    given = ""
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            text = "" if value is True else f'="{escaped(value)}"'
+            given += f" {key.rstrip('_').replace('_', '-')}{text}"
+    return Markup(f"<{name}{given}>{join_markup(children)}</{name}>")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -128,10 +128,8 @@ class _Integers:
                 return _Steps(each[0].largest + size(node.inputs[2].shape))
             case "mul" | "div" | "add" | "sub":
                 # With an unknown array of floats, the result is no array of integers.
-                is_known = is_whole or all(
-                    one.largest or self._is_fixed(value)
-                    for one, value in zip(each, node.inputs, strict=True)
-                )
+                known = zip(each, map(self._is_fixed, node.inputs), strict=True)
+                is_known = is_whole or all(one.largest or is_fixed for one, is_fixed in known)
                 return _combined(node, *each) if is_known and max(each).largest else _Steps()
             case "slice":
                 return each[0]._replace(largest=min(each[0].largest, size(node.out.shape) - 1))
@@ -254,8 +252,8 @@ def coarse_draws(flow: Flow) -> Iterator[Finding]:
             if not is_narrow(dtype):
                 continue
             steps = 2 ** jnp.finfo(dtype).nmant
-            chances = ((each, math.ceil(each * steps) / steps) for each in numbers)
-            for wanted, found in chances:
+            for wanted in numbers:
+                found = math.ceil(wanted * steps) / steps
                 if 0 < wanted < 1 and abs(found - wanted) > _WORST * min(wanted, 1 - wanted):
                     message = (
                         f"A uniform draw in {dtype} has {steps} values: it is below {wanted:.3g} "

@@ -78,10 +78,8 @@ def _sections(
 
 
 def _summary(audit: AuditFigures) -> Markup:
-    parts = [
-        _counted(len(audit.findings), "finding"),
-        f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs",
-    ]
+    flops = f"{amount(sum(audit.flops_by_dtype.values()))} FLOPs"
+    parts = [_counted(len(audit.findings), "finding"), flops]
     if audit.eight_bit_matmul_share:
         parts.append(f"{audit.eight_bit_matmul_share:.0%} of matmul FLOPs in 8 bits")
     multiplies = any(map(is_matmul_operation, audit.operations))
