@@ -346,11 +346,8 @@ def _svg(comparison: Comparison) -> str:
         return _LEFT + finite * min(max(share, 0.0), 1.0)
 
     title = f"{comparison.name}: error against float32 {comparison.policy}"
-    parts = [
-        tag("title", title),
-        tag("rect", width=width, height=height, fill="white"),
-        tag("text", title, x=8, y=18, font_size=14),
-    ]
+    ground = tag("rect", width=width, height=height, fill="white")
+    parts = [tag("title", title), ground, tag("text", title, x=8, y=18, font_size=14)]
     for i, (name, colour) in enumerate(s for s in _SERIES if getattr(comparison, s[0])):
         parts.append(tag("circle", cx=_LEFT + 110 * i, cy=32, r=4, fill=colour))
         parts.append(tag("text", name, x=_LEFT + 110 * i + 10, y=36))
@@ -366,18 +363,9 @@ def _svg(comparison: Comparison) -> str:
     for name, colour in _SERIES:
         for row in getattr(comparison, name):
             parts.append(_dot(row, along(row.error), _TOP + _LINE * paths.index(row.path), colour))
-    return tag(
-        "svg",
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=width,
-        height=height,
-        font_family="sans-serif",
-        font_size=12,
-        fill="#222",
-        role="img",
-    )
+    size: dict[str, Any] = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    text: dict[str, Any] = {"font_family": "sans-serif", "font_size": 12, "fill": "#222"}
+    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", **size, **text, role="img")
 
 
 def _label(path: str, y: int, is_jump: bool) -> Markup:

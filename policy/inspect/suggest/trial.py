@@ -56,11 +56,10 @@ class Trial:
         places = {path: i + 1 for i, path in enumerate(self.paths)}
         lost_ends = {end: places[path] for end, path in lost.items() if path in places}
         self.candidates = places | lost_ends
-        reference = self.flags(range(len(self.paths)))
-        reference.wide[0] = True
-        self._reference_flags = reference
-        self.compiled = program.compiled(self.emulated, reference)
-        self.reference = self._outputs(reference)
+        self._wide = self.flags(range(len(self.paths)))
+        self._wide.wide[0] = True
+        self.compiled = program.compiled(self.emulated, self._wide)
+        self.reference = self._outputs(self._wide)
         _require_finite(self.reference)
 
     def flags(
@@ -107,7 +106,7 @@ class Trial:
     def measure_8_bits_alone(self, layer: int) -> float:
         """Returns the error with one layer's matmuls in 8 bits, and all else in float32."""
         in_8_bits = self.flags((), (layer,)).in_8_bits
-        return self.error(self._outputs(self._reference_flags._replace(in_8_bits=in_8_bits)))
+        return self.error(self._outputs(self._wide._replace(in_8_bits=in_8_bits)))
 
     def error(self, outputs: Sequence[Any]) -> float:
         """Returns the error of the worst output, or of all gradients together.
