@@ -16,6 +16,7 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import DtypePolicyWarning, use_policy
+from tests.mpmodules.linen.compact import compact
 from tests.programs import apply, boundary_casts, named, operations
 
 MIXED = "mixed_bfloat16"
@@ -24,17 +25,6 @@ KEY = jax.random.key(0)
 EACH: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 SHARED: Any = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}
 IN_AXES: Any = (0, None)  # Flax says `int`
-
-
-def compact(body: Any) -> Any:
-    """Returns a class whose `__call__` is `body`."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, *args):
-            return body(*args)
-
-    return Model
 
 
 Block = compact(lambda x: nn.relu(nn.Dense(4)(x)))

@@ -14,6 +14,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import Policy, current_policy, use_policy
+from tests.mpmodules.linen.compact import compact
 from tests.programs import apply
 
 KEY = jax.random.key(0)
@@ -35,14 +36,11 @@ Net.__qualname__ = "Net"  # pickle finds it
 
 
 def attention_model(nn: Any) -> Any:
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Embed(5, 4)(x)
-            x = nn.MultiHeadDotProductAttention(2)(x)
-            return nn.Sequential([nn.Dense(4), nn.GroupNorm(2)])(x)
+    def call(x):
+        x = nn.MultiHeadDotProductAttention(2)(nn.Embed(5, 4)(x))
+        return nn.Sequential([nn.Dense(4), nn.GroupNorm(2)])(x)
 
-    return Model()
+    return compact(call, nn)()
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -145,17 +143,8 @@ NORMS: dict[str, Any] = {"LayerNorm": {}, "RMSNorm": {}, "InstanceNorm": {}} | {
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_captured_output_is_what_the_call_returned(norm, lift):
 
-    class Block(our_nn.Module):
-        @our_nn.compact
-        def __call__(self, x):
-            return getattr(our_nn, norm)(**NORMS[norm], name="norm")(x)
-
-    class Outer(our_nn.Module):
-        @our_nn.compact
-        def __call__(self, x):
-            return lift(Block)(name="block")(x)
-
-    model: Any = Outer(dtype_policy="mixed_bfloat16")
+    block = compact(lambda x: getattr(our_nn, norm)(**NORMS[norm], name="norm")(x))
+    model: Any = compact(lambda x: lift(block)(name="block")(x))(dtype_policy="mixed_bfloat16")
     x = jax.random.normal(KEY, (2, 3, 4))
     variables = model.init(KEY, x)
     mutable = ["intermediates", "batch_stats"]

@@ -18,6 +18,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import current_policy, use_policy
+from tests.mpmodules.linen.compact import compact
 from tests.mpmodules.wings import dtypes
 from tests.programs import apply, boundary_casts, named, operations
 
@@ -297,11 +298,7 @@ def test_ports_that_differ_in_an_option_share_no_trace():
         def __call__(self, x):
             return nn.Dense(3, dtype=jnp.float16)(x)
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Block()(x)
-
+    Net = compact(lambda x: Block()(x), nn)
     assert matmul_dtypes(apply_policy(Net(), "bf16"), X) == {"bfloat16"}
     with pytest.warns(UserWarning, match="has an explicit dtype=float16"):
         assert matmul_dtypes(apply_policy(Net(), "bf16", keep_explicit=True), X) == {"float16"}
@@ -311,10 +308,7 @@ def test_ports_that_differ_in_an_option_share_no_trace():
 # --- values, bind and scopes ----------------------------------------------------------------------
 
 
-class Compact(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.relu(nn.LayerNorm()(nn.Dense(4)(x))))
+Compact = compact(lambda x: nn.Dense(2)(nn.relu(nn.LayerNorm()(nn.Dense(4)(x)))), nn)
 
 
 class Setup(nn.Module):
@@ -394,10 +388,7 @@ class Boxed(nn.Module):
         return x @ kernel.astype(x.dtype)
 
 
-class Step(nn.Module):
-    @nn.compact
-    def __call__(self, carry, _):
-        return Kernel()(carry), None
+Step = compact(lambda carry, _: (Kernel()(carry), None), nn)
 
 
 STACKED: Any = {

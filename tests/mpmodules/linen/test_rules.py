@@ -27,6 +27,7 @@ from policy import (
     set_policy,
     use_policy,
 )
+from tests.mpmodules.linen.compact import compact
 from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
@@ -45,18 +46,8 @@ class Layer(nn.Module):
         return Special(4, name="mlp")(x)
 
 
-class Encoder(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = Layer(name=f"layer_{i}")(x)
-        return x
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2, name="head")(Encoder(name="encoder")(x))
+Encoder = compact(lambda x: Layer(name="layer_1")(Layer(name="layer_0")(x)))
+Net = compact(lambda x: nn.Dense(2, name="head")(Encoder(name="encoder")(x)))
 
 
 def init(model: Any) -> Any:
@@ -156,20 +147,10 @@ def test_layers_inside_attention_keep_the_dtypes_given_to_it_where_no_policy_hol
 
 
 def test_rules_hold_under_a_lifted_class_and_in_a_scan():
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(4, name="dense")(x), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scanned = nn.scan(
-                Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
-            x = scanned(name="body")(x, None)[0]
-            return nn.remat(Layer)(name="remat")(x)
-
+    body = compact(lambda x, _: (nn.Dense(4, name="dense")(x), None))
+    each: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    scanned = nn.scan(body, length=2, **each)
+    Model = compact(lambda x: nn.remat(Layer)(name="remat")(scanned(name="body")(x, None)[0]))
     with use_policy("mixed_bfloat16", rules={"remat/mlp": "f32"}):
         found = compute_dtypes(Model())
     assert at(found, "body/dense") == {"bfloat16"}
@@ -219,16 +200,8 @@ def test_a_rule_that_only_another_method_would_reach_is_known_from_the_variables
 
 
 def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cached_call():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="mlp")(nn.LayerNorm()(x))
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.jit(Block)(name="block")(x)
-
+    block = nn.jit(compact(lambda x: nn.Dense(4, name="mlp")(nn.LayerNorm()(x))))
+    Model = compact(lambda x: block(name="block")(x))
     variables = Model().init(KEY, X)
     with use_policy("mixed_bfloat16", rules=[("block/mlp", "f32"), (nn.LayerNorm, "f32")]):
         for _ in range(3):
@@ -236,13 +209,11 @@ def test_a_rule_into_a_jitted_block_is_checked_on_the_first_and_not_on_the_cache
 
 
 def test_an_error_inside_the_model_is_not_hidden_by_the_check():
-    class Fails(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            raise RuntimeError("on purpose")
+    def fail(x):
+        raise RuntimeError("on purpose")
 
     with use_policy(None, rules={"nose": "f32"}), pytest.raises(RuntimeError, match="on purpose"):
-        init(Fails())
+        init(compact(fail)())
 
 
 ROWS = jnp.ones((2, 4))
@@ -259,16 +230,11 @@ class Wrap(nn.Module):
 
 
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for name in ("first", "second"):
-                x = nn.Dense(4, dtype=jnp.float32, name=name)(x)
-            return x
-
+    layer = lambda name: nn.Dense(4, dtype=jnp.float32, name=name)  # noqa: E731
+    twice = compact(lambda x: layer("second")(layer("first")(x)))
     with pytest.warns(DtypePolicyWarning) as told:
         for _ in range(3):
-            jax.eval_shape(lambda: Net(dtype_policy="mixed_bfloat16").init(KEY, ROWS))
+            jax.eval_shape(lambda: twice(dtype_policy="mixed_bfloat16").init(KEY, ROWS))
     assert [str(w.message).partition(" has")[0] for w in told] == [
         "Dense at 'first'",
         "Dense at 'second'",
@@ -279,17 +245,15 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
 
 
 def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.Dense(4, name="shared")
-            outs = []
-            for policy in ("p=bf16,c=bf16,o=bf16", F16, "f32", BF16):
-                with use_policy(policy):
-                    outs.append(layer(x))
-            return outs
+    def call(x):
+        layer = nn.Dense(4, name="shared")
+        outs = []
+        for policy in ("p=bf16,c=bf16,o=bf16", F16, "f32", BF16):
+            with use_policy(policy):
+                outs.append(layer(x))
+        return outs
 
-    out, variables = jax.eval_shape(lambda: Net().init_with_output(KEY, ROWS))
+    out, variables = jax.eval_shape(lambda: compact(call)().init_with_output(KEY, ROWS))
     assert [o.dtype.name for o in out] == ["bfloat16", "float16", "float32", "bfloat16"]
     # its first caller decides what its parameters are stored in
     assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"bfloat16"}
