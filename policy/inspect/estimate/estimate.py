@@ -10,8 +10,8 @@ from typing import Any
 from jax.sharding import use_abstract_mesh
 
 from policy.autocasting.parameters import ParamsArgument
-from policy.core.rules import PolicyRules
-from policy.core.scope import RulesLike, traced_for
+from policy.core.rules import RulesLike, as_rules
+from policy.core.scope import traced_for
 from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
 from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
@@ -114,8 +114,7 @@ def estimate(
     target = on if isinstance(on, Target) else Target(on)
     found: list[tuple[MadeCall, Placement, CompiledRow]] = []
     with traced_for(target.devices[0]):
-        candidates = rows_of(policies)
-        ruled = rules if rules is None or isinstance(rules, PolicyRules) else PolicyRules(rules)
+        candidates, ruled = rows_of(policies), as_rules(rules)
 
         def estimated(row: Candidate) -> tuple[MadeCall, Placement, CompiledRow]:
             devices = mesh_of(target, mesh, (args, kwargs))
@@ -124,8 +123,8 @@ def estimate(
             with contextlib.nullcontext() if mesh is None else abstract:
                 call = made_call(fn, args, kwargs, row, ruled, devices)
             placement = placement_of(target, mesh, shardings, (call.args, call.kwargs))
-            placed_args, placed_kwargs = on_targets_mesh(placement, call.args, call.kwargs)
-            call = dataclasses.replace(call, args=placed_args, kwargs=placed_kwargs)
+            own = on_targets_mesh(placement, args=call.args, kwargs=call.kwargs)
+            call = dataclasses.replace(call, **own)
             with placement.scope():
                 step = traced_step(call, row, ruled, donate, backward, params)
             return call, placement, compiled_row(row, call, step, placement, shardings)
@@ -144,7 +143,7 @@ def estimate(
     ]
     if len({given.param_dtype for given in unmade if given is not None}) > 1:
         notes.append(_SAME)
-    placement = found[0][1]
+    _, placement, _ = found[0]
     return Estimate(
         name=name_of(fn),
         target=target.name,

@@ -139,8 +139,9 @@ def _own(array: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def on_targets_mesh(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns a call's arguments, with shapes on the target's mesh for arrays of Explicit axes.
+def on_targets_mesh(placement: Placement, **arguments: Any) -> dict[str, Any]:
+    """Returns the `args` and the `kwargs` of a call, with shapes on the target's mesh for arrays of
+    Explicit axes.
 
     The mesh of such an array is part of its type: a step can't be traced with arrays of one mesh on
     another.
@@ -153,11 +154,11 @@ def on_targets_mesh(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, 
         own = _own(leaf)
         if own is None or AxisType.Explicit not in own.mesh.axis_types:
             return leaf
-        name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
+        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
         sharding = placement.sharding(own.spec, leaf, name) if placement.is_spread else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(moved, (args, kwargs))
+    return jax.tree_util.tree_map_with_path(moved, arguments)
 
 
 def placed_arrays(

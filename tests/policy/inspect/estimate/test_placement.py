@@ -169,18 +169,19 @@ def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
     auto: Any = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     automatic = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(auto, P("data")))
     placement = placement_of(target, None, None, [own])
-    args, kwargs = on_targets_mesh(placement, ({"w": own}, X, automatic, 3), {"x": own})
+    found = on_targets_mesh(placement, args=({"w": own}, X, automatic, 3), kwargs={"x": own})
+    args, kwargs = found["args"], found["kwargs"]
     for moved in (args[0]["w"], kwargs["x"]):
         assert (moved.shape, moved.dtype) == (own.shape, own.dtype)
         assert moved.sharding == NamedSharding(placement.mesh, P("x"))
     assert args[1:] == (X, automatic, 3)
     lone: Any = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     alone = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(lone, P("x")))
-    args, _ = on_targets_mesh(placement_of(target, None, None, [alone]), (alone,), {})
-    assert args[0].sharding is None
+    found = on_targets_mesh(placement_of(target, None, None, [alone]), args=(alone,))
+    assert found["args"][0].sharding is None
     given = placement_of(target, {"data": 8}, None, [own])
     with pytest.raises(ValueError, match=r"args\[0\]\['w'\] can't be sharded by .* over data=8"):
-        on_targets_mesh(given, ({"w": own},), {})
+        on_targets_mesh(given, args=({"w": own},))
 
 
 def test_more_gpus_than_a_machine_has_are_a_note():
