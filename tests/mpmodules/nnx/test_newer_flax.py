@@ -91,7 +91,7 @@ def test_attention_with_rope_keeps_dtype_and_accuracy(dtype):
 def test_multi_head_attention_takes_it():
     rope = nnx.RoPE(embedding_size=8, max_seq_len=16)
     with use_policy("mixed_bfloat16"):
-        layer = nnx.MultiHeadAttention(
+        layer: Any = nnx.MultiHeadAttention(
             num_heads=4, in_features=32, rngs=flax_nnx.Rngs(0), decode=False,
             attention_fn=functools.partial(nnx.dot_product_attention_with_rope, rope=rope),
         )  # fmt: skip

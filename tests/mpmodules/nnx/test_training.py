@@ -75,7 +75,8 @@ def test_gradients_and_updates_equal_flaxs():
     assert_close(gradients, expected, rtol=1e-6)
     assert_equal(*(flax_nnx.state(model, flax_nnx.BatchStat) for model in (ours, theirs)))
     assert ours.norm.mean[...].any()  # moved, and still there
-    counts = [model.dropout.rngs.count[...] for model in (ours, theirs)]
+    models: Any = ours, theirs
+    counts = [model.dropout.rngs.count[...] for model in models]
     assert counts[0] == counts[1] > 0
 
 
