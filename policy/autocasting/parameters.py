@@ -37,7 +37,12 @@ def parameters(
     if callable(params):
         return [bool(params(leaf)) for leaf in jax.tree.leaves((args, kwargs))]
     if params is None:
-        return _inferred(args, kwargs)
+        has_collection = any(map(_holds_params, (*args, *kwargs.values())))
+
+        def is_params(i: int | None, arg: Any) -> bool:
+            return i == 0 and not has_collection and not jax.tree_util.all_leaves([arg])
+
+        return _marked(args, kwargs, lambda key: key == "params", is_params)
     named = [params] if isinstance(params, (int, str)) else list(params)
     positions = {_position(fn, name, args) for name in named if name not in kwargs}
     return [
@@ -70,16 +75,6 @@ def _position(fn: Any, name: int | str, args: tuple[Any, ...]) -> int:
             "positional arguments."
         )
     return position % len(args)
-
-
-def _inferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    has_collection = any(map(_holds_params, (*args, *kwargs.values())))
-
-    def is_params(i: int | None, arg: Any) -> bool:
-        is_container = not jax.tree_util.all_leaves([arg])
-        return i == 0 and is_container and not has_collection
-
-    return _marked(args, kwargs, lambda key: key == "params", is_params)
 
 
 def _holds_params(arg: Any) -> bool:

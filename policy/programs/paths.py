@@ -306,15 +306,12 @@ def folded(paths: Iterable[str]) -> list[str]:
             found = [*_NUMBERS.finditer(text)]
             if place < len(found):
                 number = found[place]
-                families.setdefault((text[: number.start()], text[number.end() :]), []).append(
-                    int(number[0])
-                )
+                family = text[: number.start()], text[number.end() :]
+                families.setdefault(family, []).append(int(number[0]))
             else:
                 families[text, ""] = []
         texts = [
-            member
-            for (before, after), numbers in families.items()
-            for member in _members(before, after, numbers)
+            text for family, numbers in families.items() for text in _members(*family, numbers)
         ]
     return texts
 

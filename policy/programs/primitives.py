@@ -9,13 +9,12 @@ A primitive is added as one name, or one row, to the kind that it belongs to.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Autocast's category -> kind -> rows, `name: trait trait`. Names without traits stand first. A
-# trait is a set below, in small letters, whose docstring says which primitives have it; or the
-# collective of XLA that a primitive becomes.
+# Autocast's category -> kind -> rows, `name name: trait trait`. Rows without a colon have none;
+# an indented line belongs to the row above. A trait is a set below, in small letters, whose
+# docstring says which primitives have it; or the collective of XLA that a primitive becomes.
 _TABLE: dict[str, dict[str, str]] = {
     # The operands are cast to compute_dtype: operations of matrix units.
     "compute": {
@@ -31,8 +30,7 @@ _TABLE: dict[str, dict[str, str]] = {
             psum_done psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start
             unreduced_psum unreduced_psum_start unreduced_reduce_scatter
             unreduced_reduce_scatter_start
-            psum: of_moments saved all-reduce
-            psum_invariant: of_moments saved all-reduce
+            psum psum_invariant: of_moments saved all-reduce
             reduce_scatter: saved reduce-scatter""",
         "cumulative": "cumlogsumexp cumprod cumsum",
         "fft": "fft",
@@ -44,10 +42,7 @@ _TABLE: dict[str, dict[str, str]] = {
             reduce: combines
             reduce_prod: saved
             reduce_sum: of_moments saved""",
-        "scatter-sum": """
-            scatter-add: combines
-            scatter-mul: combines
-            scatter-sub: combines""",
+        "scatter-sum": "scatter-add scatter-mul scatter-sub: combines",
         "select-sum": "select_and_gather_add select_and_scatter_add",
         "sparse": """
             bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcoo_sum_duplicates
@@ -56,22 +51,21 @@ _TABLE: dict[str, dict[str, str]] = {
         "special": """
             bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
             regularized_incomplete_beta zeta
-            _copysign: gentle
-            nextafter: reads_bits gentle
-            one_minus_square: gentle
-            polynomial: gentle""",
+            _copysign one_minus_square polynomial: gentle
+            nextafter: reads_bits gentle""",
         "transcendental": """
             acos acosh asin asinh atanh cosh exp2 expm1 log1p log2 sinh tan
             erf_inv: gentle
             exp: elementwise reads_logits
-            integer_pow: elementwise powers gentle of_moments
+            integer_pow square: elementwise powers gentle of_moments
             log: elementwise infinite_at_zero
             pow: elementwise
             reciprocal: elementwise gentle
-            rsqrt: elementwise infinite_at_zero square_roots gentle
-            square: elementwise powers gentle of_moments""",
+            rsqrt: elementwise infinite_at_zero square_roots gentle""",
         "trig": "cos sin",
-        "window": "reduce_window_sum reduce_window: combines",
+        "window": """
+            reduce_window_sum
+            reduce_window: combines""",
     },
     # Operands that mix: the rules of `policy.autocasting.values.common_dtype`.
     "promote": {
@@ -87,9 +81,7 @@ _TABLE: dict[str, dict[str, str]] = {
             clamp: exact elementwise limits of_moments
             max: exact elementwise rescales passes_activations of_moments joins_roots
             min: exact elementwise limits passes_activations of_moments""",
-        "product": """
-            div: elementwise rescales passes_activations of_moments
-            mul: elementwise rescales passes_activations of_moments""",
+        "product": "div mul: elementwise rescales passes_activations of_moments",
         "ref-write": "accum_grad_in_ref addupdate masked_swap store swap",
         "select": """
             select_n: free exact elementwise selects_literals places limits rescales
@@ -97,9 +89,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "structural": """
             concatenate: free exact places of_moments joins_roots
             pad: free exact places
-            scatter-max: combines
-            scatter-min: combines
-            select_and_scatter: combines
+            scatter-max scatter-min select_and_scatter: combines
             stack: moves_data free exact of_moments joins_roots""",
         "update": """
             dynamic_update_slice: free exact places of_moments
@@ -111,8 +101,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "bounded-activation": """
             atan erfc
             erf: bounded
-            logistic: elementwise bounded
-            tanh: elementwise bounded""",
+            logistic tanh: elementwise bounded""",
         "broadcast": """
             broadcast_in_dim: moves_data free exact forwards keeps_constants moves_cotangents
                 rearranges selects_literals repeats
@@ -121,18 +110,14 @@ _TABLE: dict[str, dict[str, str]] = {
             all_gather_done all_gather_reduced all_gather_reduced_start all_gather_start
             all_to_all_done all_to_all_start ppermute_done ppermute_start precv psend
             ragged_all_to_all unreduced_pmax unreduced_pmin
-            all_gather: moves_data exact saved all-gather
-            all_gather_invariant: moves_data exact saved all-gather
+            all_gather all_gather_invariant: moves_data exact saved all-gather
             all_to_all: moves_data exact saved all-to-all
-            pmax: exact saved all-reduce
-            pmin: exact saved all-reduce
+            pmax pmin: exact saved all-reduce
             ppermute: moves_data exact saved collective-permute""",
         "complex-part": "conj imag real",
         "extreme": """
-            argmax: chooses
-            argmin: chooses
-            reduce_max: saved counts_ties
-            reduce_min: saved counts_ties""",
+            argmax argmin: chooses
+            reduce_max reduce_min: saved counts_ties""",
         "grad-barrier": """
             dce_sink remat_opt tie unpin
             custom_lin: combines
@@ -147,31 +132,26 @@ _TABLE: dict[str, dict[str, str]] = {
             bcoo_transpose
             copy: moves_data free exact forwards keeps_constants moves_cotangents rearranges
                 injective
-            dynamic_slice: moves_data free exact forwards keeps_constants moves_cotangents
+            dynamic_slice split: moves_data free exact forwards keeps_constants moves_cotangents
             gather: moves_data free exact forwards moves_cotangents repeats
             layout_cast: moves_data
             layout_constraint: exact forwards
-            relayout: exact
-            rev: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
-            roll: exact
-            slice: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
-            split: moves_data free exact forwards keeps_constants moves_cotangents
+            relayout roll: exact
+            rev slice: moves_data free exact forwards keeps_constants moves_cotangents keeps_axes
             tile: moves_data free exact forwards keeps_constants repeats
             transpose: moves_data free exact forwards keeps_constants moves_cotangents rearranges
             unstack: moves_data free exact forwards keeps_constants""",
         "order": """
             mosaic_gpu_reduce_max mosaic_gpu_reduce_min
             approx_top_k: repeats chooses
-            cummax: exact
-            cummin: exact
-            reduce_window_max: counts_ties
-            reduce_window_min: counts_ties
+            cummax cummin: exact
+            reduce_window_max reduce_window_min: counts_ties
             sort: free exact combines repeats chooses
             top_k: exact repeats chooses""",
         "ref-read": "get load masked_load",
         "reshape": """
-            reshape: moves_data free exact forwards keeps_constants moves_cotangents rearranges
-            squeeze: moves_data free exact forwards keeps_constants moves_cotangents rearranges""",
+            reshape squeeze: moves_data free exact forwards keeps_constants moves_cotangents
+                rearranges""",
         "root": """
             cbrt
             sqrt: elementwise square_roots""",
@@ -193,8 +173,9 @@ _TABLE: dict[str, dict[str, str]] = {
             abs: exact elementwise rescales of_moments
             neg: exact elementwise injective passes_activations of_moments""",
         "sparse-layout": """
-            bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_todense bcsr_extract bcsr_fromdense
-            bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense todense""",
+            bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_todense bcsr_extract
+            bcsr_fromdense bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense
+            todense""",
     },
     # The author chose the dtypes: they are respected.
     "explicit": {
@@ -213,12 +194,10 @@ _TABLE: dict[str, dict[str, str]] = {
     # Holds programs, which are rewritten too.
     "control": {
         "branch": "cond",
-        "call": """
-            call closed_call core_call eval_jaxpr jaxpr_call named_call xla_metadata_call""",
+        "call": "call closed_call core_call eval_jaxpr jaxpr_call named_call xla_metadata_call",
         "derivative": """
             custom_jvp_call_jaxpr
-            custom_jvp_call: inlined
-            custom_vjp_call: inlined""",
+            custom_jvp_call custom_vjp_call: inlined""",
         "devices": "shard_map",
         "jit": "jit: inlined",
         "loop": "scan while",
@@ -235,16 +214,14 @@ _TABLE: dict[str, dict[str, str]] = {
         "opaque-call": """
             call_hi_primitive call_hi_primitive_linearized core_map custom_fusion linear_call
             mpmd_map run_state
-            composite: inlined
-            custom_vmap_call: inlined""",
+            composite custom_vmap_call: inlined""",
     },
     # Integers, keys, tokens and effects: nothing to cast.
     "exempt": {
         "create": """
             after_all axis_index create_linear create_token dim_as_value dimension_size empty2
             zeros_like
-            empty: free
-            iota: free""",
+            empty iota: free""",
         "edtype": "from_edtype to_edtype",
         "effects": """
             box_get box_set check empty_ref free_ref freeze get_barrier_semaphore get_global
@@ -280,10 +257,11 @@ class Primitive(NamedTuple):
 
 
 def _rows(category: str, kind: str) -> Iterator[Primitive]:
-    plain, *others = re.split(r"(\S+):", _TABLE[category][kind])
-    yield from (Primitive(name, category, kind) for name in plain.split())
-    for name, traits in zip(others[::2], others[1::2], strict=True):
-        yield Primitive(name, category, kind, tuple(traits.split()))
+    text = _TABLE[category][kind].replace("\n" + " " * 16, " ")  # rows go on in indented lines
+    for line in text.splitlines():
+        names, _, traits = line.partition(":")
+        for name in names.split():
+            yield Primitive(name, category, kind, tuple(traits.split()))
 
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(

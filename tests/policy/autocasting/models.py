@@ -183,16 +183,6 @@ flax_model("scanned layers, checkpointed", Layers(remat=True), SEQUENCE)
 # Plain functions
 
 
-@model(params=STACK)
-def raw_scan(params, x):
-    return lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, params)[0]
-
-
-@model(matmuls=2)
-def cond(params, x):
-    return lax.cond(x.sum() > 0, lambda x: dense(params, x), lambda x: dense(params, x) * 2.0, x)
-
-
 @model(matmuls=1)
 def switch(params, x):
     branches = [lambda x: x, lambda x: jnp.tanh(dense(params, x)), lambda x: x * 2.0]
@@ -258,9 +248,3 @@ def raw_convolutions(params, x):
 def inner_gradient(params, x):
     energy = lambda x: jnp.sum(jnp.tanh(dense(params, x)) ** 2)  # noqa: E731
     return x - 0.1 * jax.grad(energy)(x)
-
-
-@model(x=SEQUENCE)
-def cumulative(params, x):
-    y = dense(params, x)
-    return jnp.cumsum(y, 1) + jax.ops.segment_sum(y[0], jnp.array([0, 0, 1, 1, 2]), 5)[None]
