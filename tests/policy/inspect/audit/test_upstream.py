@@ -31,6 +31,11 @@ def found_in(make: Any, x: Any = X, backward: bool = False) -> Found:
     return {(f.kind, f.path, f.primitive, f.is_backward) for f in report.findings}
 
 
+def normed():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs))
+
+
 @pytest.mark.parametrize(
     ("make", "x", "primitive"),
     (
@@ -39,39 +44,36 @@ def found_in(make: Any, x: Any = X, backward: bool = False) -> Found:
         (nn.Dense(3, dtype=BF16), X, "reduce_sum"),
         (lambda: nnx.Linear(8, 3, dtype=BF16, rngs=nnx.Rngs(0)), X, "reduce_sum"),
     ),
-    ids=("linen's Embed", "nnx's Embed", "linen's bias", "nnx's bias"),
 )
 def test_the_gradients_of_embeddings_and_biases_are_summed_in_half(make, x, primitive):
     found = found_in(make, x, backward=True)
     assert {(kind, *rest) for kind, _, *rest in found} == {(REDUCTION, primitive, True)}
 
 
-def test_float32_that_a_norm_returns_leaks_into_the_next_layer():
-    make = lambda: nnx.Sequential(  # noqa: E731
-        nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    )
-    assert (LEAK, "layers_0", "dot_general", False) in found_in(
-        nn.Sequential([nn.LayerNorm(), nn.Dense(8)])
-    )
-    assert (LEAK, "layers/0", "dot_general", False) in found_in(make)
+@pytest.mark.parametrize(
+    ("make", "found"),
+    (
+        (nn.Sequential([nn.LayerNorm(), nn.Dense(8)]), (LEAK, "layers_0", "dot_general", False)),
+        (normed, (LEAK, "layers/0", "dot_general", False)),
+        (
+            lambda: nnx.BatchNorm(8, dtype=F16, use_running_average=True, rngs=nnx.Rngs(0)),
+            (FUNCTION, "BatchNorm:", "rsqrt", False),
+        ),
+    ),
+)
+def test_norms_leak_float32_into_the_next_layer_or_evaluate_in_half_in_nnx(make, found):
+    assert found in found_in(make)
 
 
-def test_a_norm_of_nnx_evaluates_in_half_and_a_dense_layer_without_a_dtype_promotes():
-    norm = lambda: nnx.BatchNorm(8, dtype=F16, use_running_average=True, rngs=nnx.Rngs(0))  # noqa: E731
-    assert (FUNCTION, "BatchNorm:", "rsqrt", False) in found_in(norm)
+def test_a_dense_layer_promotes_and_attention_is_half_or_leaves_a_mixed_matmul_if_forced():
     assert found_in(nn.Dense(3)) == {(PROMOTION, "Dense:", "dot_general", False)}
-
-
-def test_the_softmax_of_attention_is_half_and_forcing_it_leaves_a_mixed_matmul():
     attention = nn.MultiHeadDotProductAttention(2, dtype=BF16)
     assert found_in(attention) == {(FUNCTION, DOT, "exp", False)}
     forced = found_in(attention.clone(force_fp32_for_softmax=True))
     assert forced == {(MIXED, DOT, "dot_general", False), (LEAK, DOT, "dot_general", False)}
 
 
-@pytest.mark.parametrize(
-    "layer", (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm), ids=lambda layer: layer.__name__
-)
+@pytest.mark.parametrize("layer", (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm))
 def test_normalisations_of_linen_are_right_but_return_float32_where_no_dtype_is_given(layer):
     options: Any = {"use_running_average": True} if layer is nn.BatchNorm else {}
     assert found_in(layer(dtype=BF16, **options)) == set()
