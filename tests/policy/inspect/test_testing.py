@@ -142,50 +142,28 @@ def test_eight_bit_dots_and_convolutions_are_dots_and_integer_ones_are_not():
 # --- what all of them take ------------------------------------------------------------------------
 
 
-INT8 = half(2, 2, dtype=jnp.int8)
+ONES, NONE = half(2, 2, dtype=jnp.int8), "nothing would be asserted"
 REFUSED = [
-    (
-        AssertionError,
-        r"that allow=\('Pooled:',\) excludes: nothing would be asserted",
-        lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("Pooled:",)),
-    ),
-    (
-        AssertionError,
-        "no matmul or convolution of floating numbers: nothing would be asserted",
-        lambda _: assert_dots_in(jnp.matmul, (INT8, INT8), "bf16"),
-    ),
-    (
-        ValueError,
-        r"allow: 'haed' matches no path\. Paths: head, pool",
-        lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow=("haed",)),
-    ),
-    (
-        ValueError,
-        "No accepted dtype was given",
-        lambda _: assert_dots_in(jnp.matmul, (INT8, INT8), ()),
-    ),
-    (
-        ValueError,
-        "The trees should have one structure, but have",
-        lambda _: assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1),
-    ),
-    (
-        ValueError,
-        "was given no array: nothing would be asserted",
-        lambda _: assert_close_in_ulps({}, {}, 1),
-    ),
-    (
-        TypeError,
-        r"allow should be a collection of path patterns, such as \('head',\)",
-        lambda pooled: assert_dots_in(*pooled, dtype="bf16", allow="head"),
-    ),
+    (AssertionError, rf"that allow=\('Pooled:',\) excludes: {NONE}", {"allow": ("Pooled:",)}),
+    (ValueError, r"allow: 'haed' matches no path\. Paths: head, pool", {"allow": ("haed",)}),
+    (TypeError, r"a collection of path patterns, such as \('head',\)", {"allow": "head"}),
+    (ValueError, "No accepted dtype was given", {"dtype": ()}),
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), REFUSED)
-def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, error, message, call):
+@pytest.mark.parametrize(("error", "message", "options"), REFUSED)
+def test_what_asserts_nothing_or_is_malformed_is_refused(pooled, error, message, options):
     with pytest.raises(error, match=message):
-        call(pooled)
+        assert_dots_in(*pooled, **{"dtype": "bf16"} | options)
+
+
+def test_integers_and_trees_without_arrays_or_of_other_structures_are_refused():
+    with fails(f"no matmul or convolution of floating numbers: {NONE}"):
+        assert_dots_in(jnp.matmul, (ONES, ONES), "bf16")
+    with pytest.raises(ValueError, match="The trees should have one structure, but have"):
+        assert_close_in_ulps({"a": jnp.ones(1)}, [np.ones(1)], 1)
+    with pytest.raises(ValueError, match=f"was given no array: {NONE}"):
+        assert_close_in_ulps({}, {}, 1)
 
 
 def test_our_layers_and_nnx_modules_pass():
