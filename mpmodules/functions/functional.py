@@ -108,9 +108,8 @@ class HalfSafe:
         if not is_half(dtype) or _runs_in(self.init, tuple(shape), jnp.dtype(dtype)):
             return self.init(key, shape, dtype, **kwargs)
         made = self.init(key, shape, jnp.float32, **kwargs)
-        return jax.tree.map(
-            lambda x: x.astype(dtype), made
-        )  # an array, or one in a box of metadata
+        # An array, or one in a box of metadata.
+        return jax.tree.map(lambda x: x.astype(dtype), made)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,9 +119,8 @@ def _runs_in(init: Callable[..., Array], shape: tuple[int, ...], dtype: np.dtype
     Some releases refuse it while tracing.
     """
     try:
-        jax.jit(lambda key: init(key, shape, dtype)).lower(
-            jax.eval_shape(lambda: jax.random.key(0))
-        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        jax.jit(lambda key: init(key, shape, dtype)).lower(key)
     except (NotImplementedError, TypeError):
         return False
     return True

@@ -193,11 +193,10 @@ def _one_shard(*arrays: Array) -> bool:
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     meshes = [mesh for mesh in meshes if not mesh.empty]
-    manual = [
-        all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) for mesh in meshes
-    ]
-    if any(mesh.size > 1 and not whole for mesh, whole in zip(meshes, manual, strict=True)):
-        return False
+    for mesh in meshes:
+        is_manual = all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+        if mesh.size > 1 and not is_manual:
+            return False
     return bool(meshes) or jax.device_count() == 1
 
 

@@ -46,7 +46,7 @@ class AttentionCall:
       dropout_rng: the key, or None.
       dropout_rate: the probability of dropping a weight.
       deterministic: whether none is dropped.
-      sow: stores the weights before dropout; None does not.
+      module: the module whose `sow` stores the weights before dropout in `collection`; or None.
       einsum: computes the logits, and `values_einsum` the sum of the values, instead of ours.
       wide_weights: whether the weights stay in reduction_dtype.
     """
@@ -58,7 +58,8 @@ class AttentionCall:
     dropout_rate: float
     deterministic: bool
     precision: PrecisionLike
-    sow: Callable[[Array], object] | None
+    module: Any
+    collection: Any
     is_causal: bool = False
     einsum: Callable[..., Array] | None = None
     values_einsum: Callable[..., Array] | None = None
@@ -75,8 +76,8 @@ class AttentionCall:
             dtype=None if self.wide_weights else query.dtype,
             **self._options,
         )
-        if self.sow is not None:
-            self.sow(weights)
+        if self.module is not None:
+            self.module.sow(self.collection, "attention_weights", weights)
         if not self._drops:
             return weights
         return attention.dropout(
@@ -109,7 +110,7 @@ class AttentionCall:
         """
         obstacles = {
             "dropout": self._drops,
-            "sown weights": self.sow is not None,
+            "sown weights": self.module is not None,
             "a custom einsum": bool(self.einsum or self.values_einsum),
             "force_fp32_for_softmax without a policy": self.wide_weights,
         }

@@ -135,10 +135,8 @@ class Product:
         """
         if self.bias is not None:
             shape = trailing(y, self.bias) if shape is None else shape
-            reduction_dtype = self.numerics.reduction_dtype
-            y = add_bias(
-                y, self.bias, shape, stored=self.stored_bias, reduction_dtype=reduction_dtype
-            )
+            wide = self.numerics.reduction_dtype
+            y = add_bias(y, self.bias, shape, stored=self.stored_bias, reduction_dtype=wide)
         result = self.numerics.result_dtype
         return y if self.preferred is None or result is None else cast_array(y, result)
 

@@ -9,55 +9,62 @@ from typing import Any
 import flax.linen as _flax_linen
 from flax.linen import *  # ours below replace what they name
 
-from mpmodules.functions.activations import (
+from mpmodules.functions.reductions import (
+    avg_pool,
     log_sigmoid,
     log_softmax,
     logsumexp,
+    max_pool,
+    pool,
     softmax,
     softplus,
     standardize,
 )
-
-# Flax's deprecated name for it
-from mpmodules.functions.activations import standardize as normalize
-from mpmodules.functions.pooling import avg_pool, max_pool, pool
-from mpmodules.linen._layers.elementwise import PReLU
 from mpmodules.linen._layers.attention import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
     SelfAttention,
 )
-from mpmodules.linen._layers.elementwise import Sequential
-from mpmodules.linen._layers.linear import Conv, ConvLocal, ConvTranspose
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention,
     dot_product_attention_weights,
 )
-from mpmodules.linen._layers.linear import Embed
-from mpmodules.linen._layers.linear import Dense, DenseGeneral, Einsum
+from mpmodules.linen._layers.elementwise import Dropout, PReLU, Sequential
+from mpmodules.linen._layers.linear import (
+    Conv,
+    ConvLocal,
+    ConvTranspose,
+    Dense,
+    DenseGeneral,
+    Einsum,
+    Embed,
+)
 from mpmodules.linen._layers.normalization import (
     BatchNorm,
     GroupNorm,
     InstanceNorm,
     LayerNorm,
     RMSNorm,
+    SpectralNorm,
+    WeightNorm,
 )
 from mpmodules.linen._layers.recurrent import (
-    RNN,
     Bidirectional,
     ConvLSTMCell,
     GRUCell,
     LSTMCell,
     MGUCell,
     OptimizedLSTMCell,
+    RNN,
     RNNCellBase,
     SimpleCell,
 )
-from mpmodules.linen._layers.elementwise import Dropout
-from mpmodules.linen._layers.normalization import SpectralNorm, WeightNorm
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import apply_policy
 from mpmodules.linen._summary import tabulate
+
+# Flax's deprecated name for it.
+from mpmodules.functions.reductions import standardize as normalize
 
 
 def __getattr__(name: str) -> Any:

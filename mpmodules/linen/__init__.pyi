@@ -135,22 +135,22 @@ from mpmodules.linen._layers.recurrent import SimpleCell as SimpleCell
 from mpmodules.linen._layers.normalization import SpectralNorm as SpectralNorm
 from mpmodules.linen._layers.normalization import WeightNorm as WeightNorm
 from mpmodules.linen._port import apply_policy as apply_policy
-from mpmodules.functions.pooling import avg_pool as avg_pool
+from mpmodules.functions.reductions import avg_pool as avg_pool
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
 )
 from mpmodules.linen._layers.dot_product_attention import (
     dot_product_attention_weights as dot_product_attention_weights,
 )
-from mpmodules.functions.activations import log_sigmoid as log_sigmoid
-from mpmodules.functions.activations import log_softmax as log_softmax
-from mpmodules.functions.activations import logsumexp as logsumexp
-from mpmodules.functions.pooling import max_pool as max_pool
-from mpmodules.functions.activations import standardize as _normalize
-from mpmodules.functions.pooling import pool as pool
-from mpmodules.functions.activations import softmax as softmax
-from mpmodules.functions.activations import softplus as softplus
-from mpmodules.functions.activations import standardize as standardize
+from mpmodules.functions.reductions import log_sigmoid as log_sigmoid
+from mpmodules.functions.reductions import log_softmax as log_softmax
+from mpmodules.functions.reductions import logsumexp as logsumexp
+from mpmodules.functions.reductions import max_pool as max_pool
+from mpmodules.functions.reductions import standardize as _normalize
+from mpmodules.functions.reductions import pool as pool
+from mpmodules.functions.reductions import softmax as softmax
+from mpmodules.functions.reductions import softplus as softplus
+from mpmodules.functions.reductions import standardize as standardize
 from mpmodules.linen._summary import tabulate as tabulate
 
 normalize = _normalize

@@ -12,7 +12,7 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import half_safe_inits, is_half
 from mpmodules.layers.matmul_calls import Numerics, numerics_of
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
+from mpmodules.linen._resolution import dtype_fields, fields_set
 from policy.core.policy import Policy
 
 
@@ -45,20 +45,6 @@ class Layer(Module):
         fields |= {"_numerics": numerics_of(call)} if dtype is None else {"dtype": dtype}
         with fields_set(self, fields):
             return call.run(self)
-
-
-def dtypes_inside(layer: Any, policy: Policy | None) -> dict[str, Any]:
-    """Returns the field that tells `layer_inside` the dtypes that a layer was given, if none of
-    them is a policy's.
-    """
-    return {"_dtypes_inside": {} if policy is not None else declared_dtypes(layer)}
-
-
-def layer_inside(layer: Any, cls: type, name: str, **options: Any) -> Any:
-    """Makes a layer of class `cls` in the compact method of another layer: it obeys the policy of
-    that one, or has the dtypes that it was given.
-    """
-    return cls(name=name, **options, **vars(layer).get("_dtypes_inside", {}))
 
 
 def half_safe_fields(

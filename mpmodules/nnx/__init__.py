@@ -9,45 +9,53 @@ from typing import Any
 import flax.nnx as _flax_nnx
 from flax.nnx import *  # ours below replace what they name
 
-from mpmodules.functions.activations import (
+from mpmodules.functions.reductions import (
+    avg_pool,
     log_sigmoid,
     log_softmax,
     logsumexp,
+    max_pool,
+    min_pool,
+    pool,
     softmax,
     softplus,
     standardize,
 )
-from mpmodules.functions.pooling import avg_pool, max_pool, min_pool, pool
-from mpmodules.nnx._layers.elementwise import PReLU
 from mpmodules.nnx._layers.attention import MultiHeadAttention
-from mpmodules.nnx._layers.elementwise import Sequential
-from mpmodules.nnx._layers.linear import Conv, ConvTranspose
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from mpmodules.nnx._layers.linear import Embed
-from mpmodules.nnx._layers.linear import Einsum, Linear, LinearGeneral
-from mpmodules.nnx._layers.linear import LoRA, LoRALinear
+from mpmodules.nnx._layers.elementwise import Dropout, PReLU, Sequential
+from mpmodules.nnx._layers.linear import (
+    Conv,
+    ConvTranspose,
+    Einsum,
+    Embed,
+    Linear,
+    LinearGeneral,
+    LoRA,
+    LoRALinear,
+)
 from mpmodules.nnx._layers.normalization import (
     BatchNorm,
     GroupNorm,
     InstanceNorm,
     LayerNorm,
     RMSNorm,
+    SpectralNorm,
+    WeightNorm,
 )
 from mpmodules.nnx._layers.recurrent import (
-    RNN,
     Bidirectional,
     GRUCell,
     LSTMCell,
     OptimizedLSTMCell,
+    RNN,
     RNNCellBase,
     SimpleCell,
 )
-from mpmodules.nnx._layers.elementwise import Dropout
-from mpmodules.nnx._layers.normalization import SpectralNorm, WeightNorm
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._port import apply_policy
 from mpmodules.nnx._summary import tabulate
-from mpmodules.nnx._training import ModelAndOptimizer, Optimizer, grad, value_and_grad
+from mpmodules.nnx._training import grad, ModelAndOptimizer, Optimizer, value_and_grad
 
 if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
     from mpmodules.nnx._layers.rotary import RoPE, dot_product_attention_with_rope

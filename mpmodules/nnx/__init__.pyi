@@ -238,20 +238,20 @@ from mpmodules.nnx._layers.recurrent import SimpleCell as _SimpleCell
 from mpmodules.nnx._layers.normalization import SpectralNorm as _SpectralNorm
 from mpmodules.nnx._layers.normalization import WeightNorm as _WeightNorm
 from mpmodules.nnx._port import apply_policy as apply_policy
-from mpmodules.functions.pooling import avg_pool as avg_pool
+from mpmodules.functions.reductions import avg_pool as avg_pool
 from mpmodules.nnx._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
 )
 from mpmodules.nnx._training import grad as grad
-from mpmodules.functions.activations import log_sigmoid as log_sigmoid
-from mpmodules.functions.activations import log_softmax as log_softmax
-from mpmodules.functions.activations import logsumexp as logsumexp
-from mpmodules.functions.pooling import max_pool as max_pool
-from mpmodules.functions.pooling import min_pool as min_pool
-from mpmodules.functions.pooling import pool as pool
-from mpmodules.functions.activations import softmax as softmax
-from mpmodules.functions.activations import softplus as softplus
-from mpmodules.functions.activations import standardize as standardize
+from mpmodules.functions.reductions import log_sigmoid as log_sigmoid
+from mpmodules.functions.reductions import log_softmax as log_softmax
+from mpmodules.functions.reductions import logsumexp as logsumexp
+from mpmodules.functions.reductions import max_pool as max_pool
+from mpmodules.functions.reductions import min_pool as min_pool
+from mpmodules.functions.reductions import pool as pool
+from mpmodules.functions.reductions import softmax as softmax
+from mpmodules.functions.reductions import softplus as softplus
+from mpmodules.functions.reductions import standardize as standardize
 from mpmodules.nnx._summary import tabulate as tabulate
 from mpmodules.nnx._training import value_and_grad as value_and_grad
 from mpmodules.nnx._module import ModuleMeta as _ModuleMeta

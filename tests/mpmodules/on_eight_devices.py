@@ -72,9 +72,8 @@ def linen_step(place):
         return lax.pmean(loss, "data") if place == "in the loss" else loss
 
     def step(params, state, x, y):
-        fn = value_and_grad(
-            loss_fn, policy=POLICY, loss_scale=loss_scale_of(state), grads="compute"
-        )
+        scale = loss_scale_of(state)
+        fn = value_and_grad(loss_fn, policy=POLICY, loss_scale=scale, grads="compute")
         if place == "before":
             loss, grads = accumulate_gradients(fn, vary(params, "data"), split_batch((x, y), 2))
             loss, grads = lax.pmean(loss, "data"), all_reduce(grads, "data", "bfloat16")
@@ -116,9 +115,8 @@ def test_a_linen_model_under_shard_map_trains_as_on_one_device(
     state = TX.init(linen_params)
     shapes = [leaf.shape for leaf in jax.tree.leaves(linen_params)]
     found = of_arrays(collectives_of(step, linen_params, state, X, Y))
-    assert found == sorted(
-        ("bfloat16", shape) for shape in shapes if shape != (1,)
-    )  # each param's gradient, once
+    # Each param's gradient, once.
+    assert found == sorted(("bfloat16", shape) for shape in shapes if shape != (1,))
     losses, (params, state) = curve(step, linen_params, state)
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(losses, linen_truth, rtol=2**-7)
@@ -131,10 +129,8 @@ def test_a_linen_model_under_jit_keeps_bias_and_norm_sums_in_float32(linen_param
     args = placed((linen_params, state), EVERYWHERE)
     found = of_arrays(collectives_of(step, *args, placed(X, SPLIT), placed(Y, SPLIT)))
     # the partitioner may turn a kernel over; a bias and a norm's scale are sums that run in float32
-    assert [(dtype, int(np.prod(shape))) for dtype, shape in found] == [
-        *[("bfloat16", 16), ("bfloat16", 64)],
-        *[("float32", 16)] * 3,
-    ]
+    sizes = [(dtype, int(np.prod(shape))) for dtype, shape in found]
+    assert sizes == [("bfloat16", 16), ("bfloat16", 64), *[("float32", 16)] * 3]
     losses, _ = curve(lambda p, s, x, y: step(p, s, placed(x, SPLIT), placed(y, SPLIT)), *args)
     np.testing.assert_allclose(losses, linen_truth, rtol=2**-7)
 
@@ -177,9 +173,8 @@ def nnx_truth():
     """The losses on one device, and the statistics of BatchNorm after the first step."""
     graphdef, params, rest = nnx.split(nnx_model(), nnx.Param, ...)
     step = jax.jit(nnx_step(graphdef))
-    return curve(step, params, rest, TX.init(params))[0], step(params, rest, TX.init(params), X, Y)[
-        1
-    ]
+    state = TX.init(params)
+    return curve(step, params, rest, state)[0], step(params, rest, state, X, Y)[1]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -198,11 +193,8 @@ def test_an_nnx_model_under_shard_map_trains_as_on_one_device(check_vma):
     assert after.count == len(losses)
     np.testing.assert_allclose(losses, truth, rtol=2**-7)
     statistics = step(params, rest, state, X, Y)[1]  # of the whole batch, before any weight differs
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        statistics,
-        true_statistics,
-    )
+    for a, b in zip(*map(jax.tree.leaves, (statistics, true_statistics)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_an_nnx_optimizer_under_jit_keeps_where_its_model_lies():
@@ -243,9 +235,8 @@ def test_no_gradient_gathers_activations(kind):
         model: Any = Linen()
         variables = jax.jit(model.init)(jax.random.key(0), X)
         x = jax.device_put(X, NamedSharding(mesh, SPLIT))
-        found = collectives_of(
-            jax.grad(lambda variables, x: model.apply(variables, x).mean()), variables, x
-        )
+        gradient = jax.grad(lambda variables, x: model.apply(variables, x).mean())
+        found = collectives_of(gradient, variables, x)
     assert {c.operation for c in found} == {"all-reduce"}
     sizes = {leaf.size for leaf in jax.tree.leaves(variables)}
     assert {c.size for c in found} <= sizes and max(sizes) < 32 * 16  # an activation's

@@ -1,68 +1,46 @@
 """The gradients of biases, and of the scales and biases of norms: summed in float32, returned in
-param_dtype.
-"""
+param_dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules import linen, nnx
+from mpmodules.functions import functional
 from policy import get_policy, use_policy
+from policy.functions.reductions import accumulating
+from tests.mpmodules.table.cases import CASES as TABLE
+from tests.mpmodules.table.cases import Case, layer
+from tests.mpmodules.table.running import OURS, THEIRS, program
 from tests.programs import frozen_biases, named, operations
 
 KEY = jax.random.key(0)
-ROWS, GRID = (3, 5, 4), (2, 6, 6, 4)
-OURS: dict[str, Any] = {"linen": linen, "nnx": nnx}
-THEIRS: dict[str, Any] = {"linen": flax.linen, "nnx": flax.nnx}
 EACH_WING = pytest.mark.parametrize("wing", OURS)
 
-# What makes a layer of a module of layers, and the shape of its input.
-LINEN: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "Dense": (lambda nn, **kw: nn.Dense(6, **kw), ROWS),
-    "DenseGeneral": (lambda nn, **kw: nn.DenseGeneral((2, 3), **kw), ROWS),
-    "DenseGeneral batched": (lambda nn, **kw: nn.DenseGeneral((2, 3), batch_dims=(0,), **kw), ROWS),
-    "Einsum": (lambda nn, **kw: nn.Einsum((4, 6), "abc,cd->abd", **kw), ROWS),
-    "Einsum apart": (lambda nn, **kw: nn.Einsum((4, 5), "a b c, c d -> d a b", **kw), ROWS),
-    "Conv": (lambda nn, **kw: nn.Conv(6, (3, 3), **kw), GRID),
-    "Conv of one image": (lambda nn, **kw: nn.Conv(6, (3, 3), **kw), GRID[1:]),
-    "Conv of batches": (lambda nn, **kw: nn.Conv(6, (3, 3), **kw), (2, *GRID)),
-    "ConvLocal": (lambda nn, **kw: nn.ConvLocal(2, (3, 3), **kw), GRID),
-    "ConvTranspose": (lambda nn, **kw: nn.ConvTranspose(6, (3, 3), strides=(2, 2), **kw), GRID),
-}
-NNX: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "Linear": (lambda nn, **kw: nn.Linear(4, 6, **kw), ROWS),
-    "LinearGeneral": (lambda nn, **kw: nn.LinearGeneral(4, (2, 3), **kw), ROWS),
-    "LinearGeneral batched": (
-        lambda nn, **kw: nn.LinearGeneral(4, (2, 3), batch_axis={0: 3}, **kw),
-        ROWS,
-    ),
-    "Einsum": (lambda nn, **kw: nn.Einsum("abc,cd->abd", (4, 6), (6,), **kw), ROWS),
-    "Einsum apart": (lambda nn, **kw: nn.Einsum("a b c, c d -> d a b", (4, 5), (5,), **kw), ROWS),
-    "Conv": (lambda nn, **kw: nn.Conv(4, 6, (3, 3), **kw), GRID),
-    "Conv of one image": (lambda nn, **kw: nn.Conv(4, 6, (3, 3), **kw), GRID[1:]),
-    "ConvTranspose": (lambda nn, **kw: nn.ConvTranspose(4, 6, (3, 3), strides=(2, 2), **kw), GRID),
-    "LoRALinear": (lambda nn, **kw: nn.LoRALinear(4, 6, lora_rank=2, **kw), ROWS),
-}
-CASES = {("linen", name): case for name, case in LINEN.items()}
-CASES |= {("nnx", name): case for name, case in NNX.items()}
-EACH_LAYER = pytest.mark.parametrize(("wing", "name"), CASES)
+ROWS, GRID = np.ones((3, 5, 4), np.float32), np.ones((2, 6, 6, 4), np.float32)
+MATMULS = "Dense DenseGeneral Linear LinearGeneral Einsum Conv ConvLocal ConvTranspose LoRALinear"
+# Of the table those with a bias, and inputs of other batches.
+CASES = [(w, c) for w, c in TABLE if c.layer in MATMULS.split() and c.setting != "without bias"]
+CASES += [
+    ("linen", layer("Einsum", "apart", (4, 5), "a b c, c d -> d a b", inputs=(ROWS,))),
+    ("nnx", layer("Einsum", "apart", "a b c, c d -> d a b", (4, 5), (5,), inputs=(ROWS,))),
+    ("linen", layer("Conv", "of one image", 6, (3, 3), inputs=(GRID[0],))),
+    ("nnx", layer("Conv", "of one image", 4, 6, (3, 3), inputs=(GRID[0],))),
+    ("linen", layer("Conv", "of batches", 6, (3, 3), inputs=(GRID[None],))),
+]
+EACH_LAYER = pytest.mark.parametrize(("wing", "case"), CASES, ids=[f"{w}-{c}" for w, c in CASES])
 
 
-def pure(wing: str, make: Any, layers: Any, x: Any, **options: Any) -> tuple[Callable, Any]:
+def pure(wing: str, case: Case, layers: Any, **options: Any) -> tuple[Callable, Any]:
     """Returns a layer as a function of its parameters and input, and its parameters."""
-    if wing == "linen":
-        layer = make(layers[wing], **options)
-        return layer.apply, layer.init(KEY, jnp.zeros(x.shape))
-    graph, params = flax.nnx.split(make(layers[wing], rngs=flax.nnx.Rngs(0), **options))
-    return lambda params, x: flax.nnx.merge(graph, params, copy=True)(x), params
+    run = program(wing, case, layers[wing], **options)
+    params, rest = jax.jit(run.init)(KEY)
+    return lambda params, x: run.apply(params, rest, (x,))[0], params
 
 
 def gradient(run: Callable, params: Any, x: jax.Array, weights: jax.Array) -> dict[str, Any]:
@@ -74,16 +52,15 @@ def gradient(run: Callable, params: Any, x: jax.Array, weights: jax.Array) -> di
 
 @pytest.mark.parametrize("text", ("mixed_bfloat16", "mixed_float16", "bfloat16"))
 @EACH_LAYER
-def test_a_bias_gradient_is_summed_in_float32(wing, name, text):
-    (make, shape), policy = CASES[wing, name], get_policy(text)
-    x = jax.random.normal(KEY, shape)
-    exact, params = pure(wing, make, THEIRS, x)
+def test_a_bias_gradient_is_summed_in_float32(wing, case, text):
+    policy, x = get_policy(text), jax.random.normal(KEY, case.inputs[0].shape)
+    exact, params = pure(wing, case, THEIRS)
     weights = 1 + jax.random.uniform(KEY, exact(params, x).shape)
     # the cotangent that arrives is half
     rounded = weights.astype(policy.compute_dtype).astype(jnp.float32)
     expected = gradient(exact, params, x, rounded)["bias"]
     with use_policy(policy):
-        run, params = pure(wing, make, OURS, x)
+        run, params = pure(wing, case, OURS)
         found = gradient(run, params, x, weights)["bias"]
         ops = operations(lambda p: gradient(run, p, x, weights), params)
     assert found.dtype == policy.param_dtype
@@ -93,16 +70,15 @@ def test_a_bias_gradient_is_summed_in_float32(wing, name, text):
     assert {op.inputs[0] for op in named(ops, "reduce_sum")} == {"float32"}
 
 
-def one_feature(wing: str) -> Any:
-    sizes = {"linen": ("Dense", 1), "nnx": ("Linear", 1, 1)}[wing]
-    return lambda nn, **options: getattr(nn, sizes[0])(*sizes[1:], **options)
+DENSE = {"linen": layer("Dense", "", 6), "nnx": layer("Linear", "", 4, 6)}
+NARROW = {"linen": layer("Dense", "", 1), "nnx": layer("Linear", "", 4, 1)}
 
 
 @EACH_WING
 def test_upstreams_bias_gradient_is_rounded_to_half(wing):
-    x, weights = jnp.zeros((4097, 1)), jnp.ones((4097, 1))
+    x, weights, half = jnp.zeros((4097, 4)), jnp.ones((4097, 1)), jnp.bfloat16
     theirs, ours = (
-        gradient(*pure(wing, one_feature(wing), layers, x, dtype=jnp.bfloat16), x, weights)
+        gradient(*pure(wing, NARROW[wing], layers, dtype=half), x, weights)
         for layers in (THEIRS, OURS)
     )
     if float(theirs["bias"][0]) == 4097:
@@ -112,30 +88,29 @@ def test_upstreams_bias_gradient_is_rounded_to_half(wing):
 
 @EACH_WING
 def test_a_bias_gradient_beyond_float16_is_finite(wing):
-    x, weights = jnp.zeros((70000, 1)), jnp.ones((70000, 1))
-    run, params = pure(wing, one_feature(wing), OURS, x, dtype_policy="p=f32,c=f16,o=f16")
+    x, weights = jnp.zeros((70000, 4)), jnp.ones((70000, 1))
+    run, params = pure(wing, NARROW[wing], OURS, dtype_policy="p=f32,c=f16,o=f16")
     assert float(gradient(run, params, x, weights)["bias"][0]) == 70000
 
 
 @EACH_LAYER
-def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(wing, name):
-    make, shape = CASES[wing, name]
-    half = {"dtype": jnp.bfloat16} | ({"lora_dtype": jnp.bfloat16} if name == "LoRALinear" else {})
+def test_but_for_biases_an_explicit_half_dtype_gives_upstreams_program(wing, case):
+    half = {"dtype": jnp.bfloat16}
+    half |= {"lora_dtype": jnp.bfloat16} if case.layer == "LoRALinear" else {}
 
-    def program(layers: Any) -> str:
-        x = jnp.zeros(shape, jnp.bfloat16)
-        run, params = pure(wing, make, layers, x, **half)
+    def text(layers: Any) -> str:
+        run, params = pure(wing, case, layers, **half)
         loss = lambda p, x: jnp.square(run(frozen_biases(p), x).astype(jnp.float32)).sum()  # noqa: E731
         both = lambda p, x: (run(p, x), jax.grad(loss, (0, 1))(p, x))  # noqa: E731
-        return jax.jit(both).lower(params, x).as_text()
+        return jax.jit(both).lower(params, jnp.asarray(case.inputs[0], jnp.bfloat16)).as_text()
 
-    assert program(OURS) == program(THEIRS)
+    assert text(OURS) == text(THEIRS)
 
 
 def test_backward_keeps_nothing_for_a_bias():
     x = jnp.zeros((8, 4), jnp.bfloat16)
     for layers in (OURS, THEIRS):
-        run, params = pure("linen", LINEN["Dense"][0], layers, x, dtype=jnp.bfloat16)
+        run, params = pure("linen", DENSE["linen"], layers, dtype=jnp.bfloat16)
         _, backward = jax.vjp(run, params, x)
         kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.size > 1]
         assert sorted((leaf.dtype.name, leaf.shape) for leaf in kept) == [
@@ -148,33 +123,50 @@ def test_forward_mode_and_vmap_agree_with_upstream():
     x = jax.random.normal(KEY, (3, 4)).astype(jnp.bfloat16)
     found = []
     for layers in (OURS, THEIRS):
-        run, params = pure("linen", LINEN["Dense"][0], layers, x, dtype=jnp.bfloat16)
+        run, params = pure("linen", DENSE["linen"], layers, dtype=jnp.bfloat16)
         rows = lambda p, run=run: jax.vmap(lambda x: run(p, x))(x)  # noqa: E731
         found.append(jax.jvp(rows, (params,), (params,)))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-NORMS: dict[str, dict[str, Any]] = {
-    "LayerNorm": {},
-    "RMSNorm": {},
-    "GroupNorm": {"num_groups": 2},
-    "InstanceNorm": {},
-    "BatchNorm": {"use_running_average": True},
-}
+RNG = np.random.default_rng(0)
+HALVES = ("bfloat16", "float16")
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_the_gradients_of_a_norms_scale_and_bias_are_summed_in_float32(name):
-    make = lambda nn: getattr(nn, name)(**NORMS[name])  # noqa: E731
-    x = jax.random.normal(KEY, (64, 8, 4)).astype(jnp.bfloat16)
-    with use_policy("mixed_bfloat16"):
-        run, variables = pure("linen", make, OURS, x)
-        rest = {key: value for key, value in variables.items() if key != "params"}
-        of_params = lambda p, x: run({**p, **rest}, x)  # noqa: E731
-        params, weights = {"params": variables["params"]}, jnp.ones(x.shape)
-        ops = operations(lambda p: gradient(of_params, p, x, weights), params)
-        found = gradient(of_params, params, x, weights)
-    assert {op.inputs[0] for op in named(ops, "reduce_sum")} == {"float32"}
-    assert {leaf.dtype.name for leaf in found.values()} == {"float32"}
-    if "bias" in found:
-        np.testing.assert_array_equal(found["bias"], 512)
+def matmul(lhs, rhs, **kwargs):
+    return jnp.einsum("ij,jk->ik", lhs, rhs, **kwargs)
+
+
+# --- accumulating ---------------------------------------------------------------------------------
+
+
+def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
+    lhs, rhs = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.bfloat16) for _ in range(2))
+    run = accumulating(matmul, jnp.float32)
+    out, tangent = jax.jvp(run, (lhs, rhs), (lhs, rhs))
+    np.testing.assert_allclose(tangent, 2 * out, rtol=2**-6, atol=2**-6)
+    assert jax.vmap(run)(lhs[None], rhs[None]).dtype == jnp.float32
+    hessian = jax.hessian(lambda x: run(x, x).sum())(lhs)
+    assert hessian.shape == (3, 3, 3, 3) and bool(jnp.isfinite(hessian.astype(jnp.float32)).all())
+
+
+@pytest.mark.parametrize("scanned", (False, True))
+@pytest.mark.parametrize("half", HALVES)
+def test_second_derivatives_reach_a_bias_also_through_a_scan(half, scanned):
+    x, bias = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 3), (3,)))
+
+    def added(x, bias):
+        return functional.add_bias(x.astype(half), bias.astype(half), (1, 3), stored=bias)
+
+    def twice(add, x, bias):
+        step = lambda x, _: (jnp.tanh(add(x, bias).astype(jnp.float32)), None)  # noqa: E731
+        if scanned:
+            return jax.lax.scan(step, x, length=2)[0]
+        return step(step(x, None)[0], None)[0]
+
+    def penalty(add):
+        slope = jax.grad(lambda x, bias: jnp.sum(twice(add, x, bias)))
+        return jax.grad(lambda bias: jnp.sum(slope(x, bias) ** 2))(bias)
+
+    found, truth = penalty(added), penalty(lambda x, bias: x + bias[None])
+    np.testing.assert_allclose(found, truth, atol=2e-2 * float(jnp.max(jnp.abs(truth))))

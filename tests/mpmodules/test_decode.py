@@ -88,9 +88,7 @@ def test_a_decode_loop_is_the_full_forward_and_scans(layer, policy):
     assert y.dtype == full.dtype == resolved.output_dtype
     assert cached(cache) == cached(after) == {resolved.compute_dtype}
     tolerance = 8 * float(jnp.finfo(resolved.compute_dtype).eps)
-    np.testing.assert_allclose(
-        np.asarray(y, np.float32), np.asarray(full, np.float32), atol=tolerance
-    )
+    np.testing.assert_allclose(y.astype("float32"), full.astype("float32"), atol=tolerance)
 
 
 def test_a_cache_of_another_dtype_is_obeyed():

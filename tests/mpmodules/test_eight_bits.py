@@ -38,9 +38,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "linen/DenseGeneral": lambda **k: linen.DenseGeneral((2, 4), axis=(-2, -1), **k),
     "linen/DenseGeneral, batched": lambda **k: linen.DenseGeneral(4, axis=2, batch_dims=(0,), **k),
     "linen/Einsum": lambda **k: linen.Einsum((32, 5), "abc,cd->abd", **k),
-    "linen/Einsum without a bias": lambda **k: linen.Einsum(
-        (32, 5), "...c,cd->...d", use_bias=False, **k
-    ),
+    "linen/Einsum without a bias": lambda **k: linen.Einsum((32, 5), "...c,cd->...d", False, **k),
     "linen/Conv": lambda **k: linen.Conv(8, (3,), **k),
     "linen/Conv, strided": lambda **k: linen.Conv(
         8, (3,), 2, "CAUSAL", kernel_dilation=2, feature_group_count=2, use_bias=False, **k

@@ -19,8 +19,8 @@ from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTISED, UNSCALED
 from policy.inspect.audit.render.html import page
 from policy.testing import assert_dots_in, assert_matmuls_obey
 from tests.mpmodules import test_eight_bits as layers
-from tests.mpmodules.summaries import CONSOLE, cells
 from tests.mpmodules.test_eight_bits import EIGHT, KEPT, NET, X, error, loss_of, of_nnx, own
+from tests.mpmodules.test_summary import CONSOLE, cells
 from tests.mpmodules.wings import BOTH, WINGS, Text, dense, layer, layer_norm
 
 pytestmark = [

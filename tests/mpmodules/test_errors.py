@@ -105,13 +105,3 @@ def test_apply_policy_takes_a_module_of_its_wing_that_is_not_bound(wing):
         bound = flax.linen.Dense(3).bind({"params": {}})
         with pytest.raises(ValueError, match="apply the policy before bind, init or apply"):
             linen.apply_policy(bound, "bf16")
-
-
-@BOTH
-def test_flaxs_own_errors_pass_through(wing):
-    name = {"linen": "Dense", "nnx": "Linear"}[wing.name]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dtype_polcy'"):
-        made(wing.name, name, dtype_polcy="bf16")
-    layer = wing.module.Dropout(0.5, deterministic=False, dtype_policy="bf16")
-    with pytest.raises(Exception, match=r"(?i)rng"):
-        layer(X) if wing.name == "nnx" else layer.apply({}, X)

@@ -1,15 +1,32 @@
-"""Each wing's face: everything of Flax's is there, and what is ours is documented as Flax's is."""
+"""Each wing's face: everything of Flax's is there; what is ours is documented as Flax's is, and has
+an example that runs.
+"""
 
 from __future__ import annotations
 
+import doctest
 import inspect
-import pydoc
 import re
+import types
+from collections.abc import Iterator
 from typing import Any
 
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from mpmodules import linen, nnx
+from mpmodules.functions import (
+    attention,
+    functional,
+    fused_attention,
+    normalization,
+    reductions,
+)
+from policy import mixed_precision, use_policy
 from tests.mpmodules.wings import BOTH
 
 
@@ -73,32 +90,6 @@ def test_every_layer_has_flaxs_parameters_and_documents_them(wing):
         assert text.count("  dtype_policy: ") == 1 and text != theirs.__doc__, ours
 
 
-@pytest.mark.parametrize(
-    ("layer", "lines"),
-    [
-        (
-            linen.Dense,
-            (
-                "`flax.linen.Dense` that obeys policies.",
-                "features: the number of output features.",
-                "dtype_policy: a `Policy` or its text form; None obeys a rule",
-            ),
-        ),
-        (
-            nnx.Linear,
-            (
-                "`flax.nnx.Linear` that obeys policies.",
-                "out_features: the number of output features.",
-                "dtype_policy: a `Policy` or its text form, captured when the layer is built",
-            ),
-        ),
-    ],
-)
-def test_help_describes_flaxs_arguments_and_ours(layer, lines):
-    text = pydoc.plain(pydoc.render_doc(layer))
-    assert [text.count(line) for line in lines] == [1, 1, 1]
-
-
 def test_a_docstring_keeps_the_sections_that_follow_the_arguments():
     text = linen.Sequential.__doc__ or ""
     assert re.search(r"  dtype_policy: (.|\n)*\n\nRaises:\n  ValueError: ", text)
@@ -110,3 +101,51 @@ def test_classes_of_users_keep_their_docstrings(wing):
         """Says this."""
 
     assert Documented.__doc__ == "Says this."
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+MODULES = (attention, functional, fused_attention, normalization, reductions)
+WINGS = (linen, nnx)
+NAMES: dict[str, Any] = {
+    "flax": flax,
+    "jax": jax,
+    "jnp": jnp,
+    "key": jax.random.key(0),
+    "mixed_precision": mixed_precision,
+    "optax": optax,
+    "use_policy": use_policy,
+}
+NAMES |= {module.__name__.rpartition(".")[2]: module for module in (*MODULES, *WINGS)}
+
+
+def own(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yields the functions and classes that a module or a wing defines."""
+    for name, defined in vars(module).items():
+        is_definition = inspect.isfunction(defined) or inspect.isclass(defined)
+        if name.startswith("_") or not is_definition:
+            continue
+        place = defined.__module__
+        is_wings = module in WINGS and place.startswith(f"{module.__name__}.")
+        if not is_wings and place != module.__name__:
+            continue
+        yield name, defined
+
+
+PUBLIC = [
+    pytest.param(defined, id=f"{module.__name__}.{name}")
+    for module in (*MODULES, *WINGS)
+    for name, defined in own(module)
+]
+
+
+@pytest.mark.parametrize("defined", PUBLIC)
+def test_the_example_in_the_docstring_runs(defined: Any):
+    name = defined.__name__
+    ours = (defined.__doc__ or "").partition("Flax's own description:")[0]
+    test = doctest.DocTestParser().get_doctest(ours, dict(NAMES), name, None, None)
+    assert test.examples, f"{name} has no example."
+    report: list[str] = []
+    flags = doctest.NORMALIZE_WHITESPACE
+    failed, _ = doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    assert not failed, "".join(report)

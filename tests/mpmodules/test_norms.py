@@ -1,23 +1,90 @@
 """Normalisations of data far from zero, against float64, forward and backward, and their running
-statistics: what Flax's get wrong in half precision, and ours of both wings get right.
-"""
+statistics: what Flax's get wrong in half precision, and ours of both wings get right; what Flax's
+take and refuse; and batches without elements."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
+import flax.linen as flax_linen
+import flax.nnx as flax_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import errors
+from jax import export
 
 from mpmodules import linen, nnx
 from mpmodules.functions.normalization import Region, normalize
-from policy.programs.reading.walk import walk
 from policy.testing import assert_close_in_ulps
-from tests.mpmodules.norm_layers import NORMS, WINGS, built, exact, leaves_named, normalised
+
+NORMS: dict[str, dict[str, Any]] = {
+    "LayerNorm": {},
+    "RMSNorm": {},
+    "GroupNorm": {"num_groups": 2},
+    "InstanceNorm": {},
+    "BatchNorm": {"use_running_average": False},
+}
+WINGS: dict[str, tuple[Any, Any]] = {"linen": (linen, flax_linen), "nnx": (nnx, flax_nnx)}
+EPSILON = dict.fromkeys(NORMS, 1e-6) | {"BatchNorm": 1e-5}
+
+
+def built(
+    modules: Any, name: str, x: Any, *, features: Any = None, jit: bool = True, **options: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Returns the variables, and a call: variables and inputs to the result and new variables."""
+    options = NORMS[name] | options
+    wrap: Any = jax.jit if jit else lambda function: function
+    if modules in (linen, flax_linen):
+        layer = getattr(modules, name)(**options)
+
+        def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            return layer.apply(variables, *args, mutable=["batch_stats"], **kwargs)
+
+        return layer.init(jax.random.key(0), x), wrap(apply)
+    features = x.shape[-1] if features is None else features
+    layer = getattr(modules, name)(features, rngs=flax_nnx.Rngs(0), **options)
+    graph, state = flax_nnx.split(layer)
+
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = flax_nnx.merge(graph, state, copy=True)
+        return copy(*args, **kwargs), flax_nnx.state(copy)
+
+    return state, wrap(call)
+
+
+def normalised(modules: Any, name: str, x: Any, **options: Any) -> Any:
+    variables, call = built(modules, name, x, **options)
+    return call(variables, x)[0]
+
+
+def leaves_named(tree: Any, *names: str) -> list[Any]:
+    """Returns the leaves whose paths hold one of the names."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [x for path, x in leaves if any(f"'{n}'" in jax.tree_util.keystr(path) for n in names)]
+
+
+def exact(name: str, x: Any) -> np.ndarray:
+    """The result of a fresh layer, in float64."""
+    x = np.asarray(x, np.float64)
+    shape, last = x.shape, x.ndim - 1
+    if name == "RMSNorm":
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON[name])
+    if name == "GroupNorm":
+        x = x.reshape(*shape[:-1], 2, shape[-1] // 2)
+    axes = {
+        "LayerNorm": (last,),
+        "GroupNorm": (*range(1, last), last + 1),
+        "InstanceNorm": tuple(range(1, last)),
+        "BatchNorm": tuple(range(last)),
+    }[name]
+    mean, variance = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return ((x - mean) / np.sqrt(variance + EPSILON[name])).reshape(shape)
+
+
+# --- data far from zero ---------------------------------------------------------------------------
 
 HALVES = ["bfloat16", "float16"]
 RNG = np.random.default_rng(0)
@@ -195,37 +262,319 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
     np.testing.assert_allclose(by_x, truth, rtol=2**-8, atol=1e-4 * root.max())
 
 
-def backward(region: Region) -> list[Any]:
-    """The operations of backward, with a scale and a bias of channels."""
+# --- what Flax takes and refuses ------------------------------------------------------------------
 
-    def pullback(x: jax.Array, scale: jax.Array, bias: jax.Array, ct: jax.Array) -> Any:
-        forward = functools.partial(normalize, region=region, epsilon=1e-5, dtype=jnp.bfloat16)
-        return jax.vjp(lambda *args: forward(*args)[0], x, scale, bias)[1](ct)
-
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
-    scale = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
-    return [site for site in walk(jax.make_jaxpr(pullback)(x, scale, scale, x)) if site.is_backward]
+MIXED: dict[str, Any] = {"dtype_policy": "mixed_bfloat16"}
+FOUR_AXES = (2, 3, 5, 4)
+EACH_WING = pytest.mark.parametrize("wing", WINGS)
+EACH_NAME = pytest.mark.parametrize("name", OF_A_MEAN)
 
 
-# x - centre; of the others, for channels: the cotangent by that, by the factor, and that by a
-# number; the sum of the two and another number. For rows: the cotangent by the scale, by the root
-# and by x - centre, that by the root and by the cotangent for the scale's gradient, and by a
-# number.
+def half(*shape: int) -> jax.Array:
+    return jnp.asarray(3 + RNG.normal(size=shape), jnp.bfloat16)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def outcome(modules: Any, name: str, x: jax.Array, **options: Any) -> Any:
+    """The result in float32, or the kind of the error."""
+    try:
+        return np.asarray(normalised(modules, name, x, jit=False, **options), np.float32)
+    except Exception as error:
+        return type(error)
+
+
+def assert_like_flax(wing: str, name: str, x: jax.Array, **options: Any) -> None:
+    ours, theirs = WINGS[wing]
+    found = outcome(ours, name, x, **options, **MIXED)
+    expected = outcome(theirs, name, wide(x), **options)
+    if isinstance(expected, type):
+        assert found is expected
+    else:
+        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.03)
+
+
+# --- epsilon --------------------------------------------------------------------------------------
+
+
+@EACH_WING
+@EACH_NAME
+def test_epsilon_may_be_traced_and_differentiated(wing, name):
+    def of(modules: Any, x: jax.Array, **options: Any) -> Any:
+        def loss(epsilon: jax.Array) -> jax.Array:
+            y = normalised(modules, name, x, jit=False, epsilon=epsilon, **options)
+            return jnp.sum(wide(y) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(jnp.float32(0.1))
+
+    x, (ours, theirs) = half(2, 5, 4), WINGS[wing]
+    np.testing.assert_allclose(of(ours, x, **MIXED), of(theirs, wide(x)), rtol=1e-2)
+
+
+@pytest.mark.parametrize("epsilon", [np.asarray(0.1, np.float32), jnp.float32(0.1), 1, 0])
+def test_epsilon_may_be_any_number_or_array(epsilon):
+    x = half(2, 5, 4)
+    found = normalised(nnx, "LayerNorm", x, epsilon=epsilon, **MIXED)
+    expected = normalised(nnx, "LayerNorm", x, epsilon=float(epsilon), **MIXED)
+    np.testing.assert_array_equal(found, expected)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@EACH_NAME
+def test_a_program_of_symbolic_sizes_is_exported(name):
+    x = half(3, 5, 4)
+    variables, call = built(linen, name, x, **MIXED)
+    batch, length = export.symbolic_shape("batch, length")
+    symbolic = jax.ShapeDtypeStruct((batch, length, 4), x.dtype)
+    exported = export.export(jax.jit(lambda x: call(variables, x)))(symbolic)
+    plain = call(variables, x)
+    for ours, theirs in zip(*map(jax.tree.leaves, (exported.call(x), plain)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@EACH_WING
+@EACH_NAME
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_few_axes_are_taken_or_refused_as_by_flax(wing, name, shape):
+    assert_like_flax(wing, name, half(*shape), features=(shape or (1,))[-1])
+
+
+GROUPS = (None, (1, -1), (2, 3), (1, 2, 3), (1, 2), -1, (0, 1, 2, 3), (0, 1, 3))
+AXES: list[tuple[str, dict[str, Any]]] = [
+    *(("GroupNorm", {"reduction_axes": axes}) for axes in GROUPS),
+    ("LayerNorm", {"reduction_axes": (5,)}),
+    ("LayerNorm", {"feature_axes": (5,)}),
+    ("InstanceNorm", {"feature_axes": 0}),
+    ("InstanceNorm", {"feature_axes": -4}),
+    ("BatchNorm", {"axis": 4}),
+]
+
+
+@EACH_WING
+@pytest.mark.parametrize(("name", "options"), AXES)
+def test_other_axes_are_taken_or_refused_as_by_flax(wing, name, options):
+    axis = next(iter(options.values()))
+    axis = axis[0] if isinstance(axis, tuple) else axis
+    features = FOUR_AXES[-1 if name == "GroupNorm" else axis % 4]
+    assert_like_flax(wing, name, half(*FOUR_AXES), features=features, **options)
+
+
+@EACH_WING
+@EACH_NAME
 @pytest.mark.parametrize(
-    ("region", "products"),
-    [(Region((0, 1, 2)), 3), (Region((1, 2), groups=2), 3), (Region((3,)), 6)],
+    ("args", "kwargs"),
+    [
+        ((None, None), {}),
+        ((), {"other": 1}),
+        ((), {"x": 1}),
+        ((None,), {"use_running_average": None}),
+    ],
 )
-def test_elements_are_multiplied_and_added_to_as_seldom_as_can_be(region, products):
-    """Numbers of a channel or a row are computed before they meet its elements. Gradients of scale
-    and bias meet a barrier without axes of size one: of XLA for TPUs each that has them would get
-    two kernels of its own.
+def test_arguments_that_flax_refuses_are_refused(wing, name, args, kwargs):
+    x = half(2, 4)
+    variables, call = built(WINGS[wing][0], name, x, jit=False, **MIXED)
+    with pytest.raises(TypeError, match="argument"):
+        call(variables, x, *args, **kwargs)
+
+
+@EACH_WING
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
+@pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm"])
+def test_nothing_normalises_to_nothing(wing, name, shape):
+    x = jnp.zeros(shape, "bfloat16")
+    assert normalised(WINGS[wing][0], name, x, dtype_policy="bf16").shape == shape
+
+
+# --- running statistics ---------------------------------------------------------------------------
+
+
+@EACH_WING
+def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing):
+    """nnx keeps the dtype that they are stored in, as Flax does."""
+    x = half(2, 5, 4)
+    variables, call = built(WINGS[wing][0], "BatchNorm", x, momentum=0.75, **MIXED)
+    stored = jax.tree.map(lambda s: s.astype("float16"), variables)  # 0 and 1 are the same in half
+    wide_ones, found = (leaves_named(call(v, x)[1], "mean", "var") for v in (variables, stored))
+    kept = jnp.dtype("float32" if wing == "linen" else "float16")
+    assert {leaf.dtype for leaf in found} == {kept}
+    for a, b in zip(found, wide_ones, strict=True):
+        np.testing.assert_array_equal(a, b.astype(kept))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda scale: {"bias": scale}, errors.ScopeParamNotFoundError),
+        (lambda scale: {"scale": scale[:3]}, errors.ScopeParamShapeError),
+    ],
+)
+def test_flax_refuses_a_variable_that_is_missing_or_of_another_shape(change, error):
+    x = half(2, 8)
+    variables, call = built(linen, "LayerNorm", x, use_bias=False, **MIXED)
+    with pytest.raises(error):
+        call({"params": change(variables["params"]["scale"])}, x)
+
+
+def test_a_users_variable_is_asked():
+    class Held(linen.BatchNorm):
+        def variable(self, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+            self.sow("asked", name, True)
+            return super().variable(col, name, *args, **kwargs)
+
+    layer, x = Held(use_running_average=False, **MIXED), half(2, 4)
+    variables = layer.init(jax.random.key(0), x)
+    _, updated = layer.apply(variables, x, mutable=["batch_stats", "asked"])
+    assert set(updated["asked"]) == {"mean", "var"}
+
+
+# --- batches without elements, and masks that keep none -------------------------------------------
+
+FEATURES = 3
+VALUES = {
+    "scale": np.full(FEATURES, 1.5, np.float32),
+    "bias": np.full(FEATURES, 0.1, np.float32),
+    "mean": np.asarray([0.5, -1.0, 2.0], np.float32),
+    "var": np.asarray([2.0, 0.25, 1.0], np.float32),
+}
+MEAN, VARIANCE = VALUES["mean"], VALUES["var"]
+POLICIES = ["float32", "mixed_bfloat16", "bfloat16", "mixed_float16", "p=f16,c=f16,o=f32"]
+X = np.asarray(np.random.default_rng(0).normal(2, 3, (4, 5, FEATURES)), np.float32)
+MASKS: dict[str, Any] = {
+    "all": np.zeros((4, 5, FEATURES), bool),
+    "rows": np.zeros((4, 1, 1), bool),
+    "one feature": np.ones(X.shape, bool) & (np.arange(3) != 1),
+}
+
+
+def step(
+    wing: str, x: Any, policy: str | None, mask: Any = None, flax: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Returns a training call's result, its running statistics, and the gradients of a sum of
+    squares, in float32.
     """
-    sites = backward(region)
-    of_elements = [
-        site.name for site in sites if getattr(site.equation.outvars[0].aval, "shape", ()) == SHAPE
-    ]
-    counts = {name: of_elements.count(name) for name in ("sub", "mul", "add_any")}
-    assert counts == {"sub": 1, "mul": products, "add_any": 2}
-    barriers = [site.equation for site in sites if site.name == "optimization_barrier"]
-    if region == Region((3,)):
-        assert [[v.aval.shape for v in barrier.invars] for barrier in barriers] == [[(8,), (8,)]]
+    given: dict[str, Any] = {} if policy is None else {"dtype_policy": policy}
+    modules = WINGS[wing][flax]
+    like = jnp.zeros((1, FEATURES))
+    variables, call = built(modules, "BatchNorm", like, jit=False, **options, **given)
+
+    def value(path: Any, leaf: Any) -> Any:
+        (name,) = [name for name in VALUES if f"'{name}'" in jax.tree_util.keystr(path)]
+        return jnp.asarray(VALUES[name], leaf.dtype)
+
+    variables = jax.tree_util.tree_map_with_path(value, variables)
+
+    def loss(variables: Any, x: Any) -> tuple[Any, Any]:
+        y, after = call(variables, x, mask=mask)
+        squares = jnp.square(y.astype(jnp.float32))
+        return squares.sum(where=None if mask is None else mask), (y, after)
+
+    gradients, (y, after) = jax.grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
+    found = {"y": y, "x": gradients[1]}
+    found |= {name: leaves_named(gradients[0], name)[0] for name in ("scale", "bias")}
+    found |= {name: leaves_named(after, name)[0] for name in ("mean", "var")}
+    return {name: jnp.asarray(value, jnp.float32) for name, value in found.items()}
+
+
+def assert_kept(found: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(found["mean"], MEAN)
+    np.testing.assert_array_equal(found["var"], VARIANCE)
+    assert all(np.isfinite(value).all() for value in found.values())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"use_fast_variance": True},
+    {"use_fast_variance": False},
+    {"momentum": 0.0},
+    {"dtype": jnp.float32},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* has an explicit dtype:policy.DtypePolicyWarning")
+@EACH_WING
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_empty_batch_leaves_running_statistics_as_they_were(wing, policy, dtype):
+    assert_kept(step(wing, jnp.zeros((0, FEATURES), dtype), policy))
+    if (policy, dtype) == ("mixed_bfloat16", "bfloat16"):
+        for options in OPTIONS:
+            assert_kept(step(wing, jnp.zeros((4, 0, FEATURES), dtype), policy, **options))
+
+
+@EACH_WING
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_mask_keeps_nothing_the_running_statistics_stay_and_normalise(wing, policy, mask):
+    dtype = "bfloat16" if "bfloat16" in policy else "float32"
+    x = jnp.asarray(X, dtype)
+    found = step(wing, x, policy, mask=MASKS[mask])
+    if mask == "one feature":
+        assert (found["mean"][1], found["var"][1]) == (MEAN[1], VARIANCE[1])
+        wide = np.asarray(x, np.float32)[..., 0].mean()
+        np.testing.assert_allclose(found["mean"][0], 0.99 * MEAN[0] + 0.01 * wide, rtol=1e-5)
+        assert all(np.isfinite(value).all() for value in found.values())
+        return
+    assert_kept(found)
+    expected = (np.asarray(x, np.float32) - MEAN) / np.sqrt(VARIANCE + 1e-5) * 1.5 + 0.1
+    np.testing.assert_allclose(found["y"], expected, rtol=1e-2, atol=2e-2)
+
+
+@EACH_WING
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
+    options: dict[str, Any] = {"mask": X[..., :1] > 1, "use_fast_variance": fast}
+    found = step(wing, jnp.asarray(X), "float32", **options)
+    expected = step(wing, jnp.asarray(X), None, flax=True, **options)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@EACH_WING
+def test_devices_whose_mask_keeps_nothing_are_left_out(wing):
+    mask = np.ones(X.shape, bool)
+    mask[1], mask[2] = False, False
+
+    def everywhere(x: Any, mask: Any) -> dict[str, Any]:
+        call = jax.vmap(
+            lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices"),
+            axis_name="devices",
+        )
+        return {name: np.asarray(value) for name, value in call(x[:, None], mask[:, None]).items()}
+
+    found, expected = everywhere(X, mask), everywhere(X[[0, 3]], mask[[0, 3]])
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(found[name][1], expected[name][0], rtol=1e-5)
+    np.testing.assert_allclose(found["y"][[0, 3]], expected["y"], rtol=1e-5)
+    assert_kept({name: value[0] for name, value in everywhere(X, np.zeros(X.shape, bool)).items()})
+
+
+@pytest.mark.parametrize("fast", [None, True, False])
+@EACH_WING
+def test_statistics_over_devices_are_those_of_all_rows_that_a_mask_keeps(wing, fast):
+    mask = np.arange(X[..., :1].size).reshape(4, 5, 1) % 4 > np.arange(4).reshape(4, 1, 1) - 1
+    options: dict[str, Any] = {} if fast is None else {"use_fast_variance": fast}
+    found = jax.vmap(
+        lambda x, mask: step(wing, x, "float32", mask=mask, axis_name="devices", **options),
+        axis_name="devices",
+    )(X, mask)
+    assert len({int(each.sum()) for each in mask}) > 2
+    expected = step(wing, X.reshape(-1, FEATURES), "float32", mask=mask.reshape(-1, 1), **options)
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(found[name], [expected[name]] * 4, rtol=1e-5)
+    kept = np.broadcast_to(mask, X.shape).reshape(-1, FEATURES)
+    for name in ("y", "x"):
+        values = np.asarray(found[name]).reshape(-1, FEATURES)
+        np.testing.assert_allclose(values[kept], expected[name][kept], rtol=1e-5, atol=1e-5)
+
+
+@EACH_WING
+def test_without_a_policy_an_empty_batch_is_flaxs(wing):
+    found = step(wing, jnp.zeros((0, FEATURES)), None)
+    expected = step(wing, jnp.zeros((0, FEATURES)), None, flax=True)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+        assert name not in ("mean", "var") or np.isnan(value).all()

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
 import threading
 import traceback
+import types
+from collections.abc import Callable
 from typing import Any
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify, io_callback
 
+import mpmodules
+import policy
 from policy import DtypePolicyWarning, audit, compute_dtype, get_policy
-from tests.mpmodules.one_rule_bodies import (
-    CONTAINERS,
-    DIFFERENTIABLE,
-    SEEN,
-    checked,
-    io,
-    ours_in,
-)
 from tests.mpmodules.wings import (
     BOTH,
     KEY,
@@ -41,6 +41,102 @@ from tests.mpmodules.wings import (
     write,
 )
 from tests.programs import named
+
+SEEN: list[Any] = []  # dtypes of the arrays that callbacks are given
+
+
+def note(x: Any) -> np.ndarray:
+    SEEN.append(x.dtype.name)
+    return np.asarray(x)
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    return x * 2
+
+
+clipped.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -1, 1) * 2,))
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array) -> jax.Array:
+    return jnp.round(x)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
+def debug_print(x: jax.Array) -> jax.Array:
+    jax.debug.print("mean {m} of {n}", m=x.mean(), n=x.size)
+    return x
+
+
+def debug_callback(x: jax.Array) -> jax.Array:
+    jax.debug.callback(lambda x: SEEN.append(x.dtype.name), x)
+    return x
+
+
+def io(x: jax.Array) -> jax.Array:
+    return io_callback(note, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def checked(x: jax.Array) -> jax.Array:
+    checkify.check(jnp.all(x < 1e9), "too large: {m}", m=x.max())
+    return x
+
+
+def checkpointed(x: jax.Array) -> jax.Array:
+    names = jax.checkpoint_policies.save_only_these_names("kept")
+    body = lambda x: checkpoint_name(x @ jnp.eye(4), "kept") @ jnp.eye(4) * 2  # noqa: E731
+    return jax.checkpoint(body, policy=names)(x)
+
+
+DIFFERENTIABLE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "checkpointed": checkpointed,
+    "scanned": lambda x: jax.lax.scan(lambda c, _: (c @ jnp.eye(4) * 0.5, None), x, None, length=2)[
+        0
+    ],
+    "conditional": lambda x: jax.lax.cond(
+        x.sum() > 0, lambda x: x * 2, lambda x: x @ jnp.eye(4), x
+    ),
+    "debug_print": debug_print,
+    "debug_callback": debug_callback,
+    "custom_vjp": clipped,
+    "custom_jvp": straight_through,
+}
+
+
+def _nest(container: Any, x: jax.Array) -> None:
+    del container["gone"]
+    container["inner"]["found"].append(x)
+
+
+CONTAINERS: dict[str, Any] = {
+    "list": (list, lambda found, x: found.append(x), lambda found: found[0]),
+    "dict": (dict, lambda table, x: table.update(x=x), lambda table: table["x"]),
+    "nested": (
+        lambda: {"inner": {"found": []}, "gone": 1},
+        _nest,
+        lambda table: table["inner"]["found"][len(table) - 1],
+    ),
+    "object": (
+        types.SimpleNamespace,
+        lambda notes, x: setattr(notes, "hidden", x),
+        lambda notes: notes.hidden,
+    ),
+}
+"""By name: makes a container, writes an array into it, and reads that."""
+
+
+def ours_in(error: BaseException) -> int:
+    """Returns how many frames of an error are of this library."""
+    roots = tuple(
+        os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
+        for package in (mpmodules, policy)
+    )
+    frames = traceback.extract_tb(error.__traceback__)
+    return sum(os.path.abspath(frame.filename).startswith(roots) for frame in frames)
+
 
 HALF = ("bfloat16", "bfloat16")
 POLICIES = (
@@ -397,3 +493,56 @@ def test_two_threads_with_two_policies_do_not_mix(wing):
         found = dict(zip(models, pool.map(lambda m: m.operations(X), models.values()), strict=True))
     for dtype, ops in found.items():
         assert {op.outputs for op in named(ops, "dot_general", "mul")} == {(dtype,)}
+
+
+# --- layers that the rules of a custom_vjp function call ------------------------------------------
+
+linen_call = lambda layer, x: flax.linen.custom_vjp(  # noqa: E731
+    lambda layer, x: layer(x),
+    lambda layer, x: flax.linen.vjp(lambda layer, x: layer(x), layer, x),
+    lambda pullback, ct: (pullback(ct)[0], 2 * pullback(ct)[1]),
+)(layer, x)
+
+
+@flax.nnx.custom_vjp
+def nnx_call(layer: Any, x: Any) -> Any:
+    return layer(x)
+
+
+def backward(saved: Any, cotangents: Any) -> Any:
+    graph, state = flax.nnx.split(saved[0])
+    _, pullback = jax.vjp(lambda state, x: flax.nnx.merge(graph, state)(x), state, saved[1])
+    of_layer, of_x = pullback(cotangents[1])
+    return of_layer, 2 * of_x
+
+
+nnx_call.defvjp(lambda layer, x: (layer(x), (layer, x)), backward)
+
+
+def doubled(self: Any, x: jax.Array) -> jax.Array:
+    """Its first layer has twice its input's gradient."""
+    is_nnx = flax.nnx.Module in type(self).mro()
+    call = nnx_call if is_nnx else linen_call
+    return self.last(jnp.tanh(call(self.first, x)))
+
+
+TEXT = Text(doubled, first=dense(4, 4), last=dense(4, 4))
+
+
+@BOTH
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_a_layer_in_the_rules_of_a_custom_vjp_returns_float32_to_them(wing, way, policy, jit):
+    def gradients(model: Any) -> Any:
+        run = jax.jit(model.pure) if jit else model.pure
+        loss = lambda p, x: jnp.sum(run(p, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.tree.leaves(jax.grad(loss, (0, 1))(model.params, X))
+
+    plain, model = wing.theirs(TEXT), (wing.port if way == "port" else wing.ours)(TEXT, policy)
+    leaves = zip(jax.tree.leaves(plain.params), jax.tree.leaves(model.params), strict=True)
+    same = [a.astype(b.dtype) for a, b in leaves]  # nnx draws in half what it stores in half
+    model.params = jax.tree.unflatten(jax.tree.structure(model.params), same)
+    for a, b in zip(gradients(model), gradients(plain), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b)
+        assert np.linalg.norm(a - b) < 2**-5 * np.linalg.norm(b)

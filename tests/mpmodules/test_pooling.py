@@ -2,7 +2,6 @@
 
 import flax.linen as flax_nn
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,21 +9,23 @@ from jax import lax
 
 from mpmodules import linen as nn
 from mpmodules import nnx
-from policy import Policy, use_policy
+from policy import use_policy
 from policy.programs.reading.walk import walk
 from policy.testing import assert_close_in_ulps
 
 HALVES = (jnp.bfloat16, jnp.float16)
+FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
-def normal(shape, dtype=jnp.float32, mean=0.0):
-    return (mean + jax.random.normal(jax.random.key(0), shape)).astype(dtype)
+def normal(shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(0), shape).astype(dtype)
 
 
-def primitives(function, *args):
-    """(name, dtype of the first output) of every equation, inner jaxprs included."""
+def dtypes_of(prefix, function, *args):
+    """The dtypes of the first outputs of primitives of that name, inner jaxprs included."""
     equations = [site.equation for site in walk(jax.make_jaxpr(function)(*args))]
-    return {(e.primitive.name, e.outvars[0].aval.dtype if e.outvars else None) for e in equations}
+    found = [e for e in equations if e.outvars and e.primitive.name.startswith(prefix)]
+    return {e.outvars[0].aval.dtype for e in found}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -32,23 +33,17 @@ def test_the_gradient_is_summed_in_float32(dtype):
     x = normal((1, 20, 20, 2), dtype)
     weights = 1 + jax.random.uniform(jax.random.key(1), (1, 7, 7, 2))
 
-    def loss(x, weights):
+    def loss(x):
         return jnp.sum(nn.avg_pool(x, (14, 14)).astype(jnp.float32) * weights)
 
-    gradient = jax.grad(loss)(x, weights)
+    gradient = jax.grad(loss)(x)
     rounded = np.asarray(weights.astype(dtype), np.float64)  # the cotangent that arrives is half
     expected = np.zeros(x.shape)
-    for i in range(7):
-        for j in range(7):
-            expected[:, i : i + 14, j : j + 14] += rounded[:, i : i + 1, j : j + 1] / 196
+    for i, j in np.ndindex(7, 7):
+        expected[:, i : i + 14, j : j + 14] += rounded[:, i : i + 1, j : j + 1] / 196
     assert gradient.dtype == dtype
     assert_close_in_ulps(gradient, expected, 1)
-    sums = {
-        dtype
-        for name, dtype in primitives(jax.grad(loss), x, weights)
-        if name.startswith("reduce_window")
-    }
-    assert sums == {jnp.dtype(jnp.float32)}
+    assert dtypes_of("reduce_window", jax.grad(loss), x) == {FLOAT32}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -56,12 +51,9 @@ def test_backward_keeps_nothing_in_float32(dtype):
     x = normal((2, 8, 8, 3), dtype)
     for pool in (nn.avg_pool, nn.max_pool, nnx.min_pool):
         _, backward = jax.vjp(lambda x, pool=pool: pool(x, (3, 3), padding="SAME"), x)
-        kept = [
-            leaf for leaf in jax.tree.leaves(backward) if hasattr(leaf, "dtype") and leaf.size > 1
-        ]
-        assert (
-            all(leaf.dtype == dtype for leaf in kept) and sum(leaf.size for leaf in kept) <= x.size
-        )
+        kept = [x for x in jax.tree.leaves(backward) if hasattr(x, "dtype") and x.size > 1]
+        assert {leaf.dtype for leaf in kept} <= {jnp.dtype(dtype)}
+        assert sum(leaf.size for leaf in kept) <= x.size
 
 
 @pytest.mark.parametrize("pool", ("avg_pool", "max_pool", "min_pool"))
@@ -69,14 +61,12 @@ def test_backward_keeps_nothing_in_float32(dtype):
 @pytest.mark.parametrize("strides", (None, (2, 1), (3, 3)))
 @pytest.mark.parametrize("batch", ((), (2,), (2, 3)))
 def test_float32_is_upstreams_bit_for_bit(pool, padding, strides, batch):
-    x = normal((*batch, 7, 6, 2))
-    ours, upstream = getattr(nnx, pool), getattr(nnx.pool.__globals__["flax_pooling"], pool)
     if len(batch) == 2 and not isinstance(padding, str):
         pytest.skip("Flax takes explicit padding with one batch axis only")
+    ours, upstream = getattr(nnx, pool), getattr(nnx.pool.__globals__["flax_pooling"], pool)
+    arguments = (normal((*batch, 7, 6, 2)), (3, 3), strides, padding)
     with jax.numpy_dtype_promotion("standard"):
-        np.testing.assert_array_equal(
-            ours(x, (3, 3), strides, padding), upstream(x, (3, 3), strides, padding)
-        )
+        np.testing.assert_array_equal(ours(*arguments), upstream(*arguments))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -88,10 +78,9 @@ def test_half_is_float32_rounded_once(dtype, include, batch, strides):
     arguments = ((4, 4), strides, "SAME", include)
     with jax.numpy_dtype_promotion("standard"):
         expected = flax_nn.avg_pool(x.astype(jnp.float32), *arguments).astype(dtype)
-    y = nn.avg_pool(x, *arguments)
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(jax.jit(lambda x: nn.avg_pool(x, *arguments))(x), expected)
+    for y in (nn.avg_pool(x, *arguments), jax.jit(lambda x: nn.avg_pool(x, *arguments))(x)):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, expected)
 
 
 @pytest.mark.parametrize("pool", (nn.max_pool, nnx.max_pool, nnx.min_pool))
@@ -101,12 +90,10 @@ def test_half_is_float32_rounded_once(dtype, include, batch, strides):
 def test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_overlap(
     pool, window, strides, dtype
 ):
-    x = (
-        jax.random.permutation(jax.random.key(0), 225).astype(jnp.bfloat16).reshape(1, 15, 15, 1)
-    )  # exact: no ties
-    weights = (1 + jax.random.uniform(jax.random.key(1), pool(x, window, strides).shape)).astype(
-        jnp.bfloat16
-    )
+    order = jax.random.permutation(jax.random.key(0), 225)  # exact: no ties
+    x = order.astype(BFLOAT16).reshape(1, 15, 15, 1)
+    weights = 1 + jax.random.uniform(jax.random.key(1), pool(x, window, strides).shape)
+    weights = weights.astype(BFLOAT16)
 
     def loss(x):
         return jnp.sum(pool(x, window, strides).astype(jnp.float32) * weights.astype(jnp.float32))
@@ -119,50 +106,37 @@ def test_gradients_of_maxima_are_summed_in_float32_where_more_than_four_windows_
         row, column = np.unravel_index(chosen(region), region.shape)
         expected[0, i * step + row, j * step + column, 0] += float(weights[0, i, j, 0])
     gradient = jax.grad(loss)(x)
-    assert gradient.dtype == jnp.bfloat16
+    assert gradient.dtype == BFLOAT16
     assert_close_in_ulps(gradient, expected, 1.5 if dtype == "bfloat16" else 0.5)
-    sums = {d for name, d in primitives(jax.grad(loss), x) if name.startswith("select_and_")}
-    assert sums == {jnp.dtype(dtype)}
+    assert dtypes_of("select_and_", jax.grad(loss), x) == {jnp.dtype(dtype)}
 
 
-def test_windows_apart_keep_their_maximum_in_half():
-    x = normal((1, 8, 8, 2), jnp.bfloat16)
-    assert {d for n, d in primitives(lambda x: nn.max_pool(x, (2, 2), (2, 2)), x)} == {
-        jnp.dtype(jnp.bfloat16)
-    }
-
-
-def test_any_reduction_runs_in_float32():
-    x = jnp.full((1, 16, 16, 1), 1.02, jnp.bfloat16)
+def test_any_reduction_runs_in_float32_and_maxima_of_windows_apart_in_half():
+    x = jnp.full((1, 16, 16, 1), 1.02, BFLOAT16)
     y = nn.pool(x, 1.0, lax.mul, (16, 16), None, "VALID")
-    assert y.dtype == jnp.bfloat16
+    assert y.dtype == BFLOAT16
     assert_close_in_ulps(y, np.full(y.shape, float(x[0, 0, 0, 0]) ** 256), 1)
-    for start in (jnp.zeros((), jnp.bfloat16), np.float32(0)):
-        total = nn.pool(
-            jnp.ones((1, 32, 32, 1), jnp.bfloat16), start, lax.add, (32, 32), None, "VALID"
-        )
-        assert float(total[0, 0, 0, 0]) == 1024
+    ones = jnp.ones((1, 32, 32, 1), BFLOAT16)
+    for start in (jnp.zeros((), BFLOAT16), np.float32(0)):
+        assert float(nn.pool(ones, start, lax.add, (32, 32), None, "VALID").sum()) == 1024
     largest = nn.pool(x, -jnp.inf, lambda a, b: jnp.maximum(a, b), (4, 4), (4, 4), "VALID")
-    assert largest.dtype == jnp.bfloat16 and float(largest[0, 0, 0, 0]) == float(x[0, 0, 0, 0])
+    assert largest.dtype == BFLOAT16 and float(largest[0, 0, 0, 0]) == float(x[0, 0, 0, 0])
+    assert dtypes_of("", lambda x: nn.max_pool(x, (2, 2), (2, 2)), x) == {BFLOAT16}
 
 
 def test_a_policy_says_what_windows_are_summed_in():
-    x = normal((1, 8, 8, 2), jnp.bfloat16)
-    with (
-        jax.enable_x64(True),
-        use_policy(Policy("f32", "bf16", "f32", reduction_dtype=jnp.float64)),
-    ):
-        seen = primitives(lambda x: nn.avg_pool(x, (3, 3)), x)
-        assert ("reduce_window_sum", jnp.dtype(jnp.float64)) in seen
-        assert nn.avg_pool(x, (3, 3)).dtype == jnp.bfloat16
+    x = normal((1, 8, 8, 2), BFLOAT16)
+    with jax.enable_x64(True), use_policy("p=f32,c=bf16,o=f32,reduction=f64"):
+        seen = dtypes_of("reduce_window_sum", lambda x: nn.avg_pool(x, (3, 3)), x)
+        assert seen == {jnp.dtype("float64")}
+        assert nn.avg_pool(x, (3, 3)).dtype == BFLOAT16
 
 
 def test_integers_average_to_float32_and_large_sums_do_not_overflow_in_float16():
     eights = jnp.full((1, 128, 128, 1), 8.0, jnp.float16)
     assert float(nn.avg_pool(eights, (128, 128))[0, 0, 0, 0]) == 8.0
-    y = nn.avg_pool(jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), (4, 4))
+    integers = jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1)
+    y = nn.avg_pool(integers, (4, 4))
     assert y.dtype == jnp.float32 and float(y[0, 0, 0, 0]) == 7.5
-    largest = nn.pool(
-        jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1), 0, lax.max, (4, 4), None, "VALID"
-    )
+    largest = nn.pool(integers, 0, lax.max, (4, 4), None, "VALID")
     assert largest.dtype == jnp.int32 and int(largest[0, 0, 0, 0]) == 15

@@ -90,13 +90,7 @@ RULE = object()  # in place of a scope's policy: a rule for the layer's class
 # and the layer's options.
 OWN = {"dtype": jnp.float16, "dtype_policy": BF16}
 LEVELS: dict[str, tuple[str, list[Any], Any, Any, dict[str, Any]]] = {
-    "argument over own policy": (
-        "float16",
-        [],
-        None,
-        None,
-        {"dtype": jnp.float16, "dtype_policy": BF16},
-    ),
+    "argument over own policy": ("float16", [], None, None, OWN),
     "own policy over rule": ("bfloat16", [RULE], None, None, {"dtype_policy": BF16}),
     "rule over module": ("float16", [RULE], BF16, None, {}),
     "rule over inner scope": ("float16", [RULE], None, BF16, {}),

@@ -38,18 +38,14 @@ def kept(model: Any, x: jax.Array) -> Kept:
         return list(flat.values())
 
     jax.eval_shape(leaves, model.params, x)
-    return collections.Counter(
-        (shape, dtype)
-        for shape, dtype in shapes
-        if shape[:1] == (BATCH,) and math.prod(shape) > STATISTICS
-    )
+    large = [of for of in shapes if of[0][:1] == (BATCH,) and math.prod(of[0]) > STATISTICS]
+    return collections.Counter(large)
 
 
 def size(residuals: Kept) -> int:
     """In bytes."""
-    return sum(
-        math.prod(shape) * jnp.dtype(dtype).itemsize * n for (shape, dtype), n in residuals.items()
-    )
+    each = [(math.prod(shape) * jnp.dtype(of).itemsize, n) for (shape, of), n in residuals.items()]
+    return sum(bytes_of_one * n for bytes_of_one, n in each)
 
 
 def attention(**dtypes: Any) -> Part:

@@ -1,10 +1,12 @@
 """With no policy and in float32 our layers are Flax's: tree, initial values, outputs, gradients,
-state, errors.
+state, errors. Under a policy programs are those that a careful author threads by hand.
 
 Each case is built with Flax's wing and with ours from the same arguments: those of the table of
 layers, and more options. One jitted program initialises the layer, calls it and differentiates it.
 Where both lower to the same text, they are equal bit for bit; otherwise both are run and compared.
 """
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -22,9 +24,20 @@ import pytest
 
 from mpmodules import linen as our_linen
 from mpmodules import nnx as our_nnx
+from policy import get_policy
 from tests.mpmodules.table.cases import CASES, IMAGE, QUERIES, ROWS, Case
 from tests.mpmodules.table.options import OPTIONS
 from tests.mpmodules.table.running import OURS, THEIRS, floating, program, with_floats
+from tests.mpmodules.wings import (
+    BOTH,
+    MIXED,
+    Model,
+    Text,
+    dense,
+    dropout,
+    layer,
+)
+from tests.programs import MOVES, assert_same_operations
 
 
 def _everything(wing: str, case: Case, modules: Any) -> tuple[Callable[..., Any], Any]:
@@ -86,9 +99,8 @@ def test_attention_functions_are_flaxs(masked, dropout):
                     q, k, v, bias=bias, mask=mask, dropout_rate=dropout, dropout_rng=key
                 )
 
-            return jax.vjp(attend, *inputs)[0], jax.grad(
-                lambda *args: jnp.sum(jnp.sin(attend(*args))), (0, 1, 2)
-            )(*inputs)
+            loss = lambda *args: jnp.sum(jnp.sin(attend(*args)))  # noqa: E731
+            return jax.vjp(attend, *inputs)[0], jax.grad(loss, (0, 1, 2))(*inputs)
 
         return run
 
@@ -102,20 +114,15 @@ def test_attention_functions_are_flaxs(masked, dropout):
 def test_softmax_forced_to_float32_leaves_flaxs_dtypes_where_no_policy_holds():
     for force in (True, False):
         found = []
+        options: dict[str, Any] = {"num_heads": 2, "dtype": jnp.bfloat16}
         for nn in (our_linen, flax_linen):
-            layer = nn.MultiHeadDotProductAttention(
-                num_heads=2, dtype=jnp.bfloat16, force_fp32_for_softmax=force
-            )
+            layer = nn.MultiHeadDotProductAttention(**options, force_fp32_for_softmax=force)
             out, variables = layer.init_with_output(jax.random.key(0), QUERIES)
             _, state = layer.apply(variables, QUERIES, sow_weights=True, mutable="intermediates")
             q = jnp.ones((2, 3, 2, 4), jnp.bfloat16)
-            found.append(
-                (
-                    out.dtype,
-                    state["intermediates"]["attention_weights"][0].dtype,
-                    nn.dot_product_attention(q, q, q, force_fp32_for_softmax=force).dtype,
-                )
-            )
+            attended = nn.dot_product_attention(q, q, q, force_fp32_for_softmax=force)
+            (weights,) = state["intermediates"]["attention_weights"]
+            found.append((out.dtype, weights.dtype, attended.dtype))
         assert found[0] == found[1]
 
 
@@ -189,9 +196,8 @@ def test_a_linen_module_mixes_with_abstract_classes_and_protocols():
     class Unfinished(our_linen.Module, Steps):
         width: int = 1
 
-    class Unchecked(
-        our_linen.Module
-    ):  # as in Flax, nobody checks where no abstract class is among the bases
+    # As in Flax, nobody checks where no abstract class is among the bases.
+    class Unchecked(our_linen.Module):
         @abc.abstractmethod
         def step(self) -> int: ...
 
@@ -229,3 +235,90 @@ def test_submodules_that_flax_does_not_import_by_itself_import_from_our_wings():
     assert traversals is flax_traversals
     for wing in (our_linen, our_nnx):
         assert not hasattr(wing, "no_such_name")
+
+
+# --- programs threaded by hand --------------------------------------------------------------------
+
+IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 1)), jnp.float32)
+POLICIES = ("mixed_bfloat16", "bfloat16", "p=f32,c=bf16,o=bf16", "p=bf16,c=bf16,o=f32", "float32")
+# Casts may stand before a move or after it, and nobody reads how often nnx drew random numbers.
+NOT_COMPARED = (*MOVES, "convert_element_type", "scatter")
+
+
+def conv(width: int, features: int, strides: int = 1, **dtypes: Any) -> Any:
+    return layer(
+        lambda nn: nn.Conv(features, (3, 3), strides=strides, **dtypes),
+        lambda nnx, rngs: nnx.Conv(width, features, (3, 3), strides=strides, rngs=rngs, **dtypes),
+    )
+
+
+def plain(**dtypes: Any) -> Text:
+    """Layers that need no numerical repair; `dtypes` are what an author threads by hand."""
+
+    def features(self, x):
+        x = jax.nn.relu(self.stem(x))
+        x = x + self.drop(jax.nn.gelu(self.block(self.conv(x))))
+        return jnp.tanh(x[:, :2, :2]).reshape(x.shape[0], -1)
+
+    return Text(
+        lambda self, x: self.head(jax.nn.silu(self.hidden(self.features(x)))),
+        "Net",
+        {"features": features},
+        stem=conv(1, 4, 2, **dtypes),
+        conv=conv(4, 4, **dtypes),
+        block=Text(
+            lambda self, x: x + self.down(self.up(x)),
+            "Block",
+            up=dense(4, 8, **dtypes),
+            down=dense(8, 4, use_bias=False, **dtypes),
+        ),
+        drop=dropout(0.25),
+        hidden=dense(16, 6, use_bias=False, **dtypes),
+        head=layer(
+            lambda nn: nn.DenseGeneral((2, 3), **dtypes),
+            lambda nnx, rngs: nnx.LinearGeneral((6,), (2, 3), rngs=rngs, **dtypes),
+        ),
+    )
+
+
+def by_hand(wing: Any, text: Callable[..., Text], policy: Any) -> Model:
+    """Returns Flax's model with dtypes threaded by hand, and casts around it."""
+    policy = get_policy(policy)
+    dtypes = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+    model = wing.theirs(text(**dtypes), IMAGES)
+    inner = model.pure
+
+    def pure(params: Any, x: jax.Array, **kwargs: Any) -> Any:
+        return inner(params, x.astype(policy.compute_dtype), **kwargs).astype(policy.output_dtype)
+
+    model.pure = pure
+    return model
+
+
+def gradient(model: Model) -> Any:
+    """Returns the value and gradients of a loss, by parameters but biases, whose sum is ours."""
+
+    def frozen(path: Any, leaf: Any) -> Any:
+        is_bias = any(getattr(key, "key", None) == "bias" for key in path)
+        return jax.lax.stop_gradient(leaf) if is_bias else leaf
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        params = jax.tree_util.tree_map_with_path(frozen, params)
+        return jnp.square(model.pure(params, x).astype(jnp.float32)).sum()
+
+    return jax.value_and_grad(loss)
+
+
+@BOTH
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["scope", "argument"])
+def test_with_a_policy_programs_are_those_threaded_by_hand(wing, policy, way):
+    made = wing.scoped(plain(), policy, None, IMAGES) if way == "scope" else None
+    ours, hand = made or wing.ours(plain(), policy, IMAGES), by_hand(wing, plain, policy)
+
+    def features(model: Model) -> Any:
+        return lambda params, x: model.pure(params, x, method="features")
+
+    for of in (lambda model: model.pure, gradient, *([features] if policy == MIXED else [])):
+        given, others = (ours.params, IMAGES), (hand.params, IMAGES)
+        assert_same_operations(of(ours), of(hand), *given, others=others, besides=NOT_COMPARED)

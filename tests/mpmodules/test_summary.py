@@ -14,8 +14,34 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import set_policy, use_policy
-from tests.mpmodules.summaries import CONSOLE, F16, FULL, HALF, MIXED, SHORT, cells, lines_of
 from tests.mpmodules.wings import BOTH, Part, Text, dense, layer_norm, under
+
+CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
+MIXED = "mixed_bfloat16"
+SHORT, FULL, HALF, F16 = (
+    "p=f32,c=bf16,o=f32",
+    "p=f32,c=f32,o=f32",
+    "p=bf16,c=bf16,o=bf16",
+    "p=f16,c=f16,o=f16",
+)
+
+
+def lines_of(table: str) -> list[list[str]]:
+    """Returns the cells of each line of the body."""
+    return [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if "│" in line
+    ]
+
+
+def cells(table: str) -> dict[str, tuple[str, str]]:
+    """Returns a policy and its source by path, with the method where it is not `__call__`."""
+    header = next(line for line in table.splitlines() if "┃" in line).split("┃")[1:-1]
+    assert [cell.strip() for cell in header[2:4]] == ["policy", "policy source"]
+    rows = [line for line in lines_of(table) if line[1]]
+    return {line[0] + "".join(line[1].split(" ")[1:]): (line[2], line[3]) for line in rows}
+
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
@@ -193,13 +219,6 @@ def test_repeated_calls_of_a_shared_linen_layer_each_show_what_held_in_them():
     rows = [line for line in lines_of(found) if line[0] == "dense"]
     assert [row[2:4] for row in rows] == [[SHORT, "scope"], [F16, "scope"]]
     assert cells(found)["(encode)"] == (SHORT, "scope")
-
-
-def test_linens_flops_are_counted_under_what_held_in_the_call():
-    # Flax counts each module as a root, where no such path is
-    with use_policy(MIXED, {"scanned/LayerNorm_0": "f32"}):
-        rows = linen_shown(Lifted(), compute_flops=True)
-    assert rows["scanned/LayerNorm_0"] == (FULL, "rule: 'scanned/LayerNorm_0'")
 
 
 def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):

@@ -65,14 +65,17 @@ def dot_product_attention_weights(
         how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, einsum)
         return flax_nn.dot_product_attention_weights(query, key, bias, mask, *dropout, *how)
     _require_one(precision, einsum_dot_general, einsum, "einsum")
+    # Under a policy their softmax is in float32 in any case.
+    forced = force_fp32_for_softmax and current_policy() is None
     call = AttentionCall(
         bias,
         mask,
         *dropout,
         precision,
-        _sow(module),
+        module,
+        "intermediates",
         einsum=einsum or _einsum_of(einsum_dot_general, precision),
-        wide_weights=_keeps_wide(force_fp32_for_softmax),
+        wide_weights=forced,
     )
     attention.check_shapes(query, key)
     return call.weights(query, key)
@@ -141,15 +144,17 @@ def dot_product_attention(
     names = "qk_attn_weights_einsum/attn_weights_value_einsum"
     _require_one(precision, einsum_dot_general, qk_attn_weights_einsum, names)
     of_dots = _einsum_of(einsum_dot_general, precision)
+    forced = force_fp32_for_softmax and current_policy() is None
     call = AttentionCall(
         bias,
         mask,
         *dropout,
         precision,
-        _sow(module),
+        module,
+        "intermediates",
         einsum=qk_attn_weights_einsum or of_dots,
         values_einsum=attn_weights_value_einsum or of_dots,
-        wide_weights=_keeps_wide(force_fp32_for_softmax),
+        wide_weights=forced,
     )
     return call.attend(implementation, query, key, value, upstream)
 
@@ -173,16 +178,3 @@ def _einsum_of(dot_general: Any, precision: PrecisionLike) -> Callable[..., jax.
     if dot_general is None:
         return None
     return functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
-
-
-def _keeps_wide(force_fp32_for_softmax: bool) -> bool:
-    """Returns whether the weights are returned in float32, as Flax's: under a policy their softmax
-    is in float32 in any case.
-    """
-    return force_fp32_for_softmax and current_policy() is None
-
-
-def _sow(module: flax_nn.Module | None) -> Callable[[jax.Array], object] | None:
-    if module is None:
-        return None
-    return functools.partial(module.sow, "intermediates", "attention_weights")

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import MethodCall
 from mpmodules.calls.classes import is_flax
-from mpmodules.functions.activations import prelu
 from mpmodules.functions.functional import is_half
+from mpmodules.functions.reductions import prelu
 from mpmodules.linen._layer import Layer
 from mpmodules.linen._module import Module
 from mpmodules.linen._resolution import fields_set

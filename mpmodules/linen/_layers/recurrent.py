@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import flax.linen as flax_nn
@@ -14,27 +15,14 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import (
-    Crossing,
-    LoopCrossing,
-    MethodCall,
-    StepCrossing,
-    indexing_lengths,
-    step_in,
-)
+from mpmodules.calls import boundary
 from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import is_half, mixing_allowed, widen
 from mpmodules.layers.matmul_calls import Product, linear, numerics_of
-from mpmodules.linen._layer import (
-    Layer,
-    declared_field,
-    dtypes_inside,
-    half_safe_fields,
-    layer_inside,
-)
+from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
 from mpmodules.linen._layers.linear import Conv, Dense
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import effective_policy, fields_set, plain_fields
+from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
@@ -60,7 +48,7 @@ class RNNCellBase(Module, flax_nn.RNNCellBase):
       (dtype('float32'), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[Crossing] = StepCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.StepCrossing()
 
 
 class Cell(Layer):
@@ -74,12 +62,17 @@ class Cell(Layer):
 
     param_dtype: DTypeLike | None = None
 
+    # In a call without a policy, those that the cell was given, for the layers that it makes.
+    _dtypes_inside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
     def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:
         fields = super()._policy_fields(policy)
         return fields | half_safe_fields(self, fields["param_dtype"], defaults=True)
 
-    def _call_layer(self, call: MethodCall) -> Any:
-        fields = self._policy_fields(call.policy) | dtypes_inside(self, call.policy)
+    def _call_layer(self, call: boundary.MethodCall) -> Any:
+        fields = self._policy_fields(call.policy)
+        if call.policy is None:
+            fields["_dtypes_inside"] = declared_dtypes(self)
         dtype = call.effective.dtype
         if dtype is None:  # the gates are in compute_dtype also where the call is a boundary
             fields["_numerics"] = numerics_of(call._replace(crosses=False))
@@ -87,7 +80,7 @@ class Cell(Layer):
             fields["dtype"] = dtype
         # Rules may give layers inside another output_dtype.
         with fields_set(self, fields), mixing_allowed(bool(current_scope().rules)):
-            return step_in(fields["dtype"], self, call)
+            return boundary.step_in(fields["dtype"], self, call)
 
     @flax_nn.nowrap
     def _dense(self, name: str, x: jax.Array, features: int, bias_init: Any = None) -> jax.Array:
@@ -97,9 +90,9 @@ class Cell(Layer):
         """
         cell: Any = self
         init = cell.kernel_init if name[0] == "i" else cell.recurrent_kernel_init
-        options = {"use_bias": False} if bias_init is None else {"bias_init": bias_init}
-        layer = layer_inside(self, Dense, name, features=features, kernel_init=init, **options)
-        return layer(x)
+        given = {"use_bias": False} if bias_init is None else {"bias_init": bias_init}
+        options: dict[str, Any] = given | dict(self._dtypes_inside)
+        return Dense(name=name, features=features, kernel_init=init, **options)(x)
 
     @flax_nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
@@ -228,8 +221,8 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
     def __call__(self, carry: Any, inputs: jax.Array) -> Any:
         """Takes a step, from carry (c, h) and inputs (..., in) to the new carry and h."""
         c, h = carry
-        of_inputs: dict[str, Any] = {}
-        of_carry: dict[str, Any] = {}
+        of_inputs: list[Any] = []
+        of_carry: list[Any] = []
         parameters = functools.partial(
             flax_nn.recurrent.DenseParams,
             h.shape[-1],
@@ -237,18 +230,18 @@ class OptimizedLSTMCell(Cell, flax_nn.OptimizedLSTMCell):
             bias_init=self.bias_init,
         )
         for gate in "ifgo":  # the names and the order of `LSTMCell`
-            of_inputs[gate] = parameters(
-                use_bias=False, kernel_init=self.kernel_init, name=f"i{gate}"
-            )(inputs)
-            of_carry[gate] = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")(h)
+            part = parameters(use_bias=False, kernel_init=self.kernel_init, name=f"i{gate}")
+            of_inputs.append(part(inputs))
+            part = parameters(kernel_init=self.recurrent_kernel_init, name=f"h{gate}")
+            of_carry.append(part(h))
         by_carry, by_inputs = self._multiplied(h, of_carry), self._multiplied(inputs, of_inputs)
         gates = (a + b for a, b in zip(by_carry, by_inputs, strict=True))
         return _lstm_step(self, gates, c)
 
     @flax_nn.nowrap
-    def _multiplied(self, x: jax.Array, parts: dict[str, Any]) -> list[jax.Array]:
+    def _multiplied(self, x: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
         """Multiplies `x` by the kernels of all gates at once, and adds their biases."""
-        kernels, biases = zip(*parts.values(), strict=True)
+        kernels, biases = zip(*parts, strict=True)
         kernel = jnp.concatenate(kernels, axis=-1)
         bias = None if biases[0] is None else jnp.concatenate(biases, axis=-1)
         promoted = promote_dtype(x, kernel, bias, dtype=self.dtype)
@@ -326,14 +319,13 @@ class ConvLSTMCell(Cell, flax_nn.ConvLSTMCell):
         """
         c, h = carry
         convolution = functools.partial(
-            layer_inside,
-            self,
             Conv,
             features=4 * self.features,
             kernel_size=self.kernel_size,
             strides=self.strides,
             padding=self.padding,
             use_bias=self.use_bias,
+            **self._dtypes_inside,
         )
         gates = convolution(name="ih")(inputs) + convolution(name="hh")(h)
         i, g, f, o = jnp.split(gates, 4, axis=-1)
@@ -358,14 +350,14 @@ class RNN(Module, flax_nn.RNN):
 
     _dtype_fields: ClassVar[bool] = True
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
-    _crossing: ClassVar[Crossing] = LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
 
-    def _call_layer(self, call: MethodCall) -> Any:
+    def _call_layer(self, call: boundary.MethodCall) -> Any:
         kwargs, policy = dict(call.kwargs), call.policy
         if kwargs.get("initial_carry") is not None and isinstance(self.cell, Cell):
             kwargs["initial_carry"] = self.cell._cast_carry(kwargs["initial_carry"])
         if policy is not None and "seq_lengths" in kwargs:
-            kwargs["seq_lengths"] = indexing_lengths(kwargs["seq_lengths"])
+            kwargs["seq_lengths"] = boundary.indexing_lengths(kwargs["seq_lengths"])
         call = call._replace(kwargs=kwargs)
         if policy is None or not self._may_widen():
             return call.run(self)
@@ -403,4 +395,4 @@ class Bidirectional(Module, flax_nn.Bidirectional):
       ((2, 5, 6), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[Crossing] = LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()

@@ -19,6 +19,8 @@ from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.eight_bits.quantisation import shared_operands
 
+_wraps: Any = functools.wraps  # typed, it would hide that a method is one
+
 
 class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` that obeys policies.
@@ -45,8 +47,8 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
             return kwargs | {"attention_fn": dot_product_attention}
         return kwargs
 
-    @functools.wraps(flax_nnx.MultiHeadAttention.__call__)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    @_wraps(flax_nnx.MultiHeadAttention.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # It may decode in x64 mode, and projects one input.
         decodes = self.decode if kwargs.get("decode") is None else kwargs["decode"]
         with attention.adding_indices(bool(decodes)), shared_operands():

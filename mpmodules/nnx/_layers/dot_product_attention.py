@@ -65,7 +65,7 @@ def dot_product_attention(
     dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    upstream = sow = None
+    upstream = None
     # Flax's computes logits in float32 for float64 too.
     is_ours = current_policy() is not None and query.dtype == jnp.float64
     if not (is_ours or is_wider(reduction_dtype(), query.dtype)):
@@ -73,7 +73,6 @@ def dot_product_attention(
         upstream = functools.partial(
             flax_nnx.dot_product_attention, query, key, value, bias, mask, *dropout, *how
         )
-    if module is not None:
-        sow = functools.partial(module.sow, flax_nnx.Intermediate, "attention_weights")
-    call = AttentionCall(bias, mask, *dropout, precision, sow, is_causal)
+    collection = flax_nnx.Intermediate
+    call = AttentionCall(bias, mask, *dropout, precision, module, collection, is_causal)
     return call.attend(implementation, query, key, value, upstream)

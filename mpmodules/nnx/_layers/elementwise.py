@@ -9,8 +9,8 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mpmodules.calls.boundary import MethodCall
-from mpmodules.functions.activations import prelu
 from mpmodules.functions.functional import is_half
+from mpmodules.functions.reductions import prelu
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import in_complex

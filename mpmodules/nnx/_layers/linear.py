@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from flax.nnx.module import first_from
 from jax import lax
 
 from mpmodules.calls.boundary import MethodCall
@@ -107,12 +108,8 @@ class Einsum(Matmul, flax_nnx.Einsum):
         Raises:
           ValueError: neither the call nor the layer has an equation.
         """
-        equation = self.einsum_str if einsum_str is None else einsum_str
-        if equation is None:
-            raise ValueError(
-                "No `einsum_str` argument was provided to Einsum as either a __call__ argument, or "
-                "class attribute."
-            )
+        text = "No `einsum_str` argument was provided to Einsum as either a __call__ argument, or "
+        equation = first_from(einsum_str, self.einsum_str, error_msg=f"{text}class attribute.")
         equation = equation.replace(" ", "")
         self._einsum_str_check(equation)
         product = self._product(jnp.einsum, inputs)

@@ -198,9 +198,9 @@ class BatchNorm(Normalization, flax_nnx.BatchNorm):
 
     def _capture(self, policy: Policy | None, source: Source) -> None:
         super()._capture(policy, source)
-        if policy is not None and is_wider(policy.reduction_dtype, jnp.float32):
-            self.mean.set_value(self.mean[...].astype(policy.reduction_dtype))
-            self.var.set_value(self.var[...].astype(policy.reduction_dtype))
+        if policy is not None:
+            for statistic in self._running():
+                statistic.set_value(widen(statistic[...], policy.reduction_dtype))
 
 
 class ReparameterizedWeights(BuiltWithDtypes):

@@ -12,20 +12,15 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from jax.typing import DTypeLike
 
-from mpmodules.calls.boundary import (
-    Crossing,
-    LoopCrossing,
-    MethodCall,
-    StepCrossing,
-    indexing_lengths,
-    step_in,
-)
+from mpmodules.calls import boundary
 from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import HalfSafe, half_safe_inits, is_half, mixing_allowed, widen
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._module import Module
 from mpmodules.nnx._resolution import is_initialiser, viewed
 from policy.core.arrays import cast_floating
+
+_wraps: Any = functools.wraps  # typed, it would hide that a method is one
 
 
 class RNNCellBase(Module, flax_nnx.RNNCellBase):
@@ -48,7 +43,7 @@ class RNNCellBase(Module, flax_nnx.RNNCellBase):
       (dtype('float32'), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[Crossing] = StepCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.StepCrossing()
 
 
 class Cell(Layer):
@@ -73,11 +68,11 @@ class Cell(Layer):
         }
         return kwargs | half_safe_inits(defaults, kwargs.get("param_dtype", jnp.float32))
 
-    def _call_layer(self, call: MethodCall) -> Any:
+    def _call_layer(self, call: boundary.MethodCall) -> Any:
         inside = [part for part in vars(self).values() if isinstance(part, Module)]
         # Those of other policies may have another output_dtype.
         with mixing_allowed(any(part.dtype_policy != self.dtype_policy for part in inside)):
-            return step_in(self.dtype, self, call)
+            return boundary.step_in(self.dtype, self, call)
 
     def initialize_carry(
         self,
@@ -184,10 +179,10 @@ class RNN(Module, flax_nnx.RNN):
       ((2, 5, 3), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[Crossing] = LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
 
-    @functools.wraps(flax_nnx.RNN.__call__, assigned=("__name__",))
-    def __call__(self, inputs: jax.Array, **options: Any) -> Any:  # type: ignore[override]
+    @_wraps(flax_nnx.RNN.__call__, assigned=("__name__",))
+    def __call__(self, inputs: jax.Array, **options: Any) -> Any:
         """Runs the cell over a sequence, as Flax's `__call__` does.
 
         Args:
@@ -205,7 +200,7 @@ class RNN(Module, flax_nnx.RNN):
         if given is not None and isinstance(self.cell, Cell):
             options["initial_carry"] = self.cell._cast_carry(given)
         if policy is not None:
-            options["seq_lengths"] = indexing_lengths(options.get("seq_lengths"))
+            options["seq_lengths"] = boundary.indexing_lengths(options.get("seq_lengths"))
             if self._may_widen():
                 loop = viewed(self, cell=_widened(self.cell, policy.reduction_dtype))
         outputs = flax_nnx.RNN.__call__(loop, inputs, **options)
@@ -249,4 +244,4 @@ class Bidirectional(Module, flax_nnx.Bidirectional):
       ((2, 5, 6), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[Crossing] = LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()

@@ -1,9 +1,13 @@
-"""Attention's maths against float64, and when it is left to the fused kernel."""
+"""Attention's maths against float64, its derivatives, and when it is left to the fused kernel.
+
+Truth of derivatives is the formula in numpy, differentiated by central differences."""
+
+from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as flax_linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +19,7 @@ from mpmodules.functions import attention
 from policy import use_policy
 
 HALVES = ["bfloat16", "float16"]
-RNG = np.random.default_rng(0)
+RNG, KEY = np.random.default_rng(0), jax.random.key(0)
 WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 
 
@@ -55,17 +59,14 @@ def test_queries_are_scaled_in_place_of_logits_where_that_rounds_nothing(
 ):
     query, key = (jnp.asarray(RNG.normal(size=(1, length, 1, width)), half) for _ in range(2))
     weigh = attention.dot_product_attention_weights
-    products = [
-        e.outvars[0].aval.shape
-        for e in jax.make_jaxpr(weigh)(query, key).eqns
-        if e.primitive.name == "mul"
-    ]
-    assert products == [query.shape if is_ahead else (1, 1, length, length)]
+
+    def products(function):
+        equations = jax.make_jaxpr(function)(query, key).eqns
+        return [e.outvars[0].aval.shape for e in equations if e.primitive.name == "mul"]
+
+    assert products(weigh) == [query.shape if is_ahead else (1, 1, length, length)]
     np.testing.assert_allclose(weigh(query, key), exact_weights(query, key), rtol=2e-5, atol=1e-6)
-    masked = jax.make_jaxpr(functools.partial(weigh, is_causal=True))(query, key)
-    assert [e.outvars[0].aval.shape for e in masked.eqns if e.primitive.name == "mul"] == [
-        (1, 1, length, length)
-    ]
+    assert products(functools.partial(weigh, is_causal=True)) == [(1, 1, length, length)]
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -99,17 +100,18 @@ def test_shapes_that_do_not_fit_are_refused(message, change):
 
 def test_dropout_keeps_the_mean_and_checks_its_arguments():
     weights = jnp.ones((2, 4, 64, 64), jnp.bfloat16)
-    dropped = attention.dropout(weights, 0.25, broadcast=False, batch_axes=1, rng=jax.random.key(0))
-    assert dropped.dtype == jnp.bfloat16
-    np.testing.assert_allclose(float(dropped.astype(jnp.float32).mean()), 1, atol=0.02)
-    shared = attention.dropout(weights, 0.25, broadcast=True, batch_axes=1, rng=jax.random.key(0))
+
+    def dropped(rate=0.25, broadcast=False, rng: Any = KEY):
+        return attention.dropout(weights, rate, broadcast=broadcast, batch_axes=1, rng=rng)
+
+    assert dropped().dtype == jnp.bfloat16
+    np.testing.assert_allclose(float(dropped().astype(jnp.float32).mean()), 1, atol=0.02)
+    shared = dropped(broadcast=True)
     assert bool((shared == shared[:1, :1]).all())
     with pytest.raises(ValueError, match=r"dropout_rate must be in the range \[0, 1\), got 1\.0\."):
-        attention.dropout(weights, 1.0, broadcast=True, batch_axes=1, rng=jax.random.key(0))
-    with pytest.raises(
-        ValueError, match="dropout_rng is required when dropout_rate > 0 and deterministic=False"
-    ):
-        attention.dropout(weights, 0.5, broadcast=True, batch_axes=1, rng=None)
+        dropped(1.0)
+    with pytest.raises(ValueError, match="dropout_rng is required when dropout_rate > 0 and det"):
+        dropped(rng=None)
 
 
 # --- gradients and what they keep -----------------------------------------------------------------
@@ -140,22 +142,9 @@ def test_backward_keeps_weights_in_half_and_masks_as_they_came(wing, masked):
     wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32]
     assert wide == [(2, 3, 4, 1)]  # the sums of the exponentials
     assert {leaf.dtype.name for leaf in kept} <= {"bfloat16", "bool", "float32"}
-    assert (
-        sum(leaf.shape[-2:] == (3, 5) for leaf in kept if leaf.dtype == jnp.bfloat16) == 1
-    )  # Flax: 2
+    halves = [leaf.shape[-2:] for leaf in kept if leaf.dtype == jnp.bfloat16]
+    assert halves.count((3, 5)) == 1  # Flax: 2
     assert [leaf.shape for leaf in kept if leaf.dtype == bool] == ([(2, 1, 3, 5)] if masked else [])
-
-
-@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
-def test_linen_takes_grouped_heads(dtype):
-    query, key, value = qkv(dtype, key_heads=2)
-    repeated_key, repeated_value = (jnp.repeat(x, 2, axis=-2) for x in (key, value))
-    ours = linen.dot_product_attention(query, key, value)
-    expected = linen.dot_product_attention(query, repeated_key, repeated_value)
-    assert ours.dtype == query.dtype
-    ulp = float(jnp.finfo(dtype).eps)
-    ours, expected = (np.asarray(x, np.float32) for x in (ours, expected))
-    np.testing.assert_allclose(ours, expected, rtol=ulp, atol=1e-6)
 
 
 @pytest.mark.parametrize("wing", ["linen", "nnx"])
@@ -203,17 +192,11 @@ def kernel(monkeypatch):
 def test_the_fused_kernel_is_picked_and_agrees(kernel, wing, half, with_mask):
     function = WINGS[wing].dot_product_attention
     query, key, value = qkv(half, queries=4, length=6, batch=(2, 3))
-    mask = (
-        jnp.asarray(RNG.random(size=(2, 3, 1, 1, 6)) > 0.3).at[..., 0].set(True)
-        if with_mask
-        else None
-    )
+    allowed = jnp.asarray(RNG.random(size=(2, 3, 1, 1, 6)) > 0.3).at[..., 0].set(True)
+    mask = allowed if with_mask else None
     fused = function(query, key, value, mask=mask)
-    assert (
-        kernel[0]["shapes"][0] == (6, 4, 4, 8)
-        and fused.shape == query.shape
-        and fused.dtype == query.dtype
-    )
+    assert kernel[0]["shapes"][0] == (6, 4, 4, 8)
+    assert (fused.shape, fused.dtype) == (query.shape, query.dtype)
     assert (kernel[0]["mask"] is None) is not with_mask
     plain = function(query, key, value, mask=mask, implementation="xla")
     assert len(kernel) == 1
@@ -226,12 +209,9 @@ def test_bias_and_causality_reach_the_kernel(kernel):
     bias = jnp.asarray(RNG.normal(size=(4, 4, 4)), "bfloat16")  # (heads, queries, keys)
     fused = nnx.dot_product_attention(query, key, value, bias=bias, is_causal=True)
     assert kernel[0]["is_causal"] and kernel[0]["bias"].shape == (1, 4, 4, 4)
-    plain = nnx.dot_product_attention(
-        query, key, value, bias=bias[None], is_causal=True, implementation="xla"
-    )
-    np.testing.assert_allclose(
-        np.asarray(fused, np.float32), np.asarray(plain, np.float32), atol=0.02
-    )
+    options: dict[str, Any] = {"is_causal": True, "implementation": "xla"}
+    plain = nnx.dot_product_attention(query, key, value, bias=bias[None], **options)
+    np.testing.assert_allclose(fused.astype("float32"), plain.astype("float32"), atol=0.02)
 
 
 # What is asked for, beside four queries of bfloat16 with heads of width 64 on a device of 9.0.
@@ -290,33 +270,200 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
     assert len(kernel) == 1
 
 
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"implementation": "flash"}, "should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"),
+    (
+        {"implementation": "cudnn", "dropout_rate": 0.5, "precision": "highest"},
+        r"implementation='cudnn' does not support dropout, a precision\. Leave it out",
+    ),
+    (
+        {"implementation": "cudnn", "dtype": jnp.float32},
+        "implementation='cudnn' does not support float32 queries",
+    ),
+]
+
+
 def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
-    query, key, value = qkv("bfloat16")
-    for function in (wing.dot_product_attention for wing in WINGS.values()):
-        with pytest.raises(
-            ValueError, match="should be None, 'xla', 'cudnn' or 'splash', but got 'flash'"
-        ):
-            function(query, key, value, implementation="flash")
-        with pytest.raises(
-            ValueError,
-            match=r"implementation='cudnn' does not support dropout, a precision\. Leave it out",
-        ):
-            function(
-                query, key, value, implementation="cudnn", dropout_rate=0.5, precision="highest"
-            )
-        with pytest.raises(
-            ValueError, match="implementation='cudnn' does not support float32 queries"
-        ):
-            function(*qkv("float32"), implementation="cudnn")
+    for wing in WINGS.values():
+        for options, text in REFUSALS:
+            with pytest.raises(ValueError, match=text):
+                wing.dot_product_attention(*qkv("bfloat16"), **options)
     refused = pytest.raises(ValueError, match="does not support reduction_dtype=float64")
     with jax.enable_x64(True), use_policy("c=bf16,p=f32,o=f32,reduction=f64"), refused:
         linen.dot_product_attention(*qkv("bfloat16"), implementation="cudnn")
 
 
-def test_without_a_gpu_float32_is_flaxs_program():
-    x = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)
-    for ours, theirs in ((linen, flax_linen), (nnx, flax_nnx)):
-        programs = [
-            jax.jit(w.dot_product_attention).lower(x, x, x).as_text() for w in (ours, theirs)
-        ]
-        assert programs[0] == programs[1]
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped heads": {"key_heads": 2},
+    "one key head": {"key_heads": 1},
+    "bias": {"bias": True},
+    "mask": {"mask": True},
+    "causal, grouped, with a bias": {"is_causal": True, "key_heads": 2, "bias": True},
+    "precision": {"precision": "highest"},
+    "a precision for each operand": {
+        "precision": (jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT)
+    },
+}
+Operands = tuple[Any, ...]  # queries, keys, values, and the bias where there is one
+
+
+def case(
+    half: str, key_heads: int = HEADS, bias: bool = False, mask: bool = False, **options: Any
+) -> Any:
+    """Operands, and the other arguments. The mask leaves the second query of every head no key."""
+    shapes = [(BATCH, QUERIES, HEADS, WIDTH), *[(BATCH, KEYS, key_heads, WIDTH)] * 2]
+    operands = [jnp.asarray(RNG.normal(size=shape), half) for shape in shapes]
+    if bias:
+        operands.append(jnp.asarray(RNG.normal(size=(1, HEADS, QUERIES, KEYS)), jnp.float32))
+    if mask:
+        allowed = RNG.random(size=(BATCH, 1, QUERIES, KEYS)) > 0.3
+        allowed[..., 0] = True
+        allowed[..., 1, :] = False
+        options["mask"] = jnp.asarray(allowed)
+    return tuple(operands), options
+
+
+def ours(options: Any) -> Callable[..., jax.Array]:
+    def run(query: Any, key: Any, value: Any, bias: Any = None) -> jax.Array:
+        return attention.dot_product_attention(query, key, value, bias=bias, **options)
+
+    return run
+
+
+def exact(options: Any) -> Callable[..., np.ndarray]:
+    def run(query: Any, key: Any, value: Any, bias: Any = 0.0) -> np.ndarray:
+        key, value = (np.repeat(x, HEADS // x.shape[-2], axis=-2) for x in (key, value))
+        logits = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH) + bias
+        allowed = np.asarray(options.get("mask", True)) & np.ones((QUERIES, KEYS), bool)
+        if options.get("is_causal"):
+            allowed = allowed & np.tri(QUERIES, KEYS, dtype=bool)
+        logits = np.where(allowed, logits, -1e30)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+
+    return run
+
+
+def normal_like(x: jax.Array) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=x.shape), x.dtype)
+
+
+def wide(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def directional(function: Any, at: Operands, towards: Operands, step: float = 1e-5) -> Any:
+    pairs = list(zip(at, towards, strict=True))
+    high, low = (function(*(x + by * t for x, t in pairs)) for by in (step, -step))
+    return jax.tree.map(lambda high, low: (high - low) / (2 * step), high, low)
+
+
+def gradients(function: Any, at: Operands, weights: np.ndarray, step: float = 1e-5) -> list[Any]:
+    found = [np.zeros(x.shape) for x in at]
+    for i, slopes in enumerate(found):
+        for index in np.ndindex(slopes.shape):
+            towards = [np.zeros(x.shape) for x in at]
+            towards[i][index] = 1
+            slopes[index] = (weights * directional(function, at, tuple(towards), step)).sum()
+    return found
+
+
+def assert_near(found: Any, true: np.ndarray, roundings: float, half: str) -> None:
+    """Within so many roundings to half of the largest number."""
+    error = np.abs(wide(found) - true).max() / np.abs(true).max()
+    assert error <= roundings * float(jnp.finfo(half).eps) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "half"), [*((name, "float16") for name in CASES), ("plain", "bfloat16")]
+)
+def test_values_and_both_modes_of_derivative_are_those_of_float64(name, half):
+    at, options = case(half, **CASES[name])
+    tangents, cotangent = jax.tree.map(normal_like, (at, at[0]))
+
+    @jax.jit
+    def run(at: Any, tangents: Any, cotangent: Any) -> Any:
+        y, pull = jax.vjp(ours(options), *at)
+        return y, pull(cotangent), jax.jvp(ours(options), at, tangents)[1]
+
+    y, cotangents, tangent = run(at, tangents, cotangent)
+    truth = exact(options)
+    assert y.dtype == tangent.dtype == half
+    assert_near(y, truth(*wide(at)), 2, half)  # of the exponentials, and of the result
+    assert_near(tangent, directional(truth, wide(at), wide(tangents)), 8, half)
+    slopes = gradients(truth, wide(at), wide(cotangent))
+    for operand, found, true in zip(at, cotangents, slopes, strict=True):
+        assert found.dtype == operand.dtype
+        assert_near(found, true, 8, half)  # of weights, cotangents and products, in sums
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "mask", "bias"])
+def test_second_derivatives_are_those_of_float64(name):
+    half = "float16"
+    at, options = case(half, **CASES[name])
+    tangents, cotangent = jax.tree.map(normal_like, (at, at[0]))
+    every = tuple(range(len(at)))
+
+    def loss(*at: Any) -> jax.Array:
+        return jnp.sum(ours(options)(*at).astype(jnp.float32) * cotangent.astype(jnp.float32))
+
+    def along(*at: Any) -> jax.Array:
+        return jax.jvp(loss, at, tangents)[1]
+
+    def along_slope(*at: Any) -> jax.Array:
+        products = jax.tree.map(lambda s, t: s * t, jax.grad(loss, every)(*at), tangents)
+        return jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in products]).sum()
+
+    @jax.jit
+    def products(at: Any) -> Any:
+        forward_over_reverse = jax.jvp(jax.grad(loss, every), at, tangents)[1]
+        return forward_over_reverse, jax.grad(along, every)(*at), jax.grad(along_slope, every)(*at)
+
+    def slopes(*at: Any) -> Any:
+        return gradients(exact(options), at, wide(cotangent), 1e-4)
+
+    true = directional(slopes, wide(at), wide(tangents), 1e-4)
+    for found in products(at):
+        for ours_, exact_ in zip(found, true, strict=True):
+            assert_near(ours_, exact_, 12, half)
+
+
+def test_frozen_operands_leave_the_gradients_of_others_as_they_are():
+    at, options = case("bfloat16", bias=True)
+    loss = lambda *at: jnp.sum(ours(options)(*at).astype(jnp.float32) ** 2)  # noqa: E731
+    every = jax.grad(loss, (0, 1, 2, 3))(*at)
+    for free in ((0,), (1,), (2,), (3,), (0, 2), (1, 3)):
+        for found, i in zip(jax.grad(loss, free)(*at), free, strict=True):
+            assert_near(found, wide(every[i]), 2, "bfloat16")
+
+
+def test_batches_are_attended_one_at_a_time():
+    at, options = case("bfloat16", key_heads=2)
+    loss = lambda *at: jnp.sum(ours(options)(*at).astype(jnp.float32) ** 2)  # noqa: E731
+    batched = jax.vmap(jax.grad(loss, (0, 1, 2)))(*at)
+    for found, alone in zip(batched, jax.grad(loss, (0, 1, 2))(*at), strict=True):
+        assert_near(found, wide(alone), 2, "bfloat16")
+
+
+SHAPES = [
+    ("bias", (BATCH, HEADS, 1, KEYS)),
+    ("bias", (1, HEADS, QUERIES, KEYS)),
+    ("bias", (1, 1, QUERIES, 1)),
+    ("mask", (BATCH, HEADS, 1, KEYS)),
+    ("mask", (HEADS, QUERIES, KEYS)),
+    ("mask", (QUERIES, KEYS)),
+    ("mask", (1, 1, KEYS)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_grouped_heads_take_a_bias_and_a_mask_of_every_shape(name, shape):
+    at, _ = case("bfloat16", key_heads=2)
+    given = RNG.normal(size=shape) if name == "bias" else RNG.random(size=shape) > 0.3
+    options = {name: jnp.asarray(given, jnp.float32 if name == "bias" else bool)}
+    repeated = (at[0], *(jnp.repeat(x, HEADS // 2, axis=-2) for x in at[1:]))
+    expected = attention.dot_product_attention(*repeated, **options)
+    found = attention.dot_product_attention(*at, **options)
+    assert_near(found, wide(expected), 1, "bfloat16")

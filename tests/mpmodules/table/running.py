@@ -64,9 +64,8 @@ class NnxComposite(nnx.Module):
 
 def in_dtype(inputs: Any, dtype: Any) -> Any:
     """Inputs with their floating arrays in `dtype`."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype), inputs
-    )
+    cast = lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype)  # noqa: E731
+    return jax.tree.map(cast, inputs)
 
 
 def program(
@@ -105,14 +104,8 @@ def linen_program(
         return variables.pop("params", {}), variables
 
     def apply(params: Any, rest: Any, inputs: Any) -> tuple[Any, Any]:
-        return model.apply(
-            {"params": params, **rest},
-            *inputs,
-            method=method,
-            rngs={"dropout": CALL_KEY},
-            mutable=["batch_stats", "cache", "intermediates"],
-            **case.call,
-        )
+        how = {"rngs": {"dropout": CALL_KEY}, "mutable": ["batch_stats", "cache", "intermediates"]}
+        return model.apply({"params": params, **rest}, *inputs, method=method, **how, **case.call)
 
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
@@ -140,11 +133,9 @@ def nnx_program(
         out = getattr(model, method)(*inputs, **case.call)
         return out, flax.nnx.to_pure_dict(flax.nnx.state(model, flax.nnx.Not(flax.nnx.Param)))
 
-    carry = (
-        (make(CALL_KEY).initialize_carry(case.inputs[0].shape, flax.nnx.Rngs(0)),)
-        if case.is_cell
-        else ()
-    )
+    carry: tuple[Any, ...] = ()
+    if case.is_cell:
+        carry = (make(CALL_KEY).initialize_carry(case.inputs[0].shape, flax.nnx.Rngs(0)),)
     return Program(init, apply, (*carry, *in_dtype(case.called_with, inputs_in)))
 
 
@@ -215,19 +206,8 @@ def _trace(run: Program) -> Trace:
     jaxpr, (out, state, gradients) = jax.make_jaxpr(both_ways, return_shape=True)(
         params, rest, floats
     )
-    ops, findings = operations_of(jaxpr), findings_of(Graph(jaxpr))
-    return Trace(
-        params,
-        rest,
-        out,
-        state,
-        gradients[0],
-        floats,
-        gradients[1],
-        operations_of(init),
-        ops,
-        findings,
-    )
+    types = (params, rest, out, state, gradients[0], floats, gradients[1])
+    return Trace(*types, operations_of(init), operations_of(jaxpr), findings_of(Graph(jaxpr)))
 
 
 def floating(inputs: Any) -> dict[int, Any]:

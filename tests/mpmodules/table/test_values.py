@@ -102,7 +102,8 @@ def test_half_is_close_to_our_own_float32_jit_changes_nothing_and_empty_batches_
     # XLA rounds what it does not fuse; each layer rounds its operands and its result, attention's
     # three matmuls more
     assert_near(jitted, out, 4, compute)
-    assert_near(out, run(None)[0], 12 if "Attention" in case.layer else 4, compute)
+    if compute != jnp.float32:  # whose variances are not Flax's
+        assert_near(out, run(None)[0], 12 if "Attention" in case.layer else 4, compute)
 
 
 @each(BARE)

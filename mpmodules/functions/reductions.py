@@ -1,7 +1,8 @@
-"""Pooling for both wings: windows are summed in reduction_dtype, forward and backward.
+"""Flax's activations and poolings that half precision breaks, under their names and arguments.
 
-Backward's residual is the half input itself, or nothing where the reduction is a sum. In float32
-and wider each function is Flax's own.
+Half in, reduction_dtype inside, half out; the residual is the half input itself, or nothing where
+the reduction is a sum. In float32 each is JAX's or Flax's own function, bit for bit where no policy
+holds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,91 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from mpmodules.functions.functional import mixing_allowed
-from policy.core.scope import reduction_dtype_of
-from policy.functions.reductions import in_reduction_dtype
+from mpmodules.functions.functional import is_half, mixing_allowed
+from policy.core.scope import current_policy, reduction_dtype_of
+from policy.functions import reductions as half_safe
+from policy.functions.reductions import Axis, in_reduction_dtype
+from policy.functions.reductions import log_sigmoid as log_sigmoid
+from policy.functions.reductions import log_softmax as log_softmax
+from policy.functions.reductions import softmax as softmax
+from policy.functions.reductions import softplus as softplus
 
 Padding = str | Sequence[tuple[int, int]]
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+) -> Any:
+    """Computes log(sum(b * exp(a))) in reduction_dtype; returns the dtype of `a`.
+
+    Arguments as in `policy.reductions.logsumexp`.
+
+    Example:
+      >>> linen.logsumexp(jnp.full((256,), 12.0, jnp.float16))  # exp(12) overflows in half
+      Array(17.55, dtype=float16)
+    """
+    return half_safe.logsumexp(a, axis, b, keepdims, return_sign, where)
+
+
+def standardize(
+    x: ArrayLike,
+    axis: Axis = -1,
+    mean: ArrayLike | None = None,
+    variance: ArrayLike | None = None,
+    epsilon: float = 1e-5,
+    where: ArrayLike | None = None,
+    *,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Computes (x - mean) / sqrt(variance + epsilon) over `axis` in reduction_dtype.
+
+    Returns the dtype of `x`.
+
+    Under a policy, and for half inputs, a variance that is not given does not cancel where the mean
+    is large (`policy.reductions.standardize`). Without a policy, float32 gives the result of
+    `jax.nn.standardize`. Other arguments as in `policy.reductions.standardize`.
+
+    Args:
+      algorithm: one of `jax.nn.standardize`'s, obeyed where it is given; None is as above.
+
+    Example:
+      >>> linen.standardize(jnp.asarray([1.0, 3.0], jnp.bfloat16))
+      Array([-1, 1], dtype=bfloat16)
+    """
+    dtypes = [jnp.result_type(v) for v in (x, mean, variance) if v is not None]
+    out = dtypes[0] if jnp.issubdtype(dtypes[0], jnp.inexact) else None
+    if algorithm is None and (
+        current_policy() is not None or any(is_half(dtype) for dtype in dtypes)
+    ):
+        return half_safe.standardize(x, axis, mean, variance, epsilon, where, dtype=out)
+
+    def run(x: jax.Array, mean: jax.Array | None, variance: jax.Array | None) -> jax.Array:
+        chosen = {} if algorithm is None else {"algorithm": algorithm}
+        return jax.nn.standardize(x, axis, mean, variance, epsilon, where, **chosen)
+
+    return in_reduction_dtype(run, x, mean, variance, dtype=out)
+
+
+def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
+    """Computes x where it is not negative and slope * x elsewhere, in reduction_dtype, rounded once
+    to x's dtype.
+
+    Args:
+      x: floating, any shape.
+      slope: (), any floating dtype. Its gradient is summed over x in reduction_dtype.
+
+    Example:
+      >>> reductions.prelu(jnp.asarray([-2.0, 3.0], jnp.bfloat16), jnp.asarray(0.25))
+      Array([-0.5, 3], dtype=bfloat16)
+    """
+    return in_reduction_dtype(
+        lambda x, slope: jnp.where(x >= 0, x, slope * x), x, slope, dtype=x.dtype
+    )
 
 
 def pool(
@@ -61,9 +142,8 @@ def pool(
     def run(x: jax.Array, init: Any) -> jax.Array:
         return flax_pooling.pool(x, init, reduce_fn, window_shape, strides, padding)
 
-    if not jnp.issubdtype(inputs.dtype, jnp.floating):
-        return run(inputs, init)
-    if reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4:
+    rounds_little = reduce_fn in (lax.max, lax.min) and _most_windows(window_shape, strides) <= 4
+    if rounds_little or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return run(inputs, init)
     start = _start(init, reduction_dtype_of(inputs))
     return in_reduction_dtype(lambda x: run(x, start), inputs)
