@@ -66,7 +66,6 @@ from flax.linen import meta as meta
 from flax.linen import module as module
 from flax.linen import named_call as named_call
 from flax.linen import normalization as normalization
-from flax.linen import normalize as normalize
 from flax.linen import nowrap as nowrap
 from flax.linen import one_hot as one_hot
 from flax.linen import ones as ones
@@ -147,8 +146,11 @@ from mpmodules.functions.reductions import log_sigmoid as log_sigmoid
 from mpmodules.functions.reductions import log_softmax as log_softmax
 from mpmodules.functions.reductions import logsumexp as logsumexp
 from mpmodules.functions.reductions import max_pool as max_pool
+from mpmodules.functions.reductions import standardize as _normalize
 from mpmodules.functions.reductions import pool as pool
 from mpmodules.functions.reductions import softmax as softmax
 from mpmodules.functions.reductions import softplus as softplus
 from mpmodules.functions.reductions import standardize as standardize
 from mpmodules.linen._summary import tabulate as tabulate
+
+normalize = _normalize
