@@ -168,14 +168,11 @@ def rows_to_estimate(policies: str | None, rows: list[str]) -> NamedRows:
     texts = policies_in(policies)
     if not texts and not rows:
         raise CommandError(f"--policies {policies!r} names no policy: give f32,mixed_bfloat16.")
-    given: list[tuple[str, str, dict[str, Any]]] = []
-    for text in texts:
-        with prefixed_errors("--policies"):
+    with prefixed_errors("--policies"):
+        for text in texts:
             checked_policy(text)
-        given.append((text, text, {}))
-    given += map(_row, rows)
     found: NamedRows = {}
-    for name, policy, options in given:
+    for name, policy, options in [*((text, text, {}) for text in texts), *map(_row, rows)]:
         if name in found:
             raise CommandError(f"Two rows are named {name!r}: drop one, or name it by --row.")
         found[name] = policy, options

@@ -200,7 +200,6 @@ def require_arguments(
     required = [name for name in required_arguments(fn) or () if name not in passed]
     if required and not args:
         raise CommandError(
-            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg "
-            "bf16[8,128]; or name a "
-            "function without arguments that returns it and a tuple of its arguments."
+            f"{target!r} takes {', '.join(required)}: give each with --arg, as in --arg bf16[8,128]"
+            "; or name a function without arguments that returns it and a tuple of its arguments."
         )

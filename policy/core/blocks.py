@@ -18,9 +18,6 @@ from typing import Any, ClassVar
 
 from policy.programs.thread import thread
 
-# A generator that one of these runs is a block itself.
-_RUNNERS = ("contextlib", "_pytest")
-
 
 class Block(contextlib.ContextDecorator):
     """Base class of blocks; one may be entered again, and by several threads.
@@ -66,14 +63,17 @@ class Block(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def _refuse_suspension(self, frame: types.FrameType) -> None:
-        code, name = frame.f_code, self._name
+        code, name, runner = frame.f_code, self._name, frame.f_back
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise RuntimeError(
                 f"{name} was entered in the async function {code.co_name!r}: while that awaits, "
                 f"other tasks would run under its scope. Decorate the function with {name}(...) "
                 "instead, or put the block into a function that is not async."
             )
-        if code.co_flags & inspect.CO_GENERATOR and not _is_block(frame):
+        # A generator of `contextlib.contextmanager`, or a fixture of pytest, is a block itself.
+        module = "" if runner is None else runner.f_globals.get("__name__", "")
+        is_block = module.partition(".")[0] in ("contextlib", "_pytest")
+        if code.co_flags & inspect.CO_GENERATOR and not is_block:
             warnings.warn(
                 f"{name} was entered in the generator {code.co_name!r}: while that is suspended, "
                 f"the code around it runs under its scope. Decorate the generator with "
@@ -86,13 +86,6 @@ def is_suspended(func: Callable[..., Any]) -> bool:
     """Returns whether a function's calls return before its code has run: async ones, generators."""
     kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction
     return any(is_kind(func) for is_kind in kinds)
-
-
-def _is_block(frame: types.FrameType) -> bool:
-    """Returns whether a generator is one of `contextlib.contextmanager`, or a fixture of pytest."""
-    runner = frame.f_back
-    name = "" if runner is None else runner.f_globals.get("__name__", "")
-    return name.partition(".")[0] in _RUNNERS
 
 
 def _steps(block: Block, steps: Any) -> Generator[Any, Any, Any]:

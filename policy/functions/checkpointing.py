@@ -105,9 +105,6 @@ _materialize_p.def_abstract_eval(lambda aval: aval)
 ad.deflinear2(_materialize_p, _transpose)
 batching.defvectorized(_materialize_p)
 mlir.register_lowering(_materialize_p, lambda context, x: [x])
+_barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
 for _platform in ("cuda", "rocm"):
-    mlir.register_lowering(
-        _materialize_p,
-        mlir.lower_fun(lax.optimization_barrier, multiple_results=False),
-        platform=_platform,
-    )
+    mlir.register_lowering(_materialize_p, _barrier, platform=_platform)

@@ -163,16 +163,12 @@ def _check(x: Array, kernel: Array, labels: Array, bias: Array | None, axis: int
     if axis not in (-2, -1, 0, 1):
         raise ValueError(f"axis should be 0 or -1, but got {axis!r}.")
     if x.ndim < 1 or kernel.ndim != 2 or kernel.shape[1 - axis % 2] != x.shape[-1]:
-        expected = "(d, K)" if axis % 2 else "(K, d)"
-        raise ValueError(
-            f"x should be (..., d) and kernel {expected} for axis={axis}, but got {x.shape} and "
-            f"{kernel.shape}."
-        )
+        expected = f"kernel {'(d, K)' if axis % 2 else '(K, d)'} for axis={axis}"
+        got = f"{x.shape} and {kernel.shape}"
+        raise ValueError(f"x should be (..., d) and {expected}, but got {got}.")
     if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"labels should have the shape of x without its last axis, {x.shape[:-1]}, but got "
-            f"{labels.shape}."
-        )
+        expected = f"the shape of x without its last axis, {x.shape[:-1]}"
+        raise ValueError(f"labels should have {expected}, but got {labels.shape}.")
     if bias is not None and bias.shape != (kernel.shape[axis],):
         raise ValueError(f"bias should be ({kernel.shape[axis]},), but got {bias.shape}.")
 

@@ -297,7 +297,7 @@ def case(name: str) -> tuple[Any, ...]:
         convolve: Any = functools.partial(lax.conv_general_dilated, **options)
         wide: list[Any] = [jnp.asarray(a, jnp.float64) for a in (x, kernel)]
         ct = RNG.standard_normal(jax.eval_shape(convolve, wide[0], wide[1]).shape)
-        truth = [np.asarray(a) for a in results(convolve, *wide, ct)]
+        truth = [np.asarray(a) for a in results(convolve, wide[0], wide[1], ct)]
     return options, x, kernel, ct.astype(np.float32), truth
 
 
