@@ -110,7 +110,7 @@ def stored_dtypes(
     """
 
     def is_stored(leaf: jax.Array, dtype: np.dtype | None) -> bool:
-        if dtype not in FORMATS or leaf.dtype in FORMATS:
+        if dtype is None or dtype not in FORMATS or leaf.dtype in FORMATS:
             return True
         return leaf.size >= SMALLEST_SIZE and leaf.shape[-1] >= SMALLEST_WIDTH
 

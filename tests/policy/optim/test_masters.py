@@ -148,9 +148,7 @@ def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_on
         np.testing.assert_array_equal(master_params(params, state)["w"], np.float32(1 / 3))
 
 
-# --------------------------------------------------------------------------------------------------
-# Params that were written to
-# --------------------------------------------------------------------------------------------------
+# --- Params that were written to ------------------------------------------------------------------
 
 
 def test_resync_follows_what_was_written_and_keeps_the_rest():

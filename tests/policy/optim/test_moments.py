@@ -143,9 +143,7 @@ def test_fields_that_cannot_be_tried_are_first_moments_by_their_names():
     assert wrapped(odd, moment_dtype={"mu": BF16}).init(PARAMS).inner.mu["w"].dtype == jnp.bfloat16
 
 
-# --------------------------------------------------------------------------------------------------
-# Moments in 8 bits
-# --------------------------------------------------------------------------------------------------
+# --- Moments in 8 bits ----------------------------------------------------------------------------
 
 INT8, FLOAT8 = ({"mu": name, "nu": name} for name in ("int8", "float8"))
 LARGE = {"w": jnp.full((32, 160), 0.5), "b": jnp.ones(160)}

@@ -134,9 +134,7 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
                 np.testing.assert_array_equal(finite, ~bad if mode != "full" else True)
 
 
-# --------------------------------------------------------------------------------------------------
-# Stochastic rounding
-# --------------------------------------------------------------------------------------------------
+# --- Stochastic rounding --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -189,9 +187,7 @@ def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
     assert_same(first, rounded(params))
 
 
-# --------------------------------------------------------------------------------------------------
-# Records
-# --------------------------------------------------------------------------------------------------
+# --- Records --------------------------------------------------------------------------------------
 
 WIDE = {"w": jnp.linspace(-2.1, 3.3, 12).reshape(3, 4)}
 GRADIENTS = {"w": jnp.full((3, 4), 0.5)}

@@ -76,9 +76,7 @@ def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     assert tx.loss_scale == NoOpLossScale()
 
 
-# --------------------------------------------------------------------------------------------------
-# A scale that was put on, and not taken off
-# --------------------------------------------------------------------------------------------------
+# --- A scale that was put on, and not taken off ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,9 +128,7 @@ def test_a_loss_that_is_only_looked_at_and_another_scale_are_silent():
     tx.update(gradients, state, PARAMS)
 
 
-# --------------------------------------------------------------------------------------------------
-# A scale that was never put on
-# --------------------------------------------------------------------------------------------------
+# --- A scale that was never put on ----------------------------------------------------------------
 
 TOLD = r"has a loss scale.*loss_scale=loss_scale_of\(opt_state\)"
 
