@@ -161,7 +161,7 @@ def suggestion_of(
 # --------------------------------------------------------------------------------------------------
 
 
-def in_8_bits(
+def suggestion_in_8_bits(
     trial: Trial,
     scaled: ScaledDots,
     policy: Policy,

@@ -34,7 +34,7 @@ from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 
 RuledRow = tuple[PolicyRules, CompiledRow]
-Places = dict[WideModules, FrontPlace]
+_Places = dict[WideModules, FrontPlace]
 _MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 # A module that costs less than this share of the program is taken to cost so much.
 _LEAST_SHARE = 1e-4
@@ -242,7 +242,7 @@ def chosen_sets(
     return chosen
 
 
-def _places(errors: Mapping[WideModules, float], costs: Sequence[float]) -> Places:
+def _places(errors: Mapping[WideModules, float], costs: Sequence[float]) -> _Places:
     """Returns the cost of each set and the logarithm of its error, each between 0 and 1."""
     finite = [error for error in errors.values() if 0 < error < math.inf] or [1.0]
     low, high = math.log(min(finite) / 2), math.log(max(finite) * 2)

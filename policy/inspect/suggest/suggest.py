@@ -13,7 +13,7 @@ from policy.core.policy import Policy
 from policy.core.scope import traced_for
 from policy.inspect.estimate.steps import MadeCall
 from policy.inspect.estimate.targets import Target
-from policy.inspect.suggest.applied import confirmed, in_8_bits, suggestion_of
+from policy.inspect.suggest.applied import confirmed, suggestion_in_8_bits, suggestion_of
 from policy.inspect.suggest.eight_bits import SMALLEST, scaled_of, split_policy
 from policy.inspect.suggest.on_target import FrontSearch, require_timed
 from policy.inspect.suggest.patterns import ListeningRules
@@ -124,7 +124,7 @@ def suggest(
         if scaled is None or policy is None:
             return found
         eight = policy.replace(matmul=by)
-        return in_8_bits(trial, scaled, eight, wide, budget, smallest, found)
+        return suggestion_in_8_bits(trial, scaled, eight, wide, budget, smallest, found)
 
 
 def _require(
