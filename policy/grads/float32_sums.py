@@ -393,13 +393,11 @@ class _Search:
             is_weight[program.carry] = [False] * program.carried
             while True:  # a loop carries from turn to turn
                 reached = self.reached(program.body, wanted, is_weight)
-                carried = [
-                    a or b
-                    for a, b in zip(wanted[: program.carried], reached[program.carry], strict=True)
-                ]
-                if carried == wanted[: program.carried]:
+                n = program.carried
+                carried = [a or b for a, b in zip(wanted[:n], reached[program.carry], strict=True)]
+                if carried == wanted[:n]:
                     break
-                wanted[: program.carried] = carried
+                wanted[:n] = carried
             found |= {i for i, one in zip(program.operands, reached, strict=True) if one}
             is_wanted = wanted
         self.widened.update(

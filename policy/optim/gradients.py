@@ -37,10 +37,8 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
         are no numbers, or differ between devices where the params don't. Each may have one axis
         more in front, of one length for all: gradients per example.
     """
-    require_state(
-        state,
-        "apply_gradients(tx, params, opt_state, grads) or tx.update(grads, opt_state, params)",
-    )
+    call = "apply_gradients(tx, params, opt_state, grads) or tx.update(grads, opt_state, params)"
+    require_state(state, call)
     if params is None:
         raise ValueError(
             "params are needed, because the step is computed on float32 weights. Call "

@@ -128,9 +128,8 @@ class Stepper:
         if self.moment_dtypes is not None:
             dtypes, by_chance = self.moment_dtypes, self.key is not None
             _run_optax(moments.check_moments, self.inner, inner, params, dtypes, by_chance)
-            stored = moments.narrow_moments(
-                inner, moments.stored_dtypes(inner, params, dtypes), dtypes
-            )
+            targets = moments.stored_dtypes(inner, params, dtypes)
+            stored = moments.narrow_moments(inner, targets, dtypes)
         layout = layout_of(params, self.master_weights)
         seen = {id(leaf) for leaf in jax.tree.leaves((params, wide, masters))}
         stored = jax.tree.map(lambda leaf: owned(leaf, seen), stored)
@@ -273,26 +272,23 @@ class Stepper:
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
             # one pass over the gradients serves both: a norm is finite where all squares are
-            finite = (
-                gradients_finite(gradients, scale, params, self.axis_name)
-                if norm is None
-                else fusion_barrier(jnp.isfinite(norm))
-            )
+            if norm is None:
+                finite = gradients_finite(gradients, scale, params, self.axis_name)
+            else:
+                finite = fusion_barrier(jnp.isfinite(norm))
             finite = finite if belongs is True else finite & belongs
-            results = (
-                cond_or_select(finite, *branches, operands)
-                if as_updates
-                else unpacked_cond(finite, updates, *branches, operands)
-            )
+            if as_updates:
+                results = cond_or_select(finite, *branches, operands)
+            else:
+                results = unpacked_cond(finite, updates, *branches, operands)
         elif belongs is not True or any(mode.is_packed for mode in modes):
             # always True where the state belongs, which XLA can't know; known before the step, so
             # that a select costs no pass of its own
             finite = state.count >= 0 if belongs is True else belongs
-            results = (
-                unpacked_cond(finite, updates, *branches, operands)
-                if any(mode.stores for mode in modes)
-                else selected(finite, *(branch(operands) for branch in branches))
-            )
+            if any(mode.stores for mode in modes):
+                results = unpacked_cond(finite, updates, *branches, operands)
+            else:
+                results = selected(finite, *(branch(operands) for branch in branches))
         else:
             finite = jnp.array(True)
             results = branches[0](operands)
