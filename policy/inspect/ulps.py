@@ -103,8 +103,8 @@ def _messages(
         raise ValueError(f"{name} should be of shape {truth.shape}, but is of shape {leaf.shape}.")
     if np.iscomplexobj(leaf) or np.iscomplexobj(truth):
         own = dtype or np.real(leaf).dtype
-        yield from _messages(f"{name}.real", leaf.real, truth.real, allowed, own, floor)
-        yield from _messages(f"{name}.imag", leaf.imag, truth.imag, allowed, own, floor)
+        for part, of in ("real", np.real), ("imag", np.imag):
+            yield from _messages(f"{name}.{part}", of(leaf), of(truth), allowed, own, floor)
         return
     if dtype is None and not jnp.issubdtype(leaf.dtype, jnp.floating):
         if not np.array_equal(leaf, truth):

@@ -16,10 +16,8 @@ from policy.inspect.audit.render.html import page
 from policy.inspect.audit.render.text import text
 from policy.inspect.render.text import shows_colour
 
-_FIGURES = (
-    *("name", "policy", "flops_by_dtype", "bytes_by_dtype", "matmul_flops_by_dtype"),
-    *("f32_matmul_share", "eight_bit_matmul_share"),
-)
+_TOTALS = "flops_by_dtype bytes_by_dtype matmul_flops_by_dtype f32_matmul_share"
+_FIGURES = f"name policy {_TOTALS} eight_bit_matmul_share".split()
 
 
 @dataclasses.dataclass(frozen=True)

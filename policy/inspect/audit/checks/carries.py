@@ -166,8 +166,9 @@ def _sum(before: Value, after: Value, gates: set[Value]) -> Node | None:
     is_counter = not before.shape  # a counter of calls adds a literal
     if not share.terms or not (is_counter or any(_is_new(term, before) for term in share.terms)):
         return None
-    made = (one for one in followed(share.terms, _operands) if one.maker is not None)
-    multiplied = [operand for one in made if is_matmul(one.maker) for operand in _operands(one)]
+    made = followed(share.terms, _operands)
+    products = (one for one in made if one.maker is not None and is_matmul(one.maker))
+    multiplied = [operand for one in products for operand in _operands(one)]
     if before in followed(multiplied, _operands):
         return None
     return next((node for node in share.sums if not is_cotangent(node)), None)

@@ -120,7 +120,7 @@ def _is_dot_of_squares(node: Node) -> bool:
         return False
     origins = (made_of(value).maker for value in operands)
     are_squares = any(origin is not None and _squares(origin) for origin in origins)
-    return are_squares or are_equal(*operands)
+    return are_squares or are_equal(operands[0], operands[1])
 
 
 def _is_reduction(node: Node) -> bool:

@@ -28,7 +28,12 @@ HOSTILE = (
 
 
 def operation(path, **changes):
-    given = {"dtype": "bfloat16", "kind": "dot", "name": "dot_general", "flops": 1_000_000}
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kind": "dot",
+        "name": "dot_general",
+        "flops": 1_000_000,
+    }
     given |= {"source": "model.py:12 (__call__)"} | changes
     dtype, flops = given["dtype"], given["flops"]
     said = (given["kind"], given["name"], (dtype, dtype), "backend", dtype, given["source"])
@@ -36,7 +41,10 @@ def operation(path, **changes):
 
 
 def finding(path, **changes):
-    given = {"kind": "low-precision reduction", "message": "Sums 4096 terms in bfloat16."}
+    given: dict[str, Any] = {
+        "kind": "low-precision reduction",
+        "message": "Sums 4096 terms in bfloat16.",
+    }
     given |= {"dtypes": ("bfloat16",), "source": "model.py:3 (f)", "is_backward": False, "count": 1}
     return Finding(path=path, primitive="reduce_sum", **given | changes)
 

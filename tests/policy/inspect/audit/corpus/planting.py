@@ -224,7 +224,9 @@ class LinenInner(nn.Module):
         return self.run(*args)
 
 
-class LinenStep(LinenInner):
+class LinenStep(nn.Module):
+    run: Any
+
     def __call__(self, n: Any, *args: Any) -> Any:
         return n + 1, self.run(*args)
 
