@@ -273,7 +273,7 @@ def _suggest(options: argparse.Namespace) -> int:
         with prefixed_errors("--on"):
             require_timed(Target(options.on))
     fn, args, kwargs = _call_of(options)
-    args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs), is_leaf=_is_shape)
+    args, kwargs = jax.tree.map(_filled, (tuple(args), kwargs))
     policy, params = _policy_of(options), _params_of(options)
     chosen = ("error", "backward", "matmul", "smallest", "on", "points")
     asked = {name: getattr(options, name) for name in chosen}
@@ -286,13 +286,9 @@ def _suggest(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _filled(leaf: Any) -> Any:
     """Returns an array in the place of a shape: normal numbers, ones of integers, or a key."""
-    if not _is_shape(leaf):
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     key = jax.random.key(0)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -107,9 +107,6 @@ class PolicyRules:
             raise TypeError(f"{expected}, but got the string {texts!r}.")
         return cls([_divided(text) for text in texts], strict=strict)
 
-    def __bool__(self) -> bool:
-        return bool(self.rules)
-
     def __len__(self) -> int:
         return len(self.rules)
 

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -100,20 +100,6 @@ def quantise(
     return Quantised(codes.astype(dtype), scale)
 
 
-class _Known(NamedTuple):
-    """An operand in 8 bits.
-
-    Attributes:
-      array: the operand itself, which is kept so that no other array gets its identity.
-      trace: where it was quantised.
-      codes: its codes and scales.
-    """
-
-    array: Array
-    trace: Any
-    codes: Quantised
-
-
 def shared_operands() -> contextlib.AbstractContextManager[None]:
     """Quantises an operand of several matmuls once in a block, as attention's projections have it.
 
@@ -127,17 +113,17 @@ def quantise_for(x: Array, contracted: tuple[int, ...], by: ScaledMatmul) -> Qua
 
     Inside `shared_operands`, operations on the same operand share it.
     """
-    known: dict[Any, _Known] | None = thread.shared_operands
+    known: dict[Any, Any] | None = thread.shared_operands
     key = (id(x), contracted, by.operands, by.scaling)
     # What a checkpoint inside the block computes is its own.
     trace = get_opaque_trace_state(convention="flax")
-    found = None if known is None else known.get(key)
-    if found is not None and found.trace == trace:
-        return found.codes
-    codes = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
-    if known is not None and found is None:
-        known[key] = _Known(x, trace, codes)
-    return codes
+    _, where, codes = (known or {}).get(key, (None, None, None))
+    if codes is not None and where == trace:
+        return codes
+    made = quantise(lax.stop_gradient(x), contracted, by.operands, by.scaling)
+    if known is not None and codes is None:
+        known[key] = x, trace, made  # the operand itself, so that no other array gets its identity
+    return made
 
 
 def _largest_magnitude(x: Array, axes: tuple[int, ...]) -> Array:

@@ -216,7 +216,10 @@ def _loss_forward(options: _Options, *operands: Array) -> tuple[Array, Any]:
 
 def _loss_backward(options: _Options, saved: Any, cotangent: Array) -> tuple[Any, ...]:
     gradients, (x, labels, weight, *parameters) = saved
-    cotangent = _of_all_devices(options, cotangent)
+    # All devices of the classes' axis return a loss alike. Where types don't tell so
+    # (``check_vma=False``), each has a share of its cotangent.
+    if options.axis_name is not None and not is_typed(options.axis_name):
+        cotangent = lax.psum(cotangent, options.axis_name)
     if gradients is None:
         weight = jnp.where(weight == 0, 0, cotangent * weight)
         weight = make_varying(weight, varying_axes(x))
@@ -231,16 +234,6 @@ def _loss_backward(options: _Options, saved: Any, cotangent: Array) -> tuple[Any
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
-
-
-def _of_all_devices(options: _Options, cotangent: Array) -> Array:
-    """Returns the cotangent of a loss that all devices of the classes' axis return alike.
-
-    Where types don't tell so (``check_vma=False``), each device holds its share.
-    """
-    if options.axis_name is None or is_typed(options.axis_name):
-        return cotangent
-    return lax.psum(cotangent, options.axis_name)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -109,7 +109,6 @@ def softmax(
     Returns:
       x's shape; 0 everywhere if `where` leaves no entry.
     """
-    del initial
     return in_reduction_dtype(lambda x: jax.nn.softmax(x, axis, where=where), x, dtype=dtype)
 
 
@@ -133,7 +132,6 @@ def log_softmax(
     Returns:
       x's shape; -inf where `where` leaves an entry out.
     """
-    del initial
     return in_reduction_dtype(lambda x: jax.nn.log_softmax(x, axis, where=where), x, dtype=dtype)
 
 
