@@ -210,16 +210,13 @@ class DynamicLossScale(_ByNumber):
         complete = counter >= self.period
         factor = np.float32(self.factor)
 
-        grown = scale * factor
-        grown = jnp.where(grown <= np.float32(min(self.max_loss_scale, _LARGEST)), grown, scale)
+        largest = np.float32(min(self.max_loss_scale, _LARGEST))
         smallest = np.float32(max(self.min_loss_scale, _SMALLEST))
+        grown = scale * factor
+        grown = jnp.where(grown <= largest, grown, scale)
         fallen = scale / factor
         # also from a scale that is not finite, which a restored or overwritten state may hold
-        fallen = jnp.where(
-            fallen > smallest,
-            jnp.minimum(fallen, np.float32(min(self.max_loss_scale, _LARGEST))),
-            smallest,
-        )
+        fallen = jnp.where(fallen > smallest, jnp.minimum(fallen, largest), smallest)
         left = self.hysteresis_left
         if left is not None:
             left = jnp.asarray(left, jnp.int32)
@@ -229,9 +226,8 @@ class DynamicLossScale(_ByNumber):
             left = jnp.where(finite, filled, used)
         scale = jnp.where(finite, jnp.where(complete, grown, scale), fallen)
         counter = jnp.where(finite & ~complete, counter, jnp.int32(0))
-        return jax.tree.structure(self).unflatten(
-            x for x in (scale, counter, left) if x is not None
-        )
+        leaves = (scale, counter) if left is None else (scale, counter, left)
+        return jax.tree.structure(self).unflatten(leaves)
 
 
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale

@@ -77,9 +77,9 @@ def master_params(params: Params, state: Any) -> Params:
         if is_overwritten(path):
             return p
         wide = storage_mode(p.dtype, master_weights).join(p, stored)
-        return (
-            wide if is_stored is True else jnp.where(is_stored, wide, jnp.full_like(wide, jnp.nan))
-        )
+        if is_stored is True:
+            return wide
+        return jnp.where(is_stored, wide, jnp.full_like(wide, jnp.nan))
 
     # an overwritten leaf pairs with an empty node too
     return boxed_like(jax.tree_util.tree_map_with_path(one, plain, state.masters), params)
