@@ -173,13 +173,9 @@ def unchanged_names(wing: types.ModuleType) -> set[str]:
 @pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.__name__)
 def test_names_unchanged_from_flax_are_listed(wing):
     theirs, listed = WINGS[wing], unchanged_names(wing)
-    same = {
-        name
-        for name in dir(theirs)
-        if not name.startswith("_")
-        and not isinstance(getattr(theirs, name), types.ModuleType)
-        and getattr(theirs, name) is getattr(wing, name)
-    }
+    public = {name: getattr(theirs, name) for name in dir(theirs) if not name.startswith("_")}
+    values = {n: one for n, one in public.items() if not isinstance(one, types.ModuleType)}
+    same = {name for name, value in values.items() if value is getattr(wing, name)}
     assert same - listed == set()
     stub = pathlib.Path(wing.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")
     flaxs = rf"^from {re.escape(theirs.__name__)}[\w.]* import (\w+) as \1$"
