@@ -58,10 +58,10 @@ from mpmodules.nnx._summary import tabulate
 from mpmodules.nnx._training import grad, ModelAndOptimizer, Optimizer, value_and_grad
 
 if hasattr(_flax_nnx, "RoPE"):  # flax 0.12.12 and later
-    from mpmodules.nnx._layers.rotary import RoPE, dot_product_attention_with_rope
+    from mpmodules.nnx._layers.newer_flax import RoPE, dot_product_attention_with_rope
 
 if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
-    from mpmodules.nnx._layers.ema import EMA
+    from mpmodules.nnx._layers.newer_flax import EMA
 
 
 def __getattr__(name: str) -> Any:

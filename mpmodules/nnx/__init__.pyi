@@ -212,7 +212,7 @@ from mpmodules.nnx._layers.recurrent import Bidirectional as _Bidirectional
 from mpmodules.nnx._layers.linear import Conv as _Conv
 from mpmodules.nnx._layers.linear import ConvTranspose as _ConvTranspose
 from mpmodules.nnx._layers.elementwise import Dropout as _Dropout
-from mpmodules.nnx._layers.ema import EMA as EMA
+from mpmodules.nnx._layers.newer_flax import EMA as EMA
 from mpmodules.nnx._layers.linear import Einsum as _Einsum
 from mpmodules.nnx._layers.linear import Embed as _Embed
 from mpmodules.nnx._layers.recurrent import GRUCell as _GRUCell

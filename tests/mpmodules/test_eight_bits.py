@@ -1,12 +1,16 @@
-"""Layers of both wings under a policy with matmuls in 8 bits: programs, results and gradients."""
+"""Layers of both wings under a policy with matmuls in 8 bits: programs, results and gradients; and
+what audits, assertions, comparisons and summaries say of them.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import json
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +21,17 @@ from jax.sharding import AxisType, PartitionSpec
 
 import policy
 from mpmodules import linen, nnx, use_policy
+from policy.inspect.audit.findings import ACCUMULATOR, DEQUANTISED, UNSCALED
+from policy.inspect.audit.render.html import page
+from policy.testing import assert_dots_in, assert_matmuls_obey
+from tests.mpmodules.test_summary import CONSOLE, cells
 from tests.mpmodules.wings import BOTH, WINGS, Text, dense, layer, layer_norm
 from tests.programs import named, operations
 
-pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning"),
+    pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp:DeprecationWarning"),
+]
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((4, 16, 32)), jnp.float32)
@@ -284,3 +295,328 @@ def test_large_inputs_times_small_weights_are_finite(made, policy):
         expected = 2.0**110 * np.asarray(apply(params, X), np.float32)
     assert np.abs(X).max() * 2.0**123 > 1e37
     np.testing.assert_allclose(np.asarray(large, np.float32), expected, rtol=1e-6)
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+ALL_LAYERS: dict[str, Callable[..., Any]] = {
+    **LAYERS,
+    **ATTENTION,
+    "nnx/LoRALinear": of_nnx("LoRALinear", 32, 8, lora_rank=2),
+}
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda run: run,
+    "jit in remat in scan": lambda run: (
+        lambda p, x: lax.scan(
+            lambda n, row: (n + 1, jax.checkpoint(jax.jit(run))(p, row)), 0, x[None]
+        )[1]
+    ),
+    "vmap": lambda run: lambda p, x: jax.vmap(run, (None, 0))(p, x[None]),
+}
+
+
+def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
+    """Returns a function of params and an input, and the params; shapes of linen's."""
+    if isinstance(layer, flax_nnx.Module):
+        return loss_of(layer)
+    return layer.apply, jax.eval_shape(layer.init, jax.random.key(0), X)
+
+
+# --- audits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ALL_LAYERS)
+@pytest.mark.parametrize("text", EIGHT)
+def test_an_audit_finds_nothing_in_our_layers(text, name, place):
+    with use_policy(text):
+        run, params = shapes_of(ALL_LAYERS[name]())
+        report = policy.audit(PLACES[place](run), params, X, backward=True, params=(0, 1))
+    assert not report.findings, str(report)
+    assert report.eight_bit_matmul_share > 0.3 and any(op.is_backward for op in report.operations)
+
+
+@BOTH
+@pytest.mark.parametrize("text", EIGHT)
+@pytest.mark.parametrize("way", ["autocast", "apply_policy"])
+def test_an_audit_finds_nothing_in_flaxs_layers_under_a_policy(wing, way, text):
+    if way == "autocast":
+        plain = wing.theirs(NET, X)
+        report = policy.audit(plain.pure, plain.params, X, policy=text, backward=True)
+    else:
+        model = wing.port(NET, text, None, X)
+        report = policy.audit(model.pure, model.params, X, backward=True)
+    assert not report.findings, str(report)
+    assert 0.5 < report.eight_bit_matmul_share < 1
+
+
+def test_a_policy_is_applied_by_the_scope_where_every_matmul_is_of_int8():
+    run, params = loss_of(linen.Dense(8))
+    report = policy.audit(run, params, X, policy="p=f32,c=bf16,o=f32,m=i8")
+    (dot,) = (op for op in report.operations if op.kind == "dot")
+    assert dot.operands == ("int8", "int8") and dot.result == "int32"
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "kind"),
+    [
+        ("Fp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
+        ("NANOOFp8DotGeneralOp", jnp.bfloat16, DEQUANTISED),
+        ("Fp8DirectDotGeneralOp", jnp.float16, ACCUMULATOR),
+        ("Fp8DirectDotGeneralOp", jnp.bfloat16, None),
+    ],
+)
+def test_flaxs_own_operations_in_8_bits_are_told_apart(operation, dtype, kind):
+    cls = getattr(flax.linen, operation, None) or getattr(flax.linen.fp8_ops, operation)
+    layer = flax.linen.Dense(8, dtype=dtype, dot_general_cls=cls)
+    others = dict(jax.eval_shape(layer.init, jax.random.key(0), X))
+    params = others.pop("params")
+
+    def loss(params: Any, others: Any, x: Any) -> Any:
+        y: Any = layer.apply({**others, "params": params}, x)
+        return y.astype(jnp.float32).sum()
+
+    report = policy.audit(loss, params, others, X, backward=True, params=0)
+    found = {(f.kind, f.is_backward) for f in report.findings}
+    assert kind is None or {(kind, False), (kind, True)} <= found
+    assert not {kind for kind, _ in found} & ({UNSCALED, DEQUANTISED, ACCUMULATOR} - {kind})
+
+
+def test_an_audit_counts_flops_of_matmuls_by_width(tmp_path):
+    model = WINGS["linen"].port(NET, "mixed_int8", {"stem|head": KEPT}, X)
+    report = policy.audit(model.pure, model.params, X)
+    found = [op for op in report.operations if op.kind in ("dot", "convolution")]
+    flops = {w: sum(op.flops for op in found if op.operands[0] == w) for w in ("int8", "bfloat16")}
+    assert report.matmul_flops_by_dtype == flops and all(flops.values())
+    share = flops["int8"] / sum(flops.values())
+    assert report.eight_bit_matmul_share == pytest.approx(share) and report.f32_matmul_share == 0
+    assert report.matmul_shares == pytest.approx({"8 bits": share, "half": 1 - share})
+    assert f"matmuls in 8 bits: {share:.1%} of their FLOPs (i8 {share:.1%}, bf16" in str(report)
+    assert "; matmuls: 8 bits 100%" in str(report) and "i8 i8" in str(report)
+    shown = report.to_html()
+    assert f"{share:.0%} of matmul FLOPs in 8 bits" in shown and "FLOPs of matmuls:" in shown
+    assert f"matmuls: 8 bits {share:.0%}, half {1 - share:.0%}" in shown
+    assert '<span class="chip float8">int8</span>' in shown
+    report.save(tmp_path / "audit.json")
+    read = json.loads((tmp_path / "audit.json").read_text())
+    assert read["eight_bit_matmul_share"] == pytest.approx(share)
+    plain = policy.audit(WINGS["linen"].theirs(NET, X).pure, model.params, X)
+    assert plain.matmul_shares == {"float32": 1.0} and "8 bits" not in str(plain)
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+
+def parts(self: Any, x: Any) -> Any:
+    x = self.ruled(self.explicit(self.norm(self.mix(self.own(self.dense(self.conv(x)))))))
+    with policy.full_precision():
+        return self.island(x)
+
+
+parts.__name__ = "__call__"  # Flax's tables name other methods
+PARTS = Text(
+    parts,
+    conv=layer(lambda nn: nn.Conv(32, (3,)), lambda nnx, rngs: nnx.Conv(32, 32, (3,), rngs=rngs)),
+    dense=dense(32, 32),
+    own=dense(32, 32, dot_general=own),
+    mix=attention(32),
+    norm=layer_norm(32),
+    explicit=dense(32, 32, dtype=jnp.float32),
+    ruled=dense(32, 32),
+    island=dense(32, 32),
+)
+SCALED = {"", "dense", "conv", "mix", "mix/query", "mix/key", "mix/value", "mix/out"}
+PLAIN = "p=f32,c=bf16,o=f32"
+
+
+def test_tabulate_shows_8_bits_where_a_linen_layer_multiplies_in_them():
+    with use_policy("mixed_float8", rules={"ruled": PLAIN}):
+        model = PARTS.linen_class(linen)()
+        table = model.tabulate(jax.random.key(0), X, console_kwargs=CONSOLE, depth=2)
+    shown = {path: text for path, (text, _) in cells(table).items()}
+    assert {path for path, text in shown.items() if text.endswith("m=f8")} == SCALED
+    assert {shown[path] for path in ("own", "norm", "ruled")} == {PLAIN}
+    assert shown["explicit"] == "p=f32,c=f32,o=f32" == shown["island"]
+
+
+@pytest.mark.parametrize("way", ["ours", "apply_policy"])
+def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
+    with use_policy("mixed_int8" if way == "ours" else None):
+        model: Any = PARTS.nnx_class(nnx)(rngs=nnx.Rngs(0))
+    if way == "apply_policy":
+        model = nnx.apply_policy(model, "mixed_int8", {"ruled": PLAIN})
+    table = nnx.tabulate(model, X, console_kwargs=CONSOLE)
+    shown = {path: text for path, (text, _) in cells(table).items()}
+    # `apply_policy` overrides the dtype argument of a layer that was built before
+    more = {"explicit"} if way == "apply_policy" else {"ruled"}
+    assert {p for p, text in shown.items() if text.endswith("m=i8")} - {"island"} == SCALED | more
+    assert {shown[path] for path in ("own", "norm")} == {PLAIN}
+
+
+# --- assertions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["linen/attention", "nnx/attention", "linen/Einsum", "nnx/Linear"])
+@pytest.mark.parametrize("text", [*EIGHT, "mixed_bfloat16"])
+def test_assert_matmuls_obey_passes_for_our_layers(text, name):
+    other = "mixed_bfloat16" if text in EIGHT else "mixed_int8"
+    with use_policy(text):
+        run, params = shapes_of(ALL_LAYERS[name]())
+        assert_matmuls_obey(run, (params, X), text, backward=True, params=0)
+        with pytest.raises(AssertionError, match="do not obey"):
+            assert_matmuls_obey(run, (params, X), other, params=0)
+
+
+def test_assert_matmuls_obey_takes_the_rules_of_a_model():
+    model = WINGS["linen"].port(NET, "mixed_float8", {"stem|head": KEPT}, X)
+    run, args = model.pure, (model.params, X)
+    rules = {"stem": KEPT, "head": KEPT}
+    assert_matmuls_obey(run, args, "mixed_float8", rules=rules, backward=True)
+    assert_matmuls_obey(run, args, "mixed_float8", backward=True, allow=("stem|head",))
+    with pytest.raises(AssertionError) as raised:
+        assert_matmuls_obey(run, args, "mixed_float8", rules={"stem": KEPT}, backward=True)
+    told = str(raised.value)
+    # forward, and the gradients of its kernel and its input
+    assert told.startswith("3 of ") and "at 'head'" in told
+    assert "should be float8_e4m3fn or float8_e5m2" in told and "stem" not in told
+
+
+def test_weight_gradients_in_compute_dtype_are_asserted():
+    with use_policy("p=f32,c=bf16,o=f32,m=i8:compute"):
+        run, params = loss_of(ALL_LAYERS["nnx/Linear"]())
+        args = (params, X.astype(jnp.bfloat16))
+        assert_matmuls_obey(run, args, "p=f32,c=bf16,o=f32,m=i8:compute", backward=True, params=0)
+        with pytest.raises(AssertionError, match=r"1 of 2 matmuls .*\n.*\n    should be int8"):
+            assert_matmuls_obey(run, args, "mixed_int8", backward=True, params=0)
+
+
+def test_assert_dots_in_counts_8_bit_codes_by_their_short_names():
+    with use_policy("mixed_int8"):
+        run, params = loss_of(ALL_LAYERS["nnx/Linear"]())
+        assert_dots_in(run, (params, X), "i8", accumulation="int32", backward=True)
+        with pytest.raises(AssertionError, match=r"should multiply bfloat16:\n.* in int8, int8"):
+            assert_dots_in(run, (params, X), "bf16")
+    with use_policy("mixed_float8"):
+        run, params = loss_of(ALL_LAYERS["nnx/Linear"]())
+        assert_dots_in(run, (params, X), "f8", backward=True)
+        with pytest.raises(AssertionError, match="2 operations should accumulate in float32"):
+            assert_dots_in(run, (params, X), "f8", accumulation="f32", backward=True)
+
+
+def test_rules_by_class_and_programs_without_a_matmul_of_a_parameter_are_refused():
+    with pytest.raises(ValueError, match=r"one selects the class Dense, which .* Give a pattern"):
+        assert_matmuls_obey(jnp.matmul, (X, X), "f32", rules={flax.linen.Dense: "bf16"})
+    with pytest.raises(AssertionError, match="no matmul of a parameter: nothing would be"):
+        assert_matmuls_obey(lambda w, x: w["a"] + x @ x.T, ({"a": 1.0}, X[0]), "f32")
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+class Pair(linen.Module):
+    """A convolution and a matmul; code that asks for half has no trace in float32."""
+
+    asks: bool = False
+    own_code = "keep"
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.Conv(16, (3,), name="up")(x)
+        if self.asks and not self.is_initializing() and x.dtype != jnp.bfloat16:
+            raise TypeError("This takes bfloat16.")
+        return linen.Dense(8, name="head")(linen.relu(x))
+
+
+def squares(v: Any, x: Any) -> Any:
+    y: Any = Pair().apply(v, x)
+    return (y.astype(jnp.float32) ** 2).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "f32"])
+@pytest.mark.parametrize("kind", ["f8", "i8"])
+def test_compare_measures_the_error_that_8_bits_really_bring(kind, compute):
+    text, x = f"p=f32,c={compute},o=f32,m={kind}", X[:1]
+    v = Pair().init(jax.random.key(0), x)
+    gradients = []
+    for scope in (text, "float32"):
+        with use_policy(scope):
+            gradients.append(jax.grad(squares)(v, x))
+    real = jax.tree.map(error, *gradients)
+    comparison = policy.compare(squares, v, x, policy=text, backward=True)
+    found = [row.error for row in comparison.parameters]
+    assert found == pytest.approx(jax.tree.leaves(real), rel=1e-2) and min(found) > 1e-3
+    assert not comparison.unpaired and {row.path for row in comparison.activations} > {"up", "head"}
+    operands = [(path, o) for path in ("up", "head") for o in ("input", "weight", "cotangent")]
+    assert {(one.path, one.operand) for one in comparison.codes} == set(operands)
+    of_matmul = [one for one in comparison.codes if one.path == "head"]
+    cotangents = {one.dtype for one in of_matmul if one.operand == "cotangent"}
+    assert cotangents == ({"int8"} if kind == "i8" else {"float8_e5m2"})
+
+
+@pytest.mark.slow
+def test_compare_counts_codes_that_saturate_and_that_vanish():
+    x = jnp.ones((4, 16)).at[:, :4].set(1e-4).at[0, 8:].set(0.5)
+    w = {"w": jnp.ones((16, 2)).at[0].set(0.0)}
+    fn = lambda w, x: x @ w["w"]  # noqa: E731
+    comparison = policy.compare(fn, w, x, policy="mixed_int8")
+    shown = {one.operand: (one.saturated, one.underflow) for one in comparison.codes}
+    assert shown["input"] == pytest.approx((40 / 64, 16 / 64))
+    assert shown["weight"] == pytest.approx((30 / 32, 0))  # a weight that is zero does not vanish
+    assert "operands in 8 bits" in str(comparison) and "62.50%     25.00%" in str(comparison)
+    assert json.loads(comparison.to_json())["codes"][0]["saturated"] == 0.625
+    page_ = page(policy.audit(fn, w, x, policy="mixed_int8"), comparison)
+    assert "Operands in 8 bits" in page_ and "62.50%" in page_ and "in 8 bits" in page_
+
+
+def test_compare_reads_codes_that_code_makes_by_hand():
+    def fn(w: Any, x: Any, scale: Any) -> Any:
+        codes = jnp.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn)
+        weight = (w / (jnp.max(jnp.abs(w)) / 448)).astype(jnp.float8_e4m3fn)
+        return lax.dot(codes, weight, preferred_element_type=jnp.float32)
+
+    x = jnp.ones((2, 4)).at[0].set(1000.0)
+    found = policy.compare(fn, jnp.eye(4), x, jnp.float32(1), params=0)
+    shares = {one.operand: (one.saturated, one.underflow) for one in found.codes}
+    assert shares == {"input": (0.5, 0.0), "weight": (0.25, 0.0)}
+
+
+@pytest.mark.slow
+def test_codes_that_attention_shares_are_of_each_projection_and_no_activation():
+    model = WINGS["linen"].theirs(NET, X)
+    found = policy.compare(model.pure, model.params, X, policy="mixed_int8")
+    inputs = [one.path for one in found.codes if one.operand == "input"]
+    projections = ["mix/key", "mix/out", "mix/query", "mix/value"]
+    assert sorted(inputs) == ["conv", "head", *projections, "stem"]
+    assert not any(row.dtype == "int8" for row in found.rows)
+    # a product of codes is in units of their scales: it is no counterpart of float32's
+    assert "norm" not in found.unpaired and max(found["stem"].error, found["norm"].error) < 0.03
+
+
+@pytest.mark.slow
+def test_code_without_a_trace_in_float32_is_compared_with_itself_without_the_codes():
+    params = Pair(True).init(jax.random.key(0), X)
+    truth = Pair().apply(params, X)
+    found = policy.compare(Pair(True).apply, params, X, policy="mixed_int8")
+    with use_policy("mixed_int8"):
+        real = error(Pair(True).apply(params, X), truth)
+    assert "can't be traced in float32" in found.notes[0]
+    assert found.error == pytest.approx(real, rel=1e-2) and real > 5e-3
+
+
+def test_suggest_keeps_convolutions_out():
+    class Image(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.relu(linen.Conv(32, (3,), name="conv")(x))
+            return linen.Dense(64, name="middle")(x)
+
+    run, params = loss_of(Image())
+    found = policy.suggest(
+        run, params, X, policy="mixed_bfloat16", matmul="i8", error=0.05, smallest=16
+    )
+    with use_policy("mixed_int8", found.rules):
+        report = policy.audit(run, params, X)
+    kinds = ("dot", "convolution")
+    operands = {op.path: op.operands for op in report.operations if op.kind in kinds}
+    assert operands == {"conv": ("bfloat16", "bfloat16"), "middle": ("int8", "int8")}

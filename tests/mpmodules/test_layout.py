@@ -11,7 +11,7 @@ import mpmodules
 
 ROOT = Path(mpmodules.__file__).parent
 # Linen has none of these.
-ONLY_NNX = {"_training", "_layers/ema", "_layers/rotary"}
+ONLY_NNX = {"_training", "_layers/newer_flax"}
 
 
 def name_of(path: Path) -> str:

@@ -1,8 +1,9 @@
 # pyright: reportAttributeAccessIssue=false
-"""Rotary position embedding: positions, angles and tables in reduction_dtype, the rotated result in
-its input's dtype.
+"""Layers of newer releases of Flax: rotary position embedding, with positions, angles and tables in
+reduction_dtype and the rotated result in its input's dtype; and averages of parameters, in float32
+or not at all.
 
-Exported only where Flax has these (0.12.12 and later).
+Each is exported where Flax has it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import mixing_allowed
 from mpmodules.nnx._layer import Layer
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
-from policy.core.arrays import cast_array
+from policy.core.arrays import cast_array, path_name, unboxed
+from policy.core.messages import shortened
 from policy.core.scope import reduction_dtype_of
 
 _FLAX_ROPE: Any = getattr(flax_nnx, "RoPE", flax_nnx.Module)
@@ -114,3 +116,57 @@ def _rotated(x: jax.Array, rope: Any, positions: jax.Array | None) -> jax.Array:
         return jax.vmap(lambda x, positions: _rotated(x, rope, positions))(x, positions)
     rotated = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)(x)
     return rotated.astype(x.dtype)
+
+
+class EMA(flax_nnx.EMA):
+    """`flax.nnx.EMA` that refuses half-precision variables: such an average stops following them.
+
+    A step of it, `(1 - decay) (param - ema)`, is lost in rounding where it is below half an ulp:
+    with a decay of 0.999 a bfloat16 average of a weight that falls from 1 to 0 stays at 1. The
+    master weights are float32::
+
+        ema = nnx.EMA(master_params(nnx.state(model, nnx.Param), optimizer), decay=0.999)
+        ema.update(master_params(nnx.state(model, nnx.Param), optimizer))  # after each step
+
+    Args:
+      params: a model, or a state of its variables, in float32 or wider; integers pass.
+      decay: how much of itself the average keeps at each update.
+      only: a filter: the variables to track.
+      **options: handed to `flax.nnx.EMA`.
+
+    Raises:
+      ValueError: a tracked variable, or one that `update` is given, is floating and narrower than
+        float32.
+
+    Example:
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="mixed_bfloat16")
+      >>> ema = nnx.EMA(model, decay=0.999, only=nnx.Param)
+      >>> ema.update(model)
+    """
+
+    def __init__(self, params: Any, decay: float, *, only: Any = ..., **options: Any):
+        _check_wide(params, only, **options)
+        super().__init__(params, decay, only=only, **options)
+
+    def update(self, updates: Any) -> None:
+        """Moves the average towards `updates`, of the structure of the `params` that it was made
+        from.
+        """
+        _check_wide(updates, self.filter, graph=self.graph)
+        super().update(updates)
+
+
+def _check_wide(params: Any, only: Any, **options: Any) -> None:
+    narrow = [
+        f"{path_name(path)} is {leaf.dtype}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            unboxed(flax_nnx.state(params, only, **options))
+        )
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    ]
+    if narrow:
+        raise ValueError(
+            f"An EMA should be of float32 params, but {shortened(narrow)}: in half precision "
+            "the average stops following them. Average the masters, master_params(nnx.state(model, "
+            "nnx.Param), optimizer), or cast_floating(params, 'float32')."
+        )
