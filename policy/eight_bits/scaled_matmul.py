@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from opt_einsum.parser import parse_einsum_input
 
 from policy.core.arrays import alike_varying
 from policy.core.dtypes import INT8, ScaledMatmul
@@ -191,13 +190,12 @@ def scaled_einsum(
       by: the dtypes and scales.
       dtype: of the result.
     """
-    if "->" not in subscripts or subscripts.count(",") != 1:
+    names = _names(subscripts, lhs.ndim, rhs.ndim)
+    if names is None:
         return None
-    # The axes of an ellipsis get names of their own.
-    inputs, out, _ = parse_einsum_input((subscripts, lhs, rhs))
-    left, right = inputs.split(",")
+    left, right, out = names
     shared = [name for name in left if name in right]
-    is_matmul = all(len(set(part)) == len(part) for part in (left, right, out)) and all(
+    is_matmul = all(len(set(part)) == len(part) for part in names) and all(
         name in out for name in (*left, *right) if name not in shared
     )
     if not is_matmul or not set(out) <= {*left, *right}:
@@ -210,3 +208,26 @@ def scaled_einsum(
     found = [*kept, *(name for name in (*left, *right) if name not in shared)]
     product = scaled_dot_general(lhs, rhs, numbers, by, dtype=dtype)
     return jnp.transpose(product, [found.index(name) for name in out])
+
+
+def _names(subscripts: str, *ndims: int) -> tuple[list[str], list[str], list[str]] | None:
+    """Returns the names of the axes of both operands and of the result.
+
+    The axes of an ellipsis are named by their numbers from the end.
+    """
+    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow or len(operands) != 2:
+        return None
+
+    def named(part: str, count: int) -> list[str]:
+        before, ellipsis, after = part.partition("...")
+        inside = [str(i) for i in range(count, 0, -1)] if ellipsis else []
+        return [*before, *inside, *after]
+
+    counts = [
+        ndim - len(part.replace("...", "")) if "..." in part else 0
+        for part, ndim in zip(operands, ndims, strict=True)
+    ]
+    left, right = map(named, operands, counts)
+    return left, right, named(output, max(counts))
