@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from policy.inspect.ulps import spacing
+from policy.inspect.testing import spacing
 
 FLOOR = 2.0**-6  # the share of a row's root mean square below which an ulp gets no smaller
 

@@ -37,7 +37,6 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.findings import FINDING_KINDS
-from policy.inspect.audit.report import named
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
@@ -248,7 +247,8 @@ def _audit(options: argparse.Namespace) -> int:
     asked = {"backward": options.backward, "params": _params_of(options)}
     with running_users_code(f"{options.target} can't be traced"):
         report = audit(fn, *args, policy=policy, rules=rules, **asked, **kwargs)
-    report = named(report, options.target, without=options.ignore)
+    findings = tuple(one for one in report.findings if one.kind not in options.ignore)
+    report = dataclasses.replace(report, name=options.target, findings=findings)
     files = {options.html: report.to_html, options.json: report.to_json}
     _write_report(report.show, files)
     return int(bool(options.fail_on_findings and report.findings))

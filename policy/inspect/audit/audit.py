@@ -13,7 +13,6 @@ from policy.core.precedence import Asked, collecting
 from policy.core.scope import RulesLike, current_scope
 from policy.inspect.audit.checks import (
     carries,
-    constants,
     discrete,
     eight_bits,
     functions,
@@ -32,7 +31,7 @@ _CHECKS = (
     sums.low_precision_reductions,
     sums.sums_by_hand,
     functions.low_precision_functions,
-    constants.constants_out_of_range,
+    discrete.constants_out_of_range,
     discrete.rounded_integers,
     discrete.rounded_choices,
     discrete.coarse_draws,
@@ -142,7 +141,7 @@ def findings_of(
       states: arguments and outputs of the call that may be one state.
       asked: the dtypes requested while the program was traced, which are exempt from findings.
     """
-    flow = Flow(graph, lost, states, asked)
+    flow = Flow(graph, lost or Lost(), states, asked or Asked())
     counts: dict[Finding, int] = {}
     for check in _CHECKS:
         for finding in check(flow):

@@ -56,17 +56,8 @@ class Flow:
       multiplies_in_half: whether a matmul in it has only half operands, or 8-bit ones.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        lost: Lost | None = None,
-        states: Sequence[State] = (),
-        asked: Asked | None = None,
-    ):
-        self.graph = graph
-        self.lost = Lost() if lost is None else lost
-        self.states = states
-        self.asked = Asked() if asked is None else asked
+    def __init__(self, graph: Graph, lost: Lost, states: Sequence[State], asked: Asked):
+        self.graph, self.lost, self.states, self.asked = graph, lost, states, asked
         self.operations = [node for node in graph.nodes if not is_joint(node)]
         self.forward = [node for node in self.operations if not is_cotangent(node)]
         self.matmuls = list(filter(is_matmul, self.operations))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
@@ -85,9 +84,3 @@ class Audit(AuditFigures):
 
     def __str__(self) -> str:
         return text(self)
-
-
-def named(audit: Audit, name: str, *, without: Collection[str] = ()) -> Audit:
-    """Returns an audit under another name, without findings of some kinds."""
-    findings = tuple(finding for finding in audit.findings if finding.kind not in without)
-    return dataclasses.replace(audit, name=name, findings=findings)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +14,9 @@ import numpy as np
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.policy import Policy
 from policy.core.rules import RulesLike
-from policy.inspect.compare.comparison import Comparison
-from policy.inspect.compare.dual_interpreter import Log, Paired
-from policy.inspect.compare.rows import comparison_of
+from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
+from policy.inspect.compare.dual_interpreter import Log, Measurement, Paired
+from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
 from policy.inspect.traced.call import (
     Call,
     Program,
@@ -22,8 +25,18 @@ from policy.inspect.traced.call import (
     program_of,
     short_text,
 )
+from policy.programs.dtypes import F32, is_half
 from policy.programs.jaxprs import opened
-from policy.programs.rewriting.upcast import Device, PlacedValue, require_device
+from policy.programs.paths import naming, spelled
+from policy.programs.reading.matmul_operands import CodedSide
+from policy.programs.rewriting.upcast import (
+    Device,
+    ModulePass,
+    PlacedValue,
+    dtypes_of,
+    lost_prefixes,
+    require_device,
+)
 
 
 def compare(
@@ -117,3 +130,277 @@ def paired(program: Program, log: Log, on: Device | None = None) -> Any:
 def _has_nan(array: Any) -> Any:
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return jnp.any(jnp.isnan(array)) if is_float else np.False_
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows, and the place where the error jumps
+# --------------------------------------------------------------------------------------------------
+
+# The factor by which an error exceeds its inputs' to be the module's own.
+JUMP = 8.0
+# A sum this much smaller than its terms is zero except for float32 rounding.
+_ZERO = 1e-5
+_KINDS = ("activation", "gradient", "parameter", "output")
+_ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
+_LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
+
+
+class Findings:
+    """All measurements with their numbers, and all places, in program order.
+
+    The path prefixes that JAX has dropped are restored.
+    """
+
+    def __init__(self, log: Log, notes: dict[int, Any], program: Program):
+        places = _with_prefixes(log.places)
+        is_backward = any(place.direction == "backward" for place in places)
+        lost = lost_prefixes(place.path for place in places) if is_backward else {}
+
+        def whole(places: Iterable[ModulePass]) -> dict[ModulePass, None]:
+            return {p._replace(path=lost.get(p.path, p.path)): None for p in places}
+
+        self.places = _with_prefixes(whole(places))
+        self.measurements = [
+            dataclasses.replace(
+                m,
+                made=next(iter(whole([m.made]))),
+                left=whole(m.left),
+                entered=whole(m.entered),
+                returned=whole(m.returned),
+                numbers=np.asarray(notes[m.key], np.float64),
+            )
+            for m in log.measurements
+            if m.key in notes
+        ]
+        halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
+        # The error of one rounding: smaller errors can't be distinguished.
+        self.floor = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
+
+    @functools.cached_property
+    def _entered(self) -> dict[ModulePass, list[Measurement]]:
+        return {
+            place: [one for one in self.measurements if _enters(one, place)]
+            for place in self.places
+        }
+
+    def leaving(self, place: ModulePass) -> list[Measurement]:
+        """Returns the values that leave a place, and gradients of parameters only if there are
+        none.
+        """
+        found = [one for one in self.measurements if place in one.left]
+        if found and place.direction == "backward":
+            return found
+        return found + [
+            one for one in self.measurements if place in one.returned and one not in found
+        ]
+
+    def entering(self, place: ModulePass, one: Measurement, what: int = _ERROR) -> np.ndarray:
+        """Returns the worst error that entered a place before a value, in each step of a scan."""
+        worst = np.zeros(one.errors.shape)
+        for other in self._entered.get(place, ()):
+            if other.key < one.key:
+                found = other.numbers[..., what]
+                same_steps = found.shape == worst.shape
+                worst = np.maximum(worst, found if same_steps else found.max(initial=0))
+        return worst
+
+    def jumps(self, place: ModulePass, one: Measurement) -> np.ndarray:
+        """Returns the steps in which a value's error is made at the place itself.
+
+        A gradient that is zero except for rounding, such as that of a bias before a normalisation,
+        has no meaningful error.
+        """
+        jumps = one.errors > JUMP * np.maximum(self.entering(place, one), self.floor)
+        if place.direction == "backward":
+            entered = self.entering(place, one, _REFERENCE)
+            is_zero = one.numbers[..., _REFERENCE] < _ZERO * entered
+            is_lost = ~np.isfinite(one.errors) | (one.numbers[..., _UNDERFLOW] > 0.5)
+            jumps &= ~is_zero | is_lost
+        return jumps
+
+    def first_error(self, place: ModulePass) -> Measurement | None:
+        """Returns the first value in a place whose error is made there, or None."""
+        for one in self.measurements:
+            is_inside = one.made.path[: len(place.path)] == place.path
+            is_same_pass = one.made.direction == place.direction
+            if is_inside and is_same_pass and self.jumps(place, one).any():
+                return one
+        return None
+
+    def first_jump(self) -> tuple[ModulePass | None, int | None]:
+        """Returns the first place with a jump, the innermost if nested, and its scan's step."""
+        found: list[tuple[Measurement, ModulePass, int | None]] = []
+        for one in self.measurements:
+            # the later of two values in one loop may go wrong in an earlier step
+            if found and not (found[0][0].errors.ndim and found[0][0].bodies[:1] == one.bodies[:1]):
+                break
+            forward = (place for place in one.returned if place.direction == "forward")
+            for place in sorted((*one.left, *forward), key=lambda place: -len(place.path)):
+                jumps = self.jumps(place, one)
+                if jumps.any():
+                    found.append((one, place, _first(jumps, place)))
+                    break
+        # a backward pass runs through the steps in reverse
+        turn = lambda item: (item[2] or 0) * (-1 if item[1].direction == "backward" else 1)  # noqa: E731
+        _, place, step = min(found, key=turn, default=(None, None, None))
+        return place, step
+
+
+def _enters(one: Measurement, place: ModulePass) -> bool:
+    """Returns whether a value enters a place; backward reads the module's activations, too."""
+    forward = place._replace(direction="forward")
+    return place in one.entered or (
+        place.direction == "backward" and (forward in one.entered or forward in one.left)
+    )
+
+
+def _with_prefixes(places: Iterable[ModulePass]) -> dict[ModulePass, None]:
+    """Returns places after those around them, outermost first."""
+    return {
+        ModulePass(path[:n], direction): None
+        for path, direction in places
+        for n in range(1 if path else 0, len(path) + 1)
+    }
+
+
+def _first(jumps: np.ndarray, place: ModulePass) -> int | None:
+    """Returns the first step of the outermost scan with a jump; None outside of any."""
+    if not jumps.ndim:
+        return None
+    steps = np.flatnonzero(jumps.reshape(jumps.shape[0], -1).any(1))
+    return int(steps[-1] if place.direction == "backward" else steps[0])
+
+
+def comparison_of(
+    program: Program,
+    log: Log,
+    notes: dict[int, Any],
+    has_nan: Sequence[Any],
+    name: str,
+    policy: str,
+) -> Comparison:
+    """Returns the comparison, from the numbers that its program returned."""
+    findings = Findings(log, notes, program)
+    with naming(place.path for place in findings.places):
+        jump, step = findings.first_jump()
+        rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
+        unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
+        return Comparison(
+            tuple(rows),
+            None if jump is None else spelled(jump.path),
+            step,
+            tuple(_notes(program, rows, unpaired, has_nan)),
+            name,
+            policy,
+            program.route,
+            unpaired,
+            tuple(_codes(log, notes)),
+        )
+
+
+def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
+    """Returns the operands of matmuls in 8 bits, one for each module and side."""
+    lost = lost_prefixes(place.path for place in _with_prefixes(log.places))
+    found: dict[tuple[str, CodedSide, str], np.ndarray] = {}
+    known = [(i, *codes) for i, codes in enumerate(log.codes) if -1 - i in notes]
+    for i, of, dtype in known:
+        numbers = np.asarray(notes[-1 - i], np.float64).reshape(-1, 2).max(0)
+        for path in of.paths:
+            key = spelled(lost.get(path, path)), of.operand, str(np.dtype(dtype))
+            found[key] = np.maximum(found[key], numbers) if key in found else numbers
+    for (path, operand, dtype), (saturated, underflow) in found.items():
+        yield OperandCodes(path, operand, dtype, float(saturated), float(underflow))
+
+
+def _rows(program: Program, findings: Findings) -> Iterable[Row]:
+    for place in findings.places:
+        if leaving := findings.leaving(place):
+            kind = "gradient" if place.direction == "backward" else "activation"
+            yield _row(spelled(place.path), kind, leaving, findings, place)
+    names = (*program.outputs, *program.gradients)
+    for one in findings.measurements:
+        if one.output is not None:
+            kind = "output" if one.output < len(program.outputs) else "parameter"
+            yield _row(names[one.output], kind, [one], findings)
+
+
+def _row(
+    path: str,
+    kind: RowKind,
+    leaving: Sequence[Measurement],
+    findings: Findings,
+    place: ModulePass | None = None,
+) -> Row:
+    worst = np.max([one.worst for one in leaving], axis=0)
+    of = dict(zip(NAMES, map(float, worst), strict=True))
+    nearest = max(leaving, key=lambda one: (not is_discrete(one.dtype), one.headroom))
+    culprit = max(leaving, key=lambda one: float(one.worst[_ERROR]))
+    entering, is_jump = 0.0, False
+    if place is not None:
+        culprit = findings.first_error(place) or culprit
+        entering = max(float(findings.entering(place, one).max(initial=0)) for one in leaving)
+        is_jump = any(bool(findings.jumps(place, one).any()) for one in leaving)
+    shape = max((one.errors.shape for one in leaving), key=len)
+    steps = np.max([one.errors for one in leaving if one.errors.shape == shape], axis=0)
+    return Row(
+        path,
+        kind,
+        of["error"],
+        1 - of["distance"],
+        of["underflow"],
+        of["subnormal"],
+        of["overflow"],
+        float(nearest.worst[_LARGEST]),
+        limit_of(nearest.dtype),
+        str(np.dtype(nearest.dtype)),
+        of["reference_largest"],
+        of["undefined"],
+        entering,
+        _nested(steps.tolist()) if shape else (),
+        culprit.primitive,
+        culprit.source,
+        is_jump,
+    )
+
+
+def _nested(values: Any) -> Any:
+    return tuple(map(_nested, values)) if isinstance(values, list) else values
+
+
+def _notes(
+    program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_nan: Sequence[Any]
+) -> Iterable[str]:
+    if program.refused:
+        yield (
+            f"The function can't be traced in float32 ({program.refused}). The reference is the "
+            "same program with wider dtypes, whose constants keep their rounding to half precision."
+        )
+    elif unpaired:
+        yield (
+            f"Constants have no counterpart in float32 at {', '.join(map(repr, unpaired))}. They "
+            "keep their rounding to half precision in the reference."
+        )
+    names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
+    if names:
+        yield f"NaN in the inputs: {', '.join(names)}. Values that depend on it can't be compared."
+    undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
+    if undefined:
+        yield (
+            f"float32 itself is infinite or NaN in {len(undefined)} rows; the first is "
+            f"{undefined[0]!r}."
+        )
+    gradients = [row for row in rows if row.kind == "parameter"]
+    least = _ZERO * max((row.reference_largest for row in gradients), default=0.0)
+    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < least]
+    if zero:
+        yield (
+            "These gradients are zero up to rounding in float32 too, so their errors mean nothing: "
+            f"{', '.join(zero)}."
+        )
+    missing = len(program.outputs) - sum(row.kind == "output" for row in rows)
+    if not rows:
+        yield "Nothing was measured: neither a module nor the function returns numbers."
+    elif not any(row.error or row.undefined for row in rows) and missing:
+        yield f"No measured value differs from float32; {missing} outputs were not measured."
+    elif not any(row.error or row.undefined for row in rows):
+        yield "Nothing differs from float32: the policy changes nothing here."

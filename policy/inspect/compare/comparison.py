@@ -14,6 +14,7 @@ import numpy as np
 
 from policy.inspect.compare.statistics import is_discrete
 from policy.inspect.render.html import OUTSIDE, Markup, figure, tag
+from policy.inspect.render.plots import new_figure
 
 RowKind = Literal["activation", "gradient", "parameter", "output"]
 
@@ -393,16 +394,10 @@ def _figure(comparison: Comparison) -> Any:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
-    except ImportError:
-        raise ImportError(
-            "Comparison.plot draws with matplotlib, which is not installed: pip install "
-            "matplotlib. Comparison.to_svg() works without it."
-        ) from None
     _, paths, *decades = _charted(comparison)
     low, high = 10.0 ** decades[0] / 2, 10.0 ** decades[1] * 2
-    drawing = Figure(figsize=(9, 1.6 + 0.2 * len(paths)))
+    advice = ". Comparison.to_svg() works without it."
+    drawing = new_figure("Comparison", advice, figsize=(9, 1.6 + 0.2 * len(paths)))
     axes = drawing.add_subplot()
     for name, colour in _SERIES:
         if rows := getattr(comparison, name):

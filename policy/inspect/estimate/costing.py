@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 
+from policy.inspect.audit.audit import function_name
 from policy.inspect.audit.flow import states_of
 from policy.inspect.audit.operations import (
     Operation,
@@ -25,7 +26,7 @@ from policy.inspect.audit.operations import (
 from policy.inspect.audit.report import Audit
 from policy.inspect.estimate.placement import Placement, placed_arrays
 from policy.inspect.estimate.rows import Exchange, PolicyCost
-from policy.inspect.estimate.steps import Candidate, MadeCall, Step, name_of
+from policy.inspect.estimate.steps import Candidate, MadeCall, Step
 from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import compiled_with_dump
@@ -80,17 +81,17 @@ def compiled_row(
     target, arrays = placement.target, step.traced.arguments.arrays
     placed = placed_arrays(placement, shardings, call.args, arrays, step.names, step.origins)
     with placement.scope():
-        lowered, notes = lowered_step(step, placed, target, name_of(call.fn))
+        lowered, notes = lowered_step(step, placed, target, function_name(call.fn))
     program = compiled_step(lowered, target, step.names)
     # The text of a program that is too large is no final one: a TPU's has no cycles, and other
     # kernels than the compiler's.
     is_final = program.text and not program.is_exhausted
-    costs = costs_of(program.text, kernel_time(target.chip)) if is_final else None
     cost = _cost(row, step, program, placement, sum(_bytes_of(placed[i]) for i in step.repeated))
-    if costs is not None:
-        cost = _with_costs(cost, costs, target)
     notes = [*notes, *([_SCRATCH] if program.scratch else [])]
-    return CompiledRow(cost, {} if costs is None else costs.by_path, notes)
+    if not is_final:
+        return CompiledRow(cost, {}, notes)
+    costs = costs_of(program.text, kernel_time(target.chip))
+    return CompiledRow(_with_costs(cost, costs, target), costs.by_path, notes)
 
 
 def _bytes_of(array: jax.ShapeDtypeStruct) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import use_abstract_mesh
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.rules import RulesLike, as_rules
 from policy.core.scope import traced_for
+from policy.inspect.audit.audit import function_name
 from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
 from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
@@ -20,7 +21,6 @@ from policy.inspect.estimate.steps import (
     MadeCall,
     RowLike,
     made_call,
-    name_of,
     rows_of,
     traced_step,
 )
@@ -137,15 +137,9 @@ def estimate(
             except Exception as error:
                 error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
                 raise
-    notes = [note for _, place, one in found for note in (*place.notes, *one.notes)]
-    unmade = [
-        row.policy for row, (call, *_) in zip(candidates, found, strict=True) if not call.is_made
-    ]
-    if len({given.param_dtype for given in unmade if given is not None}) > 1:
-        notes.append(_SAME)
     _, placement, _ = found[0]
     return Estimate(
-        name=name_of(fn),
+        name=function_name(fn),
         target=target.name,
         devices=placement.devices,
         mesh=dict(placement.mesh.shape) if placement.is_spread else {},

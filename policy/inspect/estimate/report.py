@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from policy.inspect.estimate.html import estimate_page
 from policy.inspect.estimate.rows import EstimateRows
 from policy.inspect.estimate.text import estimate_text
+from policy.inspect.render.plots import new_figure
 from policy.inspect.render.text import shows_colour
 
 if TYPE_CHECKING:
@@ -114,16 +115,10 @@ def estimate_figure(estimate: EstimateRows) -> Figure:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
-    except ImportError:
-        raise ImportError(
-            "Estimate.plot draws with matplotlib, which is not installed: pip install matplotlib"
-        ) from None
     rows = estimate.rows
     has_seconds = any(row.seconds is not None for row in rows)
-    figure = Figure(figsize=(11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows)))
-    figure.set_layout_engine("constrained")
+    size = (11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows))
+    figure = new_figure("Estimate", figsize=size, layout="constrained")
     panels: Any = figure.subplots(1, 1 + has_seconds, squeeze=False, sharey=True)[0]
     parts = ("arguments", "temporaries", "outputs")
     memory = {name: [float(getattr(row, name)) for row in rows] for name in parts}

@@ -15,6 +15,7 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.core.scope import use_policy
+from policy.inspect.audit.audit import function_name
 from policy.inspect.traced.call import Route, checked_policy, input_paths, short_text, traced_call
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import donated_inputs
@@ -146,7 +147,7 @@ def _run_example(
         return None
     takes_mesh = "mesh" in inspect.signature(fn).parameters
     made = fn(**row.options, **({"mesh": mesh} if takes_mesh else {}))
-    return None if are_results(made) and not row.options else example_call(made, name_of(fn))
+    return None if are_results(made) and not row.options else example_call(made, function_name(fn))
 
 
 def required_arguments(fn: Callable[..., Any]) -> list[str] | None:
@@ -182,13 +183,6 @@ def example_call(made: Any, name: str) -> tuple[Any, tuple[Any, ...], dict[str, 
         f"{name}() should return (function, args) or (function, args, kwargs), args a tuple and "
         f"kwargs a dict, but returned {told}."
     )
-
-
-def name_of(fn: Any) -> str:
-    """Returns the name of a function or module."""
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _is_builder(arg: Any) -> bool:

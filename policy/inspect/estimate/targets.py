@@ -21,7 +21,6 @@ import re
 import string
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from policy.inspect.hlo.costs import Costs, KernelTime
+from policy.inspect.render.html import resource
 
 Platform = Literal["tpu", "cuda", "cpu"]
 _FIGURES = ("memory", "bandwidth", "peaks", "link_bandwidth", "source")
@@ -102,17 +102,15 @@ class Chip:
         """Writes the figures of a GPU as the text of XLA's `GpuTargetConfigProto`."""
         device = dict(self.device)
         major, minor = device.pop("capability")
-        return string.Template(_text("gpu_target_config.txtpb")).substitute(
+        return string.Template(
+            resource("policy.inspect.estimate", "gpu_target_config.txtpb")
+        ).substitute(
             device,
             memory=int(self.memory),
             major=major,
             minor=minor,
             feature="ACCELERATED_FEATURES" if device["accelerated"] else "NONE",
         )
-
-
-def _text(name: str) -> str:
-    return resources.files("policy.inspect.estimate").joinpath(name).read_text(encoding="utf-8")
 
 
 def _chip(table: dict[str, Any]) -> Chip:
@@ -125,7 +123,8 @@ def _chip(table: dict[str, Any]) -> Chip:
 
 
 CHIPS: dict[str, Chip] = {
-    name: _chip(table) for name, table in tomllib.loads(_text("chips.toml")).items()
+    name: _chip(table)
+    for name, table in tomllib.loads(resource("policy.inspect.estimate", "chips.toml")).items()
 }
 
 

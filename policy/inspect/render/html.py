@@ -172,10 +172,6 @@ def chip(dtype: str) -> Markup:
     return tag("span", dtype, class_=f"chip {colour(dtype)}") if dtype else Markup("")
 
 
-def chips(dtypes: Iterable[str]) -> Iterable[Markup]:
-    return map(chip, dtypes)
-
-
 def figure(number: float, form: str) -> str:
     """Formats a number; infinities are written as signs, without a percent sign."""
     if math.isnan(number):

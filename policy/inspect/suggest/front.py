@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.core.rules import PolicyRules
+from policy.inspect.render.plots import new_figure
 from policy.inspect.suggest.patterns import code_of
 
 FrontPlace = tuple[float, float]  # cost and error
@@ -167,13 +168,7 @@ def plotted(
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # no pyplot: it would open a window's backend
-    except ImportError:
-        raise ImportError(
-            "Suggestion.plot draws with matplotlib, which is not installed: pip install matplotlib."
-        ) from None
-    figure = Figure(figsize=(6, 4), layout="tight")
+    figure = new_figure("Suggestion", figsize=(6, 4), layout="tight")
     axes = figure.add_subplot()
     front, fitting = unbeaten(points), [point for point in points if point.fits]
     errors = [point.error for point in fitting if 0 < point.error < math.inf] or [1.0]

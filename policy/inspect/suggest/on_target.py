@@ -26,10 +26,9 @@ from policy.inspect.suggest.applied import (
     suggestion_of,
 )
 from policy.inspect.suggest.front import FrontPlace, FrontPoint, is_beaten
-from policy.inspect.suggest.rounding_emulator import candidate_of
 from policy.inspect.suggest.search import Search, WideModules, subsets
 from policy.inspect.suggest.suggestion import Suggestion
-from policy.inspect.suggest.trial import Trial
+from policy.inspect.suggest.trial import Trial, candidate_of
 from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 

@@ -133,8 +133,8 @@ class Call:
 
     def traced(
         self, floats: Callable[[Any], list[Any]] | None = None, around: Around = as_it_is
-    ) -> tuple[Any, Any, int]:
-        """Returns the program of the call, the shape of its result, and the number of gradients.
+    ) -> tuple[Any, Any]:
+        """Returns the program of the call, and the shape of its result.
 
         Gradients come after the result.
 
@@ -161,18 +161,18 @@ class Call:
         # JAX's errors name the function
         plain.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         if floats is None:
-            return *make_jaxpr(plain, return_shape=True)(*arrays), 0
+            return make_jaxpr(plain, return_shape=True)(*arrays)
         both = _with_gradients(plain, chosen, floats)
         jaxpr, (shape, _) = make_jaxpr(both, return_shape=True)(*arrays)
-        return jaxpr, shape, len(chosen)
+        return jaxpr, shape
 
     def program(self, around: Around = as_it_is) -> Program:
         """Returns the program of the call, as it is written; see `traced`."""
         floats = None if self.loss_scale is None else self._scaled_loss
-        jaxpr, shape, count = self.traced(floats, around)
+        jaxpr, shape = self.traced(floats, around)
         names = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
         inputs = input_paths(self.arguments, self.lowered is not None)
-        gradients = [inputs[i] for i in self.differentiated()] if count else []
+        gradients = [] if floats is None else [inputs[i] for i in self.differentiated()]
         return Program(jaxpr, self.arguments, tuple(names), tuple(gradients))
 
     def _scaled_loss(self, out: Any) -> list[Any]:
@@ -253,7 +253,7 @@ def traced_call(
 
     def traced(around: Around) -> Traced:
         call = Call.of(fn, args, kwargs, params)
-        jaxpr, shape, _ = call.traced(call.floating_results if backward else None, around)
+        jaxpr, shape = call.traced(call.floating_results if backward else None, around)
         return Traced(jaxpr, shape, call.arguments, None if call.lowered else fn)
 
     return under_policy(traced, policy, rules, route)

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from policy import apply_gradients, master_params
-from policy.inspect.ulps import spacing
+from policy.inspect.testing import spacing
 from policy.optim import convert, init_from_master, resync, storage_modes
 from policy.optim.storage_modes import (
     KAHAN,

@@ -22,7 +22,6 @@ from policy.inspect.render.html import (
     Markup,
     bar,
     chip,
-    chips,
     colour,
     figure,
     html_document,
@@ -118,11 +117,10 @@ def _findings(findings: Sequence[Finding], ids: Mapping[str, str]) -> list[Marku
 def _finding(alike: Sequence[Finding], ids: Mapping[str, str]) -> Markup:
     finding, places = alike[0], []
     direction = tag("span", "backward", class_="mark") if finding.is_backward else ""
-    what = join_markup((tag("code", finding.primitive), " ", *chips(finding.dtypes), direction))
+    what = join_markup((tag("code", finding.primitive), " ", *map(chip, finding.dtypes), direction))
     for one in alike:
         times = f" {one.count:,} times" if one.count != 1 else ""
-        place = tag("a", one.path or OUTSIDE, href=f"#{ids[one.path]}", class_="path")
-        places.append(tag("li", place, times))
+        places.append(tag("li", link(one.path, ids), times))
     others = tag("ul", *places[_PLACES:], class_="places")
     more = tag("details", tag("summary", f"{len(places) - _PLACES} more"), others)
     return tag(
@@ -154,7 +152,7 @@ def _node(node: ModuleNode, total: int, *, depth: int) -> Markup:
 
 def _of_node(node: ModuleNode, total: int) -> Iterable[Markup]:
     yield tag("span", node.name or "all", class_="name")
-    yield join_markup(chip(dtype) for dtype in node.dtypes)
+    yield join_markup(map(chip, node.dtypes))
     if node.flops:
         yield tag("span", f"{node.flops / total:.1%} of FLOPs", class_="amount")
         parts = pieces(node.figures.flops_by_dtype, total)
@@ -175,7 +173,7 @@ def _operation_columns(ids: Mapping[str, str]) -> Columns:
         "path": lambda op: (link(op.path, ids), None),
         "kind": lambda op: (op.kind, None),
         "primitive": lambda op: (tag("code", operation_name(op)), None),
-        "operands": lambda op: (join_markup(chips(op.operands)), None),
+        "operands": lambda op: (join_markup(map(chip, op.operands)), None),
         "accumulation": lambda op: (chip(op.accumulation), None),
         "result": lambda op: (chip(op.result), None),
         "pass": lambda op: ("backward" if op.is_backward else "forward", None),

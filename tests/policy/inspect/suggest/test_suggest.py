@@ -15,8 +15,8 @@ from jax import lax
 from mpmodules import linen as nn
 from mpmodules import nnx
 from policy import PolicyRules, autocast, use_policy
-from policy.inspect.suggest.rounding_emulator import Emulated, Flags
 from policy.inspect.suggest.suggest import suggest
+from policy.inspect.suggest.trial import Emulated, Flags
 from policy.programs.rewriting.upcast import PlacedValue
 from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
