@@ -28,7 +28,7 @@ from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
 from policy.grads.finiteness import all_finite, select_tree
 from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from policy.grads.scaling import ScaledGradients
+from policy.grads.loss_scale import ScaledGradients
 from policy.grads.value_and_grad import grad, value_and_grad
 from policy.core.dtypes import ScaledMatmul, cast_to_full, cast_to_half, half_dtype
 from policy.optim.master_weights import master_params

@@ -18,8 +18,7 @@ from mpmodules.nnx._resolution import viewed
 from mpmodules.tracing.nnx_pure_calls import StatefulCall
 from policy.core.policy import Policy
 from policy.grads.float32_sums import evaluated
-from policy.grads.loss_scale import LossScale
-from policy.grads.scaling import ScaledGradients
+from policy.grads.loss_scale import LossScale, ScaledGradients
 from policy.grads.value_and_grad import Finish, GradientKind, scaled_loss
 from policy.optim.wrapper import MixedPrecision
 from policy.programs.dtypes import holds_half

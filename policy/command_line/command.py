@@ -18,19 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from policy.command_line.arguments import (
-    mesh_sizes,
-    parse_argument,
-    positions_of,
-    rows_to_estimate,
-    shardings_of,
-)
-from policy.command_line.target import (
     CommandError,
     call_of,
     did_you_mean,
+    mesh_sizes,
+    parse_argument,
+    positions_of,
     prefixed_errors,
     require_arguments,
+    rows_to_estimate,
     running_users_code,
+    shardings_of,
     target_of,
 )
 from policy.core.policy import Policy

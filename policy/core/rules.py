@@ -183,7 +183,10 @@ class PolicyRules:
             `strict` is False.
         """
         classes = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)
-        modules = {(path, model): _classes(found) for path, found in classes.items()}
+        modules = {
+            (path, model): (found,) if isinstance(found, type) else tuple(found or ())
+            for path, found in classes.items()
+        }
         self._check(modules, isinstance(paths, Mapping))
 
     def check_places(self, places: Iterable[tuple[str, str]]) -> None:
@@ -244,12 +247,6 @@ def _divided(text: str) -> tuple[str, str]:
     return text[: places[0]], text[places[0] + 1 :]
 
 
-def _classes(classes: type | Iterable[type] | None) -> tuple[type, ...]:
-    if classes is None:
-        return ()
-    return (classes,) if isinstance(classes, type) else tuple(classes)
-
-
 def _matched(
     pattern: Pattern, modules: Mapping[tuple[str, str], tuple[type, ...]]
 ) -> set[tuple[str, str]]:
@@ -302,9 +299,8 @@ def _without_class(unmatched: Iterable[Pattern], places: Iterable[tuple[str, str
 def _checked_rule(pair: Any) -> tuple[Pattern, Policy]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         is_text = isinstance(pair, str) and "=" in pair
-        hint = "Rules are written {'head': 'f32'}"
-        if is_text:
-            hint = "PolicyRules.from_texts takes a list of PATH=TEXT"
+        from_texts = "PolicyRules.from_texts takes a list of PATH=TEXT"
+        hint = from_texts if is_text else "Rules are written {'head': 'f32'}"
         raise TypeError(
             f"A policy rule should be a (pattern, policy) pair, but got {pair!r}. {hint}."
         )

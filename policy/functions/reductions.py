@@ -542,21 +542,11 @@ def accumulating(
 
     def run_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
         y = run(*primals)
-        return y, bilinear_tangent(bilinear, primals, tangents, y)
+        pairs = ((tangents[0], primals[1]), (primals[0], tangents[1]))
+        # a frozen operand costs nothing
+        known = [pair for pair in pairs if not any(isinstance(x, SymbolicZero) for x in pair)]
+        parts = [bilinear(*pair) for pair in known]
+        return y, sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
     run.defjvp(run_jvp, symbolic_zeros=True)
     return run
-
-
-def bilinear_tangent(
-    bilinear: Callable[..., Array],
-    operands: tuple[Array, Array],
-    tangents: tuple[Any, Any],
-    y: Array,
-) -> Array:
-    """Computes the tangent of a bilinear operation in the operands' dtype, cast to `y`'s."""
-    pairs = ((tangents[0], operands[1]), (operands[0], tangents[1]))
-    # a frozen operand costs nothing
-    known = [not any(isinstance(x, SymbolicZero) for x in pair) for pair in pairs]
-    parts = [bilinear(*pair) for pair, is_known in zip(pairs, known, strict=True) if is_known]
-    return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from policy.core.arrays import is_inexact
-from policy.grads.scaling import unscale_by_reciprocal
+from policy.grads.loss_scale import unscale_by_reciprocal
 
 T = TypeVar("T")
 

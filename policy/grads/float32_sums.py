@@ -164,7 +164,9 @@ class Float32Sums(Interpreter[Any]):
     def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
         is_wide = any(isinstance(x, Wide) for x in values)
         name = equation.primitive.name
-        if name in RUNS_PROGRAMS and (is_wide or self._holds_some(equation)):
+        if name in RUNS_PROGRAMS and (
+            is_wide or any(self.sums.within(one).rounded for one in programs_of(equation))
+        ):
             return self._run_programs(equation, values)
         if not self.sums.rounded.isdisjoint(equation.outvars):
             return [_unrounded(equation, values)]
@@ -190,9 +192,6 @@ class Float32Sums(Interpreter[Any]):
         if equation.primitive.name not in SUMMING_COLLECTIVES:
             return False
         return not self.sums.accumulators or innermost_scope(equation) == EXCHANGE
-
-    def _holds_some(self, equation: Equation) -> bool:
-        return any(self.sums.within(program).rounded for program in programs_of(equation))
 
     def _run_programs(self, equation: Equation, values: list[Any]) -> list[Any]:
         if equation.primitive.name == "jit" and not has_options(equation):

@@ -21,7 +21,7 @@ from policy.core.arrays import (
     working_dtype,
 )
 from policy.core.messages import require_function, shortened, shown
-from policy.grads.scaling import ScaledGradients
+from policy.grads.loss_scale import ScaledGradients
 
 T = TypeVar("T")
 

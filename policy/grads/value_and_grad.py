@@ -25,9 +25,10 @@ from policy.core.messages import dtype_and_shape, shown
 from policy.core.policy import Policy, get_policy
 from policy.core.scope import current_policy, use_policy
 from policy.grads.float32_sums import with_float32_sums
-from policy.grads.loss_scale import LossScale, get_loss_scale
-from policy.grads.scaling import (
+from policy.grads.loss_scale import (
+    LossScale,
     ScaledGradients,
+    get_loss_scale,
     note_gradients,
     require_positive,
     scale_tree,
@@ -190,28 +191,25 @@ def scaled_loss(loss_fn: Callable[..., Any], scale: ArrayLike, has_aux: bool) ->
 
     @functools.wraps(loss_fn)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
+        returned = loss_fn(*args, **kwargs)
+        if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+            length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
+            raise TypeError(
+                "With has_aux=True loss_fn should return a pair (loss, aux), but got "
+                f"{type(returned).__name__}{length}."
+            )
+        loss, aux = returned if has_aux else (returned, None)
+        is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float, complex))
+        if not is_number or jnp.ndim(loss) or not is_inexact(loss):  # JAX takes complex, or not
+            raise TypeError(
+                f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return "
+                "the mean or the sum, and use has_aux=True to return more."
+            )
+        loss = jnp.asarray(loss)
         loss = loss.astype(working_dtype(loss.dtype))  # before the scale: float16 ends at 65504
         return scale_tree(loss, scale), (loss, aux)
 
     return scaled
-
-
-def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-        length = f" of {len(returned)}" if isinstance(returned, tuple) else ""
-        raise TypeError(
-            "With has_aux=True loss_fn should return a pair (loss, aux), but got "
-            f"{type(returned).__name__}{length}."
-        )
-    loss, aux = returned if has_aux else (returned, None)
-    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float, complex))
-    if not is_number or jnp.ndim(loss) or not is_inexact(loss):  # JAX takes complex ones, or not
-        raise TypeError(
-            f"loss_fn should return a floating scalar, but got {dtype_and_shape(loss)}: return the "
-            "mean or the sum, and use has_aux=True to return more."
-        )
-    return jnp.asarray(loss), aux
 
 
 def _require_loss(loss_fn: Any, argnums: Any) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -100,14 +101,10 @@ class Format:
         return 1 - 5 * 2.0 ** -(self.fraction_bits + 1)
 
 
-def _float8(name: str) -> np.dtype:
-    return np.dtype(jnp.dtype(name))
-
-
 INT8_SIGNED = Format(np.dtype("int8"), 4, 3, 127, is_signed=True)
 INT8_POSITIVE = Format(np.dtype("uint8"), 5, 3, 255, is_signed=False)
-FLOAT8_SIGNED = Format(_float8("float8_e4m3fn"), 4, 3, 126, is_signed=True)
-FLOAT8_POSITIVE = Format(_float8("float8_e5m2"), 5, 2, 123, is_signed=False)
+FLOAT8_SIGNED = Format(jnp.dtype("float8_e4m3fn"), 4, 3, 126, is_signed=True)
+FLOAT8_POSITIVE = Format(jnp.dtype("float8_e5m2"), 5, 2, 123, is_signed=False)
 
 FORMATS = {
     each.dtype: each for each in (INT8_SIGNED, INT8_POSITIVE, FLOAT8_SIGNED, FLOAT8_POSITIVE)
@@ -283,15 +280,11 @@ def _reshape(x: jax.Array, shape: tuple[int, ...], spec: tuple[Any, ...]) -> jax
     if not _is_explicit(x):
         return x.reshape(shape)
     mesh = jax.typeof(x).sharding.mesh
-    fits = [n % _devices(mesh, axes) == 0 for n, axes in zip(shape, spec, strict=True)]
+    devices = [math.prod(mesh.shape[name] for name in jax.tree.leaves(axes)) for axes in spec]
+    fits = [length % count == 0 for length, count in zip(shape, devices, strict=True)]
     kept = [axes if is_fit else None for axes, is_fit in zip(spec, fits, strict=True)]
     return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def _is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-def _devices(mesh: Any, axes: Any) -> int:
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    return int(np.prod([mesh.shape[name] for name in names], dtype=int))

@@ -23,7 +23,7 @@ from policy.core.arrays import (
 )
 from policy.core.messages import dtype_and_shape, shortened
 from policy.grads.finiteness import all_finite, all_squares_finite
-from policy.grads.scaling import are_swapped, unscale_by_reciprocal
+from policy.grads.loss_scale import are_swapped, unscale_by_reciprocal
 from policy.optim.checks import differences
 from policy.optim.state import require_state
 

@@ -23,8 +23,9 @@ from policy.core.arrays import is_overwritten, varying_axes, working_dtype
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.grads.finiteness import fusion_barrier
-from policy.grads.loss_scale import LossScale, NoOpLossScale
-from policy.grads.scaling import (
+from policy.grads.loss_scale import (
+    LossScale,
+    NoOpLossScale,
     ScaledGradients,
     require_positive,
     warn_if_scaled,
@@ -303,10 +304,8 @@ class Stepper:
             count=incremented(state.count, finite),
             masters=tree.unflatten(stored for _, stored in new),
         )
-        returned = tree.unflatten(result for result, _ in new), after
-        if self.check_results:
-            return self._unless_not_finite(given, returned, as_updates)
-        return returned
+        step = tree.unflatten(result for result, _ in new), after
+        return self._unless_not_finite(given, step, as_updates) if self.check_results else step
 
     def _branches(
         self, given: Given, param_updates: list[ParamUpdate], norm: jax.Array | None

@@ -337,11 +337,6 @@ STORAGE_MODES: dict[str, StorageMode] = {
 }
 
 
-def mode_names() -> tuple[str, ...]:
-    """Returns the values that `master_weights` takes: "auto" and the names of all modes."""
-    return ("auto", *STORAGE_MODES)
-
-
 def storage_mode(param_dtype: DTypeLike, master_weights: MasterWeights) -> StorageMode:
     """Returns the mode for params of a dtype: float32 and wider are their own masters, always."""
     dtype = jnp.dtype(param_dtype)

@@ -22,7 +22,7 @@ from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
 from policy.optim.moments import get_moment_dtypes
 from policy.optim.state import MixedPrecisionState, require_transform
 from policy.optim.step import Stepper
-from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, mode_names
+from policy.optim.storage_modes import STORAGE_MODES, MasterWeights
 
 Params = TypeVar("Params")
 
@@ -162,8 +162,9 @@ def _check_scale(scale: LossScale, is_given: bool, policy: Policy, skip_nonfinit
 
 
 def _check_key(key: Any, master_weights: MasterWeights | None, narrow_moments: bool) -> None:
-    if master_weights not in (*mode_names(), None):
-        names = ", ".join(map(repr, mode_names()))
+    modes = ("auto", *STORAGE_MODES)
+    if master_weights not in (*modes, None):
+        names = ", ".join(map(repr, modes))
         raise ValueError(
             f"master_weights should be one of {names} or None, but got {master_weights!r}."
         )

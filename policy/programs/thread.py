@@ -26,7 +26,7 @@ class _Thread(threading.local):
         (`policy.core.dtypes`).
       shared_operands: operands in 8 bits by their identities, or None
         (`policy.eight_bits.scaled_matmul`).
-      scaled_losses: the scales that multiplied a traced loss (`policy.grads.scaling`).
+      scaled_losses: the scales that multiplied a traced loss (`policy.grads.loss_scale`).
     """
 
     names_models = False

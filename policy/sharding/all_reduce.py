@@ -31,7 +31,7 @@ from policy.core.arrays import (
 )
 from policy.core.dtypes import parse_dtype
 from policy.core.messages import shortened
-from policy.grads.scaling import ScaledGradients
+from policy.grads.loss_scale import ScaledGradients
 from policy.programs.marks import EXCHANGE
 
 T = TypeVar("T")
@@ -176,9 +176,10 @@ def _require_varying(tree: Any, axes: tuple[Any, ...]) -> None:
         if is_inexact(leaf) and typed - varying_axes(leaf)
     ]
     if same:
+        names = ", ".join(sorted(map(repr, typed)))
         raise ValueError(
             f"grads should be each device's own, but {shortened(same)} are the same over "
-            f"{_names(typed)}: the backward pass summed them already, where the params became "
+            f"{names}: the backward pass summed them already, where the params became "
             "device-varying. Differentiate with respect to vary(params, axis) instead."
         )
 
@@ -194,7 +195,3 @@ def _reducing_dtype(dtype: DTypeLike) -> np.dtype:
             f"Gradients are summed in a floating dtype of 16 bits or more, but got {found.name}."
         )
     return require_available(found)
-
-
-def _names(axes: Any) -> str:
-    return ", ".join(sorted(map(repr, axes)))

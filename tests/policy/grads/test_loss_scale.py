@@ -12,8 +12,7 @@ import pytest
 
 from policy import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree
 from policy.grads.finiteness import _sum, _sum_by_matmul, all_squares_finite, fusion_barrier
-from policy.grads.loss_scale import get_loss_scale
-from policy.grads.scaling import unscale_by_reciprocal, unscale_tree
+from policy.grads.loss_scale import get_loss_scale, unscale_by_reciprocal, unscale_tree
 
 FINITE, NOT = jnp.array(True), jnp.array(False)
 
