@@ -64,7 +64,7 @@ _WEIGHTS = both(
 )
 _PRELU = both("test_activations.py::test_prelu_keeps_its_slope_in_param_dtype")
 _LORA = {"nnx": "mpmodules/nnx/test_layers.py::test_dtypes_are_the_policys"}
-_ROTARY = {"nnx": "mpmodules/nnx/test_newer_flax.py::test_half_is_rounded_once"}
+_ROTARY = {"nnx": "mpmodules/nnx/test_layers.py::test_half_is_rounded_once"}
 _POOL = both("test_pooling.py::test_half_is_float32_rounded_once")
 _MAX_POOL = both(
     "test_pooling.py::"

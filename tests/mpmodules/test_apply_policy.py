@@ -203,18 +203,24 @@ def test_equal_arguments_give_equal_ports_and_a_second_policy_replaces_the_first
 
 
 @BOTH
+@pytest.mark.parametrize("way", ["ours", "port"])
 @pytest.mark.parametrize("copied", ["pickle", "copy", "deepcopy", "clone"])
-def test_copies_keep_the_policy(wing, copied):
-    text = Pair(models.Block, lambda: models.NnxBlock(RNGS(0)))
-    rules = PolicyRules({"qkv": "f32"})
-    port = wing.port(text, MIXED, rules, jnp.ones((2, 8, 16))).instance
+def test_copies_keep_the_policy(wing, copied, way):
+    if way == "port":
+        text = Pair(models.Block, lambda: models.NnxBlock(RNGS(0)))
+        rules = PolicyRules({"qkv": "f32"})
+        instance = wing.port(text, MIXED, rules, jnp.ones((2, 8, 16))).instance
+    elif wing.name == "linen":
+        instance = wing.module.LayerNorm(epsilon=1e-3, dtype_policy=MIXED)
+    else:
+        instance = wing.module.LayerNorm(4, epsilon=1e-3, dtype_policy=MIXED, rngs=RNGS(0))
     copies = {
-        "pickle": lambda: pickle.loads(pickle.dumps(port)),
-        "copy": lambda: copy.copy(port),
-        "deepcopy": lambda: copy.deepcopy(port),
-        "clone": lambda: flax_nnx.clone(port) if wing.name == "nnx" else port.clone(),
+        "pickle": lambda: pickle.loads(pickle.dumps(instance)),
+        "copy": lambda: copy.copy(instance),
+        "deepcopy": lambda: copy.deepcopy(instance),
+        "clone": lambda: flax_nnx.clone(instance) if wing.name == "nnx" else instance.clone(),
     }
-    assert identity(copies[copied]()) == identity(port)
+    assert identity(copies[copied]()) == identity(instance)
 
 
 @BOTH

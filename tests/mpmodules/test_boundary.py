@@ -170,8 +170,9 @@ def test_a_public_method_is_a_boundary_and_one_that_it_calls_is_none(wing, metho
 
 
 @BOTH
-def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing):
-    model = wing.ours(ENCODER, MIXED)
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing, way):
+    model = getattr(wing, way)(ENCODER, MIXED)
     assert casts_of(model, method="_private") == []
     (dot,) = named(ops_of(model, method="_private"), "dot_general")
     assert dot.outputs == ("bfloat16",)
@@ -181,7 +182,8 @@ def test_private_static_and_class_methods_are_no_boundary_but_layers_obey(wing):
 
 
 @BOTH
-def test_a_super_call_crosses_once(wing):
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_a_super_call_crosses_once(wing, way):
     def derived(base):
         return type("Derived", (base,), {"__call__": lambda self, x: base.__call__(self, x) * 2})
 
@@ -193,7 +195,7 @@ def test_a_super_call_crosses_once(wing):
             return derived(super().nnx_class(nnx))
 
     text = Derived(lambda self, x: self.layer(x) * 3, "Base", layer=dense(4, 4))
-    model = wing.ours(text, MIXED)
+    model = getattr(wing, way)(text, MIXED)
     assert casts_of(model) == ONE_BOUNDARY
     assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)] * 2
 

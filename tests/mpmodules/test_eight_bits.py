@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx as flax_nnx
 from jax import lax
@@ -620,3 +622,57 @@ def test_suggest_keeps_convolutions_out():
     kinds = ("dot", "convolution")
     operands = {op.path: op.operands for op in report.operations if op.kind in kinds}
     assert operands == {"conv": ("bfloat16", "bfloat16"), "middle": ("int8", "int8")}
+
+
+# --- Flax's own fp8 matmuls -----------------------------------------------------------------------
+
+OWG = "_overwrite_with_gradient"
+SQUARE = jnp.asarray(RNG.normal(size=(16, 16)), jnp.bfloat16)
+
+
+def leaves_equal(a: Any, b: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+@pytest.mark.parametrize("grads", ["float32", "compute"])
+def test_flaxs_collection_of_scales_takes_the_value_that_plain_jax_gives_it(grads):
+    model: Any = linen.Dense(16, dot_general_cls=flax.linen.Fp8DirectDotGeneralOp)
+    with use_policy("mixed_bfloat16"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variables = model.init(jax.random.key(0), SQUARE)
+
+    def loss_fn(variables, x, factor=1.0):
+        with use_policy("mixed_bfloat16"):
+            return jnp.square(model.apply(variables, x).astype(jnp.float32)).mean() * factor
+
+    tx = policy.mixed_precision(
+        optax.adamw(1e-2, weight_decay=0.1),
+        "mixed_bfloat16",
+        loss_scale="dynamic",
+        clip_global_norm=1e-3,
+    )
+    opt_state = tx.init(variables)
+    assert len(jax.tree.leaves(opt_state.inner)) == 5  # a count, two moments of kernel and bias
+
+    @jax.jit
+    def step(variables, opt_state, factor):
+        scale = policy.loss_scale_of(opt_state)
+        differentiated = policy.value_and_grad(loss_fn, loss_scale=scale, grads=grads)
+        _, gradients = differentiated(variables, SQUARE, factor)
+        return policy.apply_gradients(tx, variables, opt_state, gradients)
+
+    new, after, finite = step(variables, opt_state, 1.0)
+    assert finite
+    expected = jax.grad(loss_fn)(variables, SQUARE)[OWG]
+    found = jax.tree_util.tree_leaves_with_path(new[OWG])
+    for (path, ours), theirs in zip(found, jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        if "output_grad" not in jax.tree_util.keystr(path):  # whose scale follows the loss scale
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert not leaves_equal(new[OWG], variables[OWG])
+    assert not leaves_equal(new["params"], variables["params"])
+
+    skipped, after, finite = step(new, after, np.nan)
+    assert not finite
+    assert leaves_equal(skipped, new)  # the collection keeps its old value too
+    assert after.skipped == 1

@@ -101,6 +101,9 @@ def test_apply_policy_takes_a_module_of_its_wing_that_is_not_bound(wing):
         TypeError, match=rf"takes an? {wing.name} module here, but got 3 of type int"
     ):
         wing.module.apply_policy(3, "bf16")
+    with pytest.raises(TypeError, match=r"^A policy should be a Policy or its text form"):
+        layer = flax.linen.Dense(3) if wing.name == "linen" else nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        wing.module.apply_policy(layer, None)
     if wing.name == "linen":
         bound = flax.linen.Dense(3).bind({"params": {}})
         with pytest.raises(ValueError, match="apply the policy before bind, init or apply"):

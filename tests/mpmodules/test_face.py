@@ -103,6 +103,22 @@ def test_classes_of_users_keep_their_docstrings(wing):
     assert Documented.__doc__ == "Says this."
 
 
+@BOTH
+def test_a_layer_of_ours_and_its_class_of_flaxs_stand_for_each_other(wing):
+    ours, flaxs = wing.module.LayerNorm, wing.flax.LayerNorm
+    given = {"num_features": 4, "rngs": flax.nnx.Rngs(0)} if wing.name == "nnx" else {}
+
+    class Users(wing.module.LayerNorm):
+        pass
+
+    for layer in (ours(**given), flaxs(**given)):
+        for cls in (ours, flaxs, wing.module.Module, wing.flax.Module):
+            assert isinstance(layer, cls)
+        assert not isinstance(layer, wing.module.Conv) and not isinstance(layer, Users)
+    assert issubclass(flaxs, ours) and not issubclass(flaxs, Users)
+    assert not isinstance(3, wing.module.Module)
+
+
 # --- examples -------------------------------------------------------------------------------------
 
 MODULES = (attention, functional, fused_attention, normalization, reductions)

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -60,6 +62,28 @@ def test_equal_policies_made_differently_share_a_trace(wing):
         with use_policy(policy):
             assert run(X).dtype == jnp.float32
     assert len(traces) == 1
+
+
+@BOTH
+def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(wing):
+    """Flax's interceptors are no part of its jit key; the scope that a port enters is."""
+    traces: list[Any] = []
+
+    @flax.nnx.jit
+    def forward(model, x):
+        traces.append(None)
+        return model(x)
+
+    for policy, expected in ABA:
+        if wing.name == "nnx":
+            layer = flax.nnx.Linear(4, 4, rngs=flax.nnx.Rngs(0))
+            out = forward(wing.module.apply_policy(layer, policy), X)
+        else:
+            jitted = flax.linen.Sequential([flax.linen.jit(flax.linen.Dense)(3)])
+            port = wing.module.apply_policy(jitted, policy)
+            out, _ = port.init_with_output(jax.random.key(0), X)
+        assert out.dtype == expected
+    assert len(traces) == (2 if wing.name == "nnx" else 0)
 
 
 def _in_cond(run: Any) -> Any:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -412,11 +414,11 @@ def test_a_cell_may_have_a_policy_of_its_own_and_linens_takes_that_of_its_rnn(wi
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def ruled(wing: Any, lib: Any, policy: str, rules: Any) -> Any:
+def ruled(wing: Any, lib: Any, policy: str, rules: Any, name: str = "LSTMCell") -> Any:
     """Traces an RNN under rules: those of a scope for linen's cells of ours, else of a port."""
     if wing is LINEN and lib is wing.ours:
-        return traced(wing, lambda: rnn_of(wing, lib), (policy, rules))
-    build = lambda: wing.ours.apply_policy(rnn_of(wing, lib), policy, rules)  # noqa: E731
+        return traced(wing, lambda: rnn_of(wing, lib, name), (policy, rules))
+    build = lambda: wing.ours.apply_policy(rnn_of(wing, lib, name), policy, rules)  # noqa: E731
     return traced(wing, build)
 
 
@@ -472,3 +474,104 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
         wide = [e for e in casts if e.outvars[0].aval.dtype == jnp.float32]
         # On the way out, and for a half-precision carry, which own code reads in float32.
         assert len(wide) <= len(jax.tree.leaves(out)) + 2 * len(jax.tree.leaves(args[0]))
+
+
+@pytest.mark.parametrize("lib", [linen, flax.linen], ids=["ours", "ported"])
+def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_refused(lib):
+    name = "OptimizedLSTMCell"
+    text = r"^Rule 'cell/hi' matched no module. Modules seen: cell\.(\n|$)"
+    with pytest.raises(ValueError, match=text):
+        ruled(LINEN, lib, MIXED, {"cell/hi": "float32"}, name)
+    (params, *_), _ = ruled(LINEN, lib, MIXED, {"cell(/hi)?": "p=bf16,c=f32"}, name)
+    assert params == {"bfloat16"}
+    cell: Any = linen.OptimizedLSTMCell(HIDDEN)
+    carry, x = cell.initialize_carry(KEY, (BATCH, WIDTH)), jnp.ones((BATCH, WIDTH))
+    with use_policy(MIXED, {"h.": "float32"}), pytest.raises(ValueError, match="only the root"):
+        jax.eval_shape(cell.init, KEY, carry, x)
+
+
+# --- lifted ---------------------------------------------------------------------------------------
+
+OVER_TIME: Any = {
+    "variable_broadcast": "params",
+    "split_rngs": {"params": False},
+    "in_axes": 1,
+    "out_axes": 1,
+}
+OF_EITHER = pytest.mark.parametrize("nn", [linen, flax.linen], ids=["ours", "flax"])
+
+
+class FunctionScan(flax.linen.Module):
+    """The function form, as third-party models have it, with cells of either library."""
+
+    nn: Any
+
+    @flax.linen.compact
+    def __call__(self, x):
+        cell = self.nn.LSTMCell(HIDDEN)
+        carry = cell.initialize_carry(KEY, x[:, 0].shape)
+        return flax.linen.scan(lambda cell, carry, x: cell(carry, x), **OVER_TIME)(cell, carry, x)
+
+
+@OF_EITHER
+def test_a_class_lifted_cell_runs_in_compute_dtype_with_its_boundary_outside_the_loop(nn):
+    x, cell = sequence(), nn.scan(nn.LSTMCell, **OVER_TIME)(HIDDEN)
+    cell = linen.apply_policy(cell, MIXED) if nn is flax.linen else cell.clone(dtype_policy=MIXED)
+    carry = cell.initialize_carry(KEY, x[:, 0].shape)
+    (last, y), variables = jax.eval_shape(lambda: cell.init_with_output(KEY, carry, x))
+    assert (dtypes(variables), dtypes(last), dtypes(y)) == ({"float32"}, dtypes(carry), {"float32"})
+    assert matmul_dtypes(cell.apply, variables, carry, x) == {"bfloat16"}
+    found = equations(cell.apply, variables, carry, x)
+    (scan,) = [e for e in found if e.primitive.name == "scan"]
+    assert {v.aval.dtype.name for v in scan.outvars} == {"bfloat16"} | dtypes(carry)
+
+
+@OF_EITHER
+def test_a_function_form_scan_of_a_cell_keeps_its_carrys_type(nn):
+    model: Any = linen.apply_policy(FunctionScan(nn), MIXED)
+    (_, y), variables = jax.eval_shape(lambda: model.init_with_output(KEY, sequence()))
+    assert (dtypes(variables), dtypes(y)) == ({"float32"}, {"float32"})
+    assert matmul_dtypes(model.apply, variables, sequence()) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
+def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
+    x, plain = sequence(), loop(LINEN, linen, name, MIXED)
+    cell, rematerialised = getattr(linen, name), linen.remat(getattr(linen, name))
+
+    def gradients(rnn: Any) -> Any:
+        return jax.jit(jax.grad(lambda v: rnn.apply(v, x).sum()))(plain.params)
+
+    with use_policy(MIXED):
+        expected = gradients(linen.RNN(cell(HIDDEN)))
+        for rnn in (linen.RNN(rematerialised(HIDDEN)), linen.remat(linen.RNN)(cell(HIDDEN))):
+            assert dtypes(jax.eval_shape(rnn.apply, plain.params, x)) == {"float32"}
+            assert_close(gradients(rnn), expected, atol=2**-5)
+
+
+def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype():
+    class Stack(nnx.Module):
+        def __init__(self) -> None:
+            @flax.nnx.vmap(in_axes=0, out_axes=0)
+            def build(key: Any) -> Any:
+                return nnx.RNN(nnx.GRUCell(HIDDEN, HIDDEN, rngs=flax.nnx.Rngs(key)))
+
+            self.rnns = build(jax.random.split(jax.random.key(0), 2))
+
+        def __call__(self, x: Any) -> Any:
+            @flax.nnx.scan(in_axes=(0, flax.nnx.Carry), out_axes=flax.nnx.Carry)
+            @flax.nnx.remat
+            def layers(rnn: Any, x: Any) -> Any:
+                return rnn(x)
+
+            return layers(self.rnns, x)
+
+    x = sequence()[..., :HIDDEN]
+    with use_policy(MIXED):
+        graph, params, rest = flax.nnx.split(Stack(), flax.nnx.Param, ...)
+    call = lambda params, x: flax.nnx.merge(graph, params, rest, copy=True)(x)  # noqa: E731
+    assert matmul_dtypes(call, params, x) == {"bfloat16"}
+    y = jax.jit(call)(params, x)
+    assert (y.dtype, y.shape) == (jnp.float32, x.shape)
+    loss = lambda params: jnp.square(call(params, x)).sum()  # noqa: E731
+    assert dtypes(jax.eval_shape(jax.grad(loss), params)) == {"float32"}

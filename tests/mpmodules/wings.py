@@ -157,6 +157,17 @@ def under(text: Text, policy: Any) -> Part:
     )
 
 
+def compact(body: Callable[..., Any], nn: Any = linen) -> Any:
+    """Returns a class of linen modules whose compact `__call__` is `body`."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return body(*args)
+
+    return Model
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A model that is written for each wing: each makes an instance."""

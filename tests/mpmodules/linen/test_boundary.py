@@ -16,12 +16,13 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import DtypePolicyWarning, use_policy
-from tests.mpmodules.linen.compact import compact
+from tests.mpmodules.wings import compact
 from tests.programs import apply, boundary_casts, named, operations
 
 MIXED = "mixed_bfloat16"
 X = jnp.ones((2, 4))
 KEY = jax.random.key(0)
+AS_BF16, AS_F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 EACH: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 SHARED: Any = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}
 IN_AXES: Any = (0, None)  # Flax says `int`
@@ -80,20 +81,27 @@ def test_every_style_has_one_boundary_half_matmuls_and_the_parameters_that_it_ha
     assert dots == {("bfloat16",) * 3}
 
 
-LIFTED: dict[str, Any] = {
-    "scan": lambda: nn.scan(ScanBody, length=3, **EACH),
-    "scan of remat": lambda: nn.scan(nn.remat(ScanBody), length=3, **EACH),
-    "vmap": lambda: nn.vmap(ScanBody, in_axes=IN_AXES, **SHARED),
+LIFTED: dict[str, tuple[Any, Any]] = {
+    "scan": (nn.scan(ScanBody, length=3, **EACH), (X, None)),
+    "scan of remat": (nn.scan(nn.remat(ScanBody), length=3, **EACH), (X, None)),
+    "vmap": (nn.vmap(ScanBody, in_axes=IN_AXES, **SHARED), (X, None)),
+    "remat of a layer": (functools.partial(nn.remat(nn.Dense), 3), (X,)),
+    "jit of a layer": (functools.partial(nn.jit(nn.Dense), 3), (X,)),
+    "vmap of a layer": (functools.partial(nn.vmap(nn.Dense, **SHARED), 3), (X,)),
 }
 
 
 @pytest.mark.parametrize("lift", LIFTED)
-def test_a_lifted_class_with_a_policy_has_one_boundary_outside_of_the_transform(lift):
-    model = LIFTED[lift]()(dtype_policy=MIXED)
-    variables = model.init(KEY, X, None)
-    ops = operations(lambda v, x: model.apply(v, x, None)[0], variables, X)
+def test_a_lifted_class_with_a_policy_has_its_boundary_outside_of_the_transform(lift):
+    cls, args = LIFTED[lift]
+    model = cls(dtype_policy=MIXED)
+    variables = model.init(KEY, *args)
+    ops = operations(lambda v, x: model.apply(v, x, *args[1:]), variables, X)
     assert casts_of(ops) == [("bfloat16", ()), ("float32", ())]
     assert {op.outputs[0] for op in named(ops, "scan")} <= {"bfloat16"}
+    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
+    (y, *_) = jax.tree.leaves(jax.eval_shape(model.apply, variables, *args))
+    assert y.dtype == jnp.float32
 
 
 def test_rematerialised_classes_hand_on_compute_dtype():
@@ -105,17 +113,6 @@ def test_rematerialised_classes_hand_on_compute_dtype():
         assert [op.outputs for op in remats] == [("bfloat16",)] * count
         assert all("bfloat16" in op.inputs for op in remats[1:])  # what backward keeps
         assert boundary_casts(ops)[-1].outputs == ("float32",)
-
-
-@pytest.mark.parametrize("lift", [nn.remat, nn.jit, lambda cls: nn.vmap(cls, **SHARED)])
-def test_a_lifted_layer_with_a_policy_of_its_own_is_a_boundary_outside(lift):
-    model = lift(nn.Dense)(3, dtype_policy=MIXED)
-    variables = model.init(KEY, X)
-    ops = operations(model.apply, variables, X)
-    assert {op.within for op in boundary_casts(ops)} == {()}
-    assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
-    (dot,) = named(ops, "dot_general")
-    assert dot.inputs == ("bfloat16", "bfloat16")
 
 
 # --- methods --------------------------------------------------------------------------------------
@@ -158,8 +155,7 @@ def test_an_unwrapped_method_is_no_boundary_but_its_layers_obey():
     variables = model.init(KEY, X)
     ops = operations(lambda v, x: model.apply(v, x, method="unwrapped"), variables, X)
     assert boundary_casts(ops) == []
-    (dot,) = named(ops, "dot_general")
-    assert dot.outputs == ("bfloat16",)
+    assert [op.outputs for op in named(ops, "dot_general")] == [("bfloat16",)]
 
 
 # --- references and modules of Flax's -------------------------------------------------------------
@@ -201,6 +197,7 @@ class Stack(nn.Module):
     """Scans a function over a block, with the block's own policy."""
 
     policy: Any = None
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x):
@@ -211,51 +208,46 @@ class Stack(nn.Module):
             split_rngs={"params": False},
             length=2,
         )
-        return scan(block, x, None)[0]
+        return scan(block, x.astype(self.dtype), None)[0]
 
 
-def test_a_function_form_scan_under_one_policy_carries_compute_dtype():
-    out = jax.eval_shape(lambda: Stack(dtype_policy="mixed_bfloat16").init_with_output(KEY, X)[0])
-    assert out.dtype == jnp.float32
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        (Stack(dtype_policy=MIXED), "float32"),
+        (Stack(policy=AS_F16, dtype=jnp.float16), "float16"),  # as the advice below says
+    ],
+)
+def test_a_function_form_scan_carries_the_dtype_of_its_block(model, dtype):
+    assert jax.eval_shape(lambda: model.init_with_output(KEY, X)[0]).dtype == dtype
 
 
 def test_a_function_form_scan_over_a_boundary_with_another_output_dtype_says_what_to_do():
-    model = Stack(policy="p=f32,c=f16,o=f16")
     with pytest.raises(TypeError, match="carry") as e:
-        jax.eval_shape(lambda: model.init(KEY, X))
+        jax.eval_shape(lambda: Stack(policy=AS_F16).init(KEY, X))
     (advice,) = (note for note in e.value.__notes__ if "casts its outputs" in note)
     assert "give it its caller's policy, lift its class (nn.scan(Block) in linen)" in advice
 
 
-def test_a_scan_whose_carry_changes_its_shape_is_left_to_jax():
+def halves(x):
     halved = lambda carry, _: (carry[:1], None)  # noqa: E731
-    model = compact(lambda x: jax.lax.scan(halved, nn.Dense(4)(x), None, length=2))()
-    with pytest.raises(TypeError, match="shapes do not match") as caught:
-        model.init(KEY, X)
-    assert not any("casts its outputs" in note for note in caught.value.__notes__)
+    return jax.lax.scan(halved, nn.Dense(4)(x), None, length=2)
 
 
-def test_the_advice_for_a_scan_works():
-    class Cast(Stack):
-        @nn.compact
-        def __call__(self, x):
-            return super().__call__(x.astype(jnp.float16))
-
-    out = jax.eval_shape(lambda: Cast(policy="p=f32,c=f16,o=f16").init_with_output(KEY, X)[0])
-    assert out.dtype == jnp.float16
+def fail(x):
+    Block(dtype_policy="bf16")(x)
+    raise TypeError("something else")
 
 
-def test_a_type_error_of_the_models_own_gets_no_advice():
-    def fail(x):
-        Block(dtype_policy="bf16")(x)
-        raise TypeError("something else")
-
-    with pytest.raises(TypeError, match="something else") as e:
-        compact(fail)().init(KEY, X)
+@pytest.mark.parametrize(
+    ("body", "text"), [(halves, "shapes do not match"), (fail, "something else")]
+)
+def test_a_type_error_for_another_reason_gets_no_advice(body, text):
+    with pytest.raises(TypeError, match=text) as e:
+        compact(body)().init(KEY, X)
     assert not any("casts its outputs" in note for note in getattr(e.value, "__notes__", []))
 
 
-AS_BF16, AS_F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 ABA = ((AS_BF16, "bfloat16"), (AS_F16, "float16"), (AS_BF16, "bfloat16"))
 
 
@@ -280,11 +272,3 @@ def test_an_inner_jit_follows_the_scope(kind):
             assert run(variables, X).dtype == expected
             ops = named(operations(run, variables, X), "dot_general", "mul")
         assert {op.inputs[0] for op in ops} == {expected}
-
-
-def test_apply_policy_is_not_stale_under_nn_jit():
-    """Flax's interceptors are no part of its jit key; the scope that is entered with ours is."""
-    model = flax_nn.Sequential([flax_nn.jit(flax_nn.Dense)(3)])
-    variables = model.init(KEY, X)
-    for policy, expected in ABA:
-        assert apply(nn.apply_policy(model, policy), variables, X).dtype == expected

@@ -97,28 +97,29 @@ def test_a_repeated_call_is_not_traced_again(make, variables):
     assert len(traced) <= 1
 
 
+def different() -> list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
+    """Returns fields, arguments and options of calls that are each traced apart."""
+    return [
+        ({}, (X,), {}),
+        ({}, (X[:2],), {}),
+        ({}, (X.astype(jnp.bfloat16),), {}),
+        ({}, (X, False, 2), {}),
+        ({}, (X,), {"power": 2.0}),
+        ({}, (X,), {"mutable": ["intermediates"]}),
+        ({"scale": 2.0}, (X,), {}),
+        ({"scale": 2}, (X,), {}),
+        ({"inner": jnp.sin}, (X,), {}),
+        ({"config": Config()}, (X,), {}),
+        ({}, (X,), {"method": "half"}),
+    ]
+
+
 @WAYS
 def test_what_differs_is_traced(make, variables):
-    calls = [
-        lambda: make().apply(variables, X),
-        lambda: make().apply(variables, X[:2]),
-        lambda: make().apply(variables, X.astype(jnp.bfloat16)),
-        lambda: make().apply(variables, X, False, 2),
-        lambda: make().apply(variables, X, power=2.0),
-        lambda: make().apply(variables, X, mutable=["intermediates"]),
-        lambda: make(scale=2.0).apply(variables, X),
-        lambda: make(scale=2).apply(variables, X),
-        lambda: make(inner=jnp.sin).apply(variables, X),
-        lambda: make(config=Config()).apply(variables, X),
-        lambda: make().apply(variables, X, method="half"),
-    ]
-    for _ in range(2):
-        for call in calls:
-            call()
-    assert len(traced) == len(calls)
-    for call in calls:
-        call()
-    assert len(traced) == len(calls)
+    for _ in range(3):
+        for fields, args, options in different():
+            make(**fields).apply(variables, *args, **options)
+        assert len(traced) == len(different())
 
 
 def test_another_policy_is_traced(variables):

@@ -14,7 +14,7 @@ import policy
 from mpmodules import linen as nn
 from policy import audit, use_policy
 from tests.mpmodules.own_code_models import Layers, Net, Projection
-from tests.mpmodules.wings import KEY, MIXED, NORMAL, X
+from tests.mpmodules.wings import KEY, MIXED, NORMAL, X, compact
 from tests.programs import apply, named, operations
 
 TOKENS = jnp.arange(16).reshape(2, 8)
@@ -27,21 +27,17 @@ def share(model: Any, x: Any = TOKEN_VECTORS, **options: Any) -> float:
     return audit(lambda v: model.apply(v, x, **options), variables).f32_matmul_share
 
 
-class Scans(flax_nn.Module):
+def scans(x: jax.Array) -> jax.Array:
     """Scans over a cell of Flax's, and multiplies by itself."""
-
-    @flax_nn.compact
-    def __call__(self, x):
-        axes: Any = {"in_axes": 1, "out_axes": 1}
-        rngs: Any = {"params": False}
-        cell = flax_nn.scan(flax_nn.GRUCell, variable_broadcast="params", split_rngs=rngs, **axes)(
-            16
-        )
-        carry, y = cell(cell.initialize_carry(KEY, x[:, 0].shape), x)
-        return Projection(4)(y + carry[:, None])
+    axes: Any = {"in_axes": 1, "out_axes": 1, "split_rngs": {"params": False}}
+    cell = flax_nn.scan(flax_nn.GRUCell, variable_broadcast="params", **axes)(16)
+    carry, y = cell(cell.initialize_carry(KEY, x[:, 0].shape), x)
+    return Projection(4)(y + carry[:, None])
 
 
-@pytest.mark.parametrize(("model", "carry"), [(Layers(), "bfloat16"), (Scans(), "float32")])
+@pytest.mark.parametrize(
+    ("model", "carry"), [(Layers(), "bfloat16"), (compact(scans, flax_nn)(), "float32")]
+)
 def test_a_scan_of_layers_hands_on_half_and_a_cell_keeps_its_carry(model, carry):
     port = nn.apply_policy(model, MIXED)
     with jax.numpy_dtype_promotion("standard"):
@@ -290,15 +286,12 @@ def test_lifted_methods(how):
     assert len(dots) == 4 and {op.inputs for op in dots} == {HALF}
 
 
-def fresh_cache(nn: Any) -> Any:
-    """Attention's cache without a cast, in a module for each half of a pair of imports."""
+def fresh_cache(nn: Any, how: str, where: str) -> Any:
+    """Attention's cache without a cast, in a module or in one inside of it."""
 
     class Writes(nn.Module):
-        how: str
-        in_setup: bool = False
-
         def setup(self):
-            if self.in_setup:
+            if "setup" in where:
                 self.made = self.made_there()
 
         def made_there(self):
@@ -306,51 +299,37 @@ def fresh_cache(nn: Any) -> Any:
 
         @nn.compact
         def __call__(self, x, _=None):
-            cache = self.made if self.in_setup else self.made_there()
+            cache = self.made if "setup" in where else self.made_there()
             index = self.variable("cache", "index", lambda: jnp.array(0))
             key = self.param("key", nn.initializers.ones, (4, 4))
             for _ in range(2):
-                update = jax.lax.dynamic_update_slice
-                if self.how == "slice":
+                if how == "slice":
+                    update = jax.lax.dynamic_update_slice
                     cache.value = update(cache.value, x @ key, (index.value, 0))
                 else:
                     cache.value = cache.value.at[index.value].set((x @ key)[0])
                 index.value = index.value + 1
             return x + cache.value.sum(0, keepdims=True), None
 
-    class Scans(nn.Module):
-        how: str
-
-        @nn.compact
-        def __call__(self, x, _=None):
-            axes = {"params": 0, "cache": 0}
-            body = nn.scan(Writes, axes, split_rngs={"params": True}, length=2)
-            return body(self.how)(x, None)
-
-    class Inside(nn.Module):
-        how: str
-        in_setup: bool = False
-
+    class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.LayerNorm()(Writes(self.how, self.in_setup)(x)[0]), None
+            if where == "scan":
+                axes = {"params": 0, "cache": 0}
+                return nn.scan(Writes, axes, split_rngs={"params": True}, length=2)()(x, None)
+            return nn.LayerNorm()(Writes()(x)[0]), None
 
-    return {
-        "alone": Writes,
-        "inside": Inside,
-        "setup": lambda how: Writes(how, True),
-        "inside, setup": lambda how: Inside(how, True),
-        "scan": Scans,
-    }
+    return Outer() if where == "scan" or "inside" in where else Writes()
 
 
-@pytest.mark.parametrize("where", fresh_cache(nn))
+@pytest.mark.parametrize("where", ["alone", "inside", "setup", "inside, setup", "scan"])
 @pytest.mark.parametrize("wing", ["ours", "port"])
 @pytest.mark.parametrize("how", ["slice", "at"])
 def test_a_fresh_cache_in_half_may_be_written_with_what_the_code_computes(how, wing, where):
-    plain = fresh_cache(flax_nn)[where](how)
-    ours = lambda: fresh_cache(nn)[where](how).clone(dtype_policy=MIXED)  # noqa: E731
-    model = ours() if wing == "ours" else nn.apply_policy(plain, MIXED)
+    if wing == "ours":
+        model = fresh_cache(nn, how, where).clone(dtype_policy=MIXED)
+    else:
+        model = nn.apply_policy(fresh_cache(flax_nn, how, where), MIXED)
     variables = model.init(KEY, X[:1])
     _, fresh = model.apply({"params": variables["params"]}, X[:1], mutable=["cache"])
     (out, _), state = model.apply(variables, X[:1], mutable=["cache"])

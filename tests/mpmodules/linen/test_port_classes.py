@@ -18,8 +18,7 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import current_policy, use_policy
-from tests.mpmodules.linen.compact import compact
-from tests.mpmodules.wings import dtypes
+from tests.mpmodules.wings import compact, dtypes
 from tests.programs import apply, boundary_casts, named, operations
 
 apply_policy = our_nn.apply_policy
@@ -238,14 +237,6 @@ def test_a_method_however_it_is_given_is_a_boundary(model, method):
     assert casts[-1].outputs == ("float32",) and len(casts) <= 2
 
 
-def test_a_private_method_called_from_outside_casts_nothing_and_its_layers_obey():
-    ported = apply_policy(Plain(), MIXED)
-    variables = jax.eval_shape(ported.init, KEY, X)
-    ops = operations(lambda v, x: apply(ported, v, x, method="_private"), variables, X)
-    assert boundary_casts(ops) == []
-    assert {op.inputs for op in named(ops, "dot_general")} == {("bfloat16", "bfloat16")}
-
-
 def test_a_public_method_of_an_unbound_port_may_initialise_it():
     class Model(nn.Module):
         @nn.compact
@@ -321,11 +312,6 @@ class Setup(nn.Module):
 
     def first(self, x):
         return self.block(x)
-
-
-def test_the_initial_values_stay():
-    plain, ported = (jax.jit(m.init)(KEY, X) for m in (Setup(), apply_policy(Setup(), MIXED)))
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, ported))
 
 
 def test_bind_works_and_a_submodule_taken_out_is_not_covered():

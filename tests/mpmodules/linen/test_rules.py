@@ -27,7 +27,7 @@ from policy import (
     set_policy,
     use_policy,
 )
-from tests.mpmodules.linen.compact import compact
+from tests.mpmodules.wings import compact
 from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
@@ -219,16 +219,6 @@ def test_an_error_inside_the_model_is_not_hidden_by_the_check():
 ROWS = jnp.ones((2, 4))
 
 
-class Wrap(nn.Module):
-    """A module around one layer, made by `make`."""
-
-    make: Any = nn.Dense
-
-    @nn.compact
-    def __call__(self, x):
-        return self.make(3, name="layer")(x)
-
-
 def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
     layer = lambda name: nn.Dense(4, dtype=jnp.float32, name=name)  # noqa: E731
     twice = compact(lambda x: layer("second")(layer("first")(x)))
@@ -274,7 +264,7 @@ def test_resolution_does_not_outlive_the_call():
 
 class Parent(nn.Module):
     def setup(self):
-        self.block = Wrap()
+        self.block = compact(lambda x: nn.Dense(3)(x))()
         self.embed = nn.Embed(5, 4)
 
     def __call__(self, x):
@@ -313,14 +303,6 @@ def test_an_open_call_wins_over_the_parent_chain():
     assert [dot.inputs[0] for dot in dots] == ["float16", "bfloat16"]
 
 
-def test_a_sequential_stands_for_flaxs_class_in_isinstance_and_the_other_way_round():
-    assert isinstance(nn.Dense(3), flax_nn.Dense) and isinstance(flax_nn.Dense(3), nn.Dense)
-    assert isinstance(flax_nn.Dense(3), nn.Module) and isinstance(nn.Dense(3), flax_nn.Module)
-    assert not isinstance(flax_nn.Dense(3), nn.Conv)
-    assert issubclass(flax_nn.Dense, nn.Dense) and not issubclass(flax_nn.Dense, Wrap)
-    assert not isinstance(flax_nn.Dense(3), Wrap)
-
-
 TEXT = (
     r"^Small was initialised under 'params=float32,compute=bfloat16,.*', but is applied with no "
     r"policy in force, so "
@@ -328,22 +310,20 @@ TEXT = (
 
 
 class Small(nn.Module):
-    width: int = 3
-
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(self.width)(x)
+        return nn.Dense(3)(x)
 
 
-def initialised(policy="mixed_bfloat16", **fields):
-    model = Small(**fields)
+def initialised(policy=MIXED):
+    model = Small()
     with use_policy(policy):
-        return model, model.init(jax.random.key(0), ROWS)
+        return model, model.init(KEY, ROWS)
 
 
 def test_apply_without_the_policy_of_init_warns_once_for_a_class():
     model, variables = initialised()
-    other, _ = initialised(width=3)
+    other, _ = initialised()
     with pytest.warns(DtypePolicyWarning, match=TEXT) as told:
         model.apply(variables, ROWS)
         model.apply(variables, ROWS)
@@ -356,8 +336,8 @@ def test_a_traced_init_and_the_global_policy_count():
     for make in (jax.jit, lambda init: lambda *args: jax.eval_shape(init, *args)):
         model = Small()
         set_policy("mixed_bfloat16")
-        make(model.init)(jax.random.key(0), ROWS)
-        variables = Small().init(jax.random.key(0), ROWS)
+        make(model.init)(KEY, ROWS)
+        variables = Small().init(KEY, ROWS)
         model.apply(variables, ROWS)
         set_policy(None)
         text = r"If no policy is intended, call it inside use_policy\(None\)\."
@@ -373,31 +353,23 @@ def test_a_block_around_the_call_is_an_answer_whatever_it_says():
             jax.jit(lambda v, x: model.apply(v, x))(variables, ROWS)
 
 
-def test_models_that_no_policy_made_are_silent():
+def test_other_models_summaries_and_reports_are_silent():
     _, variables = initialised()
     Small().apply(variables, ROWS)  # another instance
     model, _ = initialised()
-    model.init(jax.random.key(0), ROWS)  # made again, without
+    model.init(KEY, ROWS)  # made again, without
     model.apply(variables, ROWS)
     model, _ = initialised("float32")  # which computes as no policy does
     model.apply(variables, ROWS)
-
-
-def test_models_that_carry_their_policy_are_silent():
-    own = Small(dtype_policy="mixed_bfloat16")
-    ported = nn.apply_policy(Small(), "mixed_bfloat16")
-    for model in (own, ported):
+    for model in (Small(dtype_policy=MIXED), nn.apply_policy(Small(), MIXED)):
         with use_policy("float16"):
-            variables = model.init(jax.random.key(0), ROWS)
-        assert jax.eval_shape(model.apply, variables, ROWS).dtype == jnp.float32
-
-
-def test_summaries_and_reports_are_silent():
+            own = model.init(KEY, ROWS)
+        assert jax.eval_shape(model.apply, own, ROWS).dtype == jnp.float32
     model, variables = initialised()
-    with use_policy("mixed_bfloat16"):
-        Small().tabulate(jax.random.key(0), ROWS)
+    with use_policy(MIXED):
+        Small().tabulate(KEY, ROWS)
         audit(model.apply, variables, ROWS)
-    compare(model.apply, variables, ROWS, policy="mixed_bfloat16")
+    compare(model.apply, variables, ROWS, policy=MIXED)
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():

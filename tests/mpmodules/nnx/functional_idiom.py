@@ -38,22 +38,22 @@ def with_state(copy: bool):
     return loss
 
 
+def numbers(array) -> np.ndarray:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
 def near(found, true) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(true)
     floats = []
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
         assert a.dtype == b.dtype, (a.dtype, b.dtype)
         if jnp.issubdtype(a.dtype, jnp.floating):
-            floats.append((np.ravel(a), np.ravel(b)))
+            floats.append(np.stack([np.ravel(a), np.ravel(b)]))
         else:
             np.testing.assert_array_equal(numbers(a), numbers(b))  # how often a key was drawn from
-    ours, theirs = (np.concatenate(arrays) for arrays in zip(*floats, strict=True))
+    ours, theirs = np.concatenate(floats, axis=1)
     assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs)
-
-
-def numbers(array) -> np.ndarray:
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 def trained(step):

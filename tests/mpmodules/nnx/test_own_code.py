@@ -99,14 +99,6 @@ ROWS = jnp.ones((2, 4))
 MANY = jnp.zeros(4096, int)
 
 
-class Table(nnx.Module):
-    def __init__(self) -> None:
-        self.table = nnx.Param(jnp.ones((8, 4)))
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        return self.table[ids]
-
-
 READS: dict[str, Any] = {
     "[...]": lambda p: p[...],
     "[rows]": lambda p: p[:2],
@@ -123,48 +115,36 @@ READS: dict[str, Any] = {
 }
 
 
+OTHERS = {"integers": "int32", "key": "key<fry>"}
+
+
 @pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
-def test_each_way_to_read_gives_float32(text: str) -> None:
+def test_each_way_to_read_gives_float32_and_others_as_stored(text: str) -> None:
     class Reads(nnx.Module):
+        keep_params = ("scale",)
+
         def __init__(self) -> None:
-            self.w = nnx.Param(jnp.ones((4, 4)))
+            self.w, self.scale = nnx.Param(jnp.ones((4, 4))), nnx.Param(jnp.ones(4))
+            self.stat = nnx.BatchStat(jnp.ones(4))
+            self.asked = nnx.Param(jnp.ones(4), compute_dtype=jnp.float32)
+            self.list = nnx.List([nnx.Param(jnp.ones(2))])
+            self.integers, self.key = nnx.Param(jnp.arange(2)), nnx.Param(jax.random.key(0))
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            seen.append({how: read(self.w).dtype.name for how, read in READS.items()})
+            floats = self.scale, self.stat, self.asked, self.list[0]
+            others = {name: str(getattr(self, name)[...].dtype) for name in OTHERS}
+            found = [read(self.w).dtype.name for read in READS.values()]
+            seen.append((found, [value[...].dtype.name for value in floats], others))
             return x
 
     seen: list[Any] = []
     model = Reads(dtype_policy=text)
     model(ROWS)
     jax.eval_shape(lambda x: model(x), ROWS)
-    assert seen == [dict.fromkeys(READS, "float32")] * len(seen) and seen
+    assert seen == [(["float32"] * len(READS), ["float32"] * 4, OTHERS)] * len(seen) and seen
     stored = policy.get_policy(text).param_dtype
     assert {read(model.w).dtype for read in READS.values()} == {stored}  # outside of a call
-
-
-@pytest.mark.parametrize("text", ["mixed_bfloat16", "bfloat16"])
-def test_all_floats_are_float32_to_the_code_and_others_as_stored(text: str) -> None:
-    class Kept(nnx.Module):
-        keep_params = ("scale",)
-
-        def __init__(self) -> None:
-            self.scale, self.stat = nnx.Param(jnp.ones(4)), nnx.BatchStat(jnp.ones(4))
-            self.asked = nnx.Param(jnp.ones(4), compute_dtype=jnp.float32)
-            self.list = nnx.List([nnx.Param(jnp.ones(2))])
-            self.integers, self.key = nnx.Param(jnp.arange(2)), nnx.Param(jax.random.key(0))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            read = (self.scale, self.stat, self.asked, self.list[0], self.integers, self.key)
-            seen.append([str(value[...].dtype) for value in read])
-            return x
-
-    seen: list[Any] = []
-    model = Kept(dtype_policy=text)
-    model(ROWS)
-    jax.eval_shape(lambda x: model(x), ROWS)
-    assert seen == [["float32"] * 4 + ["int32", "key<fry>"]] * len(seen) and seen
-    assert model.scale.dtype == jnp.float32
-    assert model.list[0].dtype == policy.get_policy(text).param_dtype
+    assert model.scale.dtype == jnp.float32 and model.list[0].dtype == stored
 
 
 # --- sharing --------------------------------------------------------------------------------------
@@ -180,13 +160,13 @@ class Head(nnx.Module):
 
 class Tied(nnx.Module):
     def __init__(self) -> None:
-        self.words = Table()
-        self.head = Head(self.words.table)
+        self.table = nnx.Param(jnp.ones((8, 4)))
+        self.head = Head(self.table)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.words(ids)
+        x = self.table[ids]
         y = self.head(x)
-        return y + (x @ self.words.table.T).astype(y.dtype)
+        return y + (x @ self.table.T).astype(y.dtype)
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [("f32", "float32"), ("mixed_bfloat16", "bfloat16")])

@@ -67,6 +67,13 @@ def loss_of(model, x):
     return jnp.square(model(x) - 1.0).mean()
 
 
+@pytest.fixture
+def model() -> Any:
+    made = Small()
+    made.eval()
+    return made
+
+
 def test_gradients_and_updates_equal_flaxs():
     ours, theirs = Small(), Small()
     value, gradients = value_and_grad(loss_of, loss_scale=2.0**10)(ours, X)
@@ -88,9 +95,7 @@ def test_gradients_of_half_params_are_float32_and_complex_losses_differentiate_a
     np.testing.assert_array_equal(gradients["w"][...], 2.0 + 4.0j)
 
 
-def test_compute_gradients_are_still_scaled_and_rounded():
-    model = Small()
-    model.eval()
+def test_compute_gradients_are_still_scaled_and_rounded(model):
     scaled = grad(loss_of, loss_scale=8.0, grads="compute", policy="mixed_bfloat16")(model, X)
     assert isinstance(scaled, ScaledGradients)
     assert dtypes(scaled.tree) == {jnp.dtype(jnp.bfloat16)}
@@ -112,9 +117,7 @@ def test_aux_argnums_and_filters_work_as_in_flax():
     assert len(jax.tree.leaves(kernel_only)) == 2 < len(jax.tree.leaves(gradients))
 
 
-def test_the_framework_free_one_refuses_a_model_and_takes_its_state():
-    model = Small()
-    model.eval()
+def test_the_framework_free_one_refuses_a_model_and_takes_its_state(model):
     for held in (model, {"model": model, "w": X}, model.inner.kernel):
         with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
             plain_value_and_grad(lambda held: loss_of(model, X))(held)
@@ -127,36 +130,23 @@ def test_the_framework_free_one_refuses_a_model_and_takes_its_state():
 
 
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
-def test_both_decorate_as_flaxs_do(loss_scale):
-    @value_and_grad(has_aux=True, loss_scale=loss_scale)
-    def loss_and_aux(model, x):
-        return loss_of(model, x), "aux"
-
-    @grad(loss_scale=loss_scale)
-    def loss(model, x):
-        return loss_of(model, x)
-
-    model = Small()
-    model.eval()
-    (value, aux), gradients = loss_and_aux(model, X)
+def test_both_decorate_as_flaxs_do(model, loss_scale):
+    with_aux = lambda model, x: (loss_of(model, x), "aux")  # noqa: E731
+    decorated = value_and_grad(has_aux=True, loss_scale=loss_scale)(with_aux)
+    (value, aux), gradients = decorated(model, X)
     assert aux == "aux"
     np.testing.assert_array_equal(value, loss_of(model, X))
-    assert_equal(gradients, loss(model, X))
+    assert_equal(gradients, grad(loss_scale=loss_scale)(loss_of)(model, X))
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
 @pytest.mark.parametrize("graph_updates", [True, False])
 def test_the_gradient_of_a_shared_parameter_stays_shared(graph_updates, loss_scale, param_dtype):
-    shared = flax_nnx.Param(jnp.ones((), param_dtype))
-    model = flax_nnx.Dict(
-        a=shared, b=flax_nnx.List([shared, flax_nnx.Param(jnp.ones((), param_dtype))])
-    )
-    gradients = grad(
-        lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...],
-        loss_scale=loss_scale,
-        graph_updates=graph_updates,
-    )(model)
+    shared, other = (flax_nnx.Param(jnp.ones((), param_dtype)) for _ in range(2))
+    model = flax_nnx.Dict(a=shared, b=flax_nnx.List([shared, other]))
+    loss = lambda m: m["a"][...] * m["b"][0][...] + m["b"][1][...]  # noqa: E731
+    gradients = grad(loss, loss_scale=loss_scale, graph_updates=graph_updates)(model)
     state = gradients if graph_updates else flax_nnx.state(gradients)
     assert [leaf.item() for leaf in jax.tree.leaves(state)] == [2.0, 1.0]
     assert dtypes(state) == {jnp.dtype(jnp.float32)}
@@ -172,127 +162,12 @@ def test_a_model_is_not_accumulated_over():
             step(model, split_batch(x, 4))
 
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-
-
 def loss_fn(model, x):
     return jnp.square(model(x).astype(jnp.float32) - 1).mean()
 
 
-def parts(param_dtype, learning_rate=0.05) -> Any:
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=jnp.float32)
-    tx = mixed_precision(
-        optax.inject_hyperparams(optax.adamw)(learning_rate=learning_rate),
-        "mixed_bfloat16",
-        loss_scale="dynamic",
-    )
-    return model, tx, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-
 def masters_of(model, optimizer):
     return master_params(nnx.state(model, nnx.Param), optimizer)
-
-
-@nnx.jit
-def step(model, optimizer):
-    _, gradients = nnx.value_and_grad(loss_fn, loss_scale=loss_scale_of(optimizer))(model, X)
-    optimizer.update(model, gradients)
-
-
-def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
-    def made(moments: Any) -> Any:
-        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-        key = None if moments is None else jax.random.key(1)
-        tx = mixed_precision(optax.adam(1e-2), "float32", moment_dtype=moments, key=key)
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def one(model, optimizer):
-        _, gradients = nnx.value_and_grad(loss_fn)(model, jnp.sin(jnp.arange(64.0))[None])
-        optimizer.update(model, gradients)
-
-    model, optimizer = made({"mu": "int8", "nu": "float8"})
-    plain_model, plain = made(None)
-    for _ in range(2):
-        one(model, optimizer)
-        one(plain_model, plain)
-    mu = optimizer.opt_state.inner[0].mu
-    assert (mu.kernel.dtype, mu.bias.dtype) == (jnp.int8, jnp.float32)
-    assert optimizer.opt_state.moment_scales[0].nu.kernel.shape == (64, 1)
-    np.testing.assert_allclose(model.kernel[...], plain_model.kernel[...], atol=0.3 * 2e-2)
-    state = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
-    again = made({"mu": "int8", "nu": "float8"})
-    nnx.update(again, state)
-    one(*again)
-    one(model, optimizer)
-    assert_equal(nnx.state(again), nnx.state((model, optimizer)))
-    wide = convert(optimizer.opt_state, nnx.state(model, nnx.Param), to=plain.tx)
-    nnx.update(plain.opt_state, nnx.state(wide))
-    one(model, plain)
-    assert plain.opt_state.inner[0].mu.kernel.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("param_dtype", DTYPES)
-def test_masters_are_read_with_the_models_own_state(param_dtype):
-    model, _, optimizer = parts(param_dtype)
-    step(model, optimizer)
-    params = nnx.state(model, nnx.Param)
-    for holder in (optimizer, optimizer.opt_state):
-        masters = master_params(params, holder)
-        assert jax.tree.structure(masters) == jax.tree.structure(params)  # nnx.update takes them
-        assert dtypes(masters) == {np.dtype("float32")}
-        for master, param in zip(values(masters), values(params), strict=True):
-            np.testing.assert_array_equal(round_to(jnp.asarray(master), param_dtype), param)
-    average = optax.incremental_update(masters, jax.tree.map(jnp.zeros_like, masters), 0.5)
-    assert_equal(average, jax.tree.map(lambda master: master / 2, masters))
-
-
-def test_hyperparameters_are_read_and_set_in_float32_and_masters_stay():
-    model, _, optimizer = parts(jnp.bfloat16)
-    step(model, optimizer)
-    rate = optax.tree.get(optimizer.opt_state, "learning_rate")
-    assert rate[...] == np.float32(0.05)
-    before = values(optimizer.opt_state.masters)
-    rate[...] = jnp.float32(0.0)  # in place: it is a Variable
-    assert_equal(optimizer.opt_state.masters, before)
-    optimizer.opt_state = optax.tree.set(optimizer.opt_state, weight_decay=jnp.float32(0.0))
-    masters = values(masters_of(model, optimizer))
-    step(model, optimizer)
-    assert_equal(masters_of(model, optimizer), masters)  # a rate of 0
-    assert optax.tree.get(optimizer.opt_state, "learning_rate").dtype == jnp.float32
-
-
-@pytest.mark.parametrize("param_dtype", DTYPES)
-def test_resync_follows_what_was_written_to_the_model(param_dtype):
-    model, _, optimizer = parts(param_dtype)
-    step(model, optimizer)
-    model.kernel[...] = jnp.full((3, 2), 0.25, param_dtype)
-    structure = jax.tree.structure(optimizer.opt_state)
-    optimizer.opt_state = resync(nnx.state(model, nnx.Param), optimizer.opt_state)
-    assert jax.tree.structure(optimizer.opt_state) == structure
-    masters = masters_of(model, optimizer)
-    np.testing.assert_array_equal(masters["kernel"][...], 0.25)
-    step(model, optimizer)
-    assert finite_of(optimizer)
-    assert not (np.asarray(model.kernel[...], np.float32) == 0.25).any()
-
-
-def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
-    model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
-    only_head = nnx.All(nnx.Param, nnx.PathContains(1))
-    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
-    optimizer = nnx.Optimizer(model, tx, wrt=only_head)
-    text = (
-        r"Unexpected: layers/0/bias, layers/0/kernel\. .* Pass the params that the optimizer steps"
-    )
-    with pytest.raises(ValueError, match=text):
-        masters_of(model, optimizer)
-    assert master_params(nnx.state(model, only_head), optimizer)
-
-
-# --------------------------------------------------------------------------------------------------
-# gradients that are still scaled
-# --------------------------------------------------------------------------------------------------
 
 
 class Net(nnx.Module):
@@ -330,6 +205,106 @@ def everything(*parts):
     return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
 
 
+def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
+    def made(moments: Any = None) -> Any:
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        key = None if moments is None else jax.random.key(1)
+        tx = mixed_precision(optax.adam(1e-2), "float32", moment_dtype=moments, key=key)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def one(model, optimizer):
+        _, gradients = nnx.value_and_grad(loss_fn)(model, jnp.sin(jnp.arange(64.0))[None])
+        optimizer.update(model, gradients)
+
+    moments = {"mu": "int8", "nu": "float8"}
+    (model, optimizer), again, plain = made(moments), made(moments), made()
+    for _ in range(2):
+        one(model, optimizer)
+        one(*plain)
+    mu = optimizer.opt_state.inner[0].mu
+    assert (mu.kernel.dtype, mu.bias.dtype) == (jnp.int8, jnp.float32)
+    assert optimizer.opt_state.moment_scales[0].nu.kernel.shape == (64, 1)
+    np.testing.assert_allclose(model.kernel[...], plain[0].kernel[...], atol=0.3 * 2e-2)
+    nnx.update(again, jax.tree.map(jnp.copy, nnx.state((model, optimizer))))
+    for pair in (again, (model, optimizer)):
+        one(*pair)
+    assert_equal(nnx.state(again), nnx.state((model, optimizer)))
+    wide = convert(optimizer.opt_state, nnx.state(model, nnx.Param), to=plain[1].tx)
+    nnx.update(plain[1].opt_state, nnx.state(wide))
+    one(model, plain[1])
+    assert plain[1].opt_state.inner[0].mu.kernel.dtype == jnp.float32
+
+
+EACH_PARAM_DTYPE = pytest.mark.parametrize(
+    "policy", ["mixed_bfloat16", "bfloat16", "float16"], ids=["float32", "bfloat16", "float16"]
+)
+
+
+@EACH_PARAM_DTYPE
+def test_masters_are_read_with_the_models_own_state(policy):
+    model, optimizer = trained(policy)
+    train_step("float32")(model, optimizer, X)
+    params = nnx.state(model, nnx.Param)
+    for holder in (optimizer, optimizer.opt_state):
+        masters = master_params(params, holder)
+        assert jax.tree.structure(masters) == jax.tree.structure(params)  # nnx.update takes them
+        assert dtypes(masters) == {np.dtype("float32")}
+        for master, param in zip(values(masters), values(params), strict=True):
+            np.testing.assert_array_equal(round_to(jnp.asarray(master), param.dtype), param)
+    average = optax.incremental_update(masters, jax.tree.map(jnp.zeros_like, masters), 0.5)
+    assert_equal(average, jax.tree.map(lambda master: master / 2, masters))
+
+
+def test_hyperparameters_are_read_and_set_in_float32_and_masters_stay():
+    model, step = Net(nnx.Rngs(0), dtype_policy="bfloat16"), train_step("float32")
+    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=0.05)
+    tx = mixed_precision(adamw, "bfloat16", loss_scale="dynamic")
+    optimizer: Any = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step(model, optimizer, X)
+    rate = optax.tree.get(optimizer.opt_state, "learning_rate")
+    assert rate[...] == np.float32(0.05)
+    before = values(optimizer.opt_state.masters)
+    rate[...] = jnp.float32(0.0)  # in place: it is a Variable
+    assert_equal(optimizer.opt_state.masters, before)
+    optimizer.opt_state = optax.tree.set(optimizer.opt_state, weight_decay=jnp.float32(0.0))
+    masters = values(masters_of(model, optimizer))
+    step(model, optimizer, X)
+    assert_equal(masters_of(model, optimizer), masters)  # a rate of 0
+    assert optax.tree.get(optimizer.opt_state, "learning_rate").dtype == jnp.float32
+
+
+@EACH_PARAM_DTYPE
+def test_resync_follows_what_was_written_to_the_model(policy):
+    (model, optimizer), step = trained(policy), train_step("float32")
+    step(model, optimizer, X)
+    kernel = model.head.kernel
+    kernel[...] = jnp.full_like(kernel[...], 0.25)
+    structure = jax.tree.structure(optimizer.opt_state)
+    optimizer.opt_state = resync(nnx.state(model, nnx.Param), optimizer.opt_state)
+    assert jax.tree.structure(optimizer.opt_state) == structure
+    np.testing.assert_array_equal(masters_of(model, optimizer)["head"]["kernel"][...], 0.25)
+    step(model, optimizer, X)
+    assert finite_of(optimizer)
+    assert (np.asarray(kernel[...], np.float32) != 0.25).any()
+
+
+def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
+    model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
+    only_head = nnx.All(nnx.Param, nnx.PathContains(1))
+    tx = mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    optimizer = nnx.Optimizer(model, tx, wrt=only_head)
+    text = (
+        r"Unexpected: layers/0/bias, layers/0/kernel\. .* Pass the params that the optimizer steps"
+    )
+    with pytest.raises(ValueError, match=text):
+        masters_of(model, optimizer)
+    assert master_params(nnx.state(model, only_head), optimizer)
+
+
+# --- gradients that are still scaled --------------------------------------------------------------
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "float16"])
 def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
     ends = {}
@@ -346,34 +321,13 @@ def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
     assert_close(ends["compute"], ends["float32"], rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("grads", ["float32", "compute"])
-def test_a_skipped_step_leaves_params_statistics_and_moments_and_halves_the_scale(grads):
-    model, optimizer = trained("mixed_float16")
-    step = train_step(grads)
-    step(model, optimizer, X)
-    kept = lambda: everything(  # noqa: E731
-        nnx.state(model, nnx.Param, nnx.BatchStat),
-        optimizer.opt_state.inner,
-        optimizer.opt_state.count,
-    )
-    before = kept()
-    step(model, optimizer, X.at[0, 0].set(jnp.inf))
-    assert_equal(kept(), before)
-    assert not finite_of(optimizer)
-    assert loss_scale_of(optimizer).loss_scale == 2.0**14
-    assert optimizer.opt_state.skipped[...] == 1
-    step(model, optimizer, X)
-    assert finite_of(optimizer)
-
-
 def test_float32_params_start_from_masters():
     of_training = nnx.state(Net(nnx.Rngs(7)), nnx.Param)
     model, optimizer = trained("bfloat16", None)
     params, state = init_from_master(optimizer.tx, nnx.as_pure(of_training))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
-    masters = masters_of(model, optimizer)
-    assert_equal(masters, of_training)
+    assert_equal(masters_of(model, optimizer), of_training)
     train_step("compute")(model, optimizer, X)
 
 
@@ -393,17 +347,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(policy, tmp_path):
         assert step(model, optimizer, X)[0] == step(again[0], again[1], X)[0]
     assert_equal(everything(model, optimizer), everything(*again))
     assert loss_scale_of(again[1]).loss_scale == 2.0**11  # fell once, and grew twice
-
-
-def test_half_precision_params_step_under_strict_promotion_as_under_the_standard():
-    ends = []
-    for promotion in ("strict", "standard"):
-        model, optimizer = trained("bfloat16", None)
-        gradients = nnx.grad(loss_fn)(model, X)
-        with jax.numpy_dtype_promotion(promotion):
-            optimizer.update(model, gradients)
-        ends.append(values(nnx.state(model, nnx.Param)))
-    assert_equal(*ends)
 
 
 def test_a_plain_transform_refuses_them_and_flaxs_errors_and_other_optimizer_stand():
