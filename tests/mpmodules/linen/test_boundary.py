@@ -32,14 +32,6 @@ Block = compact(lambda x: nn.relu(nn.Dense(4)(x)))
 ScanBody = compact(lambda carry, _: (Block()(carry), None))
 
 
-class Holder(nn.Module):
-    block: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return self.block(x)
-
-
 class Setup(nn.Module):
     def setup(self):
         self.first, self.second = Block(), nn.Dense(3)
@@ -57,7 +49,7 @@ STYLES: dict[str, Any] = {
     "setup": Setup,
     "shared": compact(shared),
     "nested": compact(lambda x: compact(lambda x: Block()(x))()(x)),
-    "passed as a field": lambda **options: Holder(Block(), **options),
+    "passed as a field": lambda **options: nn.Sequential([Block()], **options),
     "scan": compact(lambda x: nn.scan(ScanBody, length=3, **EACH)()(x, None)[0]),
     "remat": compact(lambda x: nn.remat(Block)()(x)),
     "vmap": compact(lambda x: nn.vmap(Block, in_axes=0, **EACH)()(x)),

@@ -73,23 +73,16 @@ def test_a_text_policy_is_stored_as_a_policy():
 def test_a_clone_made_during_a_call_has_what_the_user_declared():
     seen = []
 
-    class Cloning(our_nn.Module):
-        layer: Any
-
-        @our_nn.compact
-        def __call__(self, x):
-            return self.layer(x)
-
     class Layer(our_nn.Dense):
         @our_nn.compact
         def __call__(self, inputs):
             seen.append(self.clone(parent=None))
             return super().__call__(inputs)
 
-    model = Cloning(Layer(3), dtype_policy="mixed_bfloat16")
+    model = our_nn.Sequential([Layer(3)], dtype_policy="mixed_bfloat16")
     model.init(KEY, X)
     assert [layer.dtype_policy for layer in seen] == [None]
-    assert model.layer == Layer(3)
+    assert list(model.layers) == [Layer(3)]
 
 
 # --- Flax's method machinery is entered once ------------------------------------------------------

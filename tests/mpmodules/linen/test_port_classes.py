@@ -299,35 +299,18 @@ def test_ports_that_differ_in_an_option_share_no_trace():
 # --- values, bind and scopes ----------------------------------------------------------------------
 
 
-Compact = compact(lambda x: nn.Dense(2)(nn.relu(nn.LayerNorm()(nn.Dense(4)(x)))), nn)
-
-
-class Setup(nn.Module):
-    def setup(self):
-        self.block, self.norm = Compact(), nn.BatchNorm(use_running_average=True)
-        self.rnn, self.attention = nn.RNN(nn.GRUCell(4)), nn.MultiHeadDotProductAttention(2)
-
-    def __call__(self, x):
-        return self.attention(self.rnn(self.norm(self.block(x))[None]))[0]
-
-    def first(self, x):
-        return self.block(x)
-
-
 def test_bind_works_and_a_submodule_taken_out_is_not_covered():
-    ported = apply_policy(Setup(), MIXED)
-    variables = ported.init(KEY, X)
-    bound = ported.bind(variables)
+    ported = apply_policy(Plain(), MIXED)
+    bound = ported.bind(ported.init(KEY, X))
     assert bound(X).dtype == jnp.float32
-    for function, dtype in ((bound.first, "bfloat16"), (bound.block, "float32")):
+    for function, dtype in ((bound.encode, "bfloat16"), (bound.layer, "float32")):
         dots = named(operations(function, X), "dot_general")
         assert {op.inputs for op in dots} == {(dtype, dtype)}
 
 
 def test_a_ported_model_ignores_the_scope_around_it_and_leaves_none_behind():
-    ported = apply_policy(Compact(), MIXED)
     with use_policy("f16"):
-        assert matmul_dtypes(ported, X) == {"bfloat16"}
+        assert matmul_dtypes(apply_policy(Plain(), MIXED), X) == {"bfloat16"}
     assert current_policy() is None
 
 
@@ -398,15 +381,12 @@ class Lifts(nn.Module):
         return block(x, None)[0] if self.lift == "scan" else block(x)
 
 
-class Holds(nn.Module):
-    part: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(self.part(x))
-
-
-MAKERS = {"compact": Kernel(), "setup": InSetup(), "boxed": Boxed(), "inside": Holds(InSetup())}
+MAKERS = {
+    "compact": Kernel(),
+    "setup": InSetup(),
+    "boxed": Boxed(),
+    "inside": nn.Sequential([InSetup(), nn.Dense(4)]),
+}
 MAKERS |= {lift: Lifts(lift) for lift in LIFTED}
 MAKERS |= {f"root {lift}": LIFTED[lift]() for lift in LIFTED if lift != "scan"}
 

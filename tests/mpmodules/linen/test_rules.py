@@ -284,18 +284,11 @@ def test_a_bound_submodule_called_by_itself_obeys_its_parent_and_the_rules_in_fo
 
 
 def test_an_open_call_wins_over_the_parent_chain():
-    class Borrows(nn.Module):
-        layer: Any
-
-        @nn.compact
-        def __call__(self, x):
-            return self.layer(x)
-
     class Owner(nn.Module):
         @nn.compact
         def __call__(self, x):
             layer = nn.Dense(4, name="owned")
-            return Borrows(layer, dtype_policy=F16)(x), layer(x)
+            return nn.Sequential([layer], dtype_policy=F16)(x), layer(x)
 
     out, variables = jax.eval_shape(lambda: Owner(dtype_policy=BF16).init_with_output(KEY, ROWS))
     assert {o.dtype.name for o in out} == {"bfloat16"}  # the second boundary is the owner's

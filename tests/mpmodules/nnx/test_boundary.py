@@ -7,6 +7,7 @@ transforms: one boundary each, outside of them, and no stale program.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -18,7 +19,7 @@ from flax import nnx as flax_nnx
 from mpmodules import nnx, use_policy
 from policy import DtypePolicyWarning
 from tests.mpmodules.wings import NnxModel
-from tests.programs import boundary_casts, named, operations
+from tests.programs import boundary_casts, operations
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MIXED = "mixed_bfloat16"
@@ -121,12 +122,6 @@ class Net(nnx.Module):
         return nnx.relu(self.linear(x))
 
 
-def pure(model):
-    """A call of a copy of `model` that is made inside, so that it can be traced."""
-    definition, state = flax_nnx.split(model)
-    return lambda *args: flax_nnx.merge(definition, state, copy=True)(*args)
-
-
 def casts(function) -> list[Any]:
     """What boundaries cast to, and inside which primitives."""
     return [(op.outputs[0], op.within) for op in boundary_casts(operations(function, X))]
@@ -163,9 +158,12 @@ def test_a_transformed_method_has_one_cast_in_where_inputs_are_used_and_one_out(
 
     model = Model(rngs=nnx.Rngs(0), dtype_policy=MIXED)
     within = ("remat2",) if how.startswith("remat") else ()
-    assert casts(pure(model)) == [("bfloat16", within), ("float32", ())]
-    (dot,) = named(operations(pure(model), X), "dot_general")
-    assert dot.inputs == ("bfloat16", "bfloat16")
+    pure = NnxModel(model)
+    assert casts(functools.partial(pure.pure, pure.params)) == [
+        ("bfloat16", within),
+        ("float32", ()),
+    ]
+    assert pure.dots(X) == [("bfloat16", "bfloat16")]
     assert model(X).dtype == jnp.float32
 
 
@@ -191,7 +189,8 @@ def test_a_method_that_scans_over_stacked_layers_has_one_boundary_and_a_compute_
     assert stack.layers.linear.kernel.shape == (3, 4, 4)
     assert stack.layers.linear.kernel.dtype == jnp.float32
     assert stack.layers.dtype_policy == stack.dtype_policy
-    assert casts(pure(stack)) == ONE_BOUNDARY
+    pure = NnxModel(stack)
+    assert casts(functools.partial(pure.pure, pure.params)) == ONE_BOUNDARY
     assert stack(X).dtype == jnp.float32
 
 

@@ -46,22 +46,12 @@ def stored(model):
 
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32"))
 @pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
-def test_dtypes_are_the_policys(name, policy):
+def test_dtypes_of_a_port_are_the_policys(name, policy):
     policy = get_policy(policy)
-    with use_policy(policy):
-        inherits = build(nnx, name)
-    carries = build(nnx, name, dtype_policy=policy)
     port = nnx.apply_policy(build(flax_nnx, name), policy)
-    assert port(X).dtype == policy.output_dtype and stored(port) == {policy.param_dtype}
-    assert inherits(X).dtype == policy.compute_dtype and carries(X).dtype == policy.output_dtype
-    assert stored(inherits) == stored(carries) == {policy.param_dtype}
-    gradients = flax_nnx.grad(lambda m: jnp.sum(m(X).astype(jnp.float32)))(carries)
-    assert stored(gradients) == {policy.param_dtype}
-    if policy.param_dtype != jnp.float32:
-        return  # half initialisers draw other numbers
-    expected = np.asarray(build(nnx, name)(X))
-    error = np.abs(np.asarray(carries(X), np.float32) - expected).max()
-    assert error <= 8 * float(jnp.finfo(policy.compute_dtype).eps) * np.abs(expected).max()
+    gradients = flax_nnx.grad(lambda m: jnp.sum(m(X).astype(jnp.float32)))(port)
+    assert port(X).dtype == policy.output_dtype
+    assert stored(port) == stored(gradients) == {policy.param_dtype}
 
 
 def test_what_a_base_module_returns_is_added_in_compute_dtype():

@@ -37,20 +37,13 @@ def share(model, x=TOKEN_VECTORS):
 
 
 def test_parts_of_a_model_and_ports_in_other_models():
-    class Outer(nnx.Module):
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __call__(self, x):
-            return self.inner(x)
-
     rngs = flax_nnx.Rngs(0)
     layer = flax_nnx.Linear(8, 8, rngs=rngs)
     foreign = NnxProjection(16, 8, rngs), layer, NnxProjection(8, 4, rngs)
     for model in (
         ported(NnxNet(rngs)).block,
         ported(flax_nnx.Sequential(*foreign)),
-        Outer(ported(NnxBlock(rngs))),
+        nnx.Sequential(ported(NnxBlock(rngs))),
         flax_nnx.Sequential(ported(NnxBlock(rngs))),
     ):
         assert share(model) == 0
