@@ -6,8 +6,9 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, ClassVar, NamedTuple
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as linen
 import jax
@@ -58,8 +59,7 @@ class _Calls(threading.local):
       recorded: what a summary records of calls, or None where none is being made.
     """
 
-    def __init__(self) -> None:
-        self.recorded: Any = None
+    recorded: Any = None
 
     @contextlib.contextmanager
     def noting(self, **values: Any) -> Iterator[None]:
@@ -91,17 +91,16 @@ class _LinenCalls(_Calls):
       traced_model: the same, where it is a whole model and no module of one.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.innermost: Any = None
-        self.paths: list[tuple[str, ...]] = []
-        self.root: Any = None
-        self.seen: dict[tuple[str, ...], set[type]] | None = None
-        self.validates = True
-        self.adopters: list[Any] = []
-        self.half_states: dict[int, tuple[Any, Any]] = {}
-        self.made: list[Any] = []
-        self.traced = self.traced_model = ""
+    innermost: Any = None
+    paths: Sequence[tuple[str, ...]] = ()
+    root: Any = None
+    seen: dict[tuple[str, ...], set[type]] | None = None
+    validates: bool = True
+    adopters: Sequence[Any] = ()
+    half_states: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({})
+    made: Sequence[Any] = ()
+    traced: str = ""
+    traced_model: str = ""
 
 
 class _NnxCalls(_Calls):
@@ -114,11 +113,10 @@ class _NnxCalls(_Calls):
       path: that of the named module whose call is the innermost in a trace for a report.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = self.inside = 0
-        self.constructions: list[Any] = []
-        self.path: tuple[str, ...] = ()
+    depth: int = 0
+    inside: int = 0
+    constructions: Sequence[Any] = ()
+    path: tuple[str, ...] = ()
 
 
 linen_calls = _LinenCalls()
@@ -130,22 +128,31 @@ nnx_calls = _NnxCalls()
 # --------------------------------------------------------------------------------------------------
 
 
-class Crossing:
-    """The casts of a kind of modules' calls: every floating input and output is cast.
+class Crossing(NamedTuple):
+    """The casts of a kind of modules' calls: floating inputs and outputs are cast, carries not.
 
-    Recurrent modules have others, which leave their carries uncast.
+    Attributes:
+      keeps: the names of arguments that are left uncast.
+      is_step: whether it is a cell's step, from carry and input to carry and output: the carry
+        returned is as wide as the one given.
+      is_loop: whether it is a loop over a cell, which may return a carry.
     """
 
-    leading: ClassVar[int] = 0  # how many of the leading arguments are left uncast
-    keeps: ClassVar[tuple[str, ...]] = ()  # the names of arguments that are left uncast
-    widens_carry: ClassVar[bool] = False  # whether the carry is as wide as the one given
+    keeps: tuple[str, ...] = ()
+    is_step: bool = False
+    is_loop: bool = False
 
     def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
         """Returns whether a call with these arguments returns a carry, as the first of a pair."""
-        return False
+        if not self.is_loop:
+            return self.is_step
+        asked = kwargs.get("return_carry")
+        return bool(module.return_carry if asked is None else asked)
 
 
 PLAIN = Crossing()
+STEP = Crossing(keeps=("carry",), is_step=True)
+LOOP = Crossing(keeps=("initial_carry",), is_loop=True)
 
 
 @functools.cache
@@ -242,8 +249,8 @@ class MethodCall(NamedTuple):
             return self
         crossing, args = self.crossing, self.args
         names = (*getattr(type(self.module), "keep_inputs", ()), *crossing.keeps)
-        kept = set(range(crossing.leading))
-        if names and len(args) > crossing.leading:
+        kept = {0} if crossing.is_step else set[int]()  # a carry, whatever its name
+        if names and len(args) > len(kept):
             kept |= _kept_positions(self.signature_of, len(args), names)
 
         def cast(tree: Any) -> Any:
@@ -278,7 +285,7 @@ def run_at_boundary(
     except TypeError as error:
         explain_scan(error)
         raise
-    if policy is not None and crossing.widens_carry:
+    if policy is not None and crossing.is_step:
         outputs = with_given_dtypes(outputs, given_carry(given.args, given.kwargs))
     if entered is None:
         return outputs
@@ -322,40 +329,22 @@ def is_pair(outputs: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-class StepCrossing(Crossing):
-    """The casts of a cell's step, from carry and input to carry and output: the carry is left
-    uncast.
-    """
-
-    leading: ClassVar[int] = 1
-    keeps: ClassVar[tuple[str, ...]] = ("carry",)
-    widens_carry: ClassVar[bool] = True
-
-    def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
-        return True
-
-
-class LoopCrossing(Crossing):
-    """The casts of a loop over a cell: its `initial_carry` is left uncast, and the carry that it
-    may return.
-    """
-
-    keeps: ClassVar[tuple[str, ...]] = ("initial_carry",)
-
-    def returns_carry(self, module: Any, kwargs: dict[str, Any]) -> bool:
-        asked = kwargs.get("return_carry")
-        return bool(module.return_carry if asked is None else asked)
-
-
 def with_given_dtypes(outputs: Any, given: Any) -> Any:
     """Casts the carry in a cell's outputs to the dtypes of the one given, wherever these are wider.
 
     Thus a float32 carry keeps its type through a loop of half-precision steps. A carry is never
     rounded to a narrower dtype of the first one.
     """
-    if not is_pair(outputs) or jax.tree.structure(outputs[0]) != jax.tree.structure(given):
+    if not is_pair(outputs):
         return outputs
-    return jax.tree.map(_as_wide, outputs[0], given), outputs[1]
+    return map_carry(_as_wide, outputs[0], given), outputs[1]
+
+
+def map_carry(function: Callable[[Any, Any], Any], new: Any, given: Any) -> Any:
+    """Maps the leaves of a new carry and of the one given; one of another structure stays."""
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        return new
+    return jax.tree.map(function, new, given)
 
 
 def _as_wide(new: Any, given: Any) -> Any:

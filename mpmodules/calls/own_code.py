@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import numpy as np
 from flax import linen, nnx
@@ -25,7 +26,7 @@ from flax.errors import TraceContextError, TransformedMethodReturnValueError
 from jax.typing import DTypeLike
 
 import policy as policy_package
-from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference
+from mpmodules.calls.boundary import MethodCall, cast_outputs, is_pair, is_reference, map_carry
 from mpmodules.functions.functional import mixing_allowed
 from policy.autocasting import own_code
 from policy.core.arrays import cast_array, is_floating
@@ -105,11 +106,6 @@ def keeping() -> Any:
     return enter(dataclasses.replace(current_scope(), keeps_own_code=True))
 
 
-def tracing() -> Any:
-    """Puts a scope in force in which own code is in float32, and layers return float32 to it."""
-    return enter(dataclasses.replace(current_scope(), traces_own_code=True))
-
-
 def run_inside(call: Callable[[], Any], scope: Scope, policy: Policy | None, source: Source) -> Any:
     """Calls a module's own code inside of a trace: it is no boundary.
 
@@ -183,11 +179,11 @@ def _marked(outputs: Any, carry: Any = None) -> Any:
 def _marked_carry(new: Any, given: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(given):
         return _marked(new)
-    return jax.tree.map(
-        lambda x, old: x if x.dtype == getattr(old, "dtype", None) else marks.returned(x),
-        new,
-        given,
-    )
+
+    def marked(x: Any, old: Any) -> Any:
+        return x if x.dtype == getattr(old, "dtype", None) else marks.returned(x)
+
+    return jax.tree.map(marked, new, given)
 
 
 def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> Any:
@@ -203,7 +199,7 @@ def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> 
     """
     has_carry, given_carry = call.carry()
     if has_carry and is_pair(outputs):
-        outputs = _as_given(outputs[0], given_carry), outputs[1]
+        outputs = map_carry(_as_given, outputs[0], given_carry), outputs[1]
     returned = scope.returned(policy)
     if scope.boundary_open and scope.policy is not None:
         returned = policy.replace(output_dtype=scope.policy.compute_dtype)
@@ -211,13 +207,7 @@ def outputs_of(call: MethodCall, scope: Scope, policy: Policy, outputs: Any) -> 
 
 
 def _as_given(new: Any, given: Any) -> Any:
-    if given is None or jax.tree.structure(new) != jax.tree.structure(given):
-        return new
-    return jax.tree.map(
-        lambda x, old: cast_array(x, old.dtype) if is_floating(x) and is_floating(old) else x,
-        new,
-        given,
-    )
+    return cast_array(new, given.dtype) if is_floating(new) and is_floating(given) else new
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,10 +282,11 @@ def _of_module(module: Any, seen: dict[int, int]) -> Hashable:
 # Errors
 # --------------------------------------------------------------------------------------------------
 
-_OURS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (os.path.dirname(__file__), policy_package.__file__)
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(path))) + os.sep
+    for path in (os.path.dirname(__file__), policy_package.__file__, jax.__file__, flax.__file__)
 )
+_OURS = _LIBRARIES[:2]
 
 
 def _of_others(frames: types.TracebackType | None) -> types.TracebackType | None:
@@ -316,20 +307,13 @@ def _place_of(error: BaseException) -> str:
     places = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _is_library(frame.f_code.co_filename)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES)
     ]
     if not places:
         return ""
     file, line = places[-1]
     source = linecache.getline(file, line).strip()
     return f" at {os.path.basename(file)}:{line} (`{source}`)" if source else ""
-
-
-_JAX = os.path.dirname(str(jax.__file__)) + os.sep
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((*_OURS, _JAX)) or f"{os.sep}flax{os.sep}" in file
 
 
 def _reason(error: BaseException) -> str:

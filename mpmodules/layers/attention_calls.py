@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,9 @@ from policy.core.scope import current_policy
 Array = jax.Array
 
 
-class AttentionCrossing(Crossing):
-    """The casts of an attention layer's call: its mask is left uncast, so that backward keeps one
-    mask for all layers that are given it.
-    """
-
-    keeps: ClassVar[tuple[str, ...]] = ("mask",)
+# An attention layer's mask is left uncast, so that backward keeps one mask for all layers that are
+# given it.
+ATTENTION = Crossing(keeps=("mask",))
 
 
 def reduction_dtype() -> np.dtype:

@@ -77,8 +77,7 @@ def _is_layer(call: MethodCall) -> bool:
 
 def is_layers(call: MethodCall) -> bool:
     """Returns whether a method is Flax's or ours, of a module that runs no code of a user's."""
-    runs_users = isinstance(call.module, classes.CALLERS) and classes.calls_users(call.module)
-    return classes.is_library(call.method) and not runs_users
+    return classes.is_library(call.method) and not classes.calls_users(call.module)
 
 
 def _keeps(module: Any) -> bool:
@@ -130,8 +129,10 @@ def run_method(call: MethodCall) -> Any:
         return call_traced(call, effective, plainly=functools.partial(call.method, module))
     effective = effective_policy(module, scope)  # before the call is noted: who is calling decides
     policy, is_bare = effective.policy, getattr(cls, "_is_layer", False)
-    if thread.asked is not None or calls.recorded is not None:
-        _note_obeyed(module, effective)
+    if thread.asked is not None and module.scope is not None:
+        note_obeyed(model_of(module), joined(module.path), effective.policy)
+    if calls.recorded is not None:
+        calls.recorded.note(module, effective)
     with _under_way(module, scope):
         if scope.traces_own_code:
             return _run_in_trace(call, effective)
@@ -149,14 +150,6 @@ def run_method(call: MethodCall) -> Any:
                 return _run_users(given, effective)
 
         return run_at_boundary(call, run, policy=policy, entered=entered)
-
-
-def _note_obeyed(module: Any, effective: Effective) -> None:
-    """Notes the policy that a module obeys in a call, for a summary or a report."""
-    if module.scope is not None:
-        note_obeyed(model_of(module), joined(module.path), effective.policy)
-    if calls.recorded is not None:
-        calls.recorded.note(module, effective)
 
 
 def _scope_inside(scope: Scope, policy: Policy | None, crosses: bool) -> Scope:
@@ -293,7 +286,9 @@ def call_traced(call: MethodCall, effective: Effective, *, plainly: Callable[...
     # The module is cloned for the trace, without the modules around it.
     with enter(dataclasses.replace(scope, policy=policy)), multiplying(policy, scope.policy):
         if module.is_initializing():  # shapes and dtypes as in a call; nothing else is of interest
-            with own_code.tracing(), made_as_stored([module.scope]):
+            # Own code is in float32, and layers return float32 to it.
+            tracing = dataclasses.replace(current_scope(), traces_own_code=True)
+            with enter(tracing), made_as_stored([module.scope]):
                 args, kwargs = own_code.in_float32((call.args, call.kwargs))
                 call = call._replace(args=args, kwargs=kwargs)
                 outputs = plainly(*args, **kwargs)

@@ -67,9 +67,3 @@ def half_safe_fields(
         and (defaults or getattr(layer, field.name) is not field.default)
     }
     return half_safe_inits(given, param_dtype)
-
-
-def declared_field(module: Any, name: str) -> Any:
-    """Returns the value that the user gave for a field, which may hold another during a call."""
-    declared = module.__dict__.get("_declared_fields")
-    return module.__dict__.get(name) if declared is None else declared.get(name)

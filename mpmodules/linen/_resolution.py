@@ -12,6 +12,7 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.tracing.names import model_name
@@ -33,8 +34,7 @@ def effective_policy(module: Any, scope: Scope) -> Effective:
     if not getattr(type(module), "_dtype_fields", False):
         return Effective(base, base, source)
     require_usable(base)
-    declared = declared_dtypes(module)
-    dtype, param_dtype = declared.get("dtype"), declared.get("param_dtype")
+    dtype, param_dtype = declared_dtypes(module).values()
     if dtype is None and param_dtype is None:
         return Effective(base, base, source)
     return with_explicit_dtypes(
@@ -123,18 +123,19 @@ def declared_dtypes(module: Any) -> Mapping[str, Any]:
     return {name: declared.get(name) for name in ("dtype", "param_dtype")}
 
 
+def declared_field(module: Any, name: str) -> Any:
+    """Returns the value that the user gave for a field, which may hold another during a call."""
+    return module.__dict__.get("_declared_fields", module.__dict__).get(name)
+
+
 def dtype_fields(module: Any, policy: Policy | None) -> dict[str, Any]:
     """Returns the `dtype` and `param_dtype` for Flax's code: the policy's, else those declared."""
-    declared = declared_dtypes(module)
-    param_dtype = declared.get("param_dtype")
-    if policy is None:
-        return {
-            "dtype": declared.get("dtype"),
-            "param_dtype": jnp.float32 if param_dtype is None else param_dtype,
-        }
-    if param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating):
-        return {"dtype": policy.compute_dtype, "param_dtype": param_dtype}
-    return {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+    dtype, param_dtype = declared_dtypes(module).values()
+    if policy is not None:
+        is_complex = param_dtype is not None and jnp.issubdtype(param_dtype, jnp.complexfloating)
+        param_dtype = param_dtype if is_complex else policy.param_dtype
+        dtype = policy.compute_dtype
+    return {"dtype": dtype, "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
 
 
 def plain_fields(module: Any, effective: Effective) -> dict[str, Any]:
@@ -162,11 +163,9 @@ def fields_set(module: Any, fields: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in fields:
-            if name in before:
-                namespace[name] = before[name]
-            else:
-                namespace.pop(name, None)
+        namespace.update(before)
+        for name in fields.keys() - before.keys():
+            namespace.pop(name, None)
         if outermost:
             namespace.pop("_declared_fields", None)
 
@@ -184,12 +183,10 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
         seen.setdefault(joined(path), set()).update(classes)
     stored: set[str] = set()
     for collection in root.variables.values():
-        _collect_paths(collection, (), stored)
-    wholes = [
-        path
-        for path, classes in seen.items()
-        if any(getattr(cls, "_is_whole", False) for cls in classes)
-    ]
+        for path in flatten_dict(collection):
+            stored |= {joined(map(str, path[:n])) for n in range(len(path))}
+    of_classes = ((path, cls) for path, classes in seen.items() for cls in classes)
+    wholes = {path for path, cls in of_classes if getattr(cls, "_is_whole", False)}
     inside = tuple(f"{path}/" if path else "" for path in wholes)
 
     def can_obey(path: str) -> bool:
@@ -201,14 +198,6 @@ def check_rules(root: Any, rules: PolicyRules) -> None:
     model = model_name(root)
     rules = rules.of_model(model)  # others may be meant for another model in the block
     rules.check(paths if stored <= set(called) else list(paths), model=model)
-
-
-def _collect_paths(tree: Any, path: tuple[str, ...], into: set[str]) -> None:
-    """Adds the path of each mapping below `tree` that holds something, prefixes included."""
-    if isinstance(tree, Mapping):
-        into.add(joined(path))
-        for name, child in tree.items():
-            _collect_paths(child, (*path, str(name)), into)
 
 
 # By identity: equal models are others, and some hash nothing.

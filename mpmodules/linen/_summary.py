@@ -15,6 +15,7 @@ from mpmodules.calls import summary
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.calls.classes import layer_class
 from mpmodules.layers.matmul_calls import may_multiply_in_8_bits
+from mpmodules.linen._resolution import declared_field
 from policy.core.messages import DtypePolicyWarning
 from policy.core.precedence import Effective
 from policy.core.scope import Scope, current_scope, enter
@@ -114,8 +115,7 @@ def tabulate_method(
     """Runs `tabulate` as `Module.tabulate` does: its options by name, and the arguments of the
     tabulated method.
     """
-    names = ("depth", "show_repeated", "mutable", "console_kwargs", "table_kwargs", "column_kwargs")
-    names = (*names, "compute_flops", "compute_vjp_flops")
+    _, _, *names, _ = _SIGNATURE.parameters  # without module, rngs and **kwargs
     options = {name: kwargs.pop(name) for name in names if name in kwargs}
     return tabulate(module, rngs, policy_columns=policy_columns, **options)(*args, **kwargs)
 
@@ -125,9 +125,8 @@ def _may_scale(module: flax_nn.Module) -> bool:
     layer = layer_class(type(module))
     if layer is None or not layer._is_layer:
         return True
-    declared = module.__dict__.get("_declared_fields", module.__dict__)
     operation = "conv_general_dilated" if isinstance(module, flax_nn.Conv) else "dot_general"
-    own = declared.get(operation), declared.get(f"{operation}_cls")
+    own = declared_field(module, operation), declared_field(module, f"{operation}_cls")
     return isinstance(module, _MULTIPLYING) and may_multiply_in_8_bits(*own)
 
 

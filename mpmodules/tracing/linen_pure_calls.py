@@ -187,10 +187,11 @@ def half_states_as_float32(variables: Any) -> Iterator[Any]:
         if not _is_half(stored):
             return stored
         value = marks.returned_if_half(stored)
-        calls.half_states[id(value)] = value, stored
+        found[id(value)] = value, stored
         return value
 
-    with calls.noting(half_states={}):
+    found: dict[int, tuple[Any, Any]] = {}
+    with calls.noting(half_states=found):
         yield jax.tree.map(read, variables)
 
 

@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 from mpmodules.calls.boundary import Crossing, MethodCall
 from mpmodules.calls.boundary import linen_calls as calls
 from mpmodules.functions import attention
-from mpmodules.layers.attention_calls import AttentionCrossing
-from mpmodules.linen._layer import declared_field
+from mpmodules.layers.attention_calls import ATTENTION
 from mpmodules.linen._layers.dot_product_attention import dot_product_attention
 from mpmodules.linen._module import Module
 from mpmodules.linen._port import Adopter, adopting
-from mpmodules.linen._resolution import declared_dtypes, dtype_fields, fields_set
+from mpmodules.linen._resolution import declared_dtypes, declared_field, dtype_fields, fields_set
 from policy.core.policy import Policy
 from policy.eight_bits.quantisation import shared_operands
 
@@ -32,7 +31,7 @@ class Attention(Module):
     param_dtype: DTypeLike | None = None
     attention_fn: Callable[..., Any] = dot_product_attention
 
-    _crossing: ClassVar[Crossing] = AttentionCrossing()
+    _crossing: ClassVar[Crossing] = ATTENTION
     _dtype_fields: ClassVar[bool] = True
 
     def _policy_fields(self, policy: Policy | None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import mixing_allowed, widen
 from mpmodules.functions.normalization import Region
 from mpmodules.layers import normalization_calls as norms
-from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
+from mpmodules.linen._layer import Layer, half_safe_fields
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import dtype_fields, fields_set, plain_fields
+from mpmodules.linen._resolution import declared_field, dtype_fields, fields_set, plain_fields
 from policy.core.arrays import cast_array
 from policy.core.policy import Policy
 from policy.core.scope import reduction_dtype_of

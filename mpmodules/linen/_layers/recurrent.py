@@ -19,10 +19,16 @@ from mpmodules.calls import boundary
 from mpmodules.calls.classes import is_upstream
 from mpmodules.functions.functional import is_half, mixing_allowed, widen
 from mpmodules.layers.matmul_calls import Product, linear, numerics_of
-from mpmodules.linen._layer import Layer, declared_field, half_safe_fields
+from mpmodules.linen._layer import Layer, half_safe_fields
 from mpmodules.linen._layers.linear import Conv, Dense
 from mpmodules.linen._module import Module
-from mpmodules.linen._resolution import declared_dtypes, effective_policy, fields_set, plain_fields
+from mpmodules.linen._resolution import (
+    declared_dtypes,
+    declared_field,
+    effective_policy,
+    fields_set,
+    plain_fields,
+)
 from policy.core.arrays import cast_floating
 from policy.core.policy import Policy
 from policy.core.scope import current_scope
@@ -48,7 +54,7 @@ class RNNCellBase(Module, flax_nn.RNNCellBase):
       (dtype('float32'), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[boundary.Crossing] = boundary.StepCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.STEP
 
 
 class Cell(Layer):
@@ -350,7 +356,7 @@ class RNN(Module, flax_nn.RNN):
 
     _dtype_fields: ClassVar[bool] = True
     _adopts_fields: ClassVar[tuple[str, ...]] = ("cell",)
-    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LOOP
 
     def _call_layer(self, call: boundary.MethodCall) -> Any:
         kwargs, policy = dict(call.kwargs), call.policy
@@ -395,4 +401,4 @@ class Bidirectional(Module, flax_nn.Bidirectional):
       ((2, 5, 6), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LOOP

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
-from mpmodules.layers.attention_calls import AttentionCrossing
+from mpmodules.layers.attention_calls import ATTENTION
 from mpmodules.nnx._layer import BuiltWithDtypes
 from mpmodules.nnx._layers.dot_product_attention import dot_product_attention
 from policy.eight_bits.quantisation import shared_operands
@@ -38,7 +38,7 @@ class MultiHeadAttention(BuiltWithDtypes, flax_nnx.MultiHeadAttention):
     """
 
     _adopts_children: ClassVar[bool] = True
-    _crossing: ClassVar[Crossing] = AttentionCrossing()
+    _crossing: ClassVar[Crossing] = ATTENTION
 
     def _policy_arguments(
         self, upstream_init: Callable[..., None], kwargs: dict[str, Any]

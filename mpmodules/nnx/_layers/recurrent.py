@@ -43,7 +43,7 @@ class RNNCellBase(Module, flax_nnx.RNNCellBase):
       (dtype('float32'), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[boundary.Crossing] = boundary.StepCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.STEP
 
 
 class Cell(Layer):
@@ -179,7 +179,7 @@ class RNN(Module, flax_nnx.RNN):
       ((2, 5, 3), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LOOP
 
     @_wraps(flax_nnx.RNN.__call__, assigned=("__name__",))
     def __call__(self, inputs: jax.Array, **options: Any) -> Any:
@@ -244,4 +244,4 @@ class Bidirectional(Module, flax_nnx.Bidirectional):
       ((2, 5, 6), dtype(bfloat16))
     """
 
-    _crossing: ClassVar[boundary.Crossing] = boundary.LoopCrossing()
+    _crossing: ClassVar[boundary.Crossing] = boundary.LOOP
