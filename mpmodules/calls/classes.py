@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import types
 import weakref
@@ -48,6 +49,17 @@ def is_upstream(definition: Any) -> bool:
     user's.
     """
     return package_of(definition) in ("flax", "mpmodules")
+
+
+def upstream_attribute(package: types.ModuleType, name: str) -> Any:
+    """Returns an attribute of a package of Flax's; a submodule that it lacks is imported."""
+    try:
+        return getattr(package, name)
+    except AttributeError:
+        submodule = f"{package.__name__}.{name}"
+        if name.startswith("_") or importlib.util.find_spec(submodule) is None:
+            raise
+        return importlib.import_module(submodule)
 
 
 def is_public(name: str) -> bool:
@@ -101,7 +113,7 @@ def layer_class(cls: type) -> Any:
 
 
 # Modules of Flax's that call what they are given.
-CALLERS = (
+_CALLERS = (
     *(linen.Sequential, linen.RNN, linen.Bidirectional),
     *(nnx.Sequential, nnx.RNN, nnx.Bidirectional),
 )
@@ -114,9 +126,9 @@ def is_library(method: Any) -> bool:
 
 
 def calls_users(module: Any) -> bool:
-    """Returns whether a module calls code of a user's: one of `CALLERS` with anything but cells of
-    Flax's or ours.
-    """
+    """Returns whether a module calls what it is given, unless that is a cell of Flax's or ours."""
+    if not isinstance(module, _CALLERS):
+        return False
     if isinstance(module, linen.Sequential | nnx.Sequential):
         return True
     return not all(map(is_library, _cells_of(module)))

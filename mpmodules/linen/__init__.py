@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib as _importlib
-from importlib import util as _util
 from typing import Any
 
 import flax.linen as _flax_linen
 from flax.linen import *  # ours below replace what they name
 
+from mpmodules.calls.classes import upstream_attribute as _upstream_attribute
 from mpmodules.functions.reductions import (
     avg_pool,
     log_sigmoid,
@@ -68,13 +67,7 @@ from mpmodules.functions.reductions import standardize as normalize
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        return getattr(_flax_linen, name)
-    except AttributeError:
-        if name.startswith("_") or _util.find_spec(f"flax.linen.{name}") is None:
-            raise
-        # A submodule that Flax does not import by itself.
-        return _importlib.import_module(f"flax.linen.{name}")
+    return _upstream_attribute(_flax_linen, name)
 
 
 def __dir__() -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib as _importlib
-from importlib import util as _util
 from typing import Any
 
 import flax.nnx as _flax_nnx
 from flax.nnx import *  # ours below replace what they name
 
+from mpmodules.calls.classes import upstream_attribute as _upstream_attribute
 from mpmodules.functions.reductions import (
     avg_pool,
     log_sigmoid,
@@ -65,13 +64,7 @@ if hasattr(_flax_nnx, "EMA"):  # flax 0.12.12 and later
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        return getattr(_flax_nnx, name)
-    except AttributeError:
-        if name.startswith("_") or _util.find_spec(f"flax.nnx.{name}") is None:
-            raise
-        # A submodule that Flax does not import by itself.
-        return _importlib.import_module(f"flax.nnx.{name}")
+    return _upstream_attribute(_flax_nnx, name)
 
 
 def __dir__() -> list[str]:

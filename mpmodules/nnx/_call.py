@@ -40,22 +40,17 @@ _NOT_BOUNDARIES = (
 
 def _keeps(module: Any) -> bool:
     """Returns whether a module's own code runs in the dtypes that it meets."""
-    return getattr(type(module), "own_code", None) == "keep" or _is_kept_port(module)
-
-
-def _is_kept_port(module: Any) -> bool:
-    """Returns whether a module is part of a port that was asked to keep its own code."""
-    return module._ported_code == "keep"
+    return getattr(type(module), "own_code", None) == "keep" or module._ported_code == "keep"
 
 
 def _is_layer(call: MethodCall) -> bool:
     """Returns whether a method is that of a layer which obeys policies itself."""
-    module, cls = call.module, type(call.module)
+    cls = type(call.module)
     if not (call.is_upstream and classes.is_ours(cls)):
         return False
     if classes.layer_class(cls) is None and classes.package_of(cls) != "mpmodules":
         return False
-    return not (isinstance(module, classes.CALLERS) and classes.calls_users(module))
+    return not classes.calls_users(call.module)
 
 
 def _outermost(call: MethodCall) -> Policy | None:
@@ -104,9 +99,10 @@ def _run_outermost_or_inside(call: MethodCall) -> Any:
             return _run_in_trace(call)
     policy = _outermost(call)
     if policy is None:
-        with own_code.keeping() if _is_kept_port(call.module) else contextlib.nullcontext():
+        keeps = call.module._ported_code == "keep"
+        with own_code.keeping() if keeps else contextlib.nullcontext():
             return _run_method(call)
-    return call_traced(call, policy, run=run_method, plainly=lambda: _run_method(call))
+    return _call_traced(call, policy)
 
 
 def _run_in_trace(call: MethodCall) -> Any:
@@ -185,10 +181,8 @@ def _computes(owner: type, name: str) -> bool:
     """
     if classes.is_flax(owner):
         return owner in classes.LAYER_OF or name == "__call__"
-    return (
-        issubclass(owner, flax_nnx.Module)
-        or classes.package_of(owner) not in sys.stdlib_module_names
-    )
+    is_module = issubclass(owner, flax_nnx.Module)
+    return is_module or classes.package_of(owner) not in sys.stdlib_module_names
 
 
 def _is_method(attribute: Any) -> bool:
@@ -227,27 +221,14 @@ def _with_boundary(method: Any, name: str) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def call_traced(
-    call: MethodCall,
-    policy: Policy,
-    *,
-    run: Callable[[MethodCall], Any],
-    plainly: Callable[[], Any],
-) -> Any:
-    """Calls an outermost method, whose own code obeys `policy`.
-
-    Args:
-      call: the call.
-      policy: the module's.
-      run: runs the call of a copy of the module.
-      plainly: runs the call without a trace.
-    """
+def _call_traced(call: MethodCall, policy: Policy) -> Any:
+    """Calls an outermost method, whose own code obeys `policy`, the module's."""
     if not calls.depth:
         warn_of_scope(call.module, current_scope())
     cls, bare = type(call.module), call._replace(module=None, args=(), kwargs={})
 
     def body(copy: Any, *args: Any, **kwargs: Any) -> Any:  # kept with its program: holds no arrays
-        return run(bare._replace(module=copy, args=args, kwargs=kwargs))
+        return run_method(bare._replace(module=copy, args=args, kwargs=kwargs))
 
     stateful = StatefulCall(body, (call.module, *call.args), call.kwargs)
     key = "nnx", GraphKey(stateful.graph), call.name, stateful.structure
@@ -255,7 +236,7 @@ def call_traced(
         inside = stateful.inside(around=_reading)
         returned = own_code.run(cls, inside, stateful.trees, policy, key=key)
     except own_code.CANNOT_BE_TRACED as error:
-        return own_code.run_kept(cls, error, plainly)
+        return own_code.run_kept(cls, error, lambda: _run_method(call))
     return own_code.outputs_of(call, current_scope(), policy, stateful.finish(returned))
 
 
