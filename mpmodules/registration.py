@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -28,21 +29,24 @@ class _Flax:
 
 
 def register() -> None:
-    """Makes Flax known to `policy`, and our states to Flax's serialization."""
+    """Makes Flax known to `policy`, and the classes in a `MixedPrecisionState` to Flax's
+    serialization.
+    """
     FRAMEWORKS.append(_Flax())
-    register_states()
-
-
-def _names(loss_scale: DynamicLossScale) -> list[str]:
-    return [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(loss_scale)]
+    make_known = functools.partial(serialization.register_serialization_state, override=True)
+    make_known(DynamicLossScale, _loss_scale_to, _loss_scale_from)
+    make_known(Layout, _layout_to, _layout_from)
+    for fixed in (NoOpLossScale, StaticLossScale):
+        make_known(fixed, lambda _: {}, _the_target)
 
 
 def _loss_scale_to(loss_scale: DynamicLossScale) -> dict[str, Any]:
-    return {name: getattr(loss_scale, name) for name in _names(loss_scale)}
+    leaves = jax.tree_util.tree_leaves_with_path(loss_scale)
+    return {path[0].name: leaf for path, leaf in leaves}
 
 
 def _loss_scale_from(target: DynamicLossScale, state: dict[str, Any]) -> DynamicLossScale:
-    names = _names(target)
+    names = list(_loss_scale_to(target))
     if set(state) != set(names):
         raise ValueError(
             f"The saved loss scale should have {', '.join(names)}, but got "
@@ -76,10 +80,6 @@ def _layout_from(target: Layout, state: dict[str, Any]) -> Layout:
     return target
 
 
-def _nothing(_: Any) -> dict[str, Any]:
-    return {}
-
-
 def _the_target(target: Any, state: dict[str, Any]) -> Any:
     if state:
         raise ValueError(
@@ -88,12 +88,3 @@ def _the_target(target: Any, state: dict[str, Any]) -> Any:
             "the kind that was saved."
         )
     return target
-
-
-def register_states() -> None:
-    """Makes `flax.serialization` save and restore the classes in a `MixedPrecisionState`."""
-    register = serialization.register_serialization_state
-    register(DynamicLossScale, _loss_scale_to, _loss_scale_from, override=True)
-    register(Layout, _layout_to, _layout_from, override=True)
-    for fixed in (NoOpLossScale, StaticLossScale):
-        register(fixed, _nothing, _the_target, override=True)

@@ -31,15 +31,13 @@ def explanation(found: Path | None) -> str:
     Args:
       found: the file or the folder that `import policy` finds; None where it finds nothing.
     """
-    if found is None:
-        return (
-            "mpmodules needs its own package 'policy', but 'import policy' finds nothing: the "
-            "installation is broken. Reinstall it: pip install --force-reinstall --no-deps "
-            "mpmodules."
-        )
+    way_out = (
+        "the installation is broken. Reinstall it: pip install --force-reinstall --no-deps "
+        "mpmodules."
+    )
     return (
-        f"mpmodules needs its own package 'policy', but 'import policy' finds {found}: "
-        f"{_way_out(found)}"
+        "mpmodules needs its own package 'policy', but 'import policy' finds "
+        f"{found or 'nothing'}: {_way_out(found) if found else way_out}"
     )
 
 
@@ -67,7 +65,8 @@ def _is_ours(found: Path) -> bool:
 def _way_out(found: Path) -> str:
     name, folder = f"{found.name}{'/' if found.is_dir() else ''}", found.parent
     distributions = _distributions(folder)
-    if distributions or _is_site(folder):
+    sites = map(Path, (*site.getsitepackages(), site.getusersitepackages()))
+    if distributions or folder in [each.resolve() for each in sites]:
         what = " and ".join(distributions) or "another distribution"
         uninstall = (
             " ".join(["pip uninstall", *distributions]) if distributions else "Uninstall that one"
@@ -99,8 +98,3 @@ def _distributions(folder: Path) -> list[str]:
         if distribution.name != "mpmodules" and {"policy", "policy.py"} & {*top, *files}:
             names.append(distribution.name)
     return sorted(names)
-
-
-def _is_site(folder: Path) -> bool:
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
-    return folder in [Path(each).resolve() for each in folders]

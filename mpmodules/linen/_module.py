@@ -60,20 +60,10 @@ class _ModuleMeta(_MetaOfProtocol):
         return cls
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        upstream = cls.__dict__.get("_upstream_class")
-        return (
-            type.__instancecheck__(cls, instance)
-            if upstream is None
-            else isinstance(instance, upstream)
-        )
+        return type.__instancecheck__(cls.__dict__.get("_upstream_class", cls), instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        upstream = cls.__dict__.get("_upstream_class")
-        return (
-            type.__subclasscheck__(cls, subclass)
-            if upstream is None
-            else issubclass(subclass, upstream)
-        )
+        return type.__subclasscheck__(cls.__dict__.get("_upstream_class", cls), subclass)
 
 
 # What a layer's docstring says of the argument.

@@ -309,12 +309,8 @@ def _combined(cls: Any, ours: type) -> type:
     for name in dir(cls):
         shown, run = inspect.getattr_static(cls, name), inspect.getattr_static(combined, name)
         special = name.startswith("__") and name != "__call__"
-        if (
-            run is not shown
-            and not special
-            and inspect.isfunction(run)
-            and inspect.isfunction(shown)
-        ):
+        are_functions = inspect.isfunction(run) and inspect.isfunction(shown)
+        if are_functions and run is not shown and not special:
             setattr(combined, name, InstanceMethod(shown, run))
     constructor = cls.__init__
 
@@ -345,7 +341,7 @@ def seen_as(module: Any, cls: type, keep: Collection[str]) -> Iterator[Any]:
             ours = None if is_ours(type(part)) else adopting_class(type(part))
             if ours is not None:
                 fields[name] = parts.enter_context(seen_as(part, ours, keep))
-        yield parts.enter_context(stand_in(module, cls, fields))
+        yield parts.enter_context(_stand_in(module, cls, fields))
 
 
 class Adopter:
@@ -512,15 +508,12 @@ def state_of(model: flax_nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
+def _stand_in(module: Any, cls: type, fields: Mapping[str, Any]) -> Iterator[Any]:
     """Yields an instance of `cls` with other `fields` that shares a bound module's scope and state.
 
     What setup and calls leave behind on it is the module's afterwards, whose fields stay as they
-    are. With no fields to change, that is the module itself.
+    are.
     """
-    if not fields:
-        yield module
-        return
     other: Any = object.__new__(cls)
     namespace = vars(other)
     namespace.update(vars(module), **fields)

@@ -118,11 +118,9 @@ class ModuleMeta(FlaxModuleMeta):
         return _Signature([*parameters[:last], added, *parameters[last:]])
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return (
-            cls.__subclasscheck__(type(instance))
-            if "_upstream_class" in cls.__dict__
-            else super().__instancecheck__(instance)
-        )
+        if "_upstream_class" in cls.__dict__:
+            return cls.__subclasscheck__(type(instance))
+        return super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         # Asked of the MRO: Flax's own check asks all its subclasses, us included.

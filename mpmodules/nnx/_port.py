@@ -245,11 +245,7 @@ def children_of(node: Any) -> list[tuple[tuple[str, ...], Any]]:
     """
     held = vars(node)
     if getattr(node, "_pytree__is_pytree", False):
-        held = {
-            name: held[name]
-            for name, is_data in node._pytree__nodes.items()
-            if is_data and name in held
-        }
+        held = {name: value for name, value in held.items() if node._pytree__nodes.get(name)}
     leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=_is_child)
     return [
         (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)

@@ -135,11 +135,8 @@ def refuse_children_from_outside(module: Any, policy: Policy, arguments: Any) ->
     """Refuses a policy given to a container whose children were built before it, which it can't
     reach.
     """
-    given = [
-        x
-        for x in jax.tree.leaves(arguments, is_leaf=is_reference)
-        if isinstance(x, flax_nnx.Module)
-    ]
+    leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
+    given = [leaf for leaf in leaves if isinstance(leaf, flax_nnx.Module)]
     strangers = sorted(
         {
             type(child).__name__
@@ -163,9 +160,7 @@ def _follows(child: Any, policy: Policy) -> bool:
     of its own.
     """
     captured = getattr(child, "dtype_policy", None)
-    if captured is None or child._policy_source.own:
-        return captured is not None
-    return _captured_from(child, policy)
+    return captured is not None and (child._policy_source.own or _captured_from(child, policy))
 
 
 def _captured_from(module: Any, policy: Policy) -> bool:
@@ -173,36 +168,28 @@ def _captured_from(module: Any, policy: Policy) -> bool:
     captured = module.dtype_policy
     if captured is None:
         return False
-    same: dict[str, Any] = {}
     if getattr(module, "_explicit_dtype", None) is not None:
-        same |= {
-            "compute_dtype": policy.compute_dtype,
-            "output_dtype": policy.output_dtype,
-            "reduction_dtype": None,
-        }
+        policy = policy.replace(reduction_dtype=None)
+        dtypes = {"compute_dtype": policy.compute_dtype, "output_dtype": policy.output_dtype}
+        captured = captured.replace(reduction_dtype=None, **dtypes)
     if getattr(module, "_explicit_param_dtype", None) is not None:
-        same["param_dtype"] = policy.param_dtype
-    return captured.replace(**same) == policy.replace(
-        **{name: value for name, value in same.items() if value is None}
-    )
+        captured = captured.replace(param_dtype=policy.param_dtype)
+    return captured == policy
 
 
 def warn_of_scope(module: Any, scope: Scope) -> None:
     """Warns where a built module is called in a scope whose policy it did not capture."""
+    if scope.policy is None or scope.boundary_open or _captured_from(module, scope.policy):
+        return
     if any(construction.module is module for construction in calls.constructions):
         return  # its policy is captured when it is built
-    if (
-        scope.policy is not None
-        and not scope.boundary_open
-        and not _captured_from(module, scope.policy)
-    ):
-        captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
-        warn_once(
-            f"{type(module).__name__} was built under {captured}. The scope around this call, "
-            f"'{scope.policy}', changes no nnx layer, because layers capture their policy when "
-            "they are built: build the model in the scope, or call "
-            "mpmodules.nnx.apply_policy(model, policy)."
-        )
+    captured = "no policy" if module.dtype_policy is None else f"'{module.dtype_policy}'"
+    warn_once(
+        f"{type(module).__name__} was built under {captured}. The scope around this call, "
+        f"'{scope.policy}', changes no nnx layer, because layers capture their policy when they "
+        "are built: build the model in the scope, or call "
+        "mpmodules.nnx.apply_policy(model, policy)."
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,12 +256,9 @@ def in_policy(module: Any, policy: Policy | None) -> Any:
     """
     if policy == module.dtype_policy:
         return module
-    dtypes = (
-        {}
-        if policy is None or getattr(module, "dtype", None) is None
-        else {"dtype": policy.compute_dtype}
-    )
-    return viewed(module, dtype_policy=policy, **dtypes)
+    if policy is None or getattr(module, "dtype", None) is None:
+        return viewed(module, dtype_policy=policy)
+    return viewed(module, dtype_policy=policy, dtype=policy.compute_dtype)
 
 
 def in_complex(layer: Any, call: MethodCall) -> Any:

@@ -94,7 +94,7 @@ def value_and_grad(
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with finish.scope():
             (_, (loss, aux)), gradients = differentiated(*args, **kwargs)
-            gradients = _mapped(finish, gradients)
+            gradients = _shared(finish(gradients), _places(gradients))
         return ((loss, aux) if has_aux else loss), gradients
 
     return value_and_gradients
@@ -183,14 +183,6 @@ def _holds_half_params(tree: Any) -> bool:
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
-
-
-def _mapped(function: Callable[[Any], Any], gradients: Any) -> Any:
-    """Applies a map of leaves to `gradients`.
-
-    A Variable that occurs several times is mapped to one Variable.
-    """
-    return _shared(function(gradients), _places(gradients))
 
 
 def _places(gradients: Any) -> list[int]:

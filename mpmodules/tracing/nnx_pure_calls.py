@@ -297,11 +297,8 @@ def _edits(index: int, node: Any, before: Mapping[str, Any]) -> list[_Edit]:
     """Returns the attributes of an object that differ from those before."""
     after, found = _attributes(node), []
     for name, (treedef, leaves) in after.items():
-        if (
-            name in before
-            and before[name][0] == treedef
-            and all(map(operator.is_, leaves, before[name][1]))
-        ):
+        structure, old = before.get(name, (_NOTHING, []))
+        if treedef == structure and all(map(operator.is_, leaves, old)):
             continue
         for leaf in leaves:
             if not is_reference(leaf):
@@ -341,15 +338,12 @@ def _as_stored(new: Any, old: Any) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
     is_param = isinstance(new, flax_nnx.Param)
-    return jax.tree.map(
-        lambda array, before: (
-            cast_array(array, before.dtype)
-            if is_floating(before) and (is_param or before.dtype.itemsize == 2)
-            else array
-        ),
-        new,
-        old,
-    )
+
+    def stored(array: Any, before: Any) -> Any:
+        is_cast = is_floating(before) and (is_param or before.dtype.itemsize == 2)
+        return cast_array(array, before.dtype) if is_cast else array
+
+    return jax.tree.map(stored, new, old)
 
 
 def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | None:
@@ -410,15 +404,11 @@ def _holder(fn: Any) -> tuple[Any, Callable[..., Any]]:
     And the function of module and arguments, or the function itself.
     """
     if isinstance(fn, flax_nnx.Module):
-        return fn, _call
+        return fn, operator.call
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, flax_nnx.Module):
         return owner, lambda module, *args, **kwargs: getattr(module, fn.__name__)(*args, **kwargs)
     return None, fn
-
-
-def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
 
 
 def is_no_parameter(node: Any) -> bool:
