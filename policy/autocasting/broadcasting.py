@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,45 +45,25 @@ def repeated(array: Any, aval: Any, dtype: DTypeLike) -> Any:
 
 
 # Broadcast in the primal too: where an operand is a tangent, this is what is transposed.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiplied(repeats: _Repeats, a: Any, b: Any) -> Any:
-    return lax.mul(repeats(a), repeats(b))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _combined(operation: Callable[..., Any], repeats: _Repeats, a: Any, b: Any) -> Any:
+    """Multiplies or divides: `operation` is `lax.mul` or `lax.div`."""
+    return operation(repeats(a), repeats(b))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _divided(repeats: _Repeats, a: Any, b: Any) -> Any:
-    return lax.div(repeats(a), repeats(b))
-
-
-@functools.partial(_multiplied.defjvp, symbolic_zeros=True)
-def _multiplied_jvp(
-    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+@functools.partial(_combined.defjvp, symbolic_zeros=True)
+def _combined_jvp(
+    operation: Callable[..., Any], repeats: _Repeats, primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
     a, b = (primal.astype(repeats.dtype) for primal in primals)
-    pairs = zip(tangents, (b, a), strict=True)
-    parts = [lax.mul(repeats(t), other) for t, other in pairs if not _is_zero(t)]
-    return lax.mul(a, b), _sum(parts, repeats)
-
-
-@functools.partial(_divided.defjvp, symbolic_zeros=True)
-def _divided_jvp(
-    repeats: _Repeats, primals: tuple[Any, Any], tangents: tuple[Any, Any]
-) -> tuple[Any, Any]:
-    a, b = (primal.astype(repeats.dtype) for primal in primals)
-    parts = []
-    if not _is_zero(tangents[0]):
-        parts.append(lax.div(repeats(tangents[0]), b))
-    if not _is_zero(tangents[1]):
+    of_a, of_b = (not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents)
+    parts = [operation(repeats(tangents[0]), b)] if of_a else []
+    if of_b and operation is lax.mul:
+        parts.append(lax.mul(repeats(tangents[1]), a))
+    elif of_b:
         parts.append(lax.div(lax.div(lax.mul(lax.neg(repeats(tangents[1])), a), b), b))
-    return lax.div(a, b), _sum(parts, repeats)
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _sum(parts: list[Any], repeats: _Repeats) -> Any:
-    return functools.reduce(lax.add, parts) if parts else jnp.zeros(repeats.shape, repeats.dtype)
+    parts = parts or [jnp.zeros(repeats.shape, repeats.dtype)]
+    return operation(a, b), functools.reduce(lax.add, parts)
 
 
 _FEW_TERMS = 4  # as many as windows of 3x3 with strides of 2 overlap: a sum that rounds three times
@@ -111,8 +91,8 @@ def broadcast_product(
         value.as_dtype(F32) if is_broadcast(value, result.shape) else array
         for value, array in zip(values, arrays, strict=True)
     )
-    compute = _multiplied if equation.primitive.name == "mul" else _divided
-    return [CastValue(compute(_Repeats.to(result, dtype), a, b))]
+    operation = lax.mul if equation.primitive.name == "mul" else lax.div
+    return [CastValue(_combined(operation, _Repeats.to(result, dtype), a, b))]
 
 
 def sums_cotangents(equation: Equation, values: Values) -> bool:

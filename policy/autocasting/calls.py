@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -21,7 +20,6 @@ from policy.programs import primitives
 from policy.programs.dtypes import F32, float_dtype
 from policy.programs.jaxprs import (
     Equation,
-    OpenJaxpr,
     equations_within,
     held_program,
     runs_any,
@@ -94,15 +92,9 @@ def _key(evaluator: Evaluator, equation: Equation, values: Values) -> Hashable:
     path = evaluator.path_of(equation)
     where = evaluator.place_of(equation), path[:1], frozenset(evaluator.held_by(equation).items())
     params = tuple((name, id(value)) for name, value in sorted(equation.params.items()))
-    known = tuple(
-        (jax.typeof(v.array), v.yields, _exactly(v.constant), v.narrows, v.weak, v.is_table)
-        for v in values
-    )
-    return equation.primitive, params, where, known
-
-
-def _exactly(constant: Any) -> Hashable:
-    return None if constant is None else (jnp.result_type(constant), str(constant))
+    constants = tuple((getattr(v.constant, "dtype", None), str(v.constant)) for v in values)
+    known = tuple((jax.typeof(v.array), v.yields, v.narrows, v.weak, v.is_table) for v in values)
+    return equation.primitive, params, where, constants, known
 
 
 V = TypeVar("V")
@@ -137,7 +129,7 @@ def _jit(evaluator: Evaluator, equation: Equation, values: Values) -> Values:
     arrays = as_traced(equation.invars, values)
     pairs = zip(arrays, values, strict=True)
     like = [CastValue(array, v.yields, v.constant, is_table=v.is_table) for array, v in pairs]
-    return interpreter.jit(evaluator, equation, like)
+    return interpreter.rebound(evaluator, equation, like)
 
 
 _inlined = once_for_all_alike(interpreter.call, saves=False)
@@ -242,15 +234,11 @@ def _half_carry(evaluator: Evaluator, equation: Equation, xs: Values) -> Any:
     body, above = subprogram(equation, "loop").body, evaluator.path_of(equation)
     layer = scanned_path(body, above)
     half = evaluator.places.output_of(layer) if layer != above else None
-    if evaluator.settings.narrows_scans and _has_layers(body, xs):
+    has_weights = any(x.yields and np.ndim(x.array) > 2 for x in xs)  # each step its own
+    if evaluator.settings.narrows_scans and has_weights and runs_any(body, primitives.MATMULS):
         compute = evaluator.places[above].compute
         half = compute if compute.itemsize < F32.itemsize else half
     return half
-
-
-def _has_layers(body: OpenJaxpr, xs: Values) -> bool:
-    """Returns whether each step has weights of its own and a matmul."""
-    return any(x.yields and np.ndim(x.array) > 2 for x in xs) and runs_any(body, primitives.MATMULS)
 
 
 def _stable(
@@ -264,7 +252,7 @@ def _stable(
     out = [half if dtype == F32 and np.ndim(array) else dtype for dtype, array in pairs]
 
     def step(fixed_arrays: list[Any], init: list[Any], xs_arrays: list[Any]) -> list[Any]:
-        carry = [a if dtype is None else cast(a, dtype) for a, dtype in zip(init, out, strict=True)]
+        carry = list(map(cast, init, out))
         rows = [lax.index_in_dim(array, 0, keepdims=False) for array in xs_arrays]
         pairs = zip(rows, xs, strict=True)
         steps = [CastValue(row, x.yields, is_table=x.is_table) for row, x in pairs]
@@ -284,7 +272,7 @@ def _stable(
 HANDLERS: Mapping[str, AutocastHandler] = {
     "jit": _jit,
     **dict.fromkeys(primitives.CALLS, interpreter.call),
-    **dict.fromkeys(primitives.REMATS, once_for_all_alike(interpreter.remat)),
+    **dict.fromkeys(primitives.REMATS, once_for_all_alike(interpreter.rebound)),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

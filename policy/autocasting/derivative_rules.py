@@ -37,7 +37,7 @@ def custom_jvp(evaluator: Evaluator, equation: Equation, values: Values) -> Valu
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         # The author's rule of the original function, over abstract values of the traced dtypes.
-        before = _in(like_traced, primals)
+        before = list(map(cast, primals, like_traced))
         rule = jax.make_jaxpr(original)(before, [before[i] for i in floats])
         moved = [tangents[i] for i in floats]
         run = Body(inside, rule, [*values, *[CastValue(t) for t in moved]])
@@ -112,7 +112,7 @@ class _VjpRules:
 
     def original(self, *given: Any) -> tuple[list[Any], Any]:
         """Returns the results and the pullback of the function as its author wrote them."""
-        given = tuple(_in(_dtypes(self.equation.invars), given))
+        given = tuple(map(cast, given, _dtypes(self.equation.invars)))
         moved = [given[i] for i in self.floats]
         with self.scope():
             return jax.vjp(
@@ -121,7 +121,7 @@ class _VjpRules:
 
     def forward(self, *given: Any) -> tuple[list[Any], list[Any]]:
         """Returns the results and the residuals of the rewritten function."""
-        before = _in(_dtypes(self.equation.invars), given)
+        before = list(map(cast, given, _dtypes(self.equation.invars)))
         forward, (outputs, pullback) = jax.make_jaxpr(self.original, return_shape=True)(*before)
         residuals, treedef = jax.tree.flatten(pullback)
 
@@ -140,7 +140,7 @@ class _VjpRules:
             given = [*saved, *cotangents]
             return Body(self.inside, self.backward, list(map(CastValue, given))).arrays(*given)
         with self.scope():
-            return saved(_in(_dtypes(self.equation.outvars), cotangents))
+            return saved(list(map(cast, cotangents, _dtypes(self.equation.outvars))))
 
 
 def _materialised(cotangent: Any) -> Any:
@@ -156,11 +156,7 @@ def _of_dtypes(body: Body[CastValue], outputs: Sequence[Any], given: Sequence[An
         jax.eval_shape(body.arrays, *given)
     floats = _floats([known.array for known in body.outputs])
     dtypes = [known.dtype if i in floats else None for i, known in enumerate(body.outputs)]
-    return _in(dtypes, outputs)
-
-
-def _in(dtypes: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    return [a if dtype is None else cast(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
+    return list(map(cast, outputs, dtypes))
 
 
 def _dtypes(atoms: Sequence[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
 from policy.programs.jaxprs import Equation, OpenJaxpr, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
-from policy.programs.rewriting.interpreter import Interpreter, equations_of, readers_of
+from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
@@ -106,9 +106,7 @@ class Evaluator(Interpreter[CastValue]):
         return super().merge(equation, values)
 
     def settled(self, value: CastValue, like: CastValue) -> CastValue:
-        dtype = float_dtype(like.array)
-        array = value.array if dtype is None else cast(value.array, dtype)
-        return CastValue(array, narrows=like.narrows)
+        return CastValue(cast(value.array, float_dtype(like.array)), narrows=like.narrows)
 
     def inside(self, equation: Equation, *, reports: bool = True) -> Evaluator:
         inner = copy.copy(self)
@@ -152,7 +150,7 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = set()
-        for each in equations_of(jaxpr):
+        for each in jaxpr.eqns:
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
@@ -217,7 +215,8 @@ class Evaluator(Interpreter[CastValue]):
         category = self.settings.category(name)
         if name == "reduce_max" and category == "passthrough":
             return "fp32" if equation.invars[0] in self.widened else category
-        if category != "promote" or not (name in FORWARD_ADDITIONS or _is_square(equation)):
+        is_square = name == "mul" and equation.invars[0] is equation.invars[1]
+        if category != "promote" or not (name in FORWARD_ADDITIONS or is_square):
             return category
         names = set(self.readers.get(equation.outvars[0], ()))
         reads_wide = {
@@ -226,11 +225,6 @@ class Evaluator(Interpreter[CastValue]):
         # The second set is that of log_softmax: the difference of its shifted logits is in float32,
         # like its logarithm.
         return "fp32" if names and names in (reads_wide, READS_LOGITS) else category
-
-
-def _is_square(equation: Equation) -> bool:
-    """Returns whether an equation multiplies a value by itself."""
-    return equation.primitive.name == "mul" and equation.invars[0] is equation.invars[1]
 
 
 def _merged(variable: Any, outputs: Values) -> CastValue:

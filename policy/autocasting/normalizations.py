@@ -24,7 +24,6 @@ from policy.programs.reading.graph import Graph, Node, Value, is_joint
 from policy.programs.reading.matmul_operands import is_cotangent
 
 _ROOTS = primitives.SQUARE_ROOTS | {"pow"}
-_SUMS = frozenset(("reduce_sum",))
 _COPIES = primitives.FORWARDS | {"row", "rows", "shard", "shards", "branch"}
 """Copy elements of an operand, some of them or several times."""
 # Primitives allowed between the sum of a second moment and its root.
@@ -76,7 +75,7 @@ def normalizations(jaxpr: OpenJaxpr, is_param: Sequence[bool]) -> Regions:
     for node in graph.nodes:
         if node.name in _ROOTS:
             _look_at(node, found)
-    return _Programs(graph).regions(None, found) if found.applies else NOWHERE
+    return _regions(graph, found) if found.applies else NOWHERE
 
 
 def _note_facts(graph: Graph, is_param: Sequence[bool]) -> None:
@@ -109,33 +108,27 @@ class _Found(NamedTuple):
     applies: set[Node]
 
 
-class _Programs:
-    """The equations of a graph by the runs of the programs that they stand in.
+def _regions(graph: Graph, found: _Found) -> Regions:
+    """Returns the regions of a program, and of every run of the programs inside it.
 
     A run goes by the position that its equations have around them, None at the top.
     """
+    nodes: dict[int, list[Node]] = {}
+    inside: dict[int, dict[int, Any]] = {}
+    for node in graph.nodes:
+        at = node.site.around
+        nodes.setdefault(id(at), []).append(node)
+        while at is not None:
+            inside.setdefault(id(at.around), {})[id(at)] = at
+            at = at.around
 
-    def __init__(self, graph: Graph) -> None:
-        self.nodes: dict[int, list[Node]] = {}
-        self.inside: dict[int, dict[int, Any]] = {}
-        for node in graph.nodes:
-            at = node.site.around
-            self.nodes.setdefault(id(at), []).append(node)
-            while at is not None:
-                siblings = self.inside.setdefault(id(at.around), {})
-                if id(at) in siblings:
-                    break
-                siblings[id(at)] = at
-                at = at.around
-
-    def regions(self, at: Any, found: _Found) -> Regions:
-        """Returns the regions of a run."""
+    def regions_of(at: Any) -> Regions:
         programs = {
-            (id(inner.equation), id(inner.program)): self.regions(inner, found)
-            for inner in self.inside.get(id(at), {}).values()
+            (id(inner.equation), id(inner.program)): regions_of(inner)
+            for inner in inside.get(id(at), {}).values()
         }
         kept = {key: regions for key, regions in programs.items() if regions != NOWHERE}
-        own = [node for node in self.nodes.get(id(at), ()) if not is_joint(node)]
+        own = [node for node in nodes.get(id(at), ()) if not is_joint(node)]
         in_part = {equation for (equation, _), regions in programs.items() if not regions.is_whole}
         whole = {equation for equation, _ in programs} - in_part
         measures = whole.union(id(n.site.equation) for n in own if n in found.measures)
@@ -145,15 +138,18 @@ class _Programs:
         is_whole = bool(covered or kept) and not in_part and covered.issuperset(floats)
         return Regions(frozenset(measures), applies, kept, is_whole)
 
+    return regions_of(None)
+
 
 def _look_at(root: Node, found: _Found) -> None:
     """Adds the normalisations that divide by a root, if any."""
     is_inverse = _is_inverse(root)
     if is_inverse is None:
         return
-    statistics = _statistics_of(root.inputs[0])
-    moments = [moment for moment in statistics.moments if not moment.of.yields]
-    is_running = not statistics.has_sums and root.inputs[0].given and root.inputs[0].number is None
+    moments, statistics = _statistics_of(root.inputs[0])
+    moments = [moment for moment in moments if not moment.of.yields]
+    has_sums = any(operation.name == "reduce_sum" for operation in statistics)
+    is_running = not has_sums and root.inputs[0].given and root.inputs[0].number is None
     if not moments and not (is_running and root.inputs[0].shape):
         return
     quotients, of_root = _quotients(root, is_inverse)
@@ -167,7 +163,7 @@ def _look_at(root: Node, found: _Found) -> None:
         is_data = numerator.data[-1].given and not _feeds_a_matmul(quotient.operation.out)
         if (is_norm or is_data) and not (affine or quotient.is_scaled):
             continue
-        found.measures.update((root, *of_root, *statistics.operations))
+        found.measures.update((root, *of_root, *statistics))
         found.applies.update((quotient.operation, *affine, *_centring(numerator, moments)))
         for moment in moments:
             found.measures.update(moment.operations)
@@ -220,7 +216,7 @@ def _is_mean(subtraction: Node, of: set[Value]) -> bool:
     mean, shape = subtraction.inputs[1], subtraction.out.shape
     if mean.given and mean.number is None and _repeats(mean, shape):
         return True
-    sums = [operation for operation in _statistics_of(mean).operations if operation.name in _SUMS]
+    sums = [one for one in _statistics_of(mean)[1] if one.name == "reduce_sum"]
     return any(not of.isdisjoint(_chain_of(operation.inputs[0]).data) for operation in sums)
 
 
@@ -351,31 +347,24 @@ class _Moment:
     operations: list[Node]
 
 
-@dataclasses.dataclass
-class _Statistics:
-    moments: list[_Moment] = dataclasses.field(default_factory=list)
-    operations: list[Node] = dataclasses.field(default_factory=list)
-    has_sums: bool = False
-
-
-def _statistics_of(data: Value) -> _Statistics:
+def _statistics_of(data: Value) -> tuple[list[_Moment], list[Node]]:
     """Returns the sums of squares that a value is computed from, and the operations since."""
-    found, seen, left = _Statistics(), set(), [(data, False)]
+    moments: list[_Moment] = []
+    operations: dict[Node, None] = {}
+    left = [(data, False)]
     while left:
         data, is_mean = left.pop()
         operation = data.maker
-        if operation is None or operation in seen or operation.name not in _OF_MOMENTS:
+        if operation is None or operation in operations or operation.name not in _OF_MOMENTS:
             continue
-        seen.add(operation)
-        found.operations.append(operation)
-        if operation.name in _SUMS:
-            found.has_sums = True
-            found.moments += _moment(operation, is_mean)
+        operations[operation] = None
+        if operation.name == "reduce_sum":
+            moments += _moment(operation, is_mean)
             continue
         for i, operand in enumerate(operation.inputs):
             if operand.is_float:
                 left.append((operand, is_mean or _divides(operation, i)))
-    return found
+    return moments, list(operations)
 
 
 def _divides(operation: Node, i: int) -> bool:
@@ -397,7 +386,7 @@ def _moment(sum_: Node, is_mean: bool) -> Iterator[_Moment]:
         if squared is not None:
             yield _Moment(squared, is_mean and sum_.out.shape != (), operations)
             return
-        following = operation.inputs[0] if operation.name in _SUMS else _through(operation)
+        following = operation.inputs[0] if operation.name == "reduce_sum" else _through(operation)
         if following is None:
             return
         data, is_mean = following, is_mean or operation.name == "div"

@@ -109,8 +109,7 @@ class OwnCode:
         def result_of(i: int, atom: Any, value: CastValue) -> Any:
             if not isinstance(atom, jex_core.Literal) and atom in given:
                 return given[atom]
-            dtype = None if i < outputs else float_dtype(atom.aval)
-            return value.array if dtype is None else cast(value.array, dtype)
+            return cast(value.array, None if i < outputs else float_dtype(atom.aval))
 
         return list(map(result_of, range(len(evaluated)), body.outvars, evaluated))
 

@@ -70,9 +70,6 @@ class Report:
                 self.records[Record(spelled(path), primitive, done, dtypes)] += count
         self._noted.clear()
 
-    def note_parameters(self, names: Sequence[str], marks: Sequence[bool]) -> None:
-        self.parameters = [name for name, mark in zip(names, marks, strict=True) if mark]
-
     @property
     def opaque_matmuls(self) -> list[Record]:
         """The programs with a matmul that were left as traced."""

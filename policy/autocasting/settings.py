@@ -93,9 +93,9 @@ class Place:
     is_layer: bool = False
     precision: str | None = None
 
-    def within(self, region: Literal["applies", "measures"] | None) -> Place:
+    def within(self, region: Literal["applies", "measures"]) -> Place:
         """Returns this place as part of a normalisation, unless a rule or argument forbids it."""
-        if region is None or self.region is not None or self.is_ruled or self.compute == F32:
+        if self.region is not None or self.is_ruled or self.compute == F32:
             return self
         return dataclasses.replace(self, region=region)
 

@@ -37,7 +37,7 @@ from policy.programs.jaxprs import is_unwritten, opened, repeated_programs
 from policy.programs.marks import ISLAND
 from policy.programs.primitives import known_primitives
 from policy.programs.rewriting.outlining import outlined
-from policy.programs.tracing.trace import Arguments, Lowered, is_staged, lowered
+from policy.programs.tracing.trace import Arguments, is_staged, lowered
 
 _MOST_PROGRAMS = 64  # kept for each transformed function, one for each set of static arguments
 
@@ -213,9 +213,7 @@ class _Autocast:
         self.pure: Recent[_Autocast] = Recent(_MOST_PROGRAMS)
 
     def wrapper(self) -> Callable[..., Any]:
-        names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)]
-
-        @functools.wraps(self.fn, assigned=names, updated=())
+        @functools.wraps(self.fn, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
             settings = self.options.resolved()
             if settings is None:
@@ -246,23 +244,19 @@ class _Autocast:
     def lowered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Autocast, Arguments, Callable[[Any], Any]]:
-        """Returns a pure function for the call, its arguments, and a function for its result."""
+        """Returns a pure function for the call, its arguments, and a function for its result.
+
+        The first argument of a pure function that the call is lowered to is the parameters. Its
+        autocast is not cached if its key has no hash.
+        """
         call = lowered(self.fn, args, kwargs)
         if call is None:
             return self, Arguments.of(args, kwargs), lambda out: out
-        return self._of_pure(call), Arguments.of(call.args, call.kwargs), call.finish
-
-    def _of_pure(self, call: Lowered) -> _Autocast:
-        """Returns the autocast of a pure function whose first argument is the parameters.
-
-        It is not cached if its key has no hash.
-        """
         options = dataclasses.replace(self.options, params=0, states=call.states)
-        fresh = _Autocast(call.pure, options)
-        try:
-            return self.pure.get(call.key) or self.pure.keep(call.key, fresh)
-        except TypeError:
-            return fresh
+        target = _Autocast(call.pure, options)
+        with contextlib.suppress(TypeError):
+            target = self.pure.get(call.key) or self.pure.keep(call.key, target)
+        return target, Arguments.of(call.args, call.kwargs), call.finish
 
     def _program(self, arguments: Arguments, settings: Settings) -> Any:
         key = (arguments.key, settings)
@@ -294,7 +288,7 @@ class _Autocast:
             is_state = itertools.compress(states, arguments.is_array)
             warn_of_optimizer(args, kwargs)
             if report is not None:
-                report.note_parameters(arguments.names(), params)
+                report.parameters = list(itertools.compress(arguments.names(), params))
             # A report notes each equation at its path, and rules may tell the paths inside apart.
             shares = report is None and settings.rules is None and settings.normalises is None
             body, consts = opened(outlined(jaxpr) if shares else jaxpr)
@@ -303,7 +297,8 @@ class _Autocast:
             values = []
             for array, *facts in zip(arrays, params, is_state, is_unwritten(body), strict=True):
                 yields, is_buffer, is_fixed = (fact and settings.narrows for fact in facts)
-                array = array if _is_key(array) else jnp.asarray(array)
+                is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+                array = array if is_key else jnp.asarray(array)
                 values.append(CastValue(array, yields, is_table=is_buffer and is_fixed))
             outputs = evaluator.run(body, list(map(evaluator.constant, consts)), values)
             if self.options.settings.rules is not None:
@@ -346,7 +341,3 @@ def _like(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
 
 def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.extended)

@@ -111,9 +111,9 @@ Evaluated = tuple[str, Values]
 """The treatment of an equation, as reports name it, and its outputs."""
 
 
-def cast(array: Any, dtype: DTypeLike) -> Any:
-    """Casts `array` to `dtype`; returns it unchanged if it has that dtype."""
-    if array.dtype == dtype:
+def cast(array: Any, dtype: DTypeLike | None) -> Any:
+    """Casts `array` to `dtype`; returns it unchanged if it has that dtype, or `dtype` is None."""
+    if dtype is None or array.dtype == dtype:
         return array
     with jax.named_scope(AUTOCAST):  # a cast that the author did not write: reports can tell
         return lax.convert_element_type(array, dtype)

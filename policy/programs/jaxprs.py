@@ -158,7 +158,32 @@ def subprograms(equation: Equation) -> tuple[Subprogram, ...]:
     The condition of a while comes before its body. Most equations hold none.
     """
     found = _found(equation)
-    return _described(equation, found) if found else ()
+    if not found:
+        return ()
+    name, count = equation.primitive.name, len(equation.invars)
+    if name == "scan":
+        consts, carried = scan_arity(equation)
+        length = equation.params.get("length", 1)
+        runs = length if isinstance(length, int) else 1
+        rows = count - consts - carried
+        return tuple(
+            Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found
+        )
+    if name == "while":
+        both = [_of_while(equation, *one) for one in found]
+        return tuple(sorted(both, key=lambda one: one.role))  # the condition first
+    if name == "cond":
+        return tuple(Subprogram(*one, "branch", tuple(range(1, count))) for one in found)
+    if name in KERNELS or name in COMBINES:
+        role: Role = "kernel" if name in KERNELS else "combine"
+        return tuple(Subprogram(*one, role) for one in found)
+    body, _ = opened(found[0][0])
+    fits = len(body.invars) == count and len(body.outvars) == len(equation.outvars)
+    if len(found) > 1 or not fits:
+        return tuple(Subprogram(*one, "other") for one in found)
+    role = "shard" if name == "shard_map" else "remat" if name in REMATS else "call"
+    axes = _axes(equation) if name == "shard_map" else ()
+    return (Subprogram(*found[0], role, tuple(range(count)), axes=axes),)
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -184,33 +209,6 @@ def _found(equation: Equation) -> list[tuple[Any, str, int | None]]:
     return found
 
 
-def _described(
-    equation: Equation, found: Sequence[tuple[Any, str, int | None]]
-) -> tuple[Subprogram, ...]:
-    name, count = equation.primitive.name, len(equation.invars)
-    if name == "scan":
-        consts, carried = scan_arity(equation)
-        length = equation.params.get("length", 1)
-        runs = length if isinstance(length, int) else 1
-        rows = count - consts - carried
-        return tuple(
-            Subprogram(*one, "loop", tuple(range(count)), carried, rows, runs) for one in found
-        )
-    if name == "while":
-        both = [_of_while(equation, *one) for one in found]
-        return tuple(sorted(both, key=lambda one: one.role))  # the condition first
-    if name == "cond":
-        return tuple(Subprogram(*one, "branch", tuple(range(1, count))) for one in found)
-    if name in KERNELS or name in COMBINES:
-        role: Role = "kernel" if name in KERNELS else "combine"
-        return tuple(Subprogram(*one, role) for one in found)
-    if len(found) > 1 or not _fits(found[0][0], equation):
-        return tuple(Subprogram(*one, "other") for one in found)
-    role = "shard" if name == "shard_map" else "remat" if name in REMATS else "call"
-    axes = _axes(equation) if name == "shard_map" else ()
-    return (Subprogram(*found[0], role, tuple(range(count)), axes=axes),)
-
-
 def _of_while(equation: Equation, jaxpr: Any, parameter: str, place: int | None) -> Subprogram:
     of_cond, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     count = len(equation.invars)
@@ -219,12 +217,6 @@ def _of_while(equation: Equation, jaxpr: Any, parameter: str, place: int | None)
         return Subprogram(jaxpr, parameter, place, "loop", tuple(range(of_cond, count)), carried)
     operands = (*range(of_cond), *range(of_cond + of_body, count))
     return Subprogram(jaxpr, parameter, place, "cond", operands, carried)
-
-
-def _fits(jaxpr: Any, equation: Equation) -> bool:
-    """Returns whether a program takes its equation's operands and returns its results."""
-    body, _ = opened(jaxpr)
-    return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
 
 
 def _axes(equation: Equation) -> tuple[tuple[str, int], ...]:

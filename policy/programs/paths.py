@@ -82,16 +82,6 @@ def _longest(names: set[Path], path: Path) -> Path:
     return next((path[:length] for length in lengths if path[:length] in names), ())
 
 
-def _is_repeated(name: str) -> bool:
-    """Returns whether a module of that name was noted to stand in one of the same name."""
-    return parts_of_name(name) in _repeated
-
-
-def _is_noted(name: str) -> bool:
-    """Returns whether a text was noted as the name of a module."""
-    return parts_of_name(name) in _noted
-
-
 def noted() -> int:
     """Returns a number that changes where another name is noted.
 
@@ -124,7 +114,7 @@ def module_and_method(scope: str, around: Iterable[str]) -> tuple[str, str]:
       around: the names that it stands in. Modules with methods stand in one that is named after its
         class.
     """
-    if _is_noted(scope):
+    if parts_of_name(scope) in _noted:
         return scope, ""
     method = _METHOD.fullmatch(scope)
     if method is not None and any(name[:1].isupper() for name in (*around, scope)):
@@ -199,7 +189,7 @@ def _names_of(name_stack: str, above: Path) -> Path:
         for scope in filter(None, scopes.split("/")):
             module, method = module_and_method(scope, (*above, *path))
             if module and module not in _OF_JAX and module != AUTOCAST:
-                is_root_again = len(path) == 1 and not _is_repeated(module)
+                is_root_again = len(path) == 1 and parts_of_name(module) not in _repeated
                 is_same_call = path[-1:] == [module] and (
                     method or is_root_again or _NUMBERED.fullmatch(module)
                 )
@@ -256,7 +246,7 @@ def once(below: Path) -> Path:
     return tuple(
         name
         for i, name in enumerate(below)
-        if not i or name != below[i - 1] or name.isdigit() or _is_repeated(name)
+        if not i or name != below[i - 1] or name.isdigit() or parts_of_name(name) in _repeated
     )
 
 
@@ -334,7 +324,7 @@ def _parts(name_stack: str) -> Iterator[tuple[tuple[str, ...], str]]:
             closing = re.compile(r"\)" * opening[0].count("(") + "(?=/|$)").search(
                 name_stack, opening.end()
             )
-            if closing is not None and not _is_noted(name_stack[start : closing.end()]):
+            if closing and parts_of_name(name_stack[start : closing.end()]) not in _noted:
                 wrappers = tuple(opening[0].split("(")[:-1])
                 inside, end = opening.end(), closing.start()
         yield wrappers, name_stack[inside:end]

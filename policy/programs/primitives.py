@@ -371,10 +371,7 @@ CALLS = of_kinds("call")
 REMATS = of_kinds("remat")
 """Checkpoints: run their program, and again in the backward pass."""
 
-LOOPS_AND_BRANCHES = frozenset(("cond", "scan", "while"))
-"""Loops and conditionals: run programs several times, or one of several."""
-
-RUNS_PROGRAMS = CALLS | REMATS | LOOPS_AND_BRANCHES | frozenset(("jit", "shard_map"))
+RUNS_PROGRAMS = CALLS | REMATS | of_kinds("branch", "devices", "jit", "loop")
 """Run programs in order, without a rule of their own for derivatives."""
 
 WIDENABLE_SUMS = frozenset(("reduce_sum", "cumsum", "scatter-add", "select_and_scatter_add"))

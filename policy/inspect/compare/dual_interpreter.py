@@ -146,8 +146,8 @@ class Paired(PlacedInterpreter):
         inner._line_around = source_of(equation) or self._line_around
         return inner
 
-    def tracing(self, program: Any, role: str) -> Self:
-        inner = super().tracing(program, role)
+    def tracing(self, program: Any) -> Self:
+        inner = super().tracing(program)
         inner.again = {}
         return inner
 

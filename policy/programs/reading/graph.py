@@ -107,18 +107,19 @@ class Graph:
         self._inside = inside
         self._branch: BranchesTaken = ()
         body, consts = opened(jaxpr)
-        consts = consts or [None] * len(body.constvars)
-        known = [
-            Value(v.aval, array=const) for v, const in zip(body.constvars, consts, strict=True)
-        ]
         self.arguments = [Value(v.aval) for v in body.invars]
-        self.outputs = self._run(body, (*known, *self.arguments), None)
+        self.outputs = self._run(body, consts, self.arguments, None)
         for value in self.outputs:
             value.is_output = True
         self._drop_dead_code()
 
-    def _run(self, body: Any, args: Sequence[Value], around: Site | None) -> list[Value]:
-        values: dict[Any, Value] = dict(zip((*body.constvars, *body.invars), args, strict=True))
+    def _run(
+        self, body: Any, consts: Sequence[Any], args: Sequence[Value], around: Site | None
+    ) -> list[Value]:
+        values: dict[Any, Value] = dict(zip(body.invars, args, strict=True))
+        consts = consts or [None] * len(body.constvars)
+        for variable, const in zip(body.constvars, consts, strict=True):
+            values[variable] = Value(variable.aval, array=const)
 
         def read(atoms: Iterable[Any]) -> list[Value]:
             return [
@@ -157,11 +158,7 @@ class Graph:
         return node
 
     def _call(self, site: Site, one: Subprogram, arguments: Sequence[Value]) -> list[Value]:
-        known = [
-            Value(variable.aval, array=const)
-            for variable, const in zip(one.body.constvars, one.consts, strict=False)
-        ]
-        return self._run(one.body, (*known, *arguments), entered(site, one))
+        return self._run(one.body, one.consts, arguments, entered(site, one))
 
     def _loop(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
         loop = next(one for one in inner if one.role == "loop")

@@ -112,6 +112,7 @@ _OURS = os.path.join(OUR_FOLDER, "eight_bits", "")
 LIMITS_CODES = primitives.ROUNDINGS | primitives.MINMAX
 """Limit and round numbers before they are cast to 8 bits."""
 _RESCALES = AS_IT_IS | {"mul"}
+_PRODUCTS = primitives.DOTS | primitives.CONVOLUTIONS
 _BETWEEN = primitives.MINMAX | primitives.MOVES_DATA | {"select_n"}
 
 
@@ -169,7 +170,9 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         source = node.inputs[0].dtype
         if not is_inexact_name(source) or is_eight_bits(source):
             continue
-        kind = _side(made_of[id(node.inputs[0])])
+        on = made_of[id(node.inputs[0])]
+        kind: CodedSide = "weight" if on == PARAMETER else "input"
+        kind = "cotangent" if on & COTANGENT else kind
         if paths := _multiplied_at(node, kind == "cotangent"):
             operands[_at(node.site)] = QuantisedOperand(kind, paths)
         if node.out.dtype == "int8" and _is_of_ours(node.site):
@@ -177,16 +180,10 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
     return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
 
 
-def _side(depends_on: int) -> CodedSide:
-    if depends_on & COTANGENT:
-        return "cotangent"
-    return "weight" if depends_on == PARAMETER else "input"
-
-
 def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     """Returns the modules whose matmuls read the codes of a cast, as they are or widened."""
     passes = lambda node: is_joint(node) or node.name in _RESCALES  # noqa: E731
-    sites = [node.site for node in readers_past([cast.out], passes) if _is_product(node)]
+    sites = [node.site for node in readers_past([cast.out], passes) if node.name in _PRODUCTS]
     of_pass = [site for site in sites if site.is_backward == is_backward] or sites
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
 
@@ -234,18 +231,11 @@ def _inner(graph: Graph) -> Iterator[CastPlace]:
     for node in graph.nodes:
         if not _is_of_ours(node.site):
             continue
-        if _is_product(node) or _keeps_product(node, products):
+        scales = node.name in _RESCALES and any(id(value) in products for value in node.inputs)
+        if scales or node.name in _PRODUCTS:
             products.update(map(id, node.outputs))
         else:
             yield _at(node.site)
-
-
-def _is_product(node: Node) -> bool:
-    return node.name in primitives.DOTS or node.name in primitives.CONVOLUTIONS
-
-
-def _keeps_product(node: Node, products: Collection[int]) -> bool:
-    return node.name in _RESCALES and any(id(value) in products for value in node.inputs)
 
 
 def is_eight_bit_matmul(equation: Equation) -> bool:

@@ -15,7 +15,7 @@ import operator
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jaxlib
@@ -316,20 +316,14 @@ def site_of(equation: Equation, around: Site | None) -> Site:
     stack = str(equation.source_info.name_stack)
     if around is not None and around.is_backward and equation.primitive.name in REMATS:
         stack = _once(stack)
-    place = _place(stack, () if around is None else around.path, noted())
+    path, is_backward, marks = _place(stack, () if around is None else around.path, noted())
     if around is None:
-        return Site(equation, place.path, place.is_backward, 1, (), (), *place.marks)
+        return Site(equation, path, is_backward, 1, (), (), *marks)
     inherited = around.is_recomputed, around.is_placed, around.in_island
-    again, placed, island = map(operator.or_, place.marks, inherited)
-    return Site(
-        equation,
-        place.path,
-        place.is_backward or around.is_backward,
-        *(around.count, around.inside, around.axes),
-        *(again, placed, island),
-        around.call,
-        around,
-    )
+    again, placed, island = map(operator.or_, marks, inherited)
+    is_backward = is_backward or around.is_backward
+    outer = around.count, around.inside, around.axes
+    return Site(equation, path, is_backward, *outer, again, placed, island, around.call, around)
 
 
 def _once(stack: str) -> str:
@@ -342,42 +336,31 @@ def _once(stack: str) -> str:
     return "/".join(names[:half]) if half and names[:half] == names[half:] else stack
 
 
-class _Place(NamedTuple):
-    path: Path
-    is_backward: bool
-    marks: tuple[bool, bool, bool]
-
-
 @functools.lru_cache(maxsize=8192)
-def _place(stack: str, above: Path, _noted: int) -> _Place:
+def _place(stack: str, above: Path, _noted: int) -> tuple[Path, bool, tuple[bool, bool, bool]]:
+    """Returns a path, whether it is of the backward pass, and the three marks of a `Site`."""
     path = path_of(stack, above) if stack else above
     is_placed = BOUNDARY in stack or AUTOCAST in stack
     marks = "rematted_computation" in stack, is_placed, ISLAND in stack
     if BOUNDARY in stack or ISLAND in stack:
         path = tuple(name for name in path if name not in (BOUNDARY, ISLAND))
-    return _Place(path, "transpose(" in stack, marks)
+    return path, "transpose(" in stack, marks
 
 
 def entered(site: Site, one: Subprogram) -> Site:
     """Returns the position of a program inside an equation, for `site_of` of its own equations."""
-    is_of_jax = _is_of_jax(getattr(one.body, "debug_info", None))
+    # It reads "name at file:line" for a traced function.
+    info = getattr(getattr(one.body, "debug_info", None), "func_src_info", "")
+    _, at, file = str(info).rpartition(" at ")
+    call = site.equation if site.call is None else site.call
     return dataclasses.replace(
         site,
-        call=(site.equation if site.call is None else site.call) if is_of_jax else None,
+        call=call if at and is_jax_file(file) else None,
         count=site.count * one.count,
         inside=(*site.inside, site.name),
         axes=(*site.axes, *one.axes),
         program=one.body,
     )
-
-
-def _is_of_jax(debug_info: Any) -> bool:
-    """Returns whether a program traces a function of JAX's own.
-
-    `debug_info` reads "name at file:line" there.
-    """
-    _, at, place = str(getattr(debug_info, "func_src_info", "")).rpartition(" at ")
-    return bool(at) and is_jax_file(place)
 
 
 def written_at(equation: Equation) -> str:

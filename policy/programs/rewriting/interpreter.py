@@ -23,7 +23,6 @@ from policy.programs import primitives
 from policy.programs.jaxprs import (
     Equation,
     OpenJaxpr,
-    Role,
     Subprogram,
     bind,
     opened,
@@ -113,7 +112,7 @@ class Interpreter(Generic[V]):
         """Returns the interpreter of the programs inside an equation, within the same trace."""
         return self
 
-    def tracing(self, program: Any, role: str) -> Self:
+    def tracing(self, program: Any) -> Self:
         """Returns the interpreter of a program that is traced by itself, with notes of its own."""
         inner = copy.copy(self)
         inner.notes = {}
@@ -249,11 +248,6 @@ def readers_of(jaxpr: OpenJaxpr) -> dict[Any, collections.Counter[str]]:
     return readers
 
 
-def equations_of(jaxpr: OpenJaxpr) -> Sequence[Any]:
-    """Returns the equations of an open jaxpr itself."""
-    return jaxpr.eqns
-
-
 # --------------------------------------------------------------------------------------------------
 # Equations that hold programs
 # --------------------------------------------------------------------------------------------------
@@ -281,11 +275,10 @@ class Body(Generic[V]):
         self.interpreter, self.inputs, self.like = run, list(inputs), list(like)
         is_inside = isinstance(program, Subprogram)
         self.jaxpr, self.consts = opened(program.jaxpr if is_inside else program)
-        self.role: Role = program.role if is_inside else "call"
         self.outputs: list[V] = []
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Notes]:
-        inner = self.interpreter.tracing(self, self.role)
+        inner = self.interpreter.tracing(self)
         consts = [inner.constant(const) for const in self.consts]
         outputs = inner.body(self.jaxpr, consts, inner.refilled(self.inputs, arrays))
         outputs[: len(self.like)] = settled(inner, outputs, self.like)
@@ -342,34 +335,20 @@ def call(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
     return inner.run(program.body, [inner.constant(const) for const in program.consts], values)
 
 
-def jit(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
-    """Rebuilds a jit with its shardings, donated operands and compiler options.
+def rebound(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
+    """Rebuilds a jit or a checkpoint by binding the same primitive.
 
-    Each value should be one array of the shape that the operand was traced with.
+    This keeps the shardings, donated operands and compiler options of a jit, each value of which
+    should be one array of the shape that the operand was traced with. It keeps a checkpoint's
+    policy, whether it was differentiated already, and its recomputations apart from the forward
+    pass.
     """
-    return _bound(run, equation, "call", values, lambda closed: (closed, []))
-
-
-def remat(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
-    """Rebuilds a checkpoint by binding the same primitive.
-
-    This keeps its policy, whether it was differentiated already, and its recomputations apart from
-    the forward pass.
-    """
-    return _bound(run, equation, "remat", values, with_consts_as_arguments)
-
-
-def _bound(
-    run: Interpreter[V],
-    equation: Equation,
-    role: Role,
-    values: list[V],
-    as_bound: Callable[[Any], tuple[Any, list[Any]]],
-) -> list[V]:
-    program, arrays = subprogram(equation, role), run.flat(values)
+    (program,), arrays = subprograms(equation), run.flat(values)
     body = Body(run.inside(equation), program, values, run.merge(equation, values))
     staged = _Staged(body, arrays)
-    jaxpr, consts = as_bound(staged.jaxpr)
+    jaxpr, consts = staged.jaxpr, []
+    if program.role == "remat":
+        jaxpr, consts = with_consts_as_arguments(jaxpr)
     results = bind(equation, [*consts, *arrays], with_subprograms(equation, [jaxpr]))
     outputs, notes = staged.returned(results)
     run.notes.update(notes)
@@ -509,7 +488,7 @@ def is_for_platforms(equation: Equation) -> bool:
 
 CONTROL_FLOW: Mapping[str, Handler] = {
     **dict.fromkeys(sorted(primitives.INLINED), call),
-    **dict.fromkeys(primitives.REMATS, remat),
+    **dict.fromkeys(primitives.REMATS, rebound),
     "scan": scan,
     "while": while_loop,
     "cond": cond,

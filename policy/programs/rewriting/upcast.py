@@ -148,8 +148,8 @@ class PlacedInterpreter(Interpreter[PlacedValue]):
             inner.axes = (*self.axes, *manual_axes(equation))
         return inner
 
-    def tracing(self, program: Any, role: str) -> Self:
-        inner = super().tracing(program, role)
+    def tracing(self, program: Any) -> Self:
+        inner = super().tracing(program)
         inner.bodies = (*self.bodies, program)
         return inner
 
