@@ -16,7 +16,7 @@ from policy.programs import marks
 from policy.programs.dtypes import F32
 from policy.programs.marks import ISLAND
 from policy.programs.paths import Path, divided, joined, once
-from policy.programs.primitives import MATMULS, category_of
+from policy.programs.primitives import CATEGORY_OF, MATMULS
 
 
 class UnknownPrimitiveError(NotImplementedError):
@@ -61,7 +61,7 @@ class Settings:
             return "compute" if name in MATMULS else "promote"
         if name in self.deny:
             return "fp32"
-        category = category_of(name)
+        category = CATEGORY_OF.get(name)
         if category is None and self.strict:
             raise UnknownPrimitiveError(
                 f"autocast knows no category for the primitive {name!r}. List it in opaque=, "

@@ -33,11 +33,6 @@ def kind_of(name: str) -> str:
     return _KIND_OF.get(name, "other")
 
 
-def is_steep(name: str) -> bool:
-    """Returns whether a function is as sensitive as an exponential, a logarithm or a power."""
-    return name in primitives.STEEP
-
-
 def sums(equation: Equation) -> bool:
     """Returns whether an equation adds numbers one by one, as a sum, a scatter or a collective."""
     name = equation.primitive.name

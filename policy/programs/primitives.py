@@ -245,7 +245,7 @@ class Primitive(NamedTuple):
 
     Attributes:
       name: the primitive's, as equations have it.
-      category: the way that autocast treats it; one of `CATEGORIES`.
+      category: the way that autocast treats it.
       kind: the group that it stands in; no two categories have kinds of one name.
       traits: the names of the sets below that it belongs to, in small letters.
     """
@@ -269,11 +269,8 @@ PRIMITIVES: tuple[Primitive, ...] = tuple(
 )
 """All rows of the table."""
 
-CATEGORIES = tuple(_TABLE)
-"""The categories, in the order of the table."""
-
 CATEGORY_OF: dict[str, str] = {row.name: row.category for row in PRIMITIVES}
-"""The category of each primitive."""
+"""The category of each primitive. Other libraries have primitives without one."""
 
 
 def of_kinds(*kinds: str) -> frozenset[str]:
@@ -519,11 +516,6 @@ HLO_COLLECTIVES: dict[str, str] = {
     row.name: trait for row in PRIMITIVES for trait in row.traits if "-" in trait
 }
 """The collective of XLA's that a primitive becomes, by the primitive's name."""
-
-
-def category_of(name: str) -> str | None:
-    """Returns the category of a primitive, or None if it is unknown."""
-    return CATEGORY_OF.get(name)
 
 
 def known_primitives(names: Iterable[str], what: str) -> frozenset[str]:

@@ -18,7 +18,7 @@ from policy.programs.dtypes import F32
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
 from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
-from policy.programs.primitives import INLINED, MATMULS, category_of
+from policy.programs.primitives import CATEGORY_OF, INLINED, MATMULS
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
 from policy.programs.reading.walk import is_by_layers, layer_of, source_of, walk
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
@@ -364,7 +364,7 @@ def _is_cheap(equation: Equation) -> bool:
     """
     name = equation.primitive.name
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
-    is_opaque = category_of(name) in (None, "opaque", "control")
+    is_opaque = CATEGORY_OF.get(name) in (None, "opaque", "control")
     return not (name in CONTROL_FLOW or is_half_dot or equation.effects or is_opaque)
 
 

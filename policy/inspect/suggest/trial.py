@@ -22,7 +22,7 @@ from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, bind, opened, subprograms
 from policy.programs.operations import bytes_of, flops_of
 from policy.programs.paths import Path
-from policy.programs.primitives import ACCUMULATES, EXACT, MATMULS, category_of
+from policy.programs.primitives import ACCUMULATES, CATEGORY_OF, EXACT, MATMULS
 from policy.programs.reading.walk import walk
 from policy.programs.rewriting.upcast import (
     NO_REFERENCE,
@@ -342,7 +342,7 @@ def _decides(equation: Equation) -> bool:
     name = equation.primitive.name
     if name == "convert_element_type":
         return is_half(equation.params["new_dtype"])
-    return name in MATMULS or category_of(name) in ("opaque", "explicit", None)
+    return name in MATMULS or CATEGORY_OF.get(name) in ("opaque", "explicit", None)
 
 
 def candidate_of(path: Path, candidates: Mapping[Path, int]) -> int:

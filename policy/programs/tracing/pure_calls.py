@@ -43,13 +43,8 @@ class _Container:
         return after.keys() != before.keys() or any(after[k] is not before[k] for k in before)
 
 
-def _containers(given: Any, traced: Any) -> list[_Container]:
-    """Returns the mutable containers among arguments, which a call is given as `traced`."""
-    pairs = {id(one): (ours, one) for ours, one in _pairs(given, traced, set(), _DEPTH)}
-    return [_Container(ours, one, _copy(one)) for ours, one in pairs.values()]
-
-
 def _pairs(given: Any, traced: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, Any]]:
+    """Yields the mutable containers among arguments, and those that a call is given for them."""
     if id(traced) in seen or isinstance(traced, (*_OPAQUE, jax.Array, np.ndarray)):
         return
     seen.add(id(traced))
@@ -142,7 +137,8 @@ class PureCall:
 
         def flat(*arrays: Any) -> list[Any]:
             filled, _ = arguments.filled(arrays)
-            containers = _containers(trees, filled)
+            pairs = _pairs(trees, filled, set(), _DEPTH)
+            containers = [_Container(ours, one, _copy(one)) for ours, one in pairs]
             try:
                 dynamic, result = ArrayTree.divided(call(*filled))
                 for leaf in result.static:

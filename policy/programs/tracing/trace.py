@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,36 +46,27 @@ def lowered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered |
         call = framework.lowered(fn, args, kwargs)
         if call is not None:
             return call
-    holder, pure = _held(fn)
-    if holder is None:
-        return None
-
-    def origins() -> tuple[int | None, ...]:
-        return (*[None] * len(jax.tree.leaves(holder)), *origins_of(args, kwargs))
-
-    return Lowered(type(holder), pure, (holder, *args), kwargs, origins=origins)
-
-
-def origins_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, ...]:
-    """Returns, for each leaf of a call's arguments, the position of its argument; see `Lowered`."""
-    positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    return (*positions, *[None] * len(jax.tree.leaves(kwargs)))
-
-
-def _held(fn: Any) -> tuple[Any, Callable[..., Any]]:
-    """Returns the tree of arrays that a function is or is a method of, and a function of it.
-
-    The tree is None if there is none.
-    """
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
-    for holder, pure in (
+    for holder, pure in (  # the tree of arrays that `fn` is, or is a method of
         (fn, lambda holder, *args, **kwargs: holder(*args, **kwargs)),
         (owner, lambda holder, *args, **kwargs: getattr(holder, name)(*args, **kwargs)),
     ):
         leaves = [] if holder is None or isinstance(holder, type) else jax.tree.leaves(holder)
         if any(leaf is not holder and is_array(leaf) for leaf in leaves):
-            return holder, pure
-    return None, fn
+            origins = functools.partial(origins_of, args, kwargs, len(leaves))
+            return Lowered(type(holder), pure, (holder, *args), kwargs, origins=origins)
+    return None
+
+
+def origins_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], held: int = 0
+) -> tuple[int | None, ...]:
+    """Returns, for each leaf of a call's arguments, the position of its argument; see `Lowered`.
+
+    Those of as many leaves of the function itself as `held` come first.
+    """
+    positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    return (*[None] * held, *positions, *[None] * len(jax.tree.leaves(kwargs)))
 
 
 def is_array(leaf: Any) -> bool:

@@ -17,7 +17,7 @@ from policy.inspect.audit.values import (
     reached,
 )
 from policy.programs import primitives as ops
-from policy.programs.operations import is_steep, kind_of, sums
+from policy.programs.operations import kind_of, sums
 from policy.programs.reading.graph import Node, Value, is_joint, readers_past
 
 _STEEPNESS = (
@@ -40,7 +40,7 @@ def low_precision_functions(flow: Flow) -> Iterator[Finding]:
 def _reason(node: Node, dtype: str) -> str:
     """Returns the reason why a function should not run in half precision, or ""."""
     name = node.name
-    if is_steep(name) and _matters(node):
+    if name in ops.STEEP and _matters(node):
         steepness = _STEEPNESS[dtype == "float16"]
         return (
             f"{steepness}, and it is summed, divided by or returned. Cast the argument to float32."
@@ -223,7 +223,7 @@ def _is_steep(node: Node) -> bool:
 
     Derivatives that the forward pass computes and saves are read by the backward pass alone.
     """
-    if not is_steep(node.name) or is_cotangent(node):
+    if node.name not in ops.STEEP or is_cotangent(node):
         return False
     moves = lambda reader: reader.name in _MOVES or is_joint(reader)  # noqa: E731
     passes = lambda reader: not is_cotangent(reader) and moves(reader)  # noqa: E731

@@ -33,7 +33,6 @@ from policy.programs.operations import (
     array_bytes,
     float32_precision_of,
     flops_of,
-    is_steep,
     kind_of,
     size,
     sums,
@@ -386,5 +385,5 @@ def _is_reason(node: Node, flow: Flow) -> bool:
         return len({flow.widening(value) for value in node.inputs if not value.is_literal}) > 1
     if node.name in ops.POWERS:  # float16 lacks the range for powers
         return origin is not None and origin.inputs[0].dtype == "float16"
-    is_function = node.name in ops.SQUARE_ROOTS or is_steep(node.name)
+    is_function = node.name in ops.SQUARE_ROOTS or node.name in ops.STEEP
     return sums(node.site.equation) or is_function or kind_of(node.name) == "opaque"
