@@ -38,19 +38,16 @@ def rows(small):
         yield Row("flops", "beyond", 103.0, 100.0, 1.02)
 
 
-def test_the_check_fails_and_names_the_row_that_broke(capsys):
+def test_the_check_fails_and_names_the_row_that_broke(tmp_path, capsys):
     assert table.run("what", rows, "hand", ["--check", "--small"]) == 0
-    assert table.run("what", rows, "hand", []) == 0
+    file = tmp_path / "rows.json"
+    assert table.run("what", rows, "hand", ["--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert [(row["ratio"], row["missed"]) for row in written] == [(1.02, False), (1.03, True)]
     captured = capsys.readouterr()
     assert captured.err == "" and "why" in captured.out and "1.0300   1.02  missed" in captured.out
     assert table.run("what", rows, "hand", ["--check"]) == 1
     assert capsys.readouterr().err == "missed: flops of beyond: 1.0300, bound 1.02\n"
-
-
-def test_rows_are_written_as_json(tmp_path):
-    table.run("what", rows, "hand", ["--json", str(tmp_path / "rows.json")])
-    written = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["ratio"], row["missed"]) for row in written] == [(1.02, False), (1.03, True)]
 
 
 def test_every_table_is_a_module_and_is_chosen_by_its_name():
@@ -102,8 +99,7 @@ def test_tables_run_apart_and_what_one_misses_is_the_commands_status(monkeypatch
     monkeypatch.setattr(
         everything, "TABLES", {"fake": everything.Table("fake_table", "one", quick=("--small",))}
     )
-    file = tmp_path / "all.json"
-    page = tmp_path / "page.md"
+    file, page = tmp_path / "all.json", tmp_path / "page.md"
     assert everything.main(["--json", str(file), "--markdown", str(page)]) == 0
     assert "| x | **2.000** (bound 1) |" in page.read_text() and "## fake" in page.read_text()
     assert json.loads(file.read_text())["tables"]["fake"][0]["ratio"] == 2.0

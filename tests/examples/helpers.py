@@ -28,6 +28,13 @@ def assert_refused(example: types.ModuleType, arguments: list[str], message: str
     assert "\n" not in str(stopped.value)
 
 
+def assert_reported(capsys: Any, plot: Any, *texts: str) -> None:
+    """Asserts that an example printed these texts, ended its progress bar, and drew its plot."""
+    printed = capsys.readouterr()
+    assert [text for text in texts if text not in printed.out] == []
+    assert "100%" in printed.err and plot.read_bytes().startswith(b"\x89PNG")
+
+
 def few_digits(data: Any) -> Any:
     """Returns the first images of a data set of digits."""
     train, test = slice(128), slice(32)

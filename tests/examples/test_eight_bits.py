@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import language_model as lm
 import pytest
+import resnet_fashion_mnist
+import train_digits
 
 import policy as mp
 from mpmodules import linen
 from policy.programs.jaxprs import equations_within
 
-EMULATED = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
 INT8, DOT, CONV = "int8", "dot_general", "conv_general_dilated"
 
 
@@ -28,12 +30,9 @@ def multiplied(function: Any, *args: Any) -> collections.Counter[tuple[str, ...]
     )
 
 
-@EMULATED
 def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_is_not():
-    import language_model as job
-
-    config = job.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8)
-    model, tokens = job.Decoder(config), jnp.ones((2, 8), jnp.int32)
+    config = lm.Config(vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8)
+    model, tokens = lm.Decoder(config), jnp.ones((2, 8), jnp.int32)
     with mp.use_policy("mixed_int8"):
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
         found = multiplied(model.apply, variables, tokens)
@@ -41,12 +40,8 @@ def test_the_language_models_matmuls_of_weights_are_in_8_bits_and_its_attention_
     assert found == {(DOT, INT8): 13, (DOT, "bfloat16"): 4}
 
 
-@EMULATED
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_rule_keeps_a_resnets_convolutions_out_of_8_bits(kept):
-    import resnet_fashion_mnist
-    import train_digits
-
     rules = [(linen.Conv, "p=f32,c=bf16,o=bf16")] if kept else None
     images = jnp.zeros((2, 8, 8, 1))
     for model in (train_digits.LinenResNet(4), resnet_fashion_mnist.MODELS["ResNet8"]()):
@@ -57,16 +52,3 @@ def test_a_rule_keeps_a_resnets_convolutions_out_of_8_bits(kept):
             found = multiplied(lambda v, m=model: m.apply(v, images, train=False), variables)
         assert found[(DOT, INT8)] == 1
         assert found.keys() == {(DOT, INT8), (CONV, "bfloat16" if kept else INT8)}
-
-
-def test_a_policy_in_8_bits_trains_and_warns_once_that_the_cpu_emulates_it(monkeypatch, tmp_path):
-    import language_model as job
-
-    monkeypatch.setattr(job, "load_text", lambda: "In the beginning was the Word.\n" * 30)
-    sizes = {"steps": 3, "batch-size": 2, "width": 8, "layers": 1, "heads": 1, "mlp-width": 8}
-    arguments = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
-    arguments += ["--length", "8", "--sample", "0", "--plot", str(tmp_path / "p.png")]
-    with pytest.warns(mp.DtypePolicyWarning, match="cpu has no int8 matmuls") as warned:
-        (result,) = job.main([*arguments, "--policy", "mixed_int8"])
-    assert len(warned) == 1
-    assert result.policy == "mixed_int8" and np.isfinite(result.losses).all()

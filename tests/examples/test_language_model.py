@@ -13,7 +13,7 @@ import pytest
 
 from policy import use_policy
 from policy.testing import assert_dots_in, assert_no_silent_promotion, assert_reductions_in
-from tests.examples.helpers import assert_refused, in_plain_flax
+from tests.examples.helpers import assert_refused, assert_reported, in_plain_flax
 
 SMALL = lm.Config(
     vocab_size=12, width=16, layers=2, heads=2, mlp_width=24, length=8, batch_size=3, steps=6
@@ -134,11 +134,8 @@ def test_the_example_trains_samples_reports_and_plots(little_text, tmp_path, cap
     falls = np.diff([2.0**20, *result.loss_scales]) < 0
     assert result.skipped == falls.sum() > 0  # the scale starts above what float16 holds
     assert len(result.sample) == 24 and result.sample.startswith("the ")
-    printed = capsys.readouterr()
-    for column in ("held-out", "final training loss", "saved activations", "skipped", "scale"):
-        assert column in printed.out.splitlines()[0]
-    assert result.sample in printed.out and "mixed_float16 seed 0: 100%" in printed.err
-    assert path.read_bytes().startswith(b"\x89PNG")
+    columns = ("held-out", "final training loss", "saved activations", "skipped", "scale")
+    assert_reported(capsys, path, result.sample, *columns)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import minilm_embeddings as job
 from safetensors.numpy import save_file
 
 import policy as mp
-from tests.examples.helpers import assert_refused, shapes_of
+from tests.examples.helpers import assert_refused, assert_reported, shapes_of
 
 TINY = job.Config(
     vocab_size=12,
@@ -140,20 +140,13 @@ def test_own_sentences_are_embedded_reported_and_plotted(directory, tmp_path, ca
     weights = random_weights(TINY)
     held = sum(weight.size for name, weight in weights.items() if "pooler" not in name)
     assert result.parameter_bytes == 4 * held
-    printed = capsys.readouterr()
-    header, _, first = printed.out.splitlines()[:3]
-    assert header.split()[:3] == ["similarity,", "mixed_float16", "sentence"]
-    pairs = [(i, j) for i in range(4) for j in range(i + 1, 4)]
-    i, j = max(pairs, key=lambda pair: result.similarities[pair])
-    assert first.split() == f"{result.similarities[i, j]:.4f} {given[i]} {given[j]}".split()
-    assert "largest embedding error" in printed.out and "published" not in printed.out
-    assert "100%" in printed.err and path.read_bytes().startswith(b"\x89PNG")
+    largest = f"{np.triu(result.similarities, 1).max():.4f}"
+    assert_reported(capsys, path, "mixed_float16", *given, largest, "largest embedding error")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "head"], "Rule 'head' should be PATH=TEXT, such as head=f32."),
         (["one"], "A similarity takes two sentences at least."),
         (["--sentences", "no such file"], "[Errno 2] No such file or directory: 'no such file'"),
         (["--rule", "laier_0=f32", "--model", "{}"], "Rule 'laier_0' matched no "),

@@ -1,6 +1,7 @@
 """SmolLM2: GGUF is read right, a cache changes no token, and the real model knows Paris."""
 
 import importlib.util
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,37 +10,23 @@ from tqdm import tqdm
 
 from mpmodules import nnx
 from policy import PolicyRules, get_policy
-from tests.examples.helpers import assert_refused
+from tests.examples.helpers import assert_refused, assert_reported
 
-gguf = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
-pytest.importorskip("tokenizers", reason="needs: pip install gguf tokenizers")
+gguf: Any = pytest.importorskip("gguf", reason="needs: pip install gguf tokenizers")
+tokenizers: Any = pytest.importorskip("tokenizers", reason="needs: pip install gguf tokenizers")
 
 import smollm2_generate as job  # noqa: E402  it can't be imported without them
 
-CONFIG = job.Config(
-    layers=2,
-    width=32,
-    heads=4,
-    key_heads=2,
-    head_width=8,
-    hidden=64,
-    vocabulary=262,
-    theta=1e4,
-    epsilon=float(np.float32(1e-5)),  # as it is stored
-    context=64,
-)
+HEADS = {"heads": 4, "key_heads": 2, "head_width": 8}
+SIZES = {"layers": 2, "width": 32, "hidden": 64, "vocabulary": 262, "context": 64} | HEADS
+CONFIG = job.Config(**SIZES, theta=1e4, epsilon=float(np.float32(1e-5)))  # as it is stored
 PROMPTS = [[5, 6, 7], [250, 1, 2, 3, 4, 5, 6]]
 
 
-def byte_tokens() -> list[str]:
-    """GPT-2's letters for the 256 bytes, as `tokenizers` orders them, after two special tokens."""
-    from tokenizers import pre_tokenizers
-
-    return ["<|endoftext|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-
-
-def write(path):
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory):
     """A tiny model as llama.cpp writes one; its matrices in eight bits, norms in float32."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(CONFIG.layers)
@@ -51,7 +38,8 @@ def write(path):
     writer.add_rope_freq_base(CONFIG.theta)
     writer.add_layer_norm_rms_eps(CONFIG.epsilon)
     writer.add_vocab_size(CONFIG.vocabulary)
-    tokens = [*byte_tokens(), "Ġt", "he", "Ġthe", "12"]
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # GPT-2's, for 256 bytes
+    tokens = ["<|endoftext|>", "<|im_end|>", *letters, "Ġt", "he", "Ġthe", "12"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -80,17 +68,8 @@ def write(path):
 
 
 @pytest.fixture(scope="module")
-def tiny_file(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def reader(tiny_file):
-    return gguf.GGUFReader(tiny_file)
-
-
-@pytest.fixture(scope="module")
-def weights(reader):
+def weights(tiny_file):
+    reader = gguf.GGUFReader(tiny_file)
     return job.weights_of(reader, job.config_of(reader))
 
 
@@ -121,9 +100,6 @@ def generate(model, prompts=PROMPTS, steps=7, forced=None):
         return job.generate(model, prompts, steps, bar, forced)
 
 
-# ------------------------------------------------------------------------------------------ loading
-
-
 def test_each_weight_is_rounded_once_to_the_dtype_that_holds_for_it(weights):
     model = built(weights, "bfloat16", {"layers/1": "mixed_bfloat16"})
     kept, rounded = model.layers[1].mlp.up.kernel[...], model.layers[0].mlp.up.kernel[...]
@@ -140,9 +116,6 @@ def test_weights_that_do_not_fit_the_model_are_refused(weights):
         built(weights | {"norm/scale": np.ones(31, np.float32)})
 
 
-# --------------------------------------------------------------------------------------- generation
-
-
 def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
     generation = generate(model)
     for prompt, tokens, logits in zip(PROMPTS, generation.tokens, generation.logits, strict=True):
@@ -157,30 +130,22 @@ def test_cached_generation_is_the_uncached_one_token_by_token(model, forward):
 
 def test_the_cache_is_in_compute_dtype_and_half_parameters_take_half_the_memory(weights):
     caches, bytes_of = {}, {}
+    tokens, positions = jnp.zeros((2, 6), int), jnp.tile(jnp.arange(6), (2, 1))
+
+    def cached(model):
+        model(tokens, positions, cache_length=16)
+        return nnx.state(model, nnx.Cache)
+
     for text in ("float32", "mixed_bfloat16", "bfloat16"):
         model = built(weights, text)
-        spied = nnx.eval_shape(
-            lambda model: (model(*abstract(2, 6), cache_length=16), nnx.state(model, nnx.Cache)),
-            model,
-        )
-        caches[text] = job.nbytes(spied[1]), job.dtypes_of(spied[1])
+        cache = nnx.eval_shape(cached, model)
+        caches[text] = job.nbytes(cache), job.dtypes_of(cache)
         bytes_of[text] = job.nbytes(nnx.state(model, nnx.Param))
     # keys and values, rows, positions
     size = 2 * CONFIG.layers * 2 * 16 * CONFIG.key_heads * CONFIG.head_width
-    assert caches == {
-        "float32": (4 * size, "float32"),
-        "mixed_bfloat16": (2 * size, "bfloat16"),
-        "bfloat16": (2 * size, "bfloat16"),
-    }
+    assert caches["float32"] == (4 * size, "float32")
+    assert caches["mixed_bfloat16"] == caches["bfloat16"] == (2 * size, "bfloat16")
     assert bytes_of["float32"] == bytes_of["mixed_bfloat16"] == 2 * bytes_of["bfloat16"]
-
-
-def abstract(batch, length):
-    tokens = jnp.zeros((batch, length), int)
-    return tokens, jnp.broadcast_to(jnp.arange(length), (batch, length))
-
-
-# --------------------------------------------------------------------------------------- the report
 
 
 def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_path, capsys):
@@ -194,11 +159,9 @@ def test_the_example_compares_policies_and_plots(tiny_file, monkeypatch, tmp_pat
     # led along them
     np.testing.assert_array_equal(half.generation.tokens, reference.generation.tokens)
     assert 2 * half.parameter_bytes == reference.parameter_bytes
-    printed = capsys.readouterr()
-    for text in ("params MiB", "cache KiB", "same tokens", "of 2 prompts", "float32", "bfloat16"):
-        assert text in printed.out
-    assert ("margin in float32" in printed.out) == bool(half.differences)
-    assert "100%" in printed.err and path.read_bytes().startswith(b"\x89PNG")
+    columns = ("params MiB", "cache KiB", "same tokens", "of 2 prompts")
+    margins = ["margin in float32"] if half.differences else []
+    assert_reported(capsys, path, *columns, *margins, "float32", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -214,9 +177,6 @@ def test_a_bad_argument_is_one_line(tiny_file, monkeypatch, arguments, message):
     monkeypatch.setattr(job, "find_weights", lambda: tiny_file)
     monkeypatch.setattr(job, "generate", lambda *_: pytest.fail("something ran"))
     assert_refused(job, arguments, message)
-
-
-# --------------------------------------------------------------------------------- the real weights
 
 
 @pytest.fixture(scope="module")

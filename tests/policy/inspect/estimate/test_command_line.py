@@ -79,38 +79,22 @@ def run(*arguments: str) -> int:
     return main(["estimate", *arguments])
 
 
-# --- what is asked for ----------------------------------------------------------------------------
-
-
 def test_the_example_itself_is_estimated_under_three_policies_where_none_is_named(train, asked):
     assert run(f"{train}:example", "--on", "v5e:4x4") == 0
     fn, args, options = asked.calls[-1]
     assert fn is sys.modules["estimated_train"].example and args == ()
-    assert options.pop("progress") is not None
-    assert options == {
-        "on": "v5e:4x4",
-        "policies": {name: (name, {}) for name in ("float32", "mixed_bfloat16", "bfloat16")},
-        "rules": None,
-        "mesh": None,
-        "shardings": None,
-        "donate": None,
-        "backward": False,
-        "params": None,
-    }
+    assert options.pop("progress") is not None and options.pop("on") == "v5e:4x4"
+    texts = ("float32", "mixed_bfloat16", "bfloat16")
+    assert options.pop("policies") == {text: (text, {}) for text in texts}
+    assert not any(options.values())
 
 
 def test_options_become_arguments_of_estimate(train, asked):
-    given = ("--arg", "f32[8,8]", "--arg", "bf16[4,8]", "--backward", "--params", "w")
-    layout = [
-        "--mesh",
-        "data=2, model=8",
-        "--shard",
-        "1=data+model,None",
-        "--shard",
-        "0=None,model",
-    ]
-    rules = ("--rule", "head=f32", "--donate", "0,1", "--policies", "bf16")
-    assert run(f"{train}:step", *given, *layout, *rules, "--on", "v5e:4x4") == 0
+    given = "--arg f32[8,8] --arg bf16[4,8] --backward --params w"
+    layout = "--mesh data=2,model=8 --shard 1=data+model,None --shard 0=None,model"
+    rules = "--rule head=f32 --donate 0,1 --policies bf16"
+    line = f"{given} {layout} {rules} --on v5e:4x4"
+    assert run(f"{train}:step", *line.split()) == 0
     _, args, options = asked.calls[-1]
     assert [f"{arg.dtype}{list(arg.shape)}" for arg in args] == ["float32[8, 8]", "bfloat16[4, 8]"]
     assert options["mesh"] == {"data": 2, "model": 8}
@@ -136,7 +120,6 @@ def test_rows_have_names_and_options_of_the_example(train, asked):
     ("text", "expected"),
     [
         ("f32, mixed_bfloat16,,bfloat16", ["f32", "mixed_bfloat16", "bfloat16"]),
-        ("p=f32,c=bf16", ["p=f32,c=bf16"]),
         ("f32,p=f32,c=bf16,bf16", ["f32", "p=f32,c=bf16", "bf16"]),
         ("p=f32,c=bf16,params=bf16,c=bf16", ["p=f32,c=bf16", "params=bf16,c=bf16"]),
         ("", []),
@@ -151,9 +134,8 @@ def test_each_target_has_a_table_and_files_of_its_own(train, asked, capsys, tmp_
     assert run(f"{train}:example", "--on", "v5e:4x4, h100:8,v5e:4x4", *files) == 0
     assert [options["on"] for _, _, options in asked.calls] == ["v5e:4x4", "h100:8"]
     assert capsys.readouterr().out.count(f"estimate of {train}:example") == 2
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        *("cost-h100-8.html", "cost-h100-8.json", "cost-v5e-4x4.html", "cost-v5e-4x4.json")
-    ]
+    names = [f"cost-{target}.{end}" for target in ("h100-8", "v5e-4x4") for end in ("html", "json")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
 
 
 def test_reports_go_to_files_or_the_standard_output(train, asked, capsys, tmp_path):
@@ -200,9 +182,6 @@ def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monk
     assert message in capsys.readouterr().err and not asked.calls
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -211,10 +190,7 @@ def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monk
         (["--policies", "nonsense"], "error: --policies: Unknown dtype 'nonsense'"),
         (["--policies", "f32,f32"], "error: Two rows are named 'f32': drop one, or name it by"),
         (["--row", "f32"], "error: --row 'f32' should be NAME=POLICY and the example's options"),
-        (
-            ["--row", "a=f32 n=f(1)"],
-            "error: --row 'a=f32 n=f(1)': the option n=f(1) should be a word or a Python literal",
-        ),
+        (["--row", "a=f32 n=f(1)"], "error: --row 'a=f32 n=f(1)': the option n=f(1) should be a w"),
         (["--mesh", "data"], "error: --mesh 'data' should be axes and their sizes, as in data=16,"),
         (["--shard", "data"], "error: --shard 'data' should be an argument's position and axes"),
         (["--donate", "w"], "error: --donate 'w' should be positions of arguments, as in 0,1."),
@@ -238,9 +214,7 @@ def test_an_error_of_the_users_code_is_shown_with_its_traceback(train, capsys):
     assert run(f"{train}:broken", "--on", "cpu") == 2
     error = capsys.readouterr().err
     assert "Traceback" in error and "ValueError: no weights here" in error
-    assert error.endswith(
-        f"error: {train}:broken can't be estimated on cpu: ValueError, see above.\n"
-    )
+    assert error.endswith(f"{train}:broken can't be estimated on cpu: ValueError, see above.\n")
 
 
 @pytest.mark.parametrize(
@@ -257,26 +231,19 @@ def test_an_error_of_estimate_is_one_line(train, capsys, name, options, message)
 
 
 def test_what_the_users_code_prints_is_no_part_of_the_report(tmp_path, capsys):
-    file = tmp_path / "estimated_talking.py"
-    file.write_text(
-        textwrap.dedent(
-            TRAIN
-            + """
+    talking = """
     print("an import")
 
     def talking():
         print("a call")
         return example()
     """
-        )
-    )
+    file = tmp_path / "estimated_talking.py"
+    file.write_text(textwrap.dedent(TRAIN + talking))
     assert run(f"{file}:talking", "--on", "cpu", "--policies", "f32", "--json", "-") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["name"] == f"{file}:talking"
     assert "an import" in said.err and "a call" in said.err
-
-
-# --- progress -------------------------------------------------------------------------------------
 
 
 def test_progress_is_a_line_for_each_row_and_says_which_failed():
@@ -288,9 +255,6 @@ def test_progress_is_a_line_for_each_row_and_says_which_failed():
     assert file.getvalue() == "cpu 1/2 f32: 0.0 s\ncpu 2/2 bf16: 0.0 s (failed)\n"
 
 
-# --- all of it ------------------------------------------------------------------------------------
-
-
 def test_a_step_is_estimated_on_the_processor_at_hand(train, capsys):
     rows = ("--row", "small=f32 width=8", "--row", "half=bf16 width=8 kind=plain")
     assert run(f"{train}:example", "--on", "cpu", *rows, "--donate", "0", "--json", "-") == 0
@@ -300,7 +264,5 @@ def test_a_step_is_estimated_on_the_processor_at_hand(train, capsys):
         ("small", 4 * (8 * 8 + 4 * 8)),
         ("half", 2 * (8 * 8 + 4 * 8)),
     ]
-    assert [line.split(":")[0] for line in said.err.splitlines()] == [
-        "cpu 1/2 small",
-        "cpu 2/2 half",
-    ]
+    told = [line.split(":")[0] for line in said.err.splitlines()]
+    assert told == ["cpu 1/2 small", "cpu 2/2 half"]

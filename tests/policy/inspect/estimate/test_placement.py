@@ -11,13 +11,8 @@ from jax import ShapeDtypeStruct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import policy
-from policy.inspect.estimate.placement import (
-    Placement,
-    mesh_of,
-    on_targets_mesh,
-    placed_arrays,
-    placement_of,
-)
+from policy.inspect.estimate import placement as placing
+from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.targets import Target
 from tests.benchmarks import accelerators
 
@@ -45,16 +40,11 @@ PLACEMENT = Placement(target_of(8), MESH, True)
 
 def placed(shardings, *args, origins=None):
     """Returns the arrays of a call with their shardings."""
-    every = [
-        (i, leaf)
-        for i, arg in enumerate(args)
-        for leaf in jax.tree.leaves(arg)
-        if hasattr(leaf, "shape")
-    ]
-    arrays = [leaf for _, leaf in every]
-    names = [f"leaf{i}" for i in range(len(every))]
-    found = [i for i, _ in every] if origins is None else origins
-    return placed_arrays(PLACEMENT, shardings, args, arrays, names, found)
+    leaves = [[leaf for leaf in jax.tree.leaves(arg) if hasattr(leaf, "shape")] for arg in args]
+    arrays = [leaf for own in leaves for leaf in own]
+    names = [f"leaf{i}" for i in range(len(arrays))]
+    found = [i for i, own in enumerate(leaves) for _ in own] if origins is None else origins
+    return placing.placed_arrays(PLACEMENT, shardings, args, arrays, names, found)
 
 
 def specs(shardings, *args, **options):
@@ -86,10 +76,8 @@ def test_a_step_without_shardings_runs_on_the_first_device():
     alone = placement_of(target, None, None, [X])
     assert alone.devices == 1 and "Nothing is sharded: one of the 4 devices" in alone.notes[0]
     assert alone.sharding(P("data"), X, "w").device_set == {target.devices[0]}
-    for spread in (
-        placement_of(target_of(1), {"data": 1}, None, [X]),
-        placement_of(target_of(1), None, (P("data"),), [X]),
-    ):
+    for mesh, shardings in (({"data": 1}, None), (None, (P("data"),))):
+        spread = placement_of(target_of(1), mesh, shardings, [X])
         assert spread.devices == 1 and not spread.notes
 
 
@@ -149,14 +137,19 @@ def test_shardings_of_another_form_are_refused(shardings, error, message):
         specs(shardings, {"a": X}, X)
 
 
+def of_mesh(sizes, axes, kind) -> Any:
+    """An array that is sharded over the first axis of a mesh."""
+    mesh: Any = AbstractMesh(sizes, tuple(axes), axis_types=(kind,) * len(sizes))
+    return ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, P(axes[0])))
+
+
 def test_the_mesh_is_the_given_one_or_that_of_the_arguments():
     target = target_of(8)
     assert dict(mesh_of(target, None, [X]).shape) == {"data": 8}
     assert dict(mesh_of(target, {"a": 2, "b": 4}, [X]).shape) == {"a": 2, "b": 4}
-    explicit: Any = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(explicit, P("x")))
+    own = of_mesh((4, 2), "xy", AxisType.Explicit)
     found = mesh_of(target, None, [X, own])
-    assert dict(found.shape) == {"x": 4, "y": 2} and found.axis_types == explicit.axis_types
+    assert dict(found.shape) == {"x": 4, "y": 2} and set(found.axis_types) == {AxisType.Explicit}
     assert dict(mesh_of(target, {"data": 8}, [own]).shape) == {"data": 8}
     with pytest.raises(ValueError, match="are sharded over x=4, y=2, 8 devices, but v5e:4x1 has 4"):
         mesh_of(target_of(4), None, [own])
@@ -164,10 +157,8 @@ def test_the_mesh_is_the_given_one_or_that_of_the_arguments():
 
 def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
     target = target_of(8)
-    theirs: Any = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    own = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(theirs, P("x")))
-    auto: Any = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    automatic = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(auto, P("data")))
+    own = of_mesh((4, 2), "xy", AxisType.Explicit)
+    automatic = of_mesh((8,), ["data"], AxisType.Auto)
     placement = placement_of(target, None, None, [own])
     found = on_targets_mesh(placement, args=({"w": own}, X, automatic, 3), kwargs={"x": own})
     args, kwargs = found["args"], found["kwargs"]
@@ -175,8 +166,7 @@ def test_arrays_of_explicit_axes_are_moved_to_the_targets_mesh():
         assert (moved.shape, moved.dtype) == (own.shape, own.dtype)
         assert moved.sharding == NamedSharding(placement.mesh, P("x"))
     assert args[1:] == (X, automatic, 3)
-    lone: Any = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,))
-    alone = ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(lone, P("x")))
+    alone = of_mesh((1,), "x", AxisType.Explicit)
     found = on_targets_mesh(placement_of(target, None, None, [alone]), args=(alone,))
     assert found["args"][0].sharding is None
     given = placement_of(target, {"data": 8}, None, [own])
@@ -239,9 +229,8 @@ def test_a_step_of_several_devices_with_arrays_of_one_says_what_spreads_it():
     absent = accelerators.target("v5e:2x2")
 
     def example(mesh):
-        total = jax.shard_map(
-            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
-        )
+        sums = lambda x: jax.lax.psum(x, "data")  # noqa: E731
+        total = jax.shard_map(sums, mesh=mesh, in_specs=P("data"), out_specs=P())
         return total, (ShapeDtypeStruct((8, 128), jnp.float32),)
 
     with pytest.raises(ValueError, match=r"incompatible devices.*: give mesh= or shardings= to"):

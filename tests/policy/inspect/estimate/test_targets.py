@@ -12,15 +12,7 @@ import jax
 import pytest
 
 from policy.inspect.estimate import targets
-from policy.inspect.estimate.targets import (
-    CHIPS,
-    Chip,
-    Target,
-    compute_seconds,
-    exchange_seconds,
-    kernel_time,
-    own_gpu,
-)
+from policy.inspect.estimate.targets import CHIPS, Chip, Target, compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
 
 
@@ -47,7 +39,7 @@ def test_a_target_that_there_is_not_is_refused(name, message):
         Target(name)
 
 
-def test_every_chip_is_a_target_with_figures():
+def test_every_chip_is_a_target_with_figures_and_a_tpus_clock_follows_from_its_peak():
     for name, chip in CHIPS.items():
         target = Target(name)
         assert target.kind == name and target.chip is chip and target.platform in ("tpu", "cuda")
@@ -56,9 +48,6 @@ def test_every_chip_is_a_target_with_figures():
         assert bool(chip.device) == (chip.platform == "cuda") != bool(chip.axes)
         if chip.device:
             assert abs(chip.device["memory_bandwidth"] / chip.bandwidth - 1) < 0.05
-
-
-def test_a_tpus_clock_follows_from_its_peak():
     units = {"v2": 1, "v3": 2, "v4": 4, "v5e": 4, "v5p": 8, "v6e": 16, "tpu7x": 16}
     for name, count in units.items():
         chip, size = CHIPS[name], count * 128**2
@@ -82,51 +71,33 @@ def test_a_mesh_has_all_devices_of_a_target():
         target.mesh({"data": 3, "fsdp": 5})
 
 
-@pytest.fixture
-def refusal(monkeypatch):
-    """A compiler that refuses every topology, with the text that it says, and what it was given."""
-    seen: dict[str, object] = {"said": "no plugin\nfurther lines"}
-
-    def refused(**given):
-        seen.update(given, skip=os.environ.get("TPU_SKIP_MDS_QUERY"))
-        raise RuntimeError(seen["said"])
-
-    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", refused)
-    targets._topology.cache_clear()
-    return seen
-
-
 @pytest.mark.parametrize(
     ("name", "said", "error", "message"),
     [
         ("a100:4", "no plugin\nmore", RuntimeError, r"for a100:4: no plugin\. .*pip install"),
         (
-            "v5e:3x3",
-            "INVALID_ARGUMENT: not divisible",
-            ValueError,
+            *("v5e:3x3", "INVALID_ARGUMENT: not divisible", ValueError),
             r"There is no topology 'v5e:3x3': .*not divisible\. A host .* even, as in v5e:4x4\.",
         ),
+        ("v5e", "no plugin", RuntimeError, "No compiler for v5e"),
     ],
 )
-def test_a_topology_that_can_not_be_made_says_why(refusal, name, said, error, message):
-    refusal["said"] = said
+def test_a_topology_that_can_not_be_made_says_why(monkeypatch, name, said, error, message):
+    seen: dict[str, object] = {}
+
+    def refused(**given):
+        seen.update(given, skip=os.environ.get("TPU_SKIP_MDS_QUERY"))
+        raise RuntimeError(said)
+
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refused)
+    targets._topology.cache_clear()
     with pytest.raises(error, match=message):
         _ = Target(name).devices
-
-
-def test_the_compilers_environment_is_set_while_they_load_and_only_then(refusal):
-    with pytest.raises(RuntimeError, match="No compiler for v5e"):
-        _ = Target("v5e").devices
-    del refusal["said"]
-    one_chip = {"topology_name": "v5e:1x1", "chips_per_host_bounds": (1, 1, 1)}
-    assert refusal == {"platform": "tpu", "skip": "1"} | one_chip
+    if name == "v5e":  # the compilers' environment is set while they load, and only then
+        one_chip = {"topology_name": "v5e:1x1", "chips_per_host_bounds": (1, 1, 1)}
+        assert seen == {"platform": "tpu", "skip": "1"} | one_chip
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
-
-
-# --------------------------------------------------------------------------------------------------
-# A file of one's own figures
-# --------------------------------------------------------------------------------------------------
 
 
 def written(folder, contents):
@@ -136,18 +107,9 @@ def written(folder, contents):
 
 
 def test_a_file_changes_the_figures_of_the_gpu_that_it_is_like(tmp_path):
-    path = written(
-        tmp_path,
-        {
-            "like": "a100",
-            "memory": 4e10,
-            "peaks": {"bfloat16": 1e14},
-            "cores": 90,
-            "capability": [8, 6],
-            "accelerated": False,
-        },
-    )
-    chip = own_gpu(path)
+    figures = {"like": "a100", "memory": 4e10, "peaks": {"bfloat16": 1e14}, "accelerated": False}
+    path = written(tmp_path, figures | {"cores": 90, "capability": [8, 6]})
+    chip = targets.own_gpu(path)
     assert chip.memory == 4e10 and chip.peaks == {**CHIPS["a100"].peaks, "bfloat16": 1e14}
     assert chip.bandwidth == CHIPS["a100"].bandwidth and chip.source == path
     changed = {"cores": 90, "capability": [8, 6], "memory_bandwidth": int(chip.bandwidth)}
@@ -176,10 +138,6 @@ def test_a_file_of_other_contents_is_refused_by_name(tmp_path, contents, message
         _ = Target(path).chip
     assert path in str(raised.value)
 
-
-# --------------------------------------------------------------------------------------------------
-# Times by published figures
-# --------------------------------------------------------------------------------------------------
 
 H100, V5E = CHIPS["h100"], CHIPS["v5e"]
 SECONDS: Any = kernel_time(H100)
@@ -267,6 +225,6 @@ def test_a_custom_call_counts_unless_it_may_multiply(target, uncounted):
 
 def test_an_all_reduce_sends_its_result_twice_and_the_others_once():
     sent = {("all-reduce", "bf16"): 100e9, ("all-gather", "f32"): 50e9}
-    assert exchange_seconds(V5E, sent) == 250e9 / 200e9
-    assert exchange_seconds(UNPUBLISHED, sent) is None
-    assert exchange_seconds(UNPUBLISHED, {}) == 0.0
+    assert targets.exchange_seconds(V5E, sent) == 250e9 / 200e9
+    assert targets.exchange_seconds(UNPUBLISHED, sent) is None
+    assert targets.exchange_seconds(UNPUBLISHED, {}) == 0.0

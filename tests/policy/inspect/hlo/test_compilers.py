@@ -1,6 +1,4 @@
-"""Costs of programs as the compilers of a TPU v5e, an H100 and the processor make them, beside an
-audit; skipped where a compiler is not installed, but in CI.
-"""
+"""Costs of programs as the compilers of a TPU v5e, an H100 and the processor make them."""
 
 import functools
 
@@ -62,13 +60,8 @@ def net(w, x, kernel):
             scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
             x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, q).reshape(x.shape)
         with jax.named_scope("conv"):
-            y = lax.conv_general_dilated(
-                x.reshape(8, 4, 4, 128),
-                kernel,
-                window_strides=(2, 2),
-                padding="VALID",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            x, numbers = x.reshape(8, 4, 4, 128), ("NHWC", "HWIO", "NHWC")
+            y = lax.conv_general_dilated(x, kernel, (2, 2), "VALID", dimension_numbers=numbers)
     return jnp.sum(jnp.square(y.astype(F32)))
 
 
@@ -98,14 +91,14 @@ def test_cublass_matmuls_count_as_tritons_do():
     assert found.flops == costs("h100", STEP, *on).flops
 
 
-@pytest.mark.parametrize("precision", ["default", "highest"])
-def test_a_float32_matmul_of_highest_precision_takes_longer_on_a_gpu(precision):
+@pytest.mark.parametrize(
+    ("precision", "key", "peak"),
+    [("default", "float32", 494.75e12), ("highest", "float32, highest", 67e12)],
+)
+def test_a_float32_matmul_of_highest_precision_takes_longer_on_a_gpu(precision, key, peak):
     size = 4096
     square = on_first("h100", [ShapeDtypeStruct((size, size), F32)] * 2)
     found = costs("h100", functools.partial(jnp.matmul, precision=precision), *square)
-    key, peak = {"default": ("float32", 494.75e12), "highest": ("float32, highest", 67e12)}[
-        precision
-    ]
     assert found.flops == {key: 2 * size**3}
     assert found.time == pytest.approx(2 * size**3 / peak, rel=0.01)
 
@@ -130,10 +123,6 @@ def test_a_scanned_and_sharded_models_exchanges_count_each_turn(name, dtype):
     }
     assert sum(found.flops.values()) == 3 * turns * 2 * width**3
 
-
-# --------------------------------------------------------------------------------------------------
-# Loops
-# --------------------------------------------------------------------------------------------------
 
 CHIPS = ("v5e:1x1", "h100")
 SQUARE = [ShapeDtypeStruct((128, 128), F32), ShapeDtypeStruct((64, 128), F32)]
@@ -193,13 +182,8 @@ def test_a_large_matmuls_cycles_are_the_published_peaks(name):
     assert at_the_peak <= found.time / chip.clock < 1.4 * at_the_peak
 
 
-# --------------------------------------------------------------------------------------------------
-# Cycles in estimates
-# --------------------------------------------------------------------------------------------------
-
-
 def test_the_text_of_a_compiled_program_has_the_compilers_cycles():
-    """The text that XLA writes into its dump has none, and each kernel would be at its roofline."""
+    # That of XLA's dump has none, and each kernel would be at its roofline.
     chip = target("v5e:1x1")
     arrays = on_first("v5e:1x1", [ShapeDtypeStruct((256, 256), F32)] * 2)
     lowered = jax.jit(jnp.dot).trace(*arrays).lower(lowering_platforms=("tpu",))

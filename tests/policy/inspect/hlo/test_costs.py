@@ -14,11 +14,6 @@ def test_a_text_that_is_no_module_is_refused():
         parse("HloModule nothing\n")
 
 
-# --------------------------------------------------------------------------------------------------
-# Loops and branches
-# --------------------------------------------------------------------------------------------------
-
-
 def loops(text: str) -> list[int | None]:
     return [turns(i) for i in parse(text).instructions.values() if i.opcode == "while"]
 
@@ -40,20 +35,21 @@ def test_a_loop_runs_as_often_as_its_program_says_whether_or_not_that_is_stated(
     assert loops(text) == loops(text.replace("known_trip_count", "nothing")) == counts
 
 
-def test_a_bodys_cycles_count_as_often_as_it_runs():
-    assert costs_of(text_of("v5e_scan_grad")).time == 7 * (2573 + 1957) + 7 * 2102
-    inner, outer = costs_of(text_of("v5e_scan_nested")), 35 * 1957
-    assert inner.time == outer and inner.kernels == 35
+@pytest.mark.parametrize(
+    ("name", "cycles"),
+    [
+        ("v5e_scan_grad", 7 * (2573 + 1957) + 7 * 2102),
+        ("v5e_scan_nested", 35 * 1957),
+        ("v5e_cond", 1833 + 4588),  # the slice of the predicate, and two matmuls, not the sine
+    ],
+)
+def test_bodies_count_as_often_as_they_run_and_of_branches_the_costlier_one(name, cycles):
+    assert costs_of(text_of(name)).time == cycles
 
 
 def test_a_loop_whose_count_depends_on_data_is_named():
     costs = costs_of(text_of("v5e_while_unknown"))
     assert costs.uncounted == ["the trip count of while.5 ()"]
-
-
-def test_of_a_conditional_the_costlier_branch_counts():
-    # The slice of the predicate, and the two matmuls, not the sine's 1957.
-    assert costs_of(text_of("v5e_cond")).time == 1833 + 4588
 
 
 def test_without_loops_the_cycles_are_the_sum_of_the_estimates():
@@ -62,12 +58,10 @@ def test_without_loops_the_cycles_are_the_sum_of_the_estimates():
         assert costs_of(text_of(name)).time == sum(map(int, estimates))
 
 
-# --------------------------------------------------------------------------------------------------
-# Exchanges
-# --------------------------------------------------------------------------------------------------
-
-
 def test_exchanges_are_counted_with_their_bytes_in_loops_as_often_as_those_run():
+    weights = 3 * 2048 * 2048 * 2
+    beside_kernels = {("all-gather", "bf16"): weights, ("all-reduce", "bf16"): weights}
+    assert costs_of(text_of("v5e_collectives")).collectives == beside_kernels
     assert costs_of(text_of("exchanges")).collectives == {
         ("all-gather", "bf16"): 2 * 64 * 2,
         ("all-reduce", "f32"): 5 * 64 * 4,
@@ -101,16 +95,8 @@ channel_id=2, dimensions={0}
 def test_what_is_asynchronous_counts_once_from_its_start_to_its_end():
     costs = costs_of(ASYNCHRONOUS)
     assert (costs.kernels, costs.bytes) == (0, 128 * 4 + 4 + 128 * 4)  # of the slice
-    assert costs.collectives == {
-        ("all-gather", "f32"): 4 * 128 * 4,
-        ("reduce-scatter", "f32"): 4 * 128 * 4,
-    }
-
-
-def test_a_collective_that_runs_beside_kernels_counts_once():
-    weights = 3 * 2048 * 2048 * 2
-    costs = costs_of(text_of("v5e_collectives"))
-    assert costs.collectives == {("all-gather", "bf16"): weights, ("all-reduce", "bf16"): weights}
+    sent = dict.fromkeys((("all-gather", "f32"), ("reduce-scatter", "f32")), 4 * 128 * 4)
+    assert costs.collectives == sent
 
 
 SCATTERED = """
@@ -132,10 +118,6 @@ ENTRY %main (y: bf16[64,8]) -> bf16[16,8] {
 def test_a_sum_that_is_fused_with_the_slice_kept_of_it_counts_as_a_reduce_scatter_of_its_operand():
     assert costs_of(SCATTERED).collectives == {("reduce-scatter", "bf16"): 64 * 8 * 2}
 
-
-# --------------------------------------------------------------------------------------------------
-# Kernels of unknown cost
-# --------------------------------------------------------------------------------------------------
 
 # As the processor's compiler writes them: calls that run in threads, and fusions of libraries.
 PROCESSOR = """HloModule m
@@ -191,16 +173,13 @@ def test_kernels_without_cycles_are_named_where_others_have_them():
     text = OPAQUE.replace('op_name="jit(f)/sin"}', f'op_name="jit(f)/sin"}}{config}')
     costs = costs_of(text)
     assert costs.time == 9
-    assert costs.uncounted == [
-        "cycles of __cub$DeviceRadixSort ()",
-        "cycles of triton (jit(f)/own)",
-    ]
+    kernels = ("__cub$DeviceRadixSort ()", "triton (jit(f)/own)")
+    assert costs.uncounted == [f"cycles of {kernel}" for kernel in kernels]
 
 
 def test_the_largest_number_of_cycles_is_none_of_the_compilers_estimates():
     estimate = ', backend_config={"estimated_cycles":"9223372036854775807"}'
     text = OPAQUE.replace('op_name="jit(f)/sin"}', f'op_name="jit(f)/sin"}}{estimate}')
     assert costs_of(text, lambda flops, moved: 7.0).time == 3 * 7.0
-    assert costs_of(text_of("v5e_pallas_without_estimate"), lambda flops, moved: 0.0).uncounted == [
-        "FLOPs of tpu_custom_call ()"
-    ]
+    costs = costs_of(text_of("v5e_pallas_without_estimate"), lambda flops, moved: 0.0)
+    assert costs.uncounted == ["FLOPs of tpu_custom_call ()"]

@@ -1,6 +1,4 @@
-"""FLOPs and bytes of kernels in programs' texts: beside XLA's own count, and of texts as the
-compilers of GPUs and TPUs write them.
-"""
+"""FLOPs and bytes of kernels in programs' texts, as XLA and the compilers of chips write them."""
 
 from typing import Any
 
@@ -21,6 +19,10 @@ def shape(*sizes, dtype=F32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+def attention(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
 def convolution(**options):
     options = {"window_strides": (1, 1), "padding": "SAME"} | options
     numbers = ("NHWC", "HWIO", "NHWC")
@@ -36,23 +38,15 @@ def pullback(function):
 
 IMAGE, KERNEL = shape(4, 9, 7, 4), shape(3, 2, 4, 6)
 STRIDED = convolution(window_strides=(2, 1), padding=[(1, 2), (0, 1)])
+DILATED = convolution(lhs_dilation=(1, 3), rhs_dilation=(2, 1), padding=[(1, 2), (0, 3)])
 CASES = {
     "a dot": (jnp.matmul, shape(5, 7), shape(7, 3)),
-    "a batch of dots": (
-        lambda x, y: jnp.einsum("bqhd,bkhd->bhqk", x, y),
-        *(shape(2, 5, 3, 4), shape(2, 6, 3, 4)),
-    ),
+    "a batch of dots": (attention, shape(2, 5, 3, 4), shape(2, 6, 3, 4)),
     "padding": (convolution(), IMAGE, KERNEL),
     "strides": (STRIDED, IMAGE, KERNEL),
-    "padding at one end": (
-        convolution(window_strides=(2, 1), padding=[(0, 1), (0, 0)]),
-        *(IMAGE, KERNEL),
-    ),
+    "padding at one end": (convolution(padding=[(0, 1), (0, 0)]), IMAGE, KERNEL),
     "negative padding": (convolution(padding=[(-1, 2), (3, -2)]), IMAGE, KERNEL),
-    "dilations": (
-        convolution(lhs_dilation=(1, 3), rhs_dilation=(2, 1), padding=[(1, 2), (0, 3)]),
-        *(IMAGE, KERNEL),
-    ),
+    "dilations": (DILATED, IMAGE, KERNEL),
     "groups": (convolution(feature_group_count=2), IMAGE, shape(3, 2, 2, 6)),
     "depthwise": (convolution(feature_group_count=4), IMAGE, shape(3, 2, 1, 4)),
     "groups of the batch": (convolution(batch_group_count=2), IMAGE, KERNEL),
@@ -72,15 +66,9 @@ def entry(line: str, arrays: str) -> str:
     """Returns a program of one instruction whose operands are of the given shapes."""
     declared = arrays.split()
     operands = ", ".join(f"%p{i}" for i in range(len(declared)))
-    return "\n".join(
-        [
-            "HloModule m",
-            "ENTRY %main () -> f32[] {",
-            *(f"  %p{i} = {array} parameter({i})" for i, array in enumerate(declared)),
-            f"  ROOT %result = {line.replace('OPERANDS', operands)}",
-            "}",
-        ]
-    )
+    params = "".join(f"  %p{i} = {array} parameter({i})\n" for i, array in enumerate(declared))
+    root = f"  ROOT %result = {line.replace('OPERANDS', operands)}\n"
+    return f"HloModule m\nENTRY %main () -> f32[] {{\n{params}{root}}}\n"
 
 
 # As the compiler of an H100 prints them, cut down: the forward pass of a convolution of stride 2
@@ -144,15 +132,11 @@ def test_the_precision_of_a_float32_dot_is_in_its_key(attribute, key):
     assert costs_of(entry(line, "f32[8,4] f32[4,2]")).flops == {key: 2 * 8 * 4 * 2}
 
 
-# As the compiler of a TPU v5e writes "bqhd,bkhd->bhqk": batches are axes of a convolution's window.
-BATCHED = (
-    "bf16[8,4,16,16] convolution(OPERANDS), window={size=8x4 stride=7x3 lhs_dilate=8x4}, "
-    "dim_labels=0b1f_0o1i->01bf"
-)
-
-
 def test_a_tpus_batch_of_dots_is_a_convolution_that_meets_each_pair_once():
-    costs = costs_of(entry(BATCHED, "bf16[8,16,4,32] bf16[8,16,4,32]"))
+    # As the compiler of a v5e writes "bqhd,bkhd->bhqk": batches are axes of a window.
+    window = "window={size=8x4 stride=7x3 lhs_dilate=8x4}, dim_labels=0b1f_0o1i->01bf"
+    line = f"bf16[8,4,16,16] convolution(OPERANDS), {window}"
+    costs = costs_of(entry(line, "bf16[8,16,4,32] bf16[8,16,4,32]"))
     assert costs.flops == {"bfloat16": 2 * 8 * 4 * 16 * 16 * 32}
 
 
@@ -203,11 +187,6 @@ def test_dtypes_have_numpys_names_and_sizes(hlo, numpy, size):
     assert arrays_in(f"{hlo}[2,3]{{1,0}}")[0].bytes == 6 * size
 
 
-# --------------------------------------------------------------------------------------------------
-# Kernels that are opaque to XLA
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_tpus_ragged_matmul_multiplies_each_row_by_one_group():
     line = 'bf16[256,32] custom-call(OPERANDS), custom_call_target="tpu_custom_call"'
     text = entry(line, "s32[4] bf16[256,64] bf16[4,64,32]").replace("%result", "%ragged-dot-none")
@@ -255,11 +234,6 @@ def test_an_authors_estimate_comes_first_and_an_unknown_kernel_is_uncounted():
     pallas = costs_of(text_of("v5e_pallas"), lambda flops, moved: sum(flops.values()) / 1e6 + moved)
     assert pallas.rooflines == {"tpu_custom_call": 1e9 / 1e6 + 2 * 1024 * 512 * 4}
     assert pallas.time == 15249 + pallas.rooflines["tpu_custom_call"] and not pallas.uncounted
-
-
-# --------------------------------------------------------------------------------------------------
-# Bytes
-# --------------------------------------------------------------------------------------------------
 
 
 def test_a_slice_and_an_update_in_place_move_what_they_slice_and_update():

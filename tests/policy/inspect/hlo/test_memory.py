@@ -1,6 +1,4 @@
-"""Memory read from what compilers write: those of a program that is too large for a TPU v5e
-(v5e_out_of_memory), single lines of other compilers' texts, and beside compilers' own figures.
-"""
+"""Memory read from what compilers write: in texts that are stored, and beside their own figures."""
 
 import functools
 import shutil
@@ -10,11 +8,10 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx as flax_nnx
 from jax import ShapeDtypeStruct
 
 import policy
-from mpmodules import linen, nnx
+from mpmodules import linen
 from policy.inspect.hlo.dump import (
     Dump,
     allocations_of,
@@ -22,8 +19,7 @@ from policy.inspect.hlo.dump import (
     largest_moment,
     read_dump,
 )
-from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
-from policy.programs.tracing.trace import lowered as lowered_call
+from policy.inspect.hlo.memory import library_scratch, memory_of
 from tests.benchmarks.accelerators import target
 from tests.policy.inspect.hlo.texts import FOLDER, text_of
 
@@ -102,11 +98,6 @@ def test_a_copy_of_an_argument_names_it():
         ]
 
 
-# --------------------------------------------------------------------------------------------------
-# Files of compilers
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_one_program_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"should hold three files of one .* but has none: the"):
         read_dump(tmp_path)
@@ -140,11 +131,6 @@ def test_other_errors_of_a_compiler_are_raised(fails):
         compiled_with_dump(cast(Any, fails))
 
 
-# --------------------------------------------------------------------------------------------------
-# Beside the compilers' own figures
-# --------------------------------------------------------------------------------------------------
-
-
 class Block(linen.Module):
     @linen.compact
     def __call__(self, x, _):
@@ -163,14 +149,6 @@ class Net(linen.Module):
         return linen.Dense(8, name="head")(layers(name="layers")(x, None)[0])
 
 
-class Pair(nnx.Module):
-    def __init__(self, width, rngs):
-        self.first, self.second = (nnx.Linear(width, width, rngs=rngs) for _ in range(2))
-
-    def __call__(self, x):
-        return self.second(nnx.gelu(self.first(x)))
-
-
 def compiled(name, function, *shapes, donated=(), names=()):
     """Returns the compiled program, and the memory that is read of it."""
     where = target(name)
@@ -186,30 +164,24 @@ def stepped(apply, params, x):
     return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params)), x + 1
 
 
-def check_sums(program, memory: MemoryUse):
-    stated = program.memory_analysis()
-    assert memory.arguments == stated.argument_size_in_bytes
-    assert memory.outputs == stated.output_size_in_bytes - stated.alias_size_in_bytes
-    held = sum(buffer.bytes for buffer in memory.buffers if buffer.kind == "temporary")
-    assert held <= memory.temporaries
-    return stated.temp_size_in_bytes, held
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("cpu", "v5e:1x1"))
+@pytest.mark.parametrize("name", ("cpu", "h100", "v5e:1x1"))
 def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
     # The TPU's is too large for the chip's own memory.
-    rows, width = {"cpu": (256, 64), "v5e:1x1": (65536, 256)}[name]
+    rows, width = (65536, 256) if name == "v5e:1x1" else (256, 64)
     x = ShapeDtypeStruct((rows, width), F32)
     params = jax.eval_shape(Net().init, jax.random.key(0), x)
     step = functools.partial(stepped, Net().apply)
     leaves = jax.tree_util.tree_leaves_with_path((params, x))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     program, memory = compiled(name, step, params, x, donated=(0,), names=names)
-    stated, held = check_sums(program, memory)
-    if not name.startswith("v5e"):  # whose figure has gaps twice, and memory of the chip's own
-        assert memory.temporaries == stated
-    assert held > 0.9 * memory.temporaries
+    stated: Any = program.memory_analysis()
+    assert memory.arguments == stated.argument_size_in_bytes
+    assert memory.outputs == stated.output_size_in_bytes - stated.alias_size_in_bytes
+    if name != "v5e:1x1":  # whose figure has gaps twice, and memory of the chip's own
+        assert memory.temporaries == stated.temp_size_in_bytes
+    held = sum(buffer.bytes for buffer in memory.buffers if buffer.kind == "temporary")
+    assert 0.9 * memory.temporaries < held <= memory.temporaries
     stack = next(b for b in memory.buffers if b.shape == (4, rows, width))
     assert stack.kind == "temporary" and stack.path.startswith("layers")
     assert stack.source.startswith("test_memory.py:")
@@ -218,25 +190,6 @@ def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
     assert (kernel.kind, kernel.path) == ("argument", named)
     largest_output = next(b for b in memory.buffers if b.kind == "output")
     assert (largest_output.shape, largest_output.operation) == ((rows, width), "add")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ("cpu", "h100"))
-def test_an_nnx_models_buffers_have_its_modules_paths(name):
-    model = flax_nnx.eval_shape(lambda: Pair(128, flax_nnx.Rngs(0)))
-    x = ShapeDtypeStruct((512, 128), F32)
-    call = lowered_call(lambda model, x: model(x), (model, x), {})
-    assert call is not None
-
-    def step(params, rest, others):
-        loss = lambda p: jnp.sum(jnp.square(call.result(call.pure(p, rest, others))))  # noqa: E731
-        return jax.grad(loss)(params)
-
-    program, memory = compiled(name, step, *call.args)
-    stated, _ = check_sums(program, memory)
-    assert memory.temporaries == stated
-    paths = {b.path for b in memory.buffers if b.kind == "temporary"}
-    assert "first" in paths
 
 
 def test_an_argument_that_is_not_used_is_no_argument_of_the_program():
@@ -254,49 +207,20 @@ def test_a_program_in_the_persistent_cache_is_read_as_well():
     assert cast(Any, jax.config).jax_enable_compilation_cache is True
 
 
-@pytest.mark.slow
-def test_a_program_that_is_too_large_for_a_chip_is_read():
-    shape = ShapeDtypeStruct((163840, 20480), jnp.bfloat16)
-    kernel = ShapeDtypeStruct((20480, 20480), jnp.bfloat16)
-
-    def f(x, w):
-        with jax.named_scope("first"):
-            x = jnp.tanh(x @ w)
-        with jax.named_scope("second"):
-            return jnp.tanh(x @ w)
-
-    program, memory = compiled("v5e:1x1", f, shape, kernel)
-    assert program is None
-    assert memory.arguments + memory.outputs + memory.temporaries > 16e9
-    assert {b.path for b in memory.buffers if b.kind == "temporary"} == {"first"}
-
-
-# --------------------------------------------------------------------------------------------------
-# Copies that a processor's library kernels make
-# --------------------------------------------------------------------------------------------------
+CONVOLUTION = "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), dim_labels=b01f_01io->b01f"
+WINDOWED = "ROOT %r = f32[1,2]{1,0} reduce-window(%p2, %p3), window={size=32x32}"
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (
-            "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), window={size=3x3 pad=1_1x0_2}, "
-            "dim_labels=b01f_01io->b01f",
-            4 * 10 * 10 * 16 * 4,
-        ),
-        (
-            "ROOT %r = f32[4,8,8,2]{3,2,1,0} convolution(%p0, %p1), dim_labels=b01f_01io->b01f",
-            4 * 8 * 8 * 16 * 4,
-        ),
+        (f"{CONVOLUTION}, window={{size=3x3 pad=1_1x0_2}}", 4 * 10 * 10 * 16 * 4),
+        (CONVOLUTION, 4 * 8 * 8 * 16 * 4),
         ("ROOT %r = f32[64]{0} reduce(%p2, %p3), dimensions={0}, to_apply=%add", 32 * 64 * 4),
         ("ROOT %r = f32[32]{0} reduce(%p2, %p3), dimensions={1}, to_apply=%add", 0),
         ("ROOT %r = f32[] reduce(%p2, %p3), dimensions={0,1}, to_apply=%add", 0),
-        ("ROOT %r = f32[1,2]{1,0} reduce-window(%p2, %p3), window={size=32x32}", 0),
-        (
-            "%e = f32[32,64]{1,0} abs(%p2)\n"
-            "  ROOT %r = f32[1,2]{1,0} reduce-window(%e, %p3), window={size=32x32}",
-            32 * 64 * 4,
-        ),
+        (WINDOWED, 0),
+        (f"%e = f32[32,64]{{1,0}} abs(%p2)\n  {WINDOWED.replace('p2', 'e')}", 32 * 64 * 4),
     ],
 )
 def test_a_library_kernel_copies_what_it_reads(body, expected):
@@ -309,9 +233,8 @@ def test_an_estimate_on_a_processor_counts_the_copy_and_says_so():
     x = ShapeDtypeStruct((64, 1024), F32)
     fn = lambda x: jnp.sum(x, 0)  # noqa: E731
     found = policy.estimate(fn, x, policies=[None], on="cpu")
-    text = jax.jit(fn).lower(x).compile().as_text()
-    scratch = library_scratch(text or "")
-    planned = jax.jit(fn).lower(x).compile().memory_analysis()
-    assert planned is not None
+    program = jax.jit(fn).lower(x).compile()
+    scratch = library_scratch(program.as_text() or "")
+    planned: Any = program.memory_analysis()
     assert found.rows[0].temporaries == planned.temp_size_in_bytes + scratch
     assert any("library kernels" in note for note in found.notes) == (scratch > 0)

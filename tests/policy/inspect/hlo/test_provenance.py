@@ -15,6 +15,9 @@ from policy.inspect.hlo.text import parse
 from policy.programs.paths import spelled
 from tests.policy.inspect.hlo.texts import text_of
 
+BACKWARD_SCAN = "jit(step)/transpose(jvp(Net))/layers/while/body"
+REMATERIALISED = "checkpoint/rematted_computation"
+
 
 @pytest.mark.parametrize(
     ("op_name", "path"),
@@ -25,20 +28,9 @@ from tests.policy.inspect.hlo.texts import text_of
         ("jit(step)/jvp(Net)/act/jit(relu)", "act"),
         ("jit(step)/Net/attention/bqhd,bkhd->bhqk/dot_general", "attention"),
         ("jit(step)/Net/convert_element_type", "Net:"),
-        (
-            "jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot_general",
-            "layers/block/mlp",
-        ),
-        (
-            "jit(step)/transpose(jvp(Net))/layers/while/body/closed_call/checkpoint/"
-            "rematted_computation/block/mlp/dot_general",
-            "layers/block/mlp",
-        ),
-        (
-            "jit(step)/transpose(jvp(Net))/layers/while/body/jit(dynamic_index_in_dim)/"
-            "dynamic_slice",
-            "layers",
-        ),
+        ("jit(step)/jvp(Net)/layers/while/body/closed_call/block/mlp/dot", "layers/block/mlp"),
+        (f"{BACKWARD_SCAN}/closed_call/{REMATERIALISED}/block/mlp/dot", "layers/block/mlp"),
+        (f"{BACKWARD_SCAN}/jit(dynamic_index_in_dim)/dynamic_slice", "layers"),
         ("jit(step)/jvp(Net)/layers/while/cond/lt", "layers"),
         ("jit(step)/jvp(Net)/layers/while/body/eval_jaxpr/block/mul", "layers/block"),
         ("jit(step)/jvp(Net)/search/vmap()/while/body_pred/lt", "search"),
@@ -54,10 +46,7 @@ from tests.policy.inspect.hlo.texts import text_of
         ("x", ""),
         ("reduce_sum", ""),
         ("", ""),
-        (
-            "jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/checkpoint/rematted_computation/b/mul",
-            "b",
-        ),
+        (f"jit(f)/transpose(jvp(Net))/while/body/eval_jaxpr/{REMATERIALISED}/b/mul", "b"),
         ("jit(f)/jvp(Net)/while/body/closed_call", "Net:"),
         ("jit(f)/Net/a/add;jit(f)/Net/b/mul", "a"),
     ],
@@ -111,12 +100,8 @@ metadata={op_name="jit(f)/jvp()/add"}
 def test_times_are_by_module_forward_and_backward_together():
     costs = costs_of(PROGRAM, lambda flops, moved: moved)
     each = 2 * 4 * 4
-    assert by_spelled_path(costs.by_path) == {
-        "first": 2 * each,
-        "": 2 * each,
-        "third": each,
-        "second": each,
-    }
+    expected = {"first": 2 * each, "": 2 * each, "third": each, "second": each}
+    assert by_spelled_path(costs.by_path) == expected
     assert sum(costs.by_path.values()) == costs.time == 6 * each
 
 
