@@ -175,6 +175,7 @@ def test_a_scanned_linen_model_takes_what_the_compiler_says(name):
     leaves = jax.tree_util.tree_leaves_with_path((params, x))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     program, memory = compiled(name, step, params, x, donated=(0,), names=names)
+    assert program is not None
     stated: Any = program.memory_analysis()
     assert memory.arguments == stated.argument_size_in_bytes
     assert memory.outputs == stated.output_size_in_bytes - stated.alias_size_in_bytes
