@@ -17,7 +17,17 @@ import pytest
 from mpmodules import linen
 from mpmodules.functions import attention, normalization
 from policy import use_policy
-from tests.mpmodules.wings import BOTH, MIXED, WINGS, Text, batch_norm, dense, layer, layer_norm
+from tests.mpmodules.wings import (
+    BOTH,
+    MIXED,
+    WINGS,
+    Text,
+    batch_norm,
+    dense,
+    layer,
+    layer_norm,
+    weight,
+)
 
 ROWS = np.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), np.float32)
 
@@ -116,6 +126,30 @@ def test_own_code_shares_the_programs_of_its_operations():
         compiled[count], again = programs(lambda: model(ROWS), None)  # noqa: B023
         assert again == 0
     assert compiled[4] <= 1.5 * compiled[1]
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["ours", "port"])
+def test_repeated_calls_and_gradients_of_own_code_are_not_traced_again(wing, way):
+    traced = []
+
+    def call(self, x):
+        traced.append(x.shape)
+        return self.layer(x) @ self.w
+
+    model = getattr(wing, way)(Text(call, layer=dense(4, 4), w=weight(4, 4)), MIXED)
+    traced.clear()
+    outs = [model(ROWS * scale) for scale in (1, 2, 1)]
+    assert len(traced) == 1
+    np.testing.assert_array_equal(outs[0], outs[2])
+    model(ROWS[:1])
+    assert len(traced) == 2
+    for _ in range(3):
+        if wing.name == "nnx":
+            wing.flax.grad(lambda m: m(ROWS).sum())(model.instance)
+        else:
+            jax.grad(model.total(ROWS))(model.params)
+    assert len(traced) <= 4
 
 
 def test_own_code_returns_the_numbers_of_its_operations_one_by_one():

@@ -84,19 +84,6 @@ def close(ours, theirs):
 WAYS = pytest.mark.parametrize("make", [ours, port])
 
 
-@WAYS
-def test_a_repeated_call_is_not_traced_again(make, variables):
-    model = make()
-    for scale in (1, 2):  # other values of parameters and inputs
-        given = jax.tree.map(lambda leaf, by=scale: leaf * by, variables)
-        close(model.apply(given, X * scale), THEIRS().apply(given, X * scale))
-    assert traced.count(X.shape) == 1 + 2  # ours once, Flax's at each call
-    traced.clear()
-    for _ in range(2):
-        jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
-    assert len(traced) <= 1
-
-
 def different() -> list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     """Returns fields, arguments and options of calls that are each traced apart."""
     return [

@@ -18,7 +18,7 @@ import policy
 from mpmodules import nnx
 from policy import DtypePolicyWarning, audit
 from tests.mpmodules.own_code_models import NnxBlock, NnxNet, NnxProjection, error
-from tests.mpmodules.wings import MIXED, WINGS, Text, X, dense, layer_norm, weight
+from tests.mpmodules.wings import MIXED, Text, X, dense, layer_norm, weight
 from tests.programs import named, operations
 
 TOKEN_VECTORS = jax.random.normal(jax.random.key(1), (2, 8, 16))
@@ -262,24 +262,6 @@ def test_functions_and_graphs_that_a_method_returns_are_of_the_module_itself() -
 
 
 HALF = ("bfloat16", "bfloat16")
-
-
-def test_calls_without_jit_are_traced_once():
-    runs = []
-
-    def call(self, x):
-        runs.append(type(x).__name__)
-        return self.layer(x) @ self.w
-
-    model = WINGS["nnx"].ours(Text(call, layer=dense(4, 4), w=weight(4, 4)), MIXED).instance
-    outs = [model(X) for _ in range(4)]
-    assert len(runs) == 1
-    np.testing.assert_array_equal(outs[0], outs[-1])
-    model(X[:2])
-    assert len(runs) == 2
-    for _ in range(3):
-        flax_nnx.grad(lambda m: m(X).sum())(model)
-    assert len(runs) <= 4
 
 
 class Counter(nnx.Module):
