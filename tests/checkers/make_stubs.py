@@ -66,7 +66,6 @@ _POLICY_PARAMETER = "dtype_policy: _Policy | str | None = None"
 
 
 def stub_of(wing: str) -> str:
-    """Returns the text of a wing's stub."""
     package = WINGS[wing]
     summary = (package.__doc__ or "").partition("\n")[0]
     ours = exported_by_us(wing)
@@ -129,9 +128,6 @@ def path_of(wing: str) -> Path:
 
 
 def _takes_flaxs_arguments(member: Any) -> bool:
-    """Returns whether `member` is a class of ours whose constructor is the one that Flax wrote for
-    its own.
-    """
     if not isinstance(member, type) or "_upstream_class" not in vars(member):
         return False
     return "__init__" in vars(vars(member)["_upstream_class"])

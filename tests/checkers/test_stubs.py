@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
-from typing import Any
 
 import flax.nnx
 import pytest
@@ -47,29 +45,3 @@ def test_a_stub_names_all_that_the_wing_exports(wing):
     for name in set(names) - NEWER:
         if not name.startswith("_") and name != "VariableState":  # an alias that only warns
             assert hasattr(make_stubs.WINGS[wing], name), name
-
-
-def parameters_of(node: ast.ClassDef) -> list[tuple[str, str, bool]]:
-    """Returns name, kind and whether there is a default, for each parameter of a class's
-    constructor.
-    """
-    (init,) = (item for item in node.body if getattr(item, "name", "") == "__init__")
-    assert isinstance(init, ast.FunctionDef)
-    text = ast.unparse(init.args).replace("self, ", "", 1)
-    scope: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\ndef f({text}): ...", scope)
-    return signature_of(scope["f"])
-
-
-def signature_of(function: Any) -> list[tuple[str, str, bool]]:
-    parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]
-
-
-def test_the_constructors_of_the_nnx_stub_are_those_of_the_classes():
-    tree = ast.parse(make_stubs.path_of("nnx").read_text())
-    layers = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    del layers["_LayerMeta"]
-    assert {"Linear", "MultiHeadAttention", "LoRALinear", "RNN", "Sequential"} <= set(layers)
-    for name in set(layers) - NEWER:
-        assert parameters_of(layers[name]) == signature_of(getattr(make_stubs.nnx, name)), name

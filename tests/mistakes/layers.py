@@ -9,13 +9,15 @@ from typing import Any
 
 import flax.linen
 import flax.nnx
+import jax
 import jax.numpy as jnp
 
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
 from policy import DtypePolicyWarning
-from tests.mistakes.common import KEY, X
 
+X = jnp.ones((2, 4))
+KEY = jax.random.key(0)
 TEXT = "mixed_bfloat16"
 WAY_OUT = f"dtype_policy='{TEXT}'"
 DELETE = "dtype=float32 … Delete the argument … dtype_policy"

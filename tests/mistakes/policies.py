@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpmodules import linen as nn
 from policy import Policy, PolicyRules, get_policy, set_policy, use_policy
-from tests.mistakes.common import KEY, X
+from tests.mistakes.layers import KEY, X
 
 
 class Net(nn.Module):
@@ -21,7 +21,6 @@ class Net(nn.Module):
 
 
 def under(rules: Any) -> None:
-    """Calls a model whose one module is `head` under rules."""
     with use_policy("mixed_bfloat16", rules=rules):
         Net().init(KEY, X)
 

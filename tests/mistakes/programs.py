@@ -1,14 +1,10 @@
-"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions, losses, and the
-command line.
-"""
+"""Mistakes with whole functions: autocast, audit, compare, suggest, the assertions and losses."""
 
 # Wrong calls are the point.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import jax
@@ -17,35 +13,24 @@ import optax
 
 from mpmodules import linen as nn
 from mpmodules import nnx
-from policy import DtypePolicyWarning, audit, autocast, compare, full_precision, losses, suggest
-from policy.command_line.command import main
+from policy import (
+    DtypePolicyWarning,
+    audit,
+    autocast,
+    compare,
+    full_precision,
+    losses,
+    mixed_precision,
+    suggest,
+)
 from policy.testing import assert_close_in_ulps, assert_dots_in
-from tests.mistakes.common import X
-from tests.mistakes.layers import Net, XNet, rngs
+from tests.mistakes.layers import Net, X, XNet, rngs
 from tests.mistakes.training import P, loss_fn
 
 BF16 = "mixed_bfloat16"
 
 
-class CommandFailed(Exception):
-    """The command line printed an error."""
-
-
-def command(*arguments: str) -> None:
-    """Runs ``python -m policy``; raises what it prints to its standard error."""
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            status = main(arguments)
-        except SystemExit as exit:
-            status = exit.code
-    if status:
-        raise CommandFailed(printed.getvalue())
-
-
-def step_under_autocast() -> None:
-    tx = optax.sgd(1e-3, 0.9)
-
+def step_under_autocast(tx: Any) -> None:
     def step(params: Any, state: Any) -> Any:
         updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
         return optax.apply_updates(params, updates), state
@@ -78,7 +63,10 @@ AUTOCAST = {
     },
     DtypePolicyWarning: {
         f"autocast(loss_fn) … '{BF16}' … use_policy": lambda: autocast(loss_fn)(P),
-        "TraceState … to the loss function only": step_under_autocast,
+        "TraceState … to the loss function only": lambda: step_under_autocast(optax.sgd(1e-3, 0.9)),
+        "MixedPrecisionState … to the loss function only": lambda: step_under_autocast(
+            mixed_precision(optax.sgd(1e-3), "float32")
+        ),
         "Optimizer … to the loss function only": nnx_step_under_autocast,
     },
     ValueError: {
@@ -129,24 +117,5 @@ LOSSES = {
         "labels … (3,) … (2,)": lambda: losses.softmax_cross_entropy_with_integer_labels(
             X, jnp.zeros(3, int)
         ),
-    }
-}
-
-HERE = "tests.mistakes.training"
-ARG = ("--arg", "{'w': f32[4,4], 'b': f32[4]}")
-
-COMMANDS = {
-    CommandFailed: {
-        f"{HERE} … :": lambda: command("audit", HERE),
-        "loss_fm … loss_fn": lambda: command("audit", f"{HERE}:loss_fm", *ARG),
-        "trian.py": lambda: command("audit", "trian.py:loss_fn"),
-        "f32[4,x] … bf16[8,128]": lambda: command("audit", f"{HERE}:loss_fn", "--arg", "f32[4,x]"),
-        "{w: … bf16[8,128]": lambda: command("audit", f"{HERE}:loss_fn", "--arg", "{w:"),
-        "scaled … argument": lambda: command("audit", f"{HERE}:scaled", "--arg", "f32[4]"),
-        "matmull … float32-matmul": lambda: command(
-            "audit", f"{HERE}:loss_fn", *ARG, "--ignore", "float32-matmull"
-        ),
-        "--params … --backward": lambda: command("audit", f"{HERE}:loss_fn", *ARG, "--params", "0"),
-        "'adit' … audit": lambda: command("adit", f"{HERE}:loss_fn"),
     }
 }

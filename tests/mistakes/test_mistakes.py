@@ -28,7 +28,6 @@ TABLES = {
     "autocast": programs.AUTOCAST,
     "inspection": programs.INSPECTION,
     "losses": programs.LOSSES,
-    "command": programs.COMMANDS,
 }
 ROWS = [
     pytest.param(kind, make, parts.split(" … "), id=f"{topic}: {parts}")
@@ -40,7 +39,6 @@ ROWS = [
 
 
 def told(kind: type[BaseException], make: Any) -> str:
-    """Makes a mistake; returns what is said, in warnings or in the error of this kind."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if issubclass(kind, Warning):

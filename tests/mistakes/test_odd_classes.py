@@ -18,7 +18,7 @@ import pytest
 
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
-from tests.mistakes.common import KEY, X
+from tests.mistakes.layers import KEY, X
 
 LINEN = """
 class Net(nn.Module):

@@ -20,7 +20,6 @@ BESIDE = "policy.py beside your script shadows it. Rename policy.py, or run `pyt
 
 
 def run(folder: Path, text: str, *options: str, path: Sequence[Path] = (ROOT,)) -> str:
-    """Runs a script in `folder`; returns the last line of what it printed."""
     folder.mkdir(exist_ok=True)
     script = folder / "train.py"
     script.write_text(text)

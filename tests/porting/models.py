@@ -104,7 +104,6 @@ def causal(model: Any, tokens: Any, cache: Any = None) -> Any:
 
 
 def by_hand(name: str, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> Model:
-    """The model before the port, with `dtype` in its field."""
     module = before(name)
     if name == "imagenet":
         return _linen(name, module.ResNet(STAGES, dtype=dtype), None)
@@ -116,7 +115,6 @@ def by_hand(name: str, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32)
 
 
 def by_policy(name: str, policy: Any, rules: Any = None) -> Model:
-    """The model after the port, under a policy and, for linen, rules."""
     module = after(name)
     if name == "imagenet":
         return _linen(name, module.ResNet(STAGES), policy)

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 
 import policy
-from mpmodules import nnx
+from mpmodules import nnx, use_policy
 from policy.testing import assert_dots_in, assert_same_program
 from tests.eight_devices import ROOT
 from tests.porting import models, recipe
@@ -66,7 +67,6 @@ def results(name: str, made_by: str, dtype: str) -> list[Result]:
 
 
 def error(name: str, made_by: str, dtype: str, what: str = "logits") -> float:
-    """The relative error of all trees beside the ported model in float32."""
     kinds = ((made_by, dtype), ("policy", "float32"))
     got, right = ([getattr(x, what) for x in results(name, *kind)] for kind in kinds)
     return models.relative_error(got, right)
@@ -164,7 +164,6 @@ def test_an_audit_finds_what_the_port_repairs_and_nothing_after_it(name):
 
 
 def findings(name: str) -> list[Any]:
-    """The findings of an audit of the loss and its gradients: by hand, and after the port."""
     args = shapes(name), models.batch(name)
     pair = models.by_hand(name, jnp.bfloat16), models.by_policy(name, "mixed_bfloat16")
     losses = (lambda *args, model=model: models.loss_of(model)(*args)[0] for model in pair)
@@ -181,3 +180,130 @@ def test_the_page_s_table_says_what_is_measured():
         ulps = errors / float(jnp.finfo(dtype).eps)
         # other releases of XLA round elsewhere: 15%
         np.testing.assert_allclose(ulps, np.array(said, float), rtol=0.15)
+
+
+# --- Cached decoding ------------------------------------------------------------------------------
+
+POLICY = "mixed_bfloat16"
+ULP = float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def decoded(name: str, variables: Any, inputs: Any) -> tuple[Any, Any]:
+    """The logits of each position from one call a token, and the cache after the last."""
+    module = models.after(name)
+    config = module.TransformerConfig(num_layers=1, decode=True)
+    model = (module.TransformerLM if name == "lm1b" else module.Transformer)(config)
+    tokens = jnp.pad(inputs["tokens"], ((0, 0), (1, 0)))[:, :-1]
+
+    def step(cache: Any, token: Any) -> tuple[Any, Any]:
+        collections = variables | {"cache": cache}
+        if name == "lm1b":
+            logits, changed = model.apply(collections, token[:, None], mutable=["cache"])
+        else:
+            method = type(model).decode
+            args = encoded, inputs["sources"], token[:, None]
+            logits, changed = model.apply(collections, *args, mutable=["cache"], method=method)
+        return changed["cache"], logits[:, 0]
+
+    with use_policy(POLICY):
+        shapes = [tokens.shape] if name == "lm1b" else [inputs["sources"].shape, tokens.shape]
+        cache = jax.eval_shape(lambda: module.initialize_cache(jax.random.key(0), config, *shapes))
+        cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+        if name == "wmt":
+            encode = type(model).encode
+            encoded = jax.jit(lambda: model.apply(variables, inputs["sources"], method=encode))()
+            assert encoded.dtype == jnp.float32  # a method called from outside returns output_dtype
+        cache, logits = jax.jit(lambda cache: jax.lax.scan(step, cache, tokens.T))(cache)
+    return jnp.swapaxes(logits, 0, 1), cache
+
+
+@pytest.mark.parametrize("name", ["lm1b", "wmt"])
+def test_a_token_at_a_time_gives_what_the_whole_sequence_gives(name):
+    ported, inputs = models.by_policy(name, POLICY), models.batch(name)
+    variables = models.random_tree(jax.eval_shape(ported.init), 0)
+    whole = np.asarray(models.compiled(ported.logits, variables, inputs)(variables, inputs))
+    logits, cache = decoded(name, variables, inputs)
+    assert logits.dtype == jnp.float32
+    # without padding, which the cache knows nothing of
+    rows, atol = np.asarray(inputs["tokens"]).all(axis=1), 4 * ULP * np.abs(whole).max()
+    np.testing.assert_allclose(logits[rows], whole[rows], rtol=0, atol=atol)
+    stored = {leaf.dtype for leaf in jax.tree.leaves(cache)}
+    floating = {str(dtype) for dtype in stored if jnp.issubdtype(dtype, jnp.floating)}
+    assert floating == {"bfloat16"}
+
+
+def test_a_cache_that_is_handed_through_comes_back_as_it_went_in_and_changes_no_logits():
+    module, inputs = models.after("gemma"), models.batch("gemma")
+    with use_policy(POLICY):
+        config = module.TransformerConfig(num_layers=1)
+        model = flax_nnx.eval_shape(lambda: module.Transformer(config, rngs=flax_nnx.Rngs(0)))
+    graphdef, state = flax_nnx.split(model)
+
+    def called(state: Any) -> Any:
+        model = flax_nnx.merge(graphdef, state)
+        cache = model.init_cache(models.LENGTH, models.BATCH)
+        plain, _ = models.causal(model, inputs["tokens"])
+        return cache, plain, *models.causal(model, inputs["tokens"], cache)
+
+    given, _, logits, returned = jax.eval_shape(called, state)
+    assert returned == given  # dtypes too: a loop can carry it
+    assert logits.dtype == returned["layer_0"]["k"].dtype == jnp.float32
+    state = models.random_tree(state, 0)
+    _, plain, cached, _ = models.compiled(called, state)(state)
+    np.testing.assert_array_equal(plain, cached)
+
+
+# --- A train step of imagenet's, beside its own with a DynamicScale -------------------------------
+
+LOSS_SCALED = "mixed_float16"
+
+
+@pytest.fixture(scope="module")
+def tree() -> Any:
+    return models.random_tree(jax.eval_shape(models.by_hand("imagenet").init), 0)
+
+
+@pytest.fixture(scope="module")
+def stepped(tree):
+    """By who made the model: its state before and after a step, and after one that overflows."""
+    images, labels = models.batch("imagenet").values()
+    found = {}
+    initialized = lambda *args: (tree["params"], tree["batch_stats"])  # noqa: E731
+    infinite = np.full_like(images, np.inf)
+    for by, module, half, dtypes in (
+        ("hand", models.before("imagenet"), True, {"dtype": jnp.float16}),
+        ("policy", models.after("imagenet"), LOSS_SCALED, {"dtype_policy": LOSS_SCALED}),
+    ):
+        model = module.ResNet(models.STAGES, **dtypes)
+        with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+            patch.setattr(module, "initialized", initialized)
+            state = module.create_train_state(jax.random.key(0), model, 16, half)
+            step = models.compiled(module.train_step, state, images, labels)
+        found[by] = state, *step(state, images, labels), step(state, infinite, labels)[0]
+    return found
+
+
+def test_a_step_goes_where_it_went(stepped, tree):
+    (_, ours, loss, _), (_, theirs, their_loss, _) = stepped["policy"], stepped["hand"]
+    assert loss.dtype == their_loss.dtype == jnp.float32  # theirs: of float16 numbers
+    # two ulps of float16: theirs rounds its logits
+    np.testing.assert_allclose(loss, their_loss, rtol=2e-3)
+    both = (ours.params, theirs.params)
+    moved = [jax.tree.map(jnp.subtract, after, tree["params"]) for after in both]
+    assert models.relative_error(*moved) < 0.05
+    assert models.relative_error(ours.batch_stats, theirs.batch_stats) < 1e-3
+
+
+def test_a_step_that_overflows_is_skipped_with_its_batch_statistics(stepped, tree):
+    start, _, _, skipped = stepped["policy"]
+    for was, now in ((start.params, skipped.params), (start.batch_stats, skipped.batch_stats)):
+        jax.tree.map(np.testing.assert_array_equal, was, now)
+    assert not policy.optim.finite_of(skipped.opt_state)
+    before, after = (policy.loss_scale_of(state.opt_state).loss_scale for state in (start, skipped))
+    np.testing.assert_array_equal(after, before / 2)
+
+
+def test_by_hand_the_batch_statistics_of_a_skipped_step_are_lost(stepped):
+    start, _, _, skipped = stepped["hand"]
+    jax.tree.map(np.testing.assert_array_equal, start.params, skipped.params)
+    assert not policy.all_finite(skipped.batch_stats)

@@ -85,12 +85,10 @@ def layer(w: Any, x: Any) -> Any:
 
 
 def dots(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
-    """The dtypes of the operands of each matmul of a program."""
     return [op.inputs for op in named(operations(fn, *args), "dot_general")]
 
 
 def reads(primitives: str, fn: Callable[..., Any], *args: Any) -> set[tuple[str, ...]]:
-    """The dtypes of the operands of some primitives in a program."""
     return {op.inputs for op in named(operations(fn, *args), *primitives.split())}
 
 

@@ -22,8 +22,6 @@ from tests.programs import named, operations
 
 
 class Block(nn.Module):
-    """Two matmuls: `up` of width 16, `down` back to 8, told apart by their shapes."""
-
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         return x + nn.Dense(8, name="down")(nn.tanh(nn.Dense(16, name="up")(x))), None
@@ -165,6 +163,17 @@ def test_scopes_of_plain_functions_are_paths_too(rule):
         ("transpose(jvp(Net))/layer_0", ("Net", "layer_0"), ("Net", "layer_0")),
         ("transpose(jvp())", ("Net", "layer_0"), ("Net", "layer_0")),
         ("", ("Net", "layer_0"), ("Net", "layer_0")),
+        ("Net/my layer", (), ("Net", "my layer")),
+        ("transpose(jvp(Net))/f(x)/g", (), ("Net", "f(x)", "g")),
+        ("transpose(jvp(f(x)))/a(b", (), ("f(x)", "a(b")),
+        ("Net/conv.1x1", (), ("Net", "conv.1x1")),
+        ("Net/Net.<lambda>/layer", (), ("Net", "layer")),
+        ("encoder.block/x", (), ("encoder.block", "x")),
+        ("Net/ab,bc->ac", (), ("Net",)),
+        ("vmap(Net)/<lambda>/x", (), ("Net", "x")),
+        ("Net/transpose(jvp(inner))", (), ("Net", "inner")),
+        ("jvp(Net)/checkpoint/transpose(jvp(Net))/Dense_0", (), ("Net", "Dense_0")),
+        ("jvp(Net)/policy_autocast", (), ("Net",)),
     ],
 )
 def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
@@ -175,8 +184,6 @@ def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
 
 
 def carried(fn: Any, *args: Any) -> set[str]:
-    """The dtypes of the matrices that the scans of a program carry."""
-
     dtypes: set[str] = set()
     for site in walk(jax.make_jaxpr(fn)(*args)):
         if site.name == "scan":

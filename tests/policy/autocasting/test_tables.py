@@ -115,7 +115,6 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def stream_of(fn: Any, *args: Any) -> str:
-    """Returns the dtype of the sum in the scope `stream`."""
     adds = named(operations(fn, *args), "add")
     return next(op.outputs[0] for op in reversed(adds) if op.path.endswith("stream"))
 

@@ -102,7 +102,6 @@ def main(folder: Path) -> None:
 
 
 def describe(trees: Any) -> str:
-    """Structure and dtypes."""
     return f"{jax.tree.structure(trees)}\n{[str(leaf.dtype) for leaf in jax.tree.leaves(trees)]}"
 
 

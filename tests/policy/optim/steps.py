@@ -23,7 +23,6 @@ def wrapped(tx: Any = None, policy: Any = "float32", mode: Any = "auto", **optio
 def _stepped(
     tx: Any, params: Any, state: Any, gradients: Any, through_optax: bool = False, **extra_args: Any
 ) -> Any:
-    """Returns params and state after a step."""
     if not through_optax:
         return apply_gradients(tx, params, state, gradients, **extra_args)[:2]
     updates, state = tx.update(gradients, state, params, **extra_args)
@@ -41,7 +40,6 @@ def bits(tree: Any) -> list[np.ndarray]:
 
 
 def types(tree: Any) -> list[Any]:
-    """Returns the shape, the dtype and its weakness of every leaf."""
     return [(x.shape, str(x.dtype), jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
 
 
@@ -54,5 +52,4 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def dtypes(tree: Any) -> list[str]:
-    """Returns the name of every leaf's dtype."""
     return [str(leaf.dtype) for leaf in jax.tree.leaves(tree)]

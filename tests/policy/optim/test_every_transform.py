@@ -1,7 +1,10 @@
 """Every transform of optax, in every pair of dtypes: types stay, masters are as in float32."""
 
+import inspect
+import pickle
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,17 +16,117 @@ import pytest
 from policy import apply_gradients, master_params
 from tests.policy.optim.saving import FAST
 from tests.policy.optim.steps import assert_same, stepped, types, wrapped
-from tests.policy.optim.transforms import PAIRED, PER_EXAMPLE, extra_arguments, found, make
+
+# by the parameter's name
+NUMBERS: dict[str, Any] = {"clipping": 0.1, "decay": 0.9, "eta": 0.01, "gamma": 0.55}
+NUMBERS |= {"l2_norm_clip": 1.0, "learning_rate": 0.01, "max_backtracking_steps": 3, "seed": 0}
+NUMBERS |= {"max_consecutive_errors": 2, "max_delta": 0.1, "max_linesearch_steps": 3}
+NUMBERS |= {"max_norm": 0.1, "noise_multiplier": 0.1, "slow_step_size": 0.5, "step_size": 0.01}
+NUMBERS |= {"sync_period": 2, "threshold": 0.1, "measure_name": "measured"}
+ARGUMENTS: dict[str, Callable[[], Any]] = {  # made anew for each transform
+    "adv_optimizer": lambda: optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    "base_optimizer": lambda: optax.sgd(0.01),
+    "f": lambda: lambda updates, params=None: updates,
+    "fast_optimizer": lambda: optax.sgd(0.01),
+    "freeze_mask": lambda: {"b": True, "w": False},
+    "inner": lambda: optax.adam(0.01),
+    "inner_factory": lambda: optax.adam,
+    "mask": lambda: {"b": True, "w": False},
+    "measure": lambda: lambda updates, *_, **__: updates,
+    "optimizer": lambda: optax.sgd(0.01),
+    "param_labels": lambda: {"b": "one", "w": "two"},
+    "should_transform_fn": lambda: lambda step, **_: step < 2,
+    "step_size_fn": lambda: lambda count: 0.01 * 0.5**count,
+    "transforms": lambda: {"one": optax.adam(0.01), "two": optax.sgd(0.01)},
+    "tx": lambda: optax.adam(0.01),
+}
+
+
+def muon() -> Any:
+    """Its default takes a tree of one leaf only, and matrices."""
+    numbers = lambda updates: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), updates)  # noqa: E731
+    inner = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
+    return optax.masked(inner, {"b": False, "w": True})
+
+
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "chain": lambda: optax.chain(optax.clip(0.5), optax.adam(0.01)),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.5)), ("adam", optax.adam(0.01))),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.01),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(0.01),
+    "scale_by_muon": muon,
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: g * 0.5),
+}
+# their gradients have an axis more than the params
+PER_EXAMPLE = ("differentially_private_aggregate", "dpsgd")
+PAIRED = ("lookahead",)  # its params are a pair of the params, its gradients are not
+
+
+def value_fn(params: Any, **_: Any) -> jax.Array:
+    squares = (jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params))
+    return sum(squares, jnp.float32(0))
+
+
+LINE_SEARCH = ("value", "grad", "value_fn")
+EXTRA: dict[str, tuple[str, ...]] = {"lbfgs": LINE_SEARCH, "sophia": ("obj_fn",)}
+SEARCHES = ("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch")
+EXTRA |= dict.fromkeys(SEARCHES, LINE_SEARCH)
+VALUE = ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau")
+EXTRA |= dict.fromkeys(VALUE, ("value",))
+
+
+def extra_arguments(name: str, params: Any, gradients: Any) -> dict[str, Any]:
+    """Returns arguments for line searches, Polyak's step, MoMo, Sophia and reduce_on_plateau."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    every = {"value": value_fn(params), "grad": wide, "value_fn": value_fn, "obj_fn": value_fn}
+    return {key: every[key] for key in EXTRA.get(name, ())}
+
+
+def found() -> dict[str, Callable[..., Any]]:
+    """Returns names and factories: exports of optax and optax.contrib that return transforms."""
+    factories: dict[str, Callable[..., Any]] = {}
+    for module in (optax, optax.contrib):
+        for name in sorted(dir(module)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                factory = getattr(module, name)
+            if name.startswith("_") or not inspect.isfunction(factory):
+                continue
+            returned = str(inspect.signature(factory).return_annotation)
+            if "Gradient" in returned or "Transform" in returned or name in SPECIAL:
+                factories[name] = factory
+    return factories
+
+
+def make(name: str, factory: Callable[..., Any]) -> Any:
+    """The transform; KeyError by name where a new parameter has no argument here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name in SPECIAL:
+            return SPECIAL[name]()
+        parameters = inspect.signature(factory).parameters.values()
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needed = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind in (*plain, p.KEYWORD_ONLY)
+        ]
+        return factory(
+            **{name: NUMBERS[name] if name in NUMBERS else ARGUMENTS[name]() for name in needed}
+        )
+
+
+# --- Contracts ------------------------------------------------------------------------------------
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAIRS = [(F32, BF16), (BF16, BF16), (F32, F16), (F16, F16), (BF16, F32), (F16, F32)]
 # one each, all of them in turn
-RUN_PAIRS = {name: PAIRS[index % len(PAIRS)] for index, name in enumerate(found())}
+FACTORIES = found()
+RUN_PAIRS = {name: PAIRS[index % len(PAIRS)] for index, name in enumerate(FACTORIES)}
 RNG = np.random.default_rng(0)
 VALUES = {"b": RNG.normal(size=3), "w": RNG.normal(size=(2, 4))}
 GRADIENTS = {name: RNG.normal(size=(3, *value.shape)) for name, value in VALUES.items()}
 EXAMPLES = {name: RNG.normal(size=(3, 4, *value.shape)) for name, value in VALUES.items()}
-FACTORIES = found()
 
 
 def tree(values, dtype):
@@ -36,13 +139,10 @@ def params_for(name, dtype) -> Any:
 
 
 def gradients_for(name, dtype) -> Any:
-    """Of three steps."""
     return tree(EXAMPLES if name in PER_EXAMPLE else GRADIENTS, dtype)
 
 
 def step_of(name: str, tx: Any) -> Any:
-    """Returns a step with the arguments that the transform of that name asks for."""
-
     def step(params, state, gradients):
         wide = master_params(params, state)
         return stepped(tx, params, state, gradients, **extra_arguments(name, wide, gradients))
@@ -61,6 +161,14 @@ def test_a_state_keeps_every_type_in_every_pair_of_dtypes(name):
         assert types(after) == types(state)
         assert not any(weak for _, _, weak in types(state))
         assert types(new) == [(p.shape, str(p.dtype), False) for p in jax.tree.leaves(params)]
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_every_transform_takes_its_own_state_back(name):
+    tx, again = (wrapped(make(name, FACTORIES[name])) for _ in range(2))
+    params = params_for(name, F32)
+    state = jax.eval_shape(tx.init, params)
+    assert again.stepper.check_state(params, pickle.loads(pickle.dumps(state))) is True
 
 
 LARGE = {"b": np.ones(3), "w": np.full((32, 160), 0.5)}

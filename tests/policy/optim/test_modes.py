@@ -40,7 +40,6 @@ def transform(mode: str, dtype: str) -> Any:
 
 @functools.cache
 def start(mode: str, dtype: str) -> Any:
-    """Params and state of the masters of WIDE."""
     return init_from_master(transform(mode, dtype), jax.tree.map(jnp.asarray, WIDE))
 
 
@@ -104,7 +103,6 @@ def test_msgpack_refuses_every_pair_that_stores_otherwise(dtype, a, b):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder with an Orbax checkpoint of each mode and dtype."""
     checkpoint = pytest.importorskip("orbax.checkpoint")
     folder = tmp_path_factory.mktemp("modes")
     with warnings.catch_warnings():  # orbax's own

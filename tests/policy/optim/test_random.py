@@ -89,7 +89,6 @@ class Training:
         self.state = self.tx.init(self.params)
 
     def use(self, mode: Any) -> None:
-        """Makes the transform of a mode, and its step."""
         options = {key: self.training[key] for key in ("clip_global_norm", "check_results")}
         scale = self.training["loss_scale"]
         scale = DynamicLossScale(2.0**4, period=3) if scale == "dynamic" else scale

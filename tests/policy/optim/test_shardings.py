@@ -27,7 +27,6 @@ def params_in(dtype):
 
 
 def specs_of(tx, dtype=jnp.float32):
-    """Returns the specs of a state's shardings."""
     return jax.tree.map(lambda sharding: sharding.spec, state_shardings(tx, params_in(dtype)))
 
 

@@ -1,5 +1,8 @@
-"""A state that another transform, other options or params made is refused by one clear error."""
+"""A state that is saved, copied or sent comes back whole; one that another transform, other options
+or params made is refused by one clear error.
+"""
 
+import copy
 import functools
 import pickle
 from typing import Any
@@ -9,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
-from policy import DynamicLossScale
+from policy import DynamicLossScale, loss_scale_of
 from policy.optim import convert, resync
-from tests.policy.optim.steps import BOTH_WAYS, dtypes, stepped, wrapped
-from tests.policy.optim.transforms import found, make
+from tests.eight_devices import run_python
+from tests.policy.optim import saving
+from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, dtypes, stepped, wrapped
 
 PARAMS = {"b": jnp.ones(3), "w": jnp.full((2, 3), 0.5)}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
@@ -47,14 +52,6 @@ def test_a_state_of_a_transform_with_another_state_is_refused_by_its_leaves(name
     tx, text = OTHERS[name], r"made by another transform than tx: .* Missing: .*\. Unexpected: "
     refuses(wrapped(tx), copied(wrapped().init(PARAMS)), text)
     refuses(wrapped(), copied(wrapped(tx).init(PARAMS)), text)
-
-
-@pytest.mark.parametrize("name", found())
-def test_every_transform_takes_its_own_state_back(name):
-    tx, again = (wrapped(make(name, found()[name])) for _ in range(2))
-    params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
-    state = jax.eval_shape(tx.init, params)
-    assert again.stepper.check_state(params, pickle.loads(pickle.dumps(state))) is True
 
 
 FAST, IN_OPTAX = optax.adam(0.1, b2=0.9), optax.adam(0.1, b2=0.9, mu_dtype=jnp.bfloat16)
@@ -167,3 +164,70 @@ def test_stacked_states_stay_stacked(change):
     assert state.mode.shape == (4,)
     after = jax.vmap(lambda p, s, g: stepped(tx, p, s, g)[1])(half, state, gradients)
     assert after.finite.all()
+
+
+# --- Saved and copied states --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halfway():
+    return saving.run(saving.start(), 0, saving.SAVED)
+
+
+@pytest.fixture(scope="module")
+def restored(halfway, tmp_path_factory):
+    """The folder in which a fresh process went on from both checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    saving.save(halfway, folder)
+    run_python("-W", "ignore", "-m", "tests.policy.optim.saving", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", saving.KINDS)
+def test_a_fresh_process_goes_on_bit_for_bit_in_every_storage_mode(halfway, restored, kind):
+    for mode, (_, state) in halfway.items():
+        scale: Any = loss_scale_of(state)
+        assert 0 < scale.counter < scale.period, mode
+        assert state.inner.mini_step == 1
+        assert state.skipped == 1
+    eight = halfway[saving.EIGHT_BITS][1].inner.inner_opt_state.inner_state[0]
+    assert (eight.mu["a"].dtype, eight.nu["a"].dtype) == (jnp.int8, jnp.float8_e5m2)
+    assert (restored / f"{kind}.txt").read_text() == saving.describe(halfway)
+    expected = bits(saving.run(halfway, saving.SAVED, saving.STEPS))
+    got = np.load(restored / f"{kind}.npz")
+    assert_same([got[name] for name in got.files], expected)
+
+
+def pickled(tree):
+    return pickle.loads(pickle.dumps(tree))
+
+
+def through_a_state_dict(tree):
+    return serialization.from_state_dict(saving.start(), serialization.to_state_dict(tree))
+
+
+@pytest.mark.parametrize("copied", [pickled, copy.deepcopy, copy.copy, through_a_state_dict])
+def test_a_copy_is_equal_in_structure_dtypes_and_bits(halfway, copied):
+    assert_same(copied(halfway), halfway)
+
+
+def state_of(loss_scale, dtype=jnp.bfloat16):
+    tx = wrapped(optax.sgd(0.1), "bfloat16", "full", loss_scale=loss_scale)
+    return tx.init({"w": jnp.ones(2, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (("dynamic", jnp.float16), r"'full', params bfloat16, and can't .*='full', params float16"),
+        (
+            (DynamicLossScale(8.0, hysteresis=2),),
+            "saved loss scale should have loss_scale, counter, hysteresis_left, but got",
+        ),
+        ((None,), r"loss scale has counter, loss_scale, but .* a NoOpLossScale, which has no such"),
+    ],
+)
+def test_a_state_of_another_kind_is_refused_by_name(target, text):
+    saved = serialization.to_bytes(state_of("dynamic"))
+    with pytest.raises(ValueError, match=text):
+        serialization.from_bytes(state_of(*target), saved)

@@ -1,5 +1,5 @@
-"""Float32 values in half-precision params: rounding to nearest and back, stochastic rounding, and
-modes. A mode is one record: a sixth works everywhere that the five do.
+"""Float32 values in half-precision params: rounding and storage modes, each one record, and master
+weights, which move as in float32 and never drift from their params.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from policy.optim.storage_modes import (
     storage_text,
 )
 from policy.testing import assert_close_in_ulps
-from tests.policy.optim.steps import assert_same, stepped, wrapped
+from tests.policy.optim.steps import BOTH_WAYS, assert_same, dtypes, stepped, wrapped
 
 RNG = np.random.default_rng(0)
 HALF = [jnp.bfloat16, jnp.float16]
@@ -223,18 +223,6 @@ def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
     assert sorted(codes) == [1, 2, 3]  # checkpoints hold them
 
 
-@pytest.mark.parametrize("mode", STORAGE_MODES.values(), ids=lambda mode: mode.name)
-def test_a_value_that_is_split_is_joined_again(mode):
-    value = jnp.linspace(-3.0, 3.0, 101)
-    param, stored = mode.split(value, jnp.bfloat16)
-    assert_same(param, round_to(value, jnp.bfloat16))
-    expected = mode.stored_dtype(param.dtype) if mode.stores else None
-    assert getattr(stored, "dtype", None) == expected
-    bits = {"full": 24, "remainder": 24, "kahan": 16}.get(mode.name, 8)
-    np.testing.assert_allclose(mode.join(param, stored), value, rtol=2.0**-bits, atol=0)
-    assert_same(mode.decode(mode.encode_same(param, stored), param.dtype), (param, stored))
-
-
 def test_a_sixth_record_is_a_mode(sixth):
     tx, full = (wrapped(optax.sgd(0.0, momentum=0.9), "bfloat16", m) for m in (sixth, "full"))
     params, state = init_from_master(tx, WIDE)
@@ -261,3 +249,182 @@ def test_codes_tell_every_storage_of_every_pair_of_dtypes_apart(sixth):
     assert storage_text(storage_code(both, "auto")) == "remainder for bfloat16, full for float16"
     assert storage_text(storage_code(["float16"], "none")) == "nothing"
     assert storage_text(99) == "an unknown storage (99)"
+
+
+# --- Master weights -----------------------------------------------------------------------------
+
+
+def gradients_for(params: Any, steps: int) -> Any:
+    """Returns gradients of many magnitudes, the same for all params."""
+    rng = np.random.default_rng(1)
+
+    def one(p):
+        sizes = 10 ** rng.uniform(-6, 2, (steps, *[1] * p.ndim))
+        return jnp.asarray(rng.normal(size=(steps, *p.shape)) * sizes, jnp.float32)
+
+    return jax.tree.map(one, params)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        (jnp.float32, "auto"),
+        (jnp.bfloat16, "remainder"),
+        (jnp.bfloat16, "full"),
+        (jnp.float16, "full"),
+    ],
+)
+@pytest.mark.parametrize("through_optax", BOTH_WAYS)
+def test_adamw_masters_equal_plain_float32_optax_bit_for_bit(dtype, mode, through_optax):
+    steps = 1000
+    params = {"b": RNG.normal(size=7), "w": RNG.normal(size=(3, 5))}
+    params = jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
+    gradients = gradients_for(params, steps)
+    adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, steps), weight_decay=1e-2)
+    tx = wrapped(adamw, jnp.dtype(dtype).name, mode, loss_scale="dynamic")
+
+    def ours(carry, gradient):
+        params, state = stepped(tx, *carry, gradient, through_optax)
+        return (params, state), (params, master_params(params, state))
+
+    def plain(wide, state, gradient):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = update(gradient, state, wide)
+            return apply(wide, updates), state
+
+    # Where params are float32, optax's contract rounds the update before it is added; XLA would
+    # fuse the two into one rounding in plain optax. In all other cases masters are as in the fused
+    # step.
+    apart = through_optax and dtype == jnp.float32
+    update: Any = jax.jit(adamw.update) if apart else adamw.update
+    apply = jax.jit(optax.apply_updates) if apart else optax.apply_updates
+    step_plain: Any = plain if apart else jax.jit(plain)
+
+    _, (stored, masters) = jax.lax.scan(ours, (params, tx.init(params)), gradients)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state, expected = adamw.init(wide), []
+    rows = jax.tree.map(np.asarray, gradients)
+    # not a scan: XLA compiles plain optax's body differently there, by an ulp
+    for step in range(steps):
+        wide, state = step_plain(wide, state, jax.tree.map(lambda g, step=step: g[step], rows))
+        expected.append(wide)
+    jax.tree.map(lambda m, *e: np.testing.assert_array_equal(m, np.stack(e)), masters, *expected)
+    # and the params are the rounded master after every step
+    assert set(dtypes(stored)) == {jnp.dtype(dtype).name}
+    jax.tree.map(lambda p, m: np.testing.assert_array_equal(p, round_to(m, dtype)), stored, masters)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("mode", ["auto", "full", "kahan", "stochastic", "none"])
+def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_master(dtype, mode):
+    params = jnp.ones(256, dtype)
+    tx = wrapped(optax.sgd(1e-4), "bfloat16", mode)
+    step = lambda carry, _: (stepped(tx, *carry, jnp.ones(256)), None)  # noqa: E731
+    (end, state), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=1000)
+    ulp = float(jnp.finfo(dtype).eps) / 2  # below 1
+    moved = np.asarray(master_params(end, state)).mean()
+    # stochastic: each element walks at random by ulps, with a variance of 1000 · 1e-4 · ulp; four
+    # sigma of the mean
+    allowed = {"kahan": 1e-3, "stochastic": 4 * (0.1 * ulp / 256) ** 0.5}.get(mode, 3e-5)
+    assert abs(moved - (1.0 if mode == "none" else 0.9)) < allowed
+    np.testing.assert_allclose(end.astype(jnp.float32).mean(), moved, atol=ulp)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "bits"),
+    [
+        ("remainder", "bfloat16", 24),
+        ("full", "bfloat16", 24),
+        ("full", "float16", 24),
+        ("kahan", "bfloat16", 17),
+        ("kahan", "float16", 23),
+        ("stochastic", "bfloat16", 8),
+        ("none", "bfloat16", 8),
+    ],
+)
+def test_init_from_master_keeps_the_low_bits(mode, dtype, bits):
+    wide = {
+        "w": jnp.asarray(RNG.uniform(1, 2, size=50), jnp.float32),
+        "_overwrite_with_gradient": {"s": jnp.ones(2)},
+    }
+    tx = wrapped(None, dtype, mode)
+    params, state = init_from_master(tx, wide)
+    assert params["_overwrite_with_gradient"]["s"].dtype == jnp.float32
+    masters = jax.tree.map(np.array, master_params(params, state))
+    np.testing.assert_allclose(masters["w"], wide["w"], rtol=0 if bits == 24 else 2.0**-bits)
+    np.testing.assert_array_equal(masters["_overwrite_with_gradient"]["s"], 1)
+    assert_same(params["w"], round_to(wide["w"], dtype))
+    step = jax.jit(lambda p, s, g: stepped(tx, p, s, g), donate_argnums=(0, 1))
+    after = step(params, state, jax.tree.map(jnp.zeros_like, wide))
+    assert_same(master_params(*after)["w"], masters["w"])
+    assert jnp.isfinite(wide["w"]).all()  # donation took none of the caller's
+
+
+def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_ones():
+    params, state = init_from_master(wrapped(None, "mixed_bfloat16"), {"w": jnp.ones(3)})
+    assert params["w"].dtype == jnp.float32
+    assert not jax.tree.leaves(state.masters)
+    with jax.enable_x64(True):
+        wide = {"w": jnp.full(3, 1 / 3, jnp.float64)}
+        params, state = init_from_master(wrapped(None, "bfloat16"), wide)
+        np.testing.assert_array_equal(master_params(params, state)["w"], np.float32(1 / 3))
+
+
+# --- Params that were written to ------------------------------------------------------------------
+
+
+def test_resync_follows_what_was_written_and_keeps_the_rest():
+    params = {"w": jnp.ones(4, jnp.bfloat16), "v": jnp.ones(2)}
+    tx = wrapped(optax.sgd(1e-3), "bfloat16", "full")
+    gradients = {"w": jnp.ones(4), "v": jnp.ones(2)}
+    params, state = stepped(tx, params, tx.init(params), gradients)
+    low = np.float32(1) - np.float32(1e-3)
+    np.testing.assert_array_equal(state.masters["w"], low)
+    written = {**params, "w": params["w"].at[0].set(0.5).at[1].set(jnp.nan)}
+    state = jax.jit(resync)(written, state)
+    np.testing.assert_array_equal(
+        state.masters["w"], np.asarray([0.5, np.nan, low, low], np.float32)
+    )
+    assert state.count == 1
+
+
+@pytest.mark.parametrize("mode", ["remainder", "kahan"])
+def test_resync_starts_from_the_params_where_nothing_tells_what_was_written(mode):
+    params = jnp.ones(4, jnp.bfloat16)
+    tx = wrapped(optax.sgd(1e-3), "bfloat16", mode)
+    params, state = stepped(tx, params, tx.init(params), jnp.ones(4))
+    written = params.at[0].set(1.5)
+    assert 0 < abs(master_params(written, state)[0] - 1.5) <= 2.0**-7  # the low bits are stale
+    assert_same(master_params(written, resync(written, state)), written.astype(jnp.float32))
+
+
+def test_a_full_master_hands_its_low_bits_to_a_remainder_when_float16_becomes_bfloat16():
+    wide = jnp.asarray(RNG.normal(size=50), jnp.float32)
+    params, state = init_from_master(wrapped(None, "float16"), wide)
+    cast = round_to(master_params(params, state), jnp.bfloat16)
+    state = resync(cast, state)
+    assert state.masters.dtype == jnp.uint16
+    assert_same(master_params(cast, state), wide)
+
+
+def test_a_changed_dtype_is_refused_by_name_and_resync_accepts_it():
+    params = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3, jnp.bfloat16)}
+    tx = wrapped(None, "bfloat16")
+    state, gradients = tx.init(params), jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    text = (
+        r"changed since the optimizer state was made: a/w was float32\[2\] and is bfloat16\[2\]\. "
+        r".* call resync\(params, state\)"
+    )
+    cast = {"a": {"w": jnp.ones(2, jnp.bfloat16)}, "b": params["b"]}
+    other_half = {"a": params["a"], "b": params["b"].astype(jnp.float16)}
+    for changed, told in ((cast, text), (other_half, r"b was bfloat16\[3\] and is float16")):
+        for call in (
+            lambda p: apply_gradients(tx, p, state, gradients),
+            lambda p: tx.update(gradients, state, p),
+            lambda p: master_params(p, state),
+        ):
+            with pytest.raises(ValueError, match=told):
+                call(changed)
+        new, after = stepped(tx, changed, resync(changed, state), gradients)
+        assert dtypes(new) == dtypes(changed)
+        assert after.count == 1

@@ -1,4 +1,4 @@
-"""``python -m policy audit``, for someone who has never seen it."""
+"""``python -m policy audit`` and ``suggest``, for someone who has never seen them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ MODEL = """
     import jax
     import jax.numpy as jnp
     from flax import nnx
+    from mpmodules import linen
 
     def loss(params, x, scale=1.0):
         return jax.nn.softmax(x @ params["w"]).astype(jnp.float32).sum() * scale
@@ -49,12 +50,24 @@ MODEL = """
             return nnx.softmax(self.head(x).astype(jnp.bfloat16))
 
     net = Net()
+
+    class LinenNet(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(8, name="head")(linen.Dense(32, name="up")(x))
+
+    def linen_example():
+        x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+        return LinenNet().apply, (jax.eval_shape(LinenNet().init, jax.random.key(0), x), x)
+
+    def without_matmuls(x, i):
+        with jax.named_scope("up"):
+            return jnp.tanh(x) * i.astype(x.dtype)
 """
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The path of a file with functions in it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "audited_model.py").write_text(textwrap.dedent(MODEL))
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +84,6 @@ GIVEN = ("--arg", "{'w': bf16[8,4]}", "--arg", "bf16[2, 8]")
 
 
 def read(capsys: Any, *arguments: str) -> Any:
-    """The JSON that a run prints."""
     assert run(*arguments, "--json", "-") == 0
     return json.loads(capsys.readouterr().out)
 
@@ -151,7 +163,6 @@ def test_arguments_are_shapes_keys_numbers_and_containers_of_these():
 
 
 def test_from_the_shell(model):
-    """The one test in a process of its own."""
     command = [sys.executable, "-m", "policy", "audit", f"{model}:example", "--fail-on-findings"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     options: Any = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
@@ -213,6 +224,11 @@ REFUSED = {
     "examples.py:good_example --json /nowhere/x.json": r"there is no folder /nowhere\.",
     "examples.py:good_example --json - --html -": r"both take the standard output",
     "examples.py:good_example --ignore repeated-casts": r"Did you mean 'repeated-cast'\?",
+    "examples.py": "should be module:function or file.py:function, as in train:loss_fn",
+    "examples.py:nett": r"has no 'nett'\. Did you mean 'net'\?",
+    "trian.py:f": "there is no file 'trian.py' here",
+    "examples.py:f --arg {w:": r"can't be read: give a shape such as bf16\[8,128\]",
+    "examples.py:f": r"'examples.py:f' takes x: give each with --arg, as in --arg bf16",
     f"{NET} --params x": "--params selects the arguments to differentiate: give --backward too.",
     f"{NET} --rule head=f32": "--rule makes exceptions to a policy: give --policy too.",
     f"{NET} --policy nonsense": "--policy nonsense: ",
@@ -223,7 +239,6 @@ REFUSED = {
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A folder of modules, the current one."""
     for name, text in HOSTILE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
@@ -256,3 +271,32 @@ def test_a_file_is_found_by_its_path_whatever_its_name(hostile, capsys, name):
     assert run(f"inside/{name}:good_example") == 0
     assert run(f"{hostile}/inside/{name}:f", "--arg", "f32[4,4]") == 0
     assert "no findings" in capsys.readouterr().out
+
+
+# --- suggest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+@pytest.mark.slow
+def test_layers_in_8_bits_are_suggested_for_shapes(model, capsys):
+    options = ["--policy", "mixed_bfloat16", "--matmul", "f8", "--smallest", "16"]
+    assert main(["suggest", f"{model}:linen_example", "--error", "0.06", *options]) == 0
+    printed = capsys.readouterr().out
+    assert 'use_policy("mixed_float8", rules)' in printed
+    assert "16x32  8 bits" in printed and "32x8  kept: too small to gain" in printed
+
+
+@pytest.mark.filterwarnings("ignore::policy.DtypePolicyWarning")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--error", "1e-9", "--policy", "bf16"], "No part of this call runs in half precision"),
+        (["--error", "1", "--policy", "f9"], "--policy f9: Unknown dtype 'f9'"),
+        (["--error", "1", "--params", "0"], "give --backward too"),
+    ],
+)
+def test_what_can_not_be_suggested_is_told_in_a_line(model, capsys, options, text):
+    target = [f"{model}:without_matmuls", "--arg", "f32[4]", "--arg", "i32[4]"]
+    assert main(["suggest", *target, *options]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and text in told

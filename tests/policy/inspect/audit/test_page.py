@@ -1,14 +1,12 @@
 """The page of an audit: self-contained, escaped, and alive in a browser."""
 
 import html
-import importlib.util
 import json
 import math
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from html.parser import HTMLParser
 from typing import Any
@@ -20,8 +18,8 @@ from policy.inspect.audit.render.html import page
 from policy.inspect.audit.report import Audit, Finding, Operation
 from policy.inspect.compare.comparison import Comparison, Row
 from policy.inspect.render.html import Markup, escaped, join_markup, tag
+from tests.scripts import docs_script
 
-ROOT = pathlib.Path(__file__).parents[4]
 HOSTILE = (
     "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\"'&"
 )
@@ -182,20 +180,8 @@ def test_a_comparison_is_shown_beside_the_audit():
     assert "Against float32" not in page(AUDIT)
 
 
-@pytest.fixture(scope="module")
-def example():
-    """docs/make_audit_page.py."""
-    file = ROOT / "docs" / "make_audit_page.py"
-    spec = importlib.util.spec_from_file_location("make_audit_page", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "make_audit_page", module)  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        yield module
-
-
-def test_the_example_of_the_docs_writes_a_page(example, tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_docs_writes_a_page(tmp_path, monkeypatch, capsys):
+    example = docs_script("make_audit_page")
     monkeypatch.setattr(example, "audited", lambda: AUDIT)
     monkeypatch.setattr("sys.argv", ["make_audit_page.py", "--out", str(tmp_path), "--no-png"])
     example.main()

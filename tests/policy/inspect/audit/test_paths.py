@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mpmodules import linen, nnx
 from policy import PolicyRules, audit, autocast, compare, suggest, use_policy
 from policy.inspect.suggest.patterns import code_of
-from policy.programs.paths import joined, path_of
+from policy.programs.paths import joined
 from policy.sharding import collectives_of
 from policy.testing import assert_dots_in
 
@@ -113,7 +113,6 @@ def called(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def trained(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A step that takes gradients and updates parameters."""
     if isinstance(model, flax_nnx.Module):
 
         def nnx_step(model: Any, x: Any) -> Any:
@@ -282,23 +281,6 @@ def test_models_of_one_class_are_told_apart_by_the_names_that_they_were_given():
     assert wide_dots(audit(ruled, variables, X)) == {"critic:"}
 
 
-def test_parts_of_functions_go_by_their_scopes():
-    def fn(w, x):
-        with jax.named_scope("encoder"):
-            with jax.named_scope("layer_0"):
-                x = x @ w
-            x = x @ w
-        return x @ w
-
-    w = jnp.eye(4)
-    assert audit(fn, w, X).paths == ("encoder/layer_0", "encoder", "")
-    for path in ("encoder/layer_0", "encoder"):
-        found = wide_dots(audit(autocast(fn, HALF, rules={path: "f32"}), w, X))
-        assert found == {one for one in ("encoder", "encoder/layer_0") if one.startswith(path)}
-    with pytest.raises(ValueError, match="'layer_0' matched no module"):
-        autocast(fn, HALF, rules={"layer_0": "f32"})(w, X)
-
-
 def test_scopes_around_a_model_are_no_part_of_its_paths():
     fn, args = called(linen_model(flax_linen))
 
@@ -341,7 +323,6 @@ EACH_WING = pytest.mark.parametrize("wing", WINGS)
 
 
 def named_model(wing: str, names: tuple[str, ...] = FEW) -> tuple[Any, Any, tuple[Any, ...]]:
-    """A model of layers with these names, and a call of it."""
     mod: Any = WINGS[wing]
     if wing.endswith("linen"):
 
@@ -467,22 +448,3 @@ def test_the_code_of_rules_is_python_whatever_the_name():
     for pattern in ("a", r"a\.b", 'q"q', 'q"\\d', "it's", "a\nb", "tail\\\\"):
         found = eval(code_of([(pattern, "f32")]), {"PolicyRules": PolicyRules})
         assert found == PolicyRules([(pattern, "f32")])
-
-
-STACKS = {
-    "Net/my layer": "Net | my layer",
-    "transpose(jvp(Net))/f(x)/g": "Net | f(x) | g",
-    "transpose(jvp(f(x)))/a(b": "f(x) | a(b",
-    "Net/conv.1x1": "Net | conv.1x1",
-    "Net/Net.<lambda>/layer": "Net | layer",
-    "encoder.block/x": "encoder.block | x",
-    "Net/ab,bc->ac": "Net",
-    "vmap(Net)/<lambda>/x": "Net | x",
-    "Net/transpose(jvp(inner))": "Net | inner",
-    "jvp(Net)/checkpoint/transpose(jvp(Net))/Dense_0": "Net | Dense_0",
-    "jvp(Net)/policy_autocast": "Net",
-}
-
-
-def test_a_name_stack_is_read_whatever_the_names_and_derivatives():
-    assert {stack: " | ".join(path_of(stack)) for stack in STACKS} == STACKS

@@ -28,7 +28,6 @@ def carried(report: Any) -> list[Any]:
 
 
 def sums_of(report: Any) -> dict[str, str]:
-    """Returns the primitives of the findings about states, by the key paths in their messages."""
     return {f.message.partition(",")[0]: f.primitive for f in carried(report)}
 
 

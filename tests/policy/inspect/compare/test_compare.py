@@ -26,7 +26,6 @@ RNG = np.random.default_rng(0)
 
 
 def half_model(w: Any, x: Any) -> Any:
-    """Two layers, in half by hand."""
     with jax.named_scope("first"):
         x = jnp.tanh(x.astype(BF16) @ w.astype(BF16))
     with jax.named_scope("second"):
@@ -465,9 +464,6 @@ def test_nan_in_the_inputs_and_in_float32_itself_are_reported() -> None:
     [
         ((None, 1.0), {}, "compare takes a function, but got None of type NoneType."),
         ((jnp.sin, 1.0), {}, "measures a call on arrays, but its arguments contain no array"),
-        ((jnp.sin, jax.ShapeDtypeStruct((2, 3), F32)), {}, r"is a shape, float32\[2, 3\]"),
-        ((jnp.sin, np.ones(3)), {"policy": "int8"}, "int8"),
-        ((jnp.sin, np.ones(3)), {"backward": True}, r"but returned float\d\d\[3\]. Return"),
         ((jnp.sum, np.arange(3)), {"backward": True}, "is called with none"),
         ((jnp.sin, np.ones(3)), {"loss_scale": 0}, "loss_scale should be a positive number"),
     ],

@@ -128,7 +128,6 @@ class FlaxScaled(flax_nn.Module):
 
 
 def all_zero(model: Any) -> tuple[Any, Any]:
-    """Returns variables and an input with which all activations of a model above are zero."""
     x = -jnp.abs(normal(4, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
     variables["params"]["up"]["kernel"] = jnp.abs(variables["params"]["up"]["kernel"])
@@ -178,8 +177,6 @@ class Block(nn.Module):
 
 
 class Scanned(nn.Module):
-    """Blocks in a scan, each a checkpoint."""
-
     @nn.compact
     def __call__(self, x: Any) -> Any:
         step = nn.remat(lambda block, x, _: (block(x), None))

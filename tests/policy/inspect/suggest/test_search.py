@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpmodules import linen as nn
-from mpmodules import nnx
 from policy.core.policy import get_policy
 from policy.inspect.suggest.applied import applied, rules_for
 from policy.inspect.suggest.search import Search, subsets
@@ -125,7 +122,6 @@ DEARER = 1.05
 
 
 def network(seed: int, modules: int) -> tuple[Any, Any, Any]:
-    """Modules of several widths, some of which lose digits, scale, or are skipped."""
     generator = np.random.default_rng(seed)
     kinds = [generator.choice(["dense", "offset", "scaled", "exp", "gate"]) for _ in range(modules)]
     offsets, skips = 10 ** generator.uniform(0, 3, modules), generator.integers(2, size=modules)
@@ -156,7 +152,6 @@ def sets_of(trial: Trial) -> list[frozenset[int]]:
 
 
 def is_cheap(trial: Trial, found: Any, errors: dict[frozenset[int], float], budget: float) -> bool:
-    """Returns whether a set costs hardly more than the cheapest of all that meet a budget."""
     cost = lambda wide: sum(trial.costs[i] for i in wide)  # noqa: E731
     return cost(found) <= DEARER * min(cost(wide) for wide in errors if errors[wide] <= budget)
 
@@ -194,63 +189,3 @@ def test_the_applied_rules_cost_no_more_than_the_cheapest_that_meet_the_budget()
     found = suggest(model, *arguments, error=budget, policy=policy)
     wide = [i for i, path in enumerate(trial.paths) if "/".join(path) in found.paths]
     assert found.error <= budget and is_cheap(trial, wide, errors, budget)
-
-
-# --------------------------------------------------------------------------------------- 50 modules
-
-COUNT = 50
-# The model loses a part of its outputs where all modules of a cause are in half precision.
-LOST = [(7,), (12, 40), (12, 33)]
-PLANTED = {i for cause in LOST for i in cause}
-X = np.array([1.0, 1 + 2.0**-12], np.float32)  # bfloat16 rounds both to 1
-
-
-def kernel(i: int) -> Any:
-    """Returns the difference of both inputs, magnified, for a planted layer; else a small sum."""
-    return jnp.array([[-4096.0], [4096.0]]) if i in PLANTED else jnp.full((2, 1), 0.01)
-
-
-def total(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
-    """Returns a little from most layers, and what the first of each cause returns that is not 0."""
-    outputs = [layer(x) for layer in layers]
-    found = [y for i, y in enumerate(outputs) if i not in PLANTED]
-    for first, *others in LOST:
-        y = outputs[first]
-        for i in others:
-            y = jnp.where(y == 0, outputs[i], y)
-        found.append(y)
-    return jnp.concatenate(found)
-
-
-class LinenModel(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return total([nn.Dense(1, use_bias=False, name=f"layer_{i}") for i in range(COUNT)], x)
-
-
-class NnxModel(nnx.Module):
-    def __init__(self) -> None:
-        kernels = [lambda *_, i=i: kernel(i) for i in range(COUNT)]
-        options: Any = {"use_bias": False, "rngs": nnx.Rngs(0)}
-        self.layer = nnx.List([nnx.Linear(2, 1, kernel_init=k, **options) for k in kernels])
-
-    def __call__(self, x: Any) -> Any:
-        return total(self.layer, x)
-
-
-def call_of(wing: str) -> tuple[Any, ...]:
-    """Returns the function and its arguments."""
-    if wing == "nnx":
-        return NnxModel(), X
-    params = {f"layer_{i}": {"kernel": kernel(i)} for i in range(COUNT)}
-    return LinenModel().apply, {"params": params}, X
-
-
-@pytest.mark.parametrize("wing", ("linen", "nnx"))
-def test_of_fifty_modules_the_fewest_that_repair_all_causes_are_kept(wing: str) -> None:
-    found = suggest(*call_of(wing), error=0.1, policy="mixed_bfloat16")
-    assert len(found.paths) == len(found.rules) == 2
-    assert {int(path[6:]) for path in found.paths} == {7, 12}
-    assert found.error <= 0.1 < found.without
-    count = len(found.evidence)
-    assert count >= COUNT and found.runs <= 3 * count * math.log2(count)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 from jax import lax
 
 from mpmodules import linen as nn
@@ -22,7 +21,6 @@ from tests.policy.errors import exactly, normal, relative
 from tests.programs import apply
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-RNG = np.random.default_rng(0)
 
 
 def cancelling(planted: tuple[int, ...], layers: int = 4) -> Any:
@@ -78,8 +76,6 @@ class Branch(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of ours, which obey the scope."""
-
     layers: int = 4
 
     @nn.compact
@@ -146,34 +142,6 @@ def test_a_module_is_kept_without_its_layers_and_returns_half_to_kept_code_that_
     assert found.error <= 0.03 < found.without
     full = f"params=float32,compute=float32,output={output}"
     assert found.rules == PolicyRules([("layer_1", full), ("layer_1/dense", "mixed_bfloat16")])
-
-
-class Offset(flax_nnx.Module):
-    """A linear layer that loses its result in an offset, or does not."""
-
-    def __init__(self, offset: float, rngs: flax_nnx.Rngs):
-        self.linear, self.offset = flax_nnx.Linear(8, 8, rngs=rngs), offset
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return (self.linear(x) + self.offset) - self.offset
-
-
-class Stack(flax_nnx.Module):
-    def __init__(self, offsets: tuple[float, ...], rngs: flax_nnx.Rngs):
-        self.layers = flax_nnx.List([Offset(offset, rngs) for offset in offsets])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return x
-
-
-def test_exactly_the_planted_modules_of_an_nnx_model_of_flax_are_kept() -> None:
-    model = Stack((0.0, 2000.0, 0.0, 2000.0, 0.0), flax_nnx.Rngs(0))
-    found = suggest(model, normal(4, 8), error=0.02, policy="mixed_bfloat16")
-    assert found.route == "autocast" and found.error <= 0.02 < found.without
-    assert sorted(found.paths) == ["layers/1", "layers/3"]
-    assert model(normal(4, 8)).dtype == F32, "the model itself is as it was"
 
 
 def test_a_policy_that_meets_the_budget_needs_no_rules(residual: Any) -> None:
