@@ -34,14 +34,7 @@ MYPY_SETTINGS = '[tool.mypy]\nplugins = ["mpmodules.mypy_plugin"]\n'
 
 
 class Report(NamedTuple):
-    """One line of a checker's output: an error by its rule, or a type that `reveal_type` asked for.
-
-    Attributes:
-      file, line: where, `line` from 1.
-      kind: "error" or "reveal".
-      text: the rule of an error, or the revealed type.
-      message: the checker's own words.
-    """
+    """An error by its rule, or a type that `reveal_type` asked for, from a line of output."""
 
     file: str
     line: int

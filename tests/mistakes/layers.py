@@ -106,16 +106,7 @@ def policy_set_in_the_constructor() -> None:
 
 
 def in_wing(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) -> dict[Any, Any]:
-    """Returns the mistakes that both wings know.
-
-    Args:
-      layer: makes a dense layer of options.
-      kept: makes a module with `keep_inputs` or `keep_params`.
-      port: `apply_policy`.
-      net: makes a model.
-      model: a class of models to port, an instance of it, and its name.
-      other: a model of the other wing, and a part of the message about it.
-    """
+    """Returns the mistakes that both wings know; `other`: a model of the other and its message."""
     cls, instance, name = model
     return {
         TypeError: {

@@ -34,12 +34,7 @@ def after(name: str) -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of either kind; variables are linen's collections or nnx's parameters.
-
-    Attributes:
-      init: no arguments -> variables; nothing is to be compiled, where it is only asked for shapes.
-      logits: (variables, batch) -> logits, and with `train` also the updated batch statistics.
-    """
+    """A model of either kind; variables are linen's collections or nnx's parameters."""
 
     init: Callable[[], Any]
     logits: Callable[[Any, Any], Any]

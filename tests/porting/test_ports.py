@@ -43,11 +43,7 @@ class Result(NamedTuple):
 
 @functools.cache
 def results(name: str, made_by: str, dtype: str) -> list[Result]:
-    """Returns the results of a model for each of the random trees.
-
-    Args:
-      made_by: "hand", "policy", or "rules": the policy with the rules above.
-    """
+    """Returns results of each random tree; "rules" is the policy with the rules above."""
     if made_by == "hand":
         model = models.by_hand(name, jnp.dtype(dtype))
     else:

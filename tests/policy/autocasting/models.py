@@ -35,15 +35,7 @@ STACK = normal(3, 8, 8, scale=8**-0.5)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A function of parameters and inputs.
-
-    Attributes:
-      fn: ``fn(params, x)`` -> an array.
-      make_params: makes the params, on first use.
-      x: the input.
-      matmuls: how many matmuls and convolutions its program holds, or more.
-      batched: whether it may be mapped over the first axis of `x`.
-    """
+    """A function of parameters and an input, and the fewest matmuls of its program."""
 
     fn: Callable[[Any, Any], Any]
     make_params: Callable[[], Any]

@@ -223,17 +223,7 @@ addEventListener("load", () => {
 def look(
     page: str, probe: str = "return {};", *, width: int = 1200
 ) -> tuple[dict[str, Any], list[str]]:
-    """Opens a page and runs a script in it once it is loaded.
-
-    Args:
-      page: its HTML.
-      probe: the body of a function of JavaScript that returns an object.
-      width: of the window.
-
-    Returns:
-      What the probe returned, with the addresses that the page fetched as "fetched"; and what the
-      page, or the browser about it, wrote to the console.
-    """
+    """Returns what the body of a JavaScript function returns on a loaded page, and the console."""
     assert BROWSER is not None
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "page.html"
