@@ -63,8 +63,8 @@ _WEIGHTS = both(
     "test_weight_norms.py::test_gradients_of_normalised_half_weights_are_finite_and_half"
 )
 _PRELU = both("test_activations.py::test_prelu_keeps_its_slope_in_param_dtype")
-_LORA = {"nnx": "mpmodules/nnx/test_layers.py::test_dtypes_of_a_port_are_the_policys"}
-_ROTARY = {"nnx": "mpmodules/nnx/test_layers.py::test_half_is_rounded_once"}
+_LORA = {"nnx": "mpmodules/nnx/test_layers.py::test_dtypes_of_a_ported_lora_are_the_policys"}
+_ROTARY = {"nnx": "mpmodules/nnx/test_layers.py::test_rope_in_half_is_rounded_once"}
 _POOL = both("test_pooling.py::test_half_is_float32_rounded_once")
 _MAX_POOL = both(
     "test_pooling.py::"

@@ -46,7 +46,7 @@ def stored(model):
 
 @pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32"))
 @pytest.mark.parametrize("name", ("LoRA", "LoRALinear"))
-def test_dtypes_of_a_port_are_the_policys(name, policy):
+def test_dtypes_of_a_ported_lora_are_the_policys(name, policy):
     policy = get_policy(policy)
     port = nnx.apply_policy(build(flax_nnx, name), policy)
     gradients = flax_nnx.grad(lambda m: jnp.sum(m(X).astype(jnp.float32)))(port)
@@ -132,7 +132,7 @@ def test_attention_with_rope_without_a_policy_is_upstreams_bit_for_bit():
 @newer
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("policy", (None, "mixed"))
-def test_half_is_rounded_once(dtype, policy):
+def test_rope_in_half_is_rounded_once(dtype, policy):
     x = jax.random.normal(jax.random.key(1), (6, 8)).astype(dtype)
     positions = jnp.arange(6, dtype=jnp.int32) + 1001  # bfloat16 counts by 8 there
     with use_policy(None if policy is None else Policy("f32", dtype, "f32")):
@@ -150,7 +150,7 @@ def test_half_is_rounded_once(dtype, policy):
 
 
 @newer
-def test_a_boundary_leaves_positions_alone():
+def test_a_boundary_of_rope_leaves_positions_alone():
     rope = nnx.RoPE(dtype_policy="mixed_bfloat16")
     x, positions = Q[0, :, 0], jnp.arange(6.0) + 1001
     y = rope(x, positions)
@@ -174,7 +174,7 @@ def test_attention_with_rope_keeps_dtype_and_accuracy(dtype):
 
 
 @newer
-def test_multi_head_attention_takes_it():
+def test_multi_head_attention_takes_rope():
     rope = nnx.RoPE(embedding_size=8, max_seq_len=16)
     with use_policy("mixed_bfloat16"):
         layer: Any = nnx.MultiHeadAttention(
@@ -204,7 +204,7 @@ def linear(dtype):
 
 
 @newer
-def test_of_float32_params_it_is_flaxs():
+def test_an_ema_of_float32_params_is_flaxs():
     model, ours, theirs = (
         linear(jnp.float32),
         *(cls(linear(jnp.float32), 0.9) for cls in (nnx.EMA, flax_nnx.EMA)),
@@ -219,7 +219,7 @@ def test_of_float32_params_it_is_flaxs():
 
 @newer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_params_are_refused_by_name(dtype):
+def test_an_ema_of_half_precision_params_is_refused_by_name(dtype):
     with pytest.raises(ValueError, match=REFUSED.format(dtype)):
         nnx.EMA(linear(dtype), 0.9)
     ema = nnx.EMA(cast_floating(nnx.state(linear(dtype)), "float32"), 0.9)
@@ -229,7 +229,7 @@ def test_half_precision_params_are_refused_by_name(dtype):
 
 
 @newer
-def test_what_it_refuses_stands_still_in_flaxs_and_the_masters_average_follows():
+def test_an_ema_of_half_params_stands_still_in_flax_and_the_masters_average_follows():
     model: Any = linear(jnp.bfloat16)
     model.kernel[...] = jnp.ones((2, 2), jnp.bfloat16)
     optimizer: Any = nnx.Optimizer(
