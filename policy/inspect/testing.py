@@ -21,7 +21,7 @@ from policy.core.scope import RulesLike
 from policy.inspect.audit.audit import findings_of, function_name
 from policy.inspect.audit.checks.sums import terms_of
 from policy.inspect.audit.findings import MIXED, PROMOTION, Finding, finding
-from policy.inspect.audit.values import is_cotangent, is_matmul
+from policy.inspect.audit.flow import is_cotangent, is_matmul
 from policy.inspect.traced.call import Call, origin_of, parameters_of, traced_call
 from policy.programs.dtypes import HALVES, is_inexact_name
 from policy.programs.operations import accumulation_of, operands_of, sums
@@ -360,16 +360,16 @@ def _allowed(graph: Graph, allow: Collection[str]) -> list[Node]:
     paths = dict.fromkeys(node.site.path for node in nodes)
     left_out = set[Path]()
     for pattern, _ in patterns:
-        found = [path for path in paths if _is_within(path, pattern)]
+        found = [
+            path
+            for path in paths
+            if any(matches(pattern, name, model=model) for name, model in _names_of(path))
+        ]
         if not found:
             known = ", ".join(sorted(spelled(path) for path in paths if path)) or "none"
             raise ValueError(f"allow: '{pattern}' matches no path. Paths: {known}.")
         left_out.update(found)
     return [node for node in nodes if node.site.path not in left_out]
-
-
-def _is_within(path: Path, pattern: Any) -> bool:
-    return any(matches(pattern, name, model=model) for name, model in _names_of(path))
 
 
 def _names_of(path: Path) -> Iterator[tuple[str, str]]:

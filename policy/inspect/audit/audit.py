@@ -11,14 +11,7 @@ from policy.core.messages import require_function
 from policy.core.policy import Policy
 from policy.core.precedence import Asked, collecting
 from policy.core.scope import RulesLike, current_scope
-from policy.inspect.audit.checks import (
-    carries,
-    discrete,
-    eight_bits,
-    functions,
-    sums,
-    widening,
-)
+from policy.inspect.audit.checks import carries, discrete, eight_bits, functions, sums, widening
 from policy.inspect.audit.findings import FINDING_KINDS, Finding
 from policy.inspect.audit.flow import Flow, Lost, State, noticing, states_of
 from policy.inspect.audit.operations import operations_of

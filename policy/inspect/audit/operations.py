@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from policy.inspect.audit.findings import Finding
-from policy.inspect.audit.values import bits, is_eight_bits, is_sixteen_bits, is_wide
+from policy.inspect.audit.flow import bits, is_eight_bits, is_sixteen_bits, is_wide
 from policy.programs.operations import (
     accumulation_of,
     bytes_of,

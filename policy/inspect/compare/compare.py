@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -106,8 +105,22 @@ def compare(
     program = program_of(Call.measured("compare", fn, args, kwargs, params, scale), policy, rules)
     log, arrays = Log(), program.arguments.arrays
     numbers, undefined = jax.device_get(program.compiled(paired(program, log, on))(*arrays))
-    name, text = getattr(fn, "__name__", type(fn).__name__), policy and short_text(policy)
-    return comparison_of(program, log, numbers, undefined, name, text or "")
+    findings = Findings(log, numbers, program)
+    with naming(place.path for place in findings.places):
+        jump, step = findings.first_jump()
+        rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
+        unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
+        return Comparison(
+            tuple(rows),
+            None if jump is None else spelled(jump.path),
+            step,
+            tuple(_notes(program, rows, unpaired, undefined)),
+            getattr(fn, "__name__", type(fn).__name__),
+            "" if policy is None else short_text(policy),
+            program.route,
+            unpaired,
+            tuple(_codes(log, numbers)),
+        )
 
 
 def paired(program: Program, log: Log, on: Device | None = None) -> Any:
@@ -172,16 +185,13 @@ class Findings:
             for m in log.measurements
             if m.key in notes
         ]
-        halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
-        # The error of one rounding: smaller errors can't be distinguished.
-        self.floor = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
-
-    @functools.cached_property
-    def _entered(self) -> dict[ModulePass, list[Measurement]]:
-        return {
+        self._entered = {
             place: [one for one in self.measurements if _enters(one, place)]
             for place in self.places
         }
+        halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
+        # The error of one rounding: smaller errors can't be distinguished.
+        self.floor = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
 
     def leaving(self, place: ModulePass) -> list[Measurement]:
         """Returns the values that leave a place, and gradients of parameters only if there are
@@ -271,39 +281,13 @@ def _first(jumps: np.ndarray, place: ModulePass) -> int | None:
     return int(steps[-1] if place.direction == "backward" else steps[0])
 
 
-def comparison_of(
-    program: Program,
-    log: Log,
-    notes: dict[int, Any],
-    has_nan: Sequence[Any],
-    name: str,
-    policy: str,
-) -> Comparison:
-    """Returns the comparison, from the numbers that its program returned."""
-    findings = Findings(log, notes, program)
-    with naming(place.path for place in findings.places):
-        jump, step = findings.first_jump()
-        rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
-        unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
-        return Comparison(
-            tuple(rows),
-            None if jump is None else spelled(jump.path),
-            step,
-            tuple(_notes(program, rows, unpaired, has_nan)),
-            name,
-            policy,
-            program.route,
-            unpaired,
-            tuple(_codes(log, notes)),
-        )
-
-
 def _codes(log: Log, notes: dict[int, Any]) -> Iterable[OperandCodes]:
     """Returns the operands of matmuls in 8 bits, one for each module and side."""
     lost = lost_prefixes(place.path for place in _with_prefixes(log.places))
     found: dict[tuple[str, CodedSide, str], np.ndarray] = {}
-    known = [(i, *codes) for i, codes in enumerate(log.codes) if -1 - i in notes]
-    for i, of, dtype in known:
+    for i, (of, dtype) in enumerate(log.codes):
+        if -1 - i not in notes:
+            continue
         numbers = np.asarray(notes[-1 - i], np.float64).reshape(-1, 2).max(0)
         for path in of.paths:
             key = spelled(lost.get(path, path)), of.operand, str(np.dtype(dtype))

@@ -232,7 +232,15 @@ def _table(comparison: Comparison) -> str:
     """Returns the rows in columns, with the first jump and the notes above them."""
     rows = comparison.rows
     width = max([24, *(len(_name(row)) for row in rows)])
-    lines = list(_above(comparison))
+    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
+        comparison.route
+    ]
+    policy = f" under {comparison.policy}" if comparison.policy else ""
+    lines = [
+        f"{comparison.name or 'function'}{policy} (by {how}) against float32",
+        f"The error jumps {_jump(comparison)}.",
+        *comparison.notes,
+    ]
     for kind, title in _TITLES.items():
         of_kind = [row for row in rows if row.kind == kind]
         if of_kind:
@@ -252,16 +260,6 @@ def _codes(codes: Sequence[OperandCodes]) -> Iterable[str]:
         shares = f"{_share(one.saturated):>11}{_share(one.underflow):>11}"
         path = one.path or OUTSIDE
         yield f"{path:<{width}}{one.operand:>11}{one.dtype:>15}{shares}"
-
-
-def _above(comparison: Comparison) -> Iterable[str]:
-    how = {"scope": "layers that obey it", "autocast": "autocast", "as written": "its own dtypes"}[
-        comparison.route
-    ]
-    policy = f" under {comparison.policy}" if comparison.policy else ""
-    yield f"{comparison.name or 'function'}{policy} (by {how}) against float32"
-    yield f"The error jumps {_jump(comparison)}."
-    yield from comparison.notes
 
 
 def _jump(comparison: Comparison) -> str:

@@ -179,7 +179,7 @@ class Paired(PlacedInterpreter):
         lanes = [[output] for output in outputs]
         if device is not None or at in self.codes.roundings or any(depends(equation, pairs)):
             wide = Upcast(self.codes.roundings).standing_in(self)
-            given = [PlacedValue([float32_of(value)]) for value in values]
+            given = [PlacedValue([widen(value.arrays[-1])]) for value in values]
             references = wide.equation(equation, given)
             lanes = [[o, r.arrays[0]] for o, r in zip(outputs, references, strict=True)]
         name, source = self._made_by(equation, place, values)
@@ -351,7 +351,7 @@ class Paired(PlacedInterpreter):
     def settled(self, value: PlacedValue, like: PlacedValue) -> PlacedValue:
         value = _decoded(value)
         if len(value.arrays) != len(like.arrays):
-            value = PlacedValue([value.arrays[0], float32_of(value)], value.origin)
+            value = PlacedValue([value.arrays[0], widen(value.arrays[-1])], value.origin)
         if like.origin is None or like.origin.coded is None:
             return value
         return PlacedValue([_encoded(*value.arrays), value.arrays[1]], like.origin)
@@ -380,11 +380,6 @@ def _unlimited(value: PlacedValue) -> PlacedValue:
             return value
         (value,) = whole
     return value
-
-
-def float32_of(value: PlacedValue) -> Any:
-    """Returns the array of a value in float32."""
-    return widen(value.arrays[-1])
 
 
 def _around(place: ModulePass, other: Path) -> dict[ModulePass, None]:

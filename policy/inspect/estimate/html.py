@@ -54,7 +54,12 @@ def estimate_page(estimate: EstimateRows) -> str:
 
 def _sections(estimate: EstimateRows) -> Iterator[Markup]:
     rows = estimate.rows
-    yield section("costs", f"Policies ({len(rows)})", _costs(estimate))
+    columns: Columns = {"policy": _policy}
+    if any(row.fits is not None for row in rows):
+        columns["fits"] = lambda row: (_verdict(row), None)
+    for column in text.columns_of(estimate):
+        columns[column.head] = functools.partial(_figure, column=column, rows=rows)
+    yield section("costs", f"Policies ({len(rows)})", table(columns, rows))
     yield section("memory", "Memory of a device", *_memory(estimate))
     flops = [bar(f"{row.name}: FLOPs of matmuls", row.matmul_flops, amount) for row in rows]
     every = [bar(f"{row.name}: all FLOPs", row.flops, amount) for row in rows]
@@ -77,16 +82,6 @@ def _sections(estimate: EstimateRows) -> Iterator[Markup]:
 # --------------------------------------------------------------------------------------------------
 # The rows
 # --------------------------------------------------------------------------------------------------
-
-
-def _costs(estimate: EstimateRows) -> Markup:
-    rows = estimate.rows
-    columns: Columns = {"policy": _policy}
-    if any(row.fits is not None for row in rows):
-        columns["fits"] = lambda row: (_verdict(row), None)
-    for column in text.columns_of(estimate):
-        columns[column.head] = functools.partial(_figure, column=column, rows=rows)
-    return table(columns, rows)
 
 
 def _policy(row: PolicyCost) -> Cell:

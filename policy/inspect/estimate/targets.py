@@ -93,9 +93,14 @@ class Chip:
     def peak(self, dtype: str) -> float:
         """Returns FLOP/s of matmuls of operands in `dtype`; of an unlisted one those of float32.
 
-        A precision may follow the dtype, as in "float32, highest".
+        A precision may follow the dtype, as in "float32, highest"; or passes, of which "float32,
+        bfloat16 x3" takes three of another's. TF32 is float32 of default precision.
         """
-        names = (dtype, dtype.partition(",")[0], "float32")
+        base, _, precision = dtype.partition(", ")
+        multiplied, has_passes, passes = precision.partition(" x")
+        if has_passes:
+            return self.peak(multiplied) / int(passes)
+        names = (dtype, base, "float32")
         return next((self.peaks[name] for name in names if name in self.peaks), 0.0)
 
     def target_config(self) -> str:
@@ -201,7 +206,7 @@ def kernel_time(chip: Chip) -> KernelTime | None:
         return None
 
     def time(flops: Mapping[str, float], moved: float) -> float:
-        computing = sum(amount / _peak(chip, dtype) for dtype, amount in flops.items())
+        computing = sum(amount / chip.peak(dtype) for dtype, amount in flops.items())
         return max(computing, moved / chip.bandwidth) * (chip.clock or 1.0)
 
     return time
@@ -237,17 +242,6 @@ def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -
     if not sent:
         return 0.0
     return sent / chip.link_bandwidth if chip.link_bandwidth else None
-
-
-def _peak(chip: Chip, dtype: str) -> float:
-    """Returns FLOP/s of products of a dtype, of which "float32, bfloat16 x3" takes three of
-    another's. TF32 is float32 of default precision.
-    """
-    _, _, multiplied = dtype.partition(", ")
-    base, by, passes = multiplied.partition(" x")
-    if not by:
-        return chip.peak(dtype)
-    return chip.peak(base) / int(passes)  # of "tf32", which is unlisted, that of float32
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,7 +298,8 @@ class Target:
         kind, shape = _split(self.name)
         chip = CHIPS.get(kind)
         if chip is not None and chip.axes:
-            _require_torus(self.name, chip)
+            if ":" in self.name:
+                _require_torus(self.name, kind, shape, chip)
         elif kind in ("cpu", "here"):
             if shape:
                 raise ValueError(
@@ -399,10 +394,7 @@ def _split(name: str) -> tuple[str, str]:
     return (name, "") if name.endswith(".json") else (kind, shape)
 
 
-def _require_torus(name: str, chip: Chip) -> None:
-    kind, shape = _split(name)
-    if not shape and ":" not in name:
-        return
+def _require_torus(name: str, kind: str, shape: str, chip: Chip) -> None:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != chip.axes:
         raise ValueError(
             f"The target {name!r} should have {chip.axes} axes of chips, as in {_example(kind)}; "

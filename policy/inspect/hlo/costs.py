@@ -163,13 +163,10 @@ class _Counter:
             return 0.0
         if flops is None:  # the time of its bytes is a lower bound
             costs.uncounted.append(f"FLOPs of {label}")
-        add_to(costs.rooflines, {_short(instruction.op_name) or what: time})
+        skipped = ("jit(<", "jit(step", "jit(run")
+        parts = [one for one in instruction.op_name.split("/") if not one.startswith(skipped)]
+        add_to(costs.rooflines, {"/".join(parts[-4:]) or what: time})
         return time
-
-
-def _short(op_name: str) -> str:
-    skipped = ("jit(<", "jit(step", "jit(run")
-    return "/".join([part for part in op_name.split("/") if not part.startswith(skipped)][-4:])
 
 
 def _runs_beside(instruction: Instruction) -> bool:

@@ -15,7 +15,7 @@ _SHORT = {
     "float8_e5m2": "f8e5m2",
 }
 _DECIMAL = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
-_PARTS = {"ms": 1e3, "µs": 1e6, "ns": 1e9}
+_PARTS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}
 _BINARY = {"Ti": 2.0**40, "Gi": 2.0**30, "Mi": 2.0**20, "Ki": 2.0**10}
 
 
@@ -75,9 +75,7 @@ def duration(seconds: float) -> str:
     >>> duration(0.00125), duration(2), duration(4321.4), duration(0)
     ('1.25 ms', '2 s', '4321 s', '0 s')
     """
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
     reached = (unit for unit, scale in _PARTS.items() if seconds * scale >= 1)
-    unit = next(reached, "ns")
+    unit = next(reached, "ns" if seconds else "s")
     scaled = seconds * _PARTS[unit]
     return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"

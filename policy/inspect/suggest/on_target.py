@@ -105,7 +105,13 @@ class FrontSearch:
         chosen = self._chosen(search, sets)
         points = {wide: self._point(search, wide) for wide in sets}
         if chosen is None and asked:
-            raise ValueError(self._no_memory(points.values()))
+            within = [point for point in points.values() if point.error <= self.budget]
+            missing = min((point.missing for point in within if not point.fits), default=0)
+            raise ValueError(
+                f"No rules within an error of {self.budget:.3g} fit into the memory of "
+                f"{self.target.name}: at least {missing / 2**30:.2f} GiB are missing. Spread the "
+                "step with shardings=; policy.estimate shows what uses the memory."
+            )
         wide = frozenset() if chosen is None else chosen
         rules = PolicyRules([]) if chosen is None else self._row(wide)[0]
         error = self.measured.get(wide, math.nan)
@@ -174,14 +180,6 @@ class FrontSearch:
             0 if cost.fits is not False else max(-(cost.spare or 0), 1),
             wide not in self.measured,
             cost.is_lower_bound,
-        )
-
-    def _no_memory(self, points: Iterable[FrontPoint]) -> str:
-        met = [point.missing for point in points if point.error <= self.budget and not point.fits]
-        return (
-            f"No rules within an error of {self.budget:.3g} fit into the memory of "
-            f"{self.target.name}: at least {min(met, default=0) / 2**30:.2f} GiB are missing. "
-            "Spread the step with shardings=; policy.estimate shows what uses the memory."
         )
 
 

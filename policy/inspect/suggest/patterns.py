@@ -51,13 +51,7 @@ def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
       default: the state that paths have without a rule.
     """
     prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
-    said = {spelled(path): state for path, state in _said(states, prefixes, default).items()}
-    return list(_folded(said, set(map(spelled, prefixes))))
-
-
-def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Path, S]:
-    """Returns the path and state of each rule, outermost first."""
-    said: dict[Path, S] = {}
+    said: dict[Path, S] = {}  # the path and state of each rule, outermost first
     for path in sorted(prefixes, key=lambda path: (len(path), path)):
         outer = [said[path[:n]] for n in range(1, len(path)) if path[:n] in said]
         below = [state for other, state in states.items() if other[: len(path)] == path]
@@ -69,7 +63,8 @@ def _said(states: Mapping[Path, S], prefixes: set[Path], default: S) -> dict[Pat
             continue
         if state != (outer[-1] if outer else default):
             said[path] = state
-    return said
+    by_name = {spelled(path): state for path, state in said.items()}
+    return list(_folded(by_name, set(map(spelled, prefixes))))
 
 
 def _folded(said: Mapping[str, S], known: set[str]) -> Iterable[tuple[str, S]]:

@@ -470,7 +470,7 @@ def parameters_of(
     Unless `keeps`, the outgoing parameters stand for the incoming ones.
     """
     call, traced = lowered(fn, args, kwargs), trace(fn, *args, **kwargs)
-    dtypes = [_dtype(leaf) for leaf in jax.tree.leaves(traced.shape)]
+    dtypes = [str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(traced.shape)]
     places = jax.tree.unflatten(jax.tree.structure(traced.shape), range(len(dtypes)))
     # modules, whose state is handed in and out
     has_state = call is not None and call.finish is not type(call).finish
@@ -480,11 +480,7 @@ def parameters_of(
     if not (has_state or keeps):
         return {name: dtype for name, (_, dtype) in after.items()}, after, traced.jaxpr
     given = args[params] if call is None or not has_state else call.args[0]
-    return {name: _dtype(leaf) for name, leaf in _named(given)}, after, traced.jaxpr
-
-
-def _dtype(leaf: Any) -> str:
-    return str(jnp.result_type(leaf))
+    return {name: str(jnp.result_type(leaf)) for name, leaf in _named(given)}, after, traced.jaxpr
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Any]]:

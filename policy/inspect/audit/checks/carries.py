@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from policy.inspect.audit.findings import CARRY, Finding, finding, shape_of
-from policy.inspect.audit.flow import Flow, State
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
+    Flow,
+    State,
     behind,
     followed,
     in_order,

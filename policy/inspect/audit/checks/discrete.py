@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspect.audit.findings import CHOICE, CONSTANT, DRAW, INTEGER, Finding, finding
-from policy.inspect.audit.flow import Flow, Lost
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
     ARITHMETIC,
+    Flow,
+    Lost,
     bits,
     interval_of,
     is_constant,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from policy.inspect.audit import findings as kinds
 from policy.inspect.audit.findings import Finding, finding, shape_of
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
+    Flow,
     bits,
     followed,
     interval_of,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from policy.inspect.audit.findings import FUNCTION, Finding, finding, sum_limit
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
+    Flow,
     are_equal,
     is_cotangent,
     is_layout,

@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from policy.inspect.audit.findings import REDUCTION, Finding, finding, sum_limit
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
     LARGEST,
+    Flow,
     are_equal,
     is_matmul,
     is_narrow,

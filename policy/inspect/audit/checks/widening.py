@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 
 from policy.inspect.audit import findings as kinds
 from policy.inspect.audit.findings import Finding, finding, shape_of
-from policy.inspect.audit.flow import Flow
-from policy.inspect.audit.values import (
+from policy.inspect.audit.flow import (
+    Flow,
     bits,
     is_cast,
     is_complex,
@@ -52,7 +52,7 @@ def silent_promotions(flow: Flow) -> Iterator[Finding]:
     """
     for node in flow.forward:
         is_cast = node.name == "convert_element_type" and is_narrow(node.inputs[0].dtype)
-        if not is_cast or node.site.is_placed or not flow.leaks(node.out):
+        if not is_cast or node.site.is_placed or node.out not in flow.leaking:
             continue
         if is_wide(node.out.dtype) and flow.asked.is_wide(node.site.path):
             continue
@@ -104,7 +104,7 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         wide = [value for value in operands(node)[:2] if is_wide(value.dtype)]
         if not wide or node.site.in_island or flow.asked.is_wide(node.site.path):
             continue
-        sources = [origin for value in wide if (origin := flow.widening(value)) is not None]
+        sources = [origin for value in wide if (origin := flow.widenings.get(value)) is not None]
         is_computed = any(map(_was_computed, sources))
         if _is_no_work(node, is_computed):
             continue
@@ -330,13 +330,13 @@ def float32_residuals(flow: Flow) -> Iterator[Finding]:
             continue
         for value in node.outputs:
             is_saved = is_wide(value.dtype) and any(map(is_cotangent, value.readers))
-            if is_saved and value.shape and flow.widening(value) is not None:
+            if is_saved and value.shape and flow.widenings.get(value) is not None:
                 kept[node.site.path].append((node, value))
     for saved in kept.values():
         places = [(node.site, array_bytes(value.aval)) for node, value in saved]
         total = sum(each * site.count * site.devices for site, each in places)
         node, first = saved[0]
-        origin = flow.widening(first)
+        origin = flow.widenings.get(first)
         half = "half" if origin is None else origin.inputs[0].dtype
         message = (
             f"{total:,} bytes in {len(saved)} {first.dtype} "
@@ -380,9 +380,9 @@ def _is_reason(node: Node, flow: Flow) -> bool:
         return True  # the float32 matmul is a finding of its own
     if not any(is_wide(value.dtype) for value in node.inputs) or is_cast(node):
         return False
-    origin = flow.widening(node.inputs[0])
+    origin = flow.widenings.get(node.inputs[0])
     if node.name in ops.ADDITIONS:
-        return len({flow.widening(value) for value in node.inputs if not value.is_literal}) > 1
+        return len({flow.widenings.get(value) for value in node.inputs if not value.is_literal}) > 1
     if node.name in ops.POWERS:  # float16 lacks the range for powers
         return origin is not None and origin.inputs[0].dtype == "float16"
     is_function = node.name in ops.SQUARE_ROOTS or node.name in ops.STEEP
