@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from policy.inspect.estimate.estimate import DEFAULT
 from policy.inspect.estimate.steps import are_results, example_call, required_arguments
+from policy.inspect.hlo.text import numpy_name
 from policy.inspect.traced.call import checked_policy
 
 
@@ -217,8 +218,6 @@ def require_arguments(
 # Arguments as texts
 # --------------------------------------------------------------------------------------------------
 
-_SHORT = {"bf16": "bfloat16", "bool": "bool", "pred": "bool"}
-_PREFIXES = {"f": "float", "i": "int", "s": "int", "u": "uint", "c": "complex"}
 _LARGEST = 2**63 - 1  # dimension that JAX can count to
 
 
@@ -261,8 +260,7 @@ def _value(node: ast.expr | None) -> Any:
 def _array(name: str, sizes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
     if not all(type(size) is int and 0 <= size <= _LARGEST for size in sizes):
         raise ValueError(f"Dimensions should be whole numbers, but got {sizes}.")
-    short = re.fullmatch(r"([fisuc])(\d+)", name)
-    full = _PREFIXES[short[1]] + short[2] if short else _SHORT.get(name, name)
+    full = numpy_name(re.sub(r"^i(?=\d)", "s", name))  # HLO's name of int8 is s8
     try:
         dtype = jnp.dtype(full)
         held = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))).dtype

@@ -310,7 +310,11 @@ def _estimate(options: argparse.Namespace) -> int:
     under each policy, with a row's options as keyword arguments, and with the mesh if it has a
     parameter `mesh`.
     """
-    targets = _targets(options.on)
+    names = list(dict.fromkeys(name.strip() for name in options.on.split(",") if name.strip()))
+    if not names:
+        raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
+    with prefixed_errors("--on"):
+        targets = [Target(name) for name in names]
     given = {
         "policies": rows_to_estimate(options.policies, options.row),
         "rules": _rules_of(options),
@@ -344,14 +348,6 @@ def _estimate(options: argparse.Namespace) -> int:
                 found.plot(plot)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
-
-
-def _targets(text: str) -> list[Target]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
-    with prefixed_errors("--on"):
-        return [Target(name) for name in names]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -88,6 +88,14 @@ def parse_dtype(name: str) -> np.dtype:
         raise ValueError(f"Unknown dtype '{name}': it should be one of {known}.{hint}") from None
 
 
+def dtype_or_none(value: Any) -> np.dtype | None:
+    """Returns the dtype of a dtype-like, or None for other values."""
+    try:
+        return None if value is None else jnp.dtype(value)  # NumPy takes None for float64
+    except TypeError:
+        return None
+
+
 # --------------------------------------------------------------------------------------------------
 # Matmuls with weights in 8 bits
 #
@@ -174,11 +182,8 @@ class ScaledMatmul:
 
 
 def _eight_bits(field: str, value: DTypeLike) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = np.dtype(bool)
-    if dtype not in (*_FLOAT8, INT8):
+    dtype = dtype_or_none(value)
+    if dtype is None or dtype not in (*_FLOAT8, INT8):
         names = ", ".join(one.name for one in (*_FLOAT8, INT8))
         raise ValueError(f"ScaledMatmul({field}={value!r}): it should be one of {names}.")
     return dtype

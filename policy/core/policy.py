@@ -14,6 +14,7 @@ from policy.core.arrays import cast_floating
 from policy.core.dtypes import (
     ScaledMatmul,
     dtype_names,
+    dtype_or_none,
     dtype_to_names,
     is_algorithm,
     parse_dtype,
@@ -52,10 +53,7 @@ def _floating_dtype(field: str, value: DTypeLike) -> np.dtype:
     """
     if isinstance(value, str) and value in dtype_names():
         return parse_dtype(value)
-    try:
-        dtype = None if value is None else jnp.dtype(value)  # of None it is float64
-    except TypeError:
-        dtype = None
+    dtype = dtype_or_none(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         given = repr(value) if dtype is None else dtype.name
         raise ValueError(
@@ -193,12 +191,6 @@ class Policy:
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Returns a copy with another `output_dtype`."""
         return self.replace(output_dtype=output_dtype)
-
-    def returned_to(self, caller: Policy | None) -> Policy:
-        """Returns the policy for the outputs of a call from code under `caller`, or under none."""
-        if not self.follows_caller:
-            return self
-        return self.replace(output_dtype=(caller or self).compute_dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of a tree to `param_dtype`.

@@ -83,10 +83,16 @@ def with_explicit_dtypes(
         explicit = jnp.dtype(given)
         if explicit != getattr(base, field):
             defeated.append(f"{argument}={explicit.name}")
-        if not jnp.issubdtype(explicit, jnp.complexfloating):
-            changes[field] = _honourable(explicit, argument, what, where)
-        elif argument == "dtype":
-            kept = explicit
+        if jnp.issubdtype(explicit, jnp.complexfloating):
+            kept = explicit if argument == "dtype" else kept
+            continue
+        if not jnp.issubdtype(explicit, jnp.floating) or explicit.itemsize < 2:
+            raise ValueError(
+                f"{what} at '{where}' can't use {argument}={explicit.name} under a policy: it "
+                "should be a floating dtype of at least 16 bits, such as bfloat16. 8-bit floats "
+                "are for matmul operands only: use a policy with m=f8 for those."
+            )
+        changes[field] = explicit
     if "compute_dtype" in changes:
         if changes["compute_dtype"] != base.compute_dtype:
             changes["matmul"] = None
@@ -102,16 +108,6 @@ def with_explicit_dtypes(
         )
         source = dataclasses.replace(source, dtypes=", ".join(defeated))
     return Effective(policy, base, source, kept)
-
-
-def _honourable(dtype: np.dtype, argument: str, what: str, where: str) -> np.dtype:
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(
-            f"{what} at '{where}' can't use {argument}={dtype.name} under a policy: it should be a "
-            "floating dtype of at least 16 bits, such as bfloat16. 8-bit floats are for matmul "
-            "operands only: use a policy with m=f8 for those."
-        )
-    return dtype
 
 
 # --------------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ class Source:
 
 
 NO_SOURCE = Source("none")
-GLOBAL = Source("global")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ class Scope:
     in_full_precision: bool = False
     backend: tuple[str, str] | None = None
     options: Hashable = None
-    source: Source = dataclasses.field(default=GLOBAL, compare=False)
+    source: Source = dataclasses.field(default=Source("global"), compare=False)
 
     def held(self, policy: Policy | None) -> Policy | None:
         """Returns a module's policy as it holds here: in an island, the island's version."""
@@ -247,7 +246,10 @@ class Scope:
 
     def returned(self, policy: Policy) -> Policy:
         """Returns the policy whose output_dtype holds for a call that crossed into `policy`."""
-        return policy.returned_to(self.policy if self.boundary_open else None)
+        if not policy.follows_caller:
+            return policy
+        caller = self.policy if self.boundary_open else None
+        return policy.replace(output_dtype=(caller or policy).compute_dtype)
 
 
 # Made once, at import: a second user context would retrace everything that was cached before it.
@@ -438,8 +440,7 @@ def param_dtype() -> np.dtype | None:
     >>> policy.param_dtype() is None
     True
     """
-    policy = current_policy()
-    return None if policy is None else policy.param_dtype
+    return getattr(current_policy(), "param_dtype", None)
 
 
 def compute_dtype() -> np.dtype | None:
@@ -455,8 +456,7 @@ def compute_dtype() -> np.dtype | None:
     >>> cos.dtype
     dtype(bfloat16)
     """
-    policy = current_policy()
-    return None if policy is None else policy.compute_dtype
+    return getattr(current_policy(), "compute_dtype", None)
 
 
 def output_dtype() -> np.dtype | None:
@@ -467,8 +467,7 @@ def output_dtype() -> np.dtype | None:
     ...     policy.output_dtype()
     dtype(bfloat16)
     """
-    policy = current_policy()
-    return None if policy is None else policy.output_dtype
+    return getattr(current_policy(), "output_dtype", None)
 
 
 def reduction_dtype() -> np.dtype | None:
@@ -479,8 +478,7 @@ def reduction_dtype() -> np.dtype | None:
     ...     policy.reduction_dtype()
     dtype('float32')
     """
-    policy = current_policy()
-    return None if policy is None else policy.reduction_dtype
+    return getattr(current_policy(), "reduction_dtype", None)
 
 
 def reduction_dtype_of(*arrays: ArrayLike) -> np.dtype:

@@ -59,10 +59,6 @@ def check_gradients(gradients: Any, state: Any, params: Any) -> None:
             "returns them second: loss, grads = value_and_grad(loss_fn)(params). "
             "flax.nnx.Optimizer takes ScaledGradients apart: use mpmodules.nnx.Optimizer for them."
         )
-    _check_leaves(gradients, params)
-
-
-def _check_leaves(gradients: optax.Updates, params: optax.Params) -> None:
     examples = examples_axis(gradients, params)
     wrong = [
         f"{path_name(path)} is {dtype_and_shape(g)} for a param of {dtype_and_shape(p)}"

@@ -132,6 +132,30 @@ def without_overwritten(tree: Any) -> Any:
     )
 
 
+def with_overwritten(
+    result: optax.Params, params: Any, gradients: Any, finite: jax.Array, as_updates: bool
+) -> optax.Params:
+    """Fills the empty nodes of a step's result: a leaf's gradient is its new value.
+
+    Args:
+      result: new params, or with `as_updates` the differences to them.
+      params: the params before.
+      gradients: their gradients, unscaled there.
+      finite: () bool; where it is False, the leaves stay.
+      as_updates: see `result`.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        gradients = type(params)(gradients, gradients)
+
+    def one(path: jax.tree_util.KeyPath, p: jax.Array, g: jax.Array, r: jax.Array) -> jax.Array:
+        if not is_overwritten(path):
+            return r
+        new, same = (g - p, jnp.zeros_like(p)) if as_updates else (g, p)
+        return jnp.where(finite, new, same)
+
+    return jax.tree_util.tree_map_with_path(one, params, gradients, result)
+
+
 def loss_scale_of(opt_state: Any) -> LossScale:
     """Returns the current loss scale in an optimizer state, for `value_and_grad`.
 

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from policy.core.arrays import is_overwritten, varying_axes, working_dtype
+from policy.core.arrays import varying_axes, working_dtype
 from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.grads.finiteness import fusion_barrier
@@ -32,21 +33,11 @@ from policy.grads.loss_scale import (
     were_never_scaled,
 )
 from policy.optim import checks, moments
-from policy.optim.conditional_step import (
-    Branch,
-    Operands,
-    ParamUpdate,
-    Results,
-    cond_or_select,
-    selected,
-    unpacked_cond,
-)
 from policy.optim.gradients import (
     agreed,
     check_gradients,
     check_stepped,
     clip_to_norm,
-    differentiated,
     examples_axis,
     gradient_norm,
     gradients_finite,
@@ -62,12 +53,22 @@ from policy.optim.state import (
     owned,
     strong_copy,
     strongly_typed,
+    with_overwritten,
     without_overwritten,
 )
-from policy.optim.storage_modes import MasterWeights, inner_params, rounding_keys, storage_mode
+from policy.optim.storage_modes import (
+    Encoded,
+    MasterWeights,
+    ParamUpdate,
+    Stored,
+    inner_params,
+    rounding_keys,
+    storage_mode,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Stepped: TypeAlias = tuple[optax.Params, MixedPrecisionState]
 """New params, or the updates of the old ones, and the new state."""
 
@@ -117,8 +118,7 @@ class Stepper:
         checks.check_initial_params(params)
         params = without_overwritten(params)
         checks.warn_of_wide_params(params, self.policy)
-        modes = self.master_weights
-        masters = jax.tree.map(lambda p: storage_mode(p.dtype, modes).init(p), params)
+        masters = jax.tree.map(lambda p: storage_mode(p.dtype, self.master_weights).init(p), params)
         return self.make_state(params, masters)
 
     def make_state(self, params: optax.Params, masters: optax.Params) -> MixedPrecisionState:
@@ -403,25 +403,93 @@ def _run_optax(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
         return function(*args, **kwargs)
 
 
-def with_overwritten(
-    result: optax.Params, params: Any, gradients: Any, finite: jax.Array, as_updates: bool
-) -> optax.Params:
-    """Fills the empty nodes of a step's result: a leaf's gradient is its new value.
+# --------------------------------------------------------------------------------------------------
+# The branches of a step: applied, or skipped
+# --------------------------------------------------------------------------------------------------
 
-    Args:
-      result: new params, or with `as_updates` the differences to them.
-      params: the params before.
-      gradients: their gradients, unscaled there.
-      finite: () bool; where it is False, the leaves stay.
-      as_updates: see `result`.
+
+class Operands(NamedTuple):
+    """The arguments of both branches.
+
+    Attributes:
+      params: a tree of params.
+      gradients: their gradients, as they were handed over.
+      inner: the inner transform's state, with the scales of its moments.
+      masters: a tree like the params, of stored arrays.
     """
-    if differentiated(params) is not params:
-        gradients = type(params)(gradients, gradients)
 
-    def one(path: jax.tree_util.KeyPath, p: jax.Array, g: jax.Array, r: jax.Array) -> jax.Array:
-        if not is_overwritten(path):
-            return r
-        new, same = (g - p, jnp.zeros_like(p)) if as_updates else (g, p)
-        return jnp.where(finite, new, same)
+    params: optax.Params
+    gradients: optax.Updates
+    inner: StoredInner
+    masters: optax.Params
 
-    return jax.tree_util.tree_map_with_path(one, params, gradients, result)
+    def leaves(self) -> tuple[list[jax.Array], list[Stored]]:
+        """Returns the params and their stored arrays, in flattening order."""
+        leaves, tree = jax.tree.flatten(self.params)
+        return leaves, tree.flatten_up_to(self.masters)
+
+
+Results: TypeAlias = tuple[list[Encoded], StoredInner]
+"""The results of a branch: each param's, in flattening order, and the inner transform's state."""
+
+Branch: TypeAlias = Callable[[Operands], Results]
+
+
+def cond_or_select(
+    flag: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands
+) -> Results:
+    """Computes `lax.cond`, or on TPUs a select of the results of both branches.
+
+    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step
+    itself. It would write the results of a branch, and read them again for the addition. XLA:CPU
+    would compute the step once for each result of a select.
+    """
+    apply_step = jax.jit(apply_step)  # traced once for both
+    return lax.platform_dependent(
+        flag,
+        operands,
+        tpu=lambda flag, of: selected(flag, apply_step(of), skip_step(of)),
+        default=lambda flag, of: lax.cond(flag, apply_step, skip_step, of),
+    )
+
+
+def unpacked_cond(
+    flag: jax.Array,
+    updates: list[ParamUpdate],
+    apply_step: Branch,
+    skip_step: Branch,
+    operands: Operands,
+) -> Results:
+    """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
+
+    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each half
+    in a pass of its own over the moments.
+    """
+    if not any(each.is_packed for each in updates):
+        return lax.cond(flag, apply_step, skip_step, operands)
+    apply_step = jax.jit(apply_step, inline=True)  # traced once for both
+
+    def unpacked(results: Results) -> Results:
+        encoded, inner = results
+        return [d.unpacked(e) for d, e in zip(updates, encoded, strict=True)], inner
+
+    def apply_unpacked(operands: Operands) -> Results:
+        encoded, inner = apply_step(operands)
+        return unpacked(([lax.optimization_barrier(each) for each in encoded], inner))
+
+    def skip_unpacked(operands: Operands) -> Results:
+        same = zip(updates, *operands.leaves(), skip_step(operands)[0], strict=True)
+        pairs: list[Encoded] = [(p, kept) if d.is_packed else e for d, p, kept, e in same]
+        return pairs, operands.inner
+
+    return lax.platform_dependent(
+        flag,
+        operands,
+        tpu=lambda flag, of: lax.cond(flag, apply_unpacked, skip_unpacked, of),
+        default=lambda flag, of: unpacked(lax.cond(flag, apply_step, skip_step, of)),
+    )
+
+
+def selected(flag: jax.Array, new: T, old: T) -> T:
+    """Returns the leaves of `new` where `flag`, () bool, is True, else those of `old`."""
+    return jax.tree.map(lambda x, y: lax.select(flag, x, y), new, old)

@@ -16,6 +16,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.core.arrays import path_name
+from policy.core.dtypes import dtype_or_none
 from policy.core.messages import dtype_and_shape, shortened, warn_once
 from policy.core.policy import Policy, get_policy
 from policy.grads.loss_scale import DynamicLossScale, LossScale, get_loss_scale
@@ -381,10 +382,7 @@ def match_updates(
 
 
 def _floating(to: DTypeLike | None) -> np.dtype:
-    try:
-        dtype = None if to is None else np.dtype(jnp.dtype(to))  # numpy takes None for float64
-    except TypeError:
-        dtype = None
+    dtype = dtype_or_none(to)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"to should be 'grads', 'params' or a floating dtype, but got {to!r}.")
     return dtype
