@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -178,7 +177,6 @@ _NAMES_OF_A_POLICY = (
     "output_dtype",
     "mixed_precision",
 )
-_checked: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose keep_inputs name arguments
 
 
 def explain(error: TypeError, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -261,11 +259,8 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
     Raises:
       TypeError: `names` is one text, or holds something that is no text.
     """
-    if (
-        isinstance(names, str)
-        or not isinstance(names, Collection)
-        or not all(isinstance(name, str) for name in names)
-    ):
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_collection or not all(isinstance(name, str) for name in names):
         shown = (names,) if isinstance(names, str) else (example,)
         raise TypeError(
             f"{cls.__name__}.{attribute} should be a tuple of names, but got {names!r}: write "
@@ -273,6 +268,7 @@ def require_names(cls: type, attribute: str, names: Any, *, example: str) -> Non
         )
 
 
+@functools.cache  # errors are not cached
 def require_keep_inputs(cls: Any) -> None:
     """Refuses a class whose `keep_inputs` names no argument of its public methods.
 
@@ -281,8 +277,6 @@ def require_keep_inputs(cls: Any) -> None:
       ValueError: no public method takes an argument of a name in it.
     """
     keep = cls.keep_inputs
-    if cls in _checked:
-        return
     require_names(cls, "keep_inputs", keep, example="positions")
     known = _arguments_of(cls)
     unknown = [name for name in keep if known is not None and name not in known]
@@ -291,7 +285,6 @@ def require_keep_inputs(cls: Any) -> None:
             f"{cls.__name__}.keep_inputs names {', '.join(map(repr, unknown))}, but its public "
             f"methods take {', '.join(sorted(known or ())) or 'no arguments'}."
         )
-    _checked.add(cls)
 
 
 def _arguments_of(cls: type) -> set[str] | None:
