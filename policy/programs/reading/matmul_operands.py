@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from policy.programs import primitives
 from policy.programs.dtypes import is_eight_bits, is_inexact_name
-from policy.programs.jaxprs import Equation, OpenJaxpr, opened, programs_of
+from policy.programs.jaxprs import Equation, equations_within, opened
 from policy.programs.operations import kind_of
 from policy.programs.paths import Path
 from policy.programs.reading.graph import Graph, Node, Value, is_joint, readers_past
@@ -158,7 +158,8 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
     Args:
       params: the places of the parameters among its arguments.
     """
-    if not _has_codes(opened(jaxpr)[0]):
+    every = (v for each in equations_within(opened(jaxpr)[0], once=True) for v in each.outvars)
+    if not any(is_eight_bits(getattr(variable.aval, "dtype", None)) for variable in every):
         return NO_CODES
     graph = Graph(jaxpr)
     made_of = dependences(graph, params)
@@ -186,14 +187,6 @@ def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     sites = [node.site for node in readers_past([cast.out], passes) if node.name in _PRODUCTS]
     of_pass = [site for site in sites if site.is_backward == is_backward] or sites
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
-
-
-def _has_codes(jaxpr: OpenJaxpr) -> bool:
-    return any(
-        any(is_eight_bits(getattr(v.aval, "dtype", None)) for v in equation.outvars)
-        or any(map(_has_codes, programs_of(equation)))
-        for equation in jaxpr.eqns
-    )
 
 
 def _at(site: Site) -> CastPlace:
