@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpmodules import linen, nnx
 from mpmodules.functions import splash_attention as _splash_attention
-from policy import audit
+from policy import audit, use_policy
 from tests.benchmarks.accelerators import target
 
 RNG = np.random.default_rng(0)
@@ -102,6 +102,26 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
         assert_close(found, wanted)
     if case == "full":
         assert_close(attend(*operands), out)  # without residuals
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_layers_of_both_wings_run_the_kernel_and_agree_with_xlas(interpreter, wing):
+    x = jnp.asarray(RNG.normal(size=(2, 128, 32)), jnp.float32)
+
+    def gradient(implementation: str) -> Any:
+        attend = functools.partial(WINGS[wing].dot_product_attention, implementation=implementation)
+        if wing == "linen":
+            module = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+            layer: Any = lambda x: module.init_with_output(jax.random.key(0), x)[0]  # noqa: E731
+        else:
+            rngs = nnx.Rngs(0)
+            layer = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs, attention_fn=attend)
+        return jax.value_and_grad(lambda x: jnp.mean(jnp.square(layer(x))))(x)
+
+    with use_policy("mixed_bfloat16"):
+        ours, plain = gradient("splash"), gradient("xla")
+    for found, wanted in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=0.03 * float(jnp.abs(wanted).max()))
 
 
 def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
