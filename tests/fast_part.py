@@ -19,8 +19,6 @@ After a change of many tests, measure again:
     python -m tests.fast_part out/tests.xml
 """
 
-from __future__ import annotations
-
 import collections
 import sys
 import xml.etree.ElementTree

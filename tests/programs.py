@@ -1,7 +1,5 @@
 """Reads programs without running them."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

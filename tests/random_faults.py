@@ -4,8 +4,6 @@ python -m tests.random_faults                     # 300 examples of each test
 python -m tests.random_faults --examples 20 --seed 7
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

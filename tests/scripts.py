@@ -1,7 +1,5 @@
 """Imports the scripts of docs/, which are no package."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

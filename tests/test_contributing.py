@@ -1,7 +1,5 @@
 """docs/contributing.md against the tree: its names, its tables, its picture and its tasks."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The generated pages: each is made of stored results by its command, and its prose is wrapped."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The API reference, docs/reference: every public name once, with an example and its arguments."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -2,8 +2,6 @@
 on the page that the table links.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Targets for tests, which are skipped where a compiler is not installed; in CI that fails."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The command `python -m benchmarks accel`, and programs that a TPU v5e and an H100 get."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """Matmuls in 8 bits beside bfloat16: bounds, and the page's tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 

@@ -1,7 +1,5 @@
 """Tables of estimates: the train steps as shapes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

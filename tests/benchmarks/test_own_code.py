@@ -1,7 +1,5 @@
 """Models with code of their own: their errors, the command and the page."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

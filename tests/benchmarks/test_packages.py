@@ -1,7 +1,5 @@
 """Published packages, imported with our modules."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

@@ -9,8 +9,6 @@ classes for ours. Constructors of the nnx layers are Flax's, with `dtype_policy`
 layers are dataclasses, whose fields say the same.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

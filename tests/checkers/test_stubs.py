@@ -1,7 +1,5 @@
 """The stubs of both wings say what the code does: the same names, the same constructors."""
 
-from __future__ import annotations
-
 import ast
 
 import flax.nnx

@@ -1,7 +1,5 @@
 """The examples under policies with matmuls in 8 bits: which matmuls take them, and which stay."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -3,8 +3,6 @@
 # Wrong calls are the point.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -5,8 +5,6 @@ A table's rows are grouped by the exception or the warning that a mistake gives.
 parts of the message, with … between them, and a function that makes the mistake, or several.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from typing import Any

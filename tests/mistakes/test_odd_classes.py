@@ -5,8 +5,6 @@ all do.
 # Classes made by exec have no type.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from __future__ import annotations
-
 import inspect
 import types
 from typing import Any

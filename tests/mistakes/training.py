@@ -4,8 +4,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

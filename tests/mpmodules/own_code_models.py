@@ -1,7 +1,5 @@
 """Small models whose own code multiplies, in both wings, written as if policies did not exist."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

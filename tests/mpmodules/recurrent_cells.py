@@ -1,7 +1,5 @@
 """Recurrent cells of both wings as pure functions, for the tests of one contract for both."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Softmax and its relatives as the two wings export them, and PReLU."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

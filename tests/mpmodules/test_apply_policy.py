@@ -2,8 +2,6 @@
 under autocast.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -2,8 +2,6 @@
 are called.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as nn

@@ -1,8 +1,6 @@
 """The gradients of biases, and of the scales and biases of norms: summed in float32, returned in
 param_dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ are not; and layers that are a boundary to float32, whose matmuls return their a
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -2,8 +2,6 @@
 that are alike are traced once.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 what audits, assertions, comparisons and summaries say of them.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

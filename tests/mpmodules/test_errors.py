@@ -2,8 +2,6 @@
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -2,8 +2,6 @@
 an example that runs.
 """
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -6,8 +6,6 @@ A fact comes twice: upstream's figure (skipped where a newer Flax repairs it), t
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 computes in, and the precision of their matmuls.
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Sums of gradients over the uses of a parameter: one table for all ways to use it; and
 `grads="accumulator"` of layers, models and ports, in both wings."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

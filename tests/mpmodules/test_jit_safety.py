@@ -2,8 +2,6 @@
 the first one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

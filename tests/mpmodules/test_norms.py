@@ -2,8 +2,6 @@
 statistics: what Flax's get wrong in half precision, and ours of both wings get right; what Flax's
 take and refuse; and batches without elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

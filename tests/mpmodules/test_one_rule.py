@@ -1,7 +1,5 @@
 """A user's code under a half-precision policy is written for float32, and is pure to its caller."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import os

@@ -2,8 +2,6 @@
 careful author: attention, experts and RMSNorm.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -7,8 +7,6 @@ called: here both are one place.
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 options, rules and ports; and gradients over many steps. No boundary casts a carry.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen

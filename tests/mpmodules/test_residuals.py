@@ -4,8 +4,6 @@ less in norms.
 The leaves of the function that `jax.vjp` returns are what is kept.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from typing import Any

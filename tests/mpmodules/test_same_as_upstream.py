@@ -8,8 +8,6 @@ Where both lower to the same text, they are equal bit for bit; otherwise both ar
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import abc
 import typing
 from collections.abc import Callable

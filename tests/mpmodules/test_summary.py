@@ -1,7 +1,5 @@
 """`tabulate` shows the policy of each module and where it comes from."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from typing import Any

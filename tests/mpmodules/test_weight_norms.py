@@ -1,7 +1,5 @@
 """Both wings' WeightNorm and SpectralNorm: norms in float32, parameters kept as they are stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as flax_linen

@@ -3,8 +3,6 @@
 # What Flax returns is typed as Flax's own class.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

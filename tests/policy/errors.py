@@ -1,7 +1,5 @@
 """Arrays, and the errors of what functions return of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m policy``, as part of a pipeline of the shell."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

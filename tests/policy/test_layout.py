@@ -3,8 +3,6 @@
 That no package imports upwards is in `tests.test_contributing`.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

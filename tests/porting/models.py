@@ -1,7 +1,5 @@
 """The four models before and after the port, called alike: ``logits(variables, batch)``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

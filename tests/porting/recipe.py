@@ -5,8 +5,6 @@ What a port does is marked in them: a line that ends in ``# goes`` is deleted, o
 ``# +`` is written; and the import line changes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -2,8 +2,6 @@
 random weights.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any, NamedTuple

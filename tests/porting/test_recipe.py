@@ -1,7 +1,5 @@
 """What docs/porting.md says of the lines of the four models: which go, which stay, and how many."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

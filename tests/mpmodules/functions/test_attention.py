@@ -2,8 +2,6 @@
 
 Truth of derivatives is the formula in numpy, differentiated by central differences."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """`normalize` beside float64: values, first and second derivatives, those of the statistics, and
 frozen arguments; and the statistics of half-precision arrays: exact sums in one pass."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

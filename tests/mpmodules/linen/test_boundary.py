@@ -2,8 +2,6 @@
 inner jits.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

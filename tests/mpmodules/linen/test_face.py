@@ -1,7 +1,5 @@
 """Our layers look to a model's own code, and to Flax's tools, as Flax's do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as flax_nn

@@ -1,7 +1,5 @@
 """Repeated calls without jit: what was traced is kept, and state is right at each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A user's own code in linen modules, and their parameters: entries, lifted classes, variables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as flax_nn

@@ -2,8 +2,6 @@
 of modules inside of it that are no layers.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

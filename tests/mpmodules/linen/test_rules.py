@@ -4,8 +4,6 @@ places, and where none is in force any more.
 `tests/mpmodules/test_precedence.py` has the levels of precedence, for both wings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re

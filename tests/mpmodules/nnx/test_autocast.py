@@ -1,7 +1,5 @@
 """autocast of nnx models: state goes in and out, and modules have names."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ transforms: one boundary each, outside of them, and no stale program.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

@@ -2,8 +2,6 @@
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ never in the state, that no hand sets. What Flax does with its own modules works
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -3,8 +3,6 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIndexIssue=false
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -8,8 +8,6 @@ all. A port patches no class: its modules are of subclasses that look like their
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 # pyright: reportIncompatibleMethodOverride=false, reportFunctionMemberAccess=false
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

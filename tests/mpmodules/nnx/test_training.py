@@ -1,7 +1,5 @@
 """Gradients and optimizers of nnx models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -2,8 +2,6 @@
 of contracts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

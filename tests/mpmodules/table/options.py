@@ -1,7 +1,5 @@
 """Options of layers that Flax has too, in which no dtype is in question: rows beside the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

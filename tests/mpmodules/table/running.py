@@ -1,7 +1,5 @@
 """Turns a case into pure functions: how its parameters are made, and what they give with inputs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Nothing here is run: each case is traced once for each policy, its gradients by 
 floating inputs included, and the contracts are read from that. The suite traces under strict dtype
 and rank promotion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 batches; and initialisers in half.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

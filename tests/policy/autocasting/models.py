@@ -1,7 +1,5 @@
 """Functions that know nothing of dtypes: what autocast is asked to transform."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """autocast together with everything that JAX does with functions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

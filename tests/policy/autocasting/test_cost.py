@@ -3,8 +3,6 @@
 No derivative of an evaluated program sums in half precision.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Results are near float32's. Arguments in half precision are traced as those in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

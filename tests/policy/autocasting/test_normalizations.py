@@ -1,7 +1,5 @@
 """Normalisations are found by what they compute, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as nn

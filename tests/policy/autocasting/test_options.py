@@ -1,7 +1,5 @@
 """Options of autocast: ways to keep operations in float32, reports, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Rules by module path, through every transformation that moves names about."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

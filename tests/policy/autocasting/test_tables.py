@@ -2,8 +2,6 @@
 widen what follows; states, arguments and numbers out of range do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks and decorators in code that is suspended: coroutines, generators, async generators."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import pickle

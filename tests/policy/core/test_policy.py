@@ -1,7 +1,5 @@
 """The Policy value and its text form; malformed ones are in `tests.mistakes.policies`."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Matmuls and convolutions in 8 bits: errors beside float64, gradients, residuals, and refusals."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An audit reads whatever JAX can trace, and opens what it holds."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -2,8 +2,6 @@
 says where no policy was in force.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

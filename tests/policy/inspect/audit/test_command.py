@@ -1,7 +1,5 @@
 """``python -m policy audit`` and ``suggest``, for someone who has never seen them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

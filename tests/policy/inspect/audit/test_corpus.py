@@ -3,8 +3,6 @@
 Findings in Flax's own layers in bfloat16. Nothing runs: programs are traced.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

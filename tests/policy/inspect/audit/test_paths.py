@@ -1,7 +1,5 @@
 """Paths are one language: rules accept the paths that any tool prints, in Linen and in nnx."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """An audit as figures, JSON, files and text."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Reports name lines of the user's code: none of JAX, Flax, Optax or this library."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """State in half precision that one call hands to the next: how it is found, and whose it is."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """compare says of a function what running it twice says, in every kind of program."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -2,8 +2,6 @@
 floats: integers, booleans, complex numbers, and those that can't be measured.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

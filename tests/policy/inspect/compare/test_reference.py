@@ -1,7 +1,5 @@
 """The reference of half precision: the function in float32, its constants before rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Estimates that are written by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m policy estimate``, with an estimate that is written by hand unless said otherwise."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """An estimate's figures, JSON and files; as text, as a page and as a plot."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

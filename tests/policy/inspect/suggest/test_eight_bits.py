@@ -1,7 +1,5 @@
 """suggest: the layers that run in 8 bits meet the budget as predicted, in both wings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

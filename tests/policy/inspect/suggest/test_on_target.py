@@ -1,7 +1,5 @@
 """suggest(on=): ranked by a compiler's times, few programs, and rules that hold for real."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

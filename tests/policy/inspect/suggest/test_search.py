@@ -1,7 +1,5 @@
 """The search for the fewest or cheapest modules: on planted causes, and beside brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """suggest: sensitive paths alone are kept in float32, and the rules have the predicted effect."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Sums that loops carry, and state that calls add to, in half precision."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -2,8 +2,6 @@
 its matmuls in 8 bits by hand.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -2,8 +2,6 @@
 wrong in them: in float32, mixed by hand, by autocast, by layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as flax_nn

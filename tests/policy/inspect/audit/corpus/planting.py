@@ -1,7 +1,5 @@
 """Faults, clean programs, and the places that users write them in."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

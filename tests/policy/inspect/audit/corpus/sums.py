@@ -2,8 +2,6 @@
 promotions, leaks, matmuls, casts and residuals.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
