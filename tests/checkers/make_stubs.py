@@ -96,7 +96,8 @@ def exported_by_us(wing: str) -> dict[str, tuple[str, str]]:
     for node in imports:
         if node.module is not None and node.module.startswith(f"{mpmodules.__name__}."):
             found |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
-    return {name: found[name] for name in sorted(found) if hasattr(WINGS[wing], name)}
+    public = (name for name in sorted(found) if not name.startswith("_"))
+    return {name: found[name] for name in public if hasattr(WINGS[wing], name)}
 
 
 def exported_by_flax(wing: str) -> dict[str, str]:

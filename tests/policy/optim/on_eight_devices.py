@@ -1,4 +1,4 @@
-"""Faults, norms, shardings and donation on eight devices, run by `test_eight_devices.py`."""
+"""Faults, norms, shardings and donation on eight devices, run by `test_shardings.py`."""
 
 import functools
 import itertools

@@ -1,4 +1,6 @@
-"""`state_shardings`: leaves lie where their params lie. The mesh is abstract: nothing is run."""
+"""`state_shardings`: leaves lie where their params lie, on an abstract mesh; and eight devices."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from policy.optim import state_shardings
+from tests.eight_devices import run_tests_on_eight_devices
 from tests.policy.optim.steps import wrapped
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -78,3 +81,7 @@ def test_params_that_are_one_array_on_one_device_put_all_of_it_there():
     assert set(jax.tree.leaves(shardings)) == {params.sharding}
     assert jax.jit(tx.init, out_shardings=shardings)(params).masters.shape == (2, 3)
     assert jax.tree.leaves(state_shardings(optax.sgd(0.1), {})) == []
+
+
+def test_faults_norms_and_shardings_on_eight_devices():
+    run_tests_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
