@@ -460,13 +460,10 @@ def _chip_of(device: Any) -> Chip:
         platform: Any = "cuda" if device.platform == "gpu" else device.platform
         chip = Chip(platform, 0.0, 0.0, {}, 0.0, 0.0, device.device_kind)
     if chip.platform == "cpu":
-        return dataclasses.replace(chip, memory=float(_physical_memory()))
+        try:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # no such figure on this system
+            memory = 0
+        return dataclasses.replace(chip, memory=float(memory))
     reported = (device.memory_stats() or {}).get("bytes_limit")
     return dataclasses.replace(chip, memory=float(reported)) if reported else chip
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such figure on this system
-        return 0

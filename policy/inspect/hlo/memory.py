@@ -99,7 +99,7 @@ def memory_of(dump: Dump, names: Sequence[str] = (), largest: int = 20) -> Memor
             value = next((v for v in one.values if v.place[0] in reader.parameters), None)
             if value is not None and value.array is not None:
                 held = _buffer(one.bytes, value.array, "argument")
-                found.append((reader.name_of(one.parameter), held))
+                found.append((reader.names.get(one.parameter, ""), held))
     outputs = [one for one in allocations if one.kind == "output"]
     stored = [(one.last(), "output", one.bytes) for one in outputs]
     alive = largest_moment(one for one in allocations if one.kind == "temporary")
@@ -127,12 +127,7 @@ class _Reader:
         program = parse(dump.program)
         self.makers, self.sources = Makers(program), SourceFrames(dump.program)
         self.parameters = {one.name: i for i, one in program.entry.parameters.items()}
-        self.names = names
-
-    def name_of(self, parameter: int | None) -> str:
-        if parameter is None or parameter >= len(self.names):
-            return ""
-        return self.names[parameter]
+        self.names: dict[int | None, str] = dict(enumerate(names))
 
     def made(self, value: StoredValue, held: Buffer) -> tuple[Path | str, Buffer]:
         """Returns the path or the argument's name of a value, and its buffer without."""
@@ -141,7 +136,7 @@ class _Reader:
             return (), held
         named = maker.instruction
         if named.name in self.parameters:
-            name = self.name_of(self.parameters[named.name])
+            name = self.names.get(self.parameters[named.name], "")
             return name, dataclasses.replace(held, operation=maker.moving)
         own = "" if named.opcode in _PLAIN else named.opcode
         where = maker.stacked or named

@@ -96,9 +96,14 @@ class FrontSearch:
           TypeError, ValueError: as `policy.estimate` does.
           ValueError: no rules meet the budget, or none of those fits into the target's memory.
         """
-        search, asked = self._search(), []
+        # The costs are those of the two ends: no module in float32, and all of them.
+        trial, every = self.trial, frozenset(range(len(self.trial.paths)))
+        half, full = (self._row(wide)[1].by_path for wide in (frozenset[int](), every))
+        search = trial.search(module_costs(half, full, trial.candidates, trial.costs))
+        search.survey()
+        asked = []
         if math.isfinite(self.budget):
-            wide, _, error, self.confirmations = confirmed(self.trial, search, self.budget)
+            wide, _, error, self.confirmations = confirmed(trial, search, self.budget)
             self.measured[wide] = error
             asked = [wide]
         sets = chosen_sets(measured_sets(search), search.costs, self.count, asked)
@@ -116,21 +121,13 @@ class FrontSearch:
         rules = PolicyRules([]) if chosen is None else self._row(wide)[0]
         error = self.measured.get(wide, math.nan)
         return dataclasses.replace(
-            suggestion_of(self.trial, search, wide, rules, self.budget, error, self.confirmations),
+            suggestion_of(trial, search, wide, rules, self.budget, error, self.confirmations),
             target=self.target.name,
             timing=self.target.timing,
             points=tuple(sorted(points.values(), key=_cost)),
             chosen=None if chosen is None else points[chosen],
             programs=len(self.rows),
         )
-
-    def _search(self) -> Search:
-        """Returns a search whose costs are those of the two ends: no module and all in float32."""
-        trial, every = self.trial, frozenset(range(len(self.trial.paths)))
-        half, full = (self._row(wide)[1].by_path for wide in (frozenset[int](), every))
-        search = trial.search(module_costs(half, full, trial.candidates, trial.costs))
-        search.survey()
-        return search
 
     @functools.cached_property
     def _placement(self) -> Placement:
