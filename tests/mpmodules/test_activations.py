@@ -71,8 +71,6 @@ def test_standardize_does_not_cancel_under_a_policy_and_has_its_old_name():
     assert nn.normalize is nn.standardize is nnx.standardize
 
 
-# --- PReLU ----------------------------------------------------------------------------------------
-
 PRELU = Text(
     lambda self, x: self.prelu(x),
     prelu=layer(lambda nn: nn.PReLU(negative_slope_init=0.3), lambda nnx, rngs: nnx.PReLU(0.3)),

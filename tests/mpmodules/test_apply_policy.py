@@ -163,9 +163,6 @@ def test_statistics_stay_float32_and_change_and_another_method_is_a_boundary_too
         assert leaf.dtype == jnp.float32 and not np.array_equal(leaf, old)
 
 
-# --- the instance ---------------------------------------------------------------------------------
-
-
 def identity(instance: Any) -> Any:
     """Returns what tells ports apart."""
     is_nnx = isinstance(instance, flax_nnx.Module)
@@ -261,9 +258,6 @@ def test_a_model_of_ours_is_ported_too(wing):
     assert dots == [("bfloat16", "bfloat16")]
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
 @BOTH
 def test_rules_by_path_and_by_class_reach_flaxs_layers_and_modules(wing):
     rules = [("block_1", "p=f16,c=f16,o=bf16"), (wing.flax.BatchNorm, "p=f32,c=bf16,o=bf16")]
@@ -289,8 +283,6 @@ def test_a_rule_that_matches_nothing_is_an_error_that_lists_the_paths(wing):
     lenient = PolicyRules([("block_2", "f32")], strict=False)
     assert wing.port(BLOCKS, MIXED, lenient, ROWS)(ROWS).dtype == jnp.float32
 
-
-# --- own code -------------------------------------------------------------------------------------
 
 IDS = jnp.arange(16).reshape(2, 8)
 X = jax.random.normal(jax.random.key(1), (2, 8, 16))
@@ -400,9 +392,6 @@ def test_half_and_float64_parameters_and_inputs_are_taken_as_they_come(wing):
         found = audit(model.pure, wide, X.astype(jnp.float64))
     dots = [op for op in found.operations if op.primitive == "dot_general"]
     assert {op.operands for op in dots} == {("bfloat16", "bfloat16")}
-
-
-# --- loops ----------------------------------------------------------------------------------------
 
 
 class Carried:

@@ -135,9 +135,6 @@ def matmul(lhs, rhs, **kwargs):
     return jnp.einsum("ij,jk->ik", lhs, rhs, **kwargs)
 
 
-# --- accumulating ---------------------------------------------------------------------------------
-
-
 def test_an_accumulating_matmul_has_forward_mode_vmap_and_second_derivatives():
     lhs, rhs = (jnp.asarray(RNG.normal(size=(3, 3)), jnp.bfloat16) for _ in range(2))
     run = accumulating(matmul, jnp.float32)

@@ -42,9 +42,6 @@ def casts_of(model: Model, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     return [op.outputs for op in boundary_casts(ops_of(model, *args, **kwargs))]
 
 
-# --- one boundary for the whole model -------------------------------------------------------------
-
-
 def net(inner: Any = None, note: Any = lambda x: x) -> Text:
     """Three blocks, each a layer and a product, of which the second may have its own policy."""
     block = Text(lambda self, x: note(self.layer(note(x))) * 2, "Block", layer=dense(4, 4))
@@ -135,9 +132,6 @@ def test_the_policy_in_force_in_a_module_is_the_one_that_it_obeys_whatever_is_ra
     assert current_policy() is None
 
 
-# --- methods --------------------------------------------------------------------------------------
-
-
 def encode(self, x):
     return self.layer(x) * 2
 
@@ -196,9 +190,6 @@ def test_a_super_call_crosses_once(wing, way):
     model = getattr(wing, way)(text, MIXED)
     assert casts_of(model) == ONE_BOUNDARY
     assert [op.outputs for op in named(ops_of(model), "mul")] == [("bfloat16",)] * 2
-
-
-# --- inputs ---------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -297,9 +288,6 @@ def test_infinity_passes_through_a_boundary(wing, policy):
     np.testing.assert_array_equal(wing.ours(Text(lambda self, x: x), policy)(x), x)
 
 
-# --- layers ---------------------------------------------------------------------------------------
-
-
 def bare(wing: Any, name: str, policy: Any, **options: Any) -> Any:
     """Returns a root layer, built and called under a policy, as a function of its input."""
     with use_policy(policy):
@@ -358,8 +346,6 @@ def test_with_x64_float64_is_a_policy_like_any_other_and_reductions_follow_their
         assert out.dtype == jnp.float32
         np.testing.assert_allclose(out, truth, rtol=3e-7, atol=1e-7)
 
-
-# --- layers that are a boundary to float32 --------------------------------------------------------
 
 MATMULS = ("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose")
 OPTIONS = ("", "without bias", "in groups", "circular", "transpose_kernel=True", "mask=array")

@@ -256,8 +256,6 @@ def test_scanned_and_rematerialised_layers_multiply_in_8_bits(blocks):
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in leaves)
 
 
-# --- arrays that vary by device -------------------------------------------------------------------
-
 SMALL = [LAYERS[name] for name in ("linen/Dense", "linen/Conv", "nnx/Linear", "nnx/Conv")]
 
 
@@ -297,8 +295,6 @@ def test_large_inputs_times_small_weights_are_finite(made, policy):
     np.testing.assert_allclose(np.asarray(large, np.float32), expected, rtol=1e-6)
 
 
-# --- reports --------------------------------------------------------------------------------------
-
 ALL_LAYERS: dict[str, Callable[..., Any]] = {
     **LAYERS,
     **ATTENTION,
@@ -320,9 +316,6 @@ def shapes_of(layer: Any) -> tuple[Callable[[Any, Any], Any], Any]:
     if isinstance(layer, flax_nnx.Module):
         return loss_of(layer)
     return layer.apply, jax.eval_shape(layer.init, jax.random.key(0), X)
-
-
-# --- audits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -404,9 +397,6 @@ def test_an_audit_counts_flops_of_matmuls_by_width(tmp_path):
     assert plain.matmul_shares == {"float32": 1.0} and "8 bits" not in str(plain)
 
 
-# --- summaries ------------------------------------------------------------------------------------
-
-
 def parts(self: Any, x: Any) -> Any:
     x = self.ruled(self.explicit(self.norm(self.mix(self.own(self.dense(self.conv(x)))))))
     with policy.full_precision():
@@ -451,9 +441,6 @@ def test_tabulate_shows_8_bits_where_an_nnx_layer_multiplies_in_them(way):
     more = {"explicit"} if way == "apply_policy" else {"ruled"}
     assert {p for p, text in shown.items() if text.endswith("m=i8")} - {"island"} == SCALED | more
     assert {shown[path] for path in ("own", "norm")} == {PLAIN}
-
-
-# --- assertions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["linen/attention", "nnx/attention", "linen/Einsum", "nnx/Linear"])
@@ -508,9 +495,6 @@ def test_rules_by_class_and_programs_without_a_matmul_of_a_parameter_are_refused
         assert_matmuls_obey(jnp.matmul, (X, X), "f32", rules={flax.linen.Dense: "bf16"})
     with pytest.raises(AssertionError, match="no matmul of a parameter: nothing would be"):
         assert_matmuls_obey(lambda w, x: w["a"] + x @ x.T, ({"a": 1.0}, X[0]), "f32")
-
-
-# --- comparisons ----------------------------------------------------------------------------------
 
 
 class Pair(linen.Module):
@@ -621,8 +605,6 @@ def test_suggest_keeps_convolutions_out():
     operands = {op.path: op.operands for op in report.operations if op.kind in kinds}
     assert operands == {"conv": ("bfloat16", "bfloat16"), "middle": ("int8", "int8")}
 
-
-# --- Flax's own fp8 matmuls -----------------------------------------------------------------------
 
 OWG = "_overwrite_with_gradient"
 SQUARE = jnp.asarray(RNG.normal(size=(16, 16)), jnp.bfloat16)

@@ -17,13 +17,7 @@ import optax
 import pytest
 
 from mpmodules import linen, nnx
-from mpmodules.functions import (
-    attention,
-    functional,
-    fused_attention,
-    normalization,
-    reductions,
-)
+from mpmodules.functions import attention, functional, fused_attention, normalization, reductions
 from policy import mixed_precision, use_policy
 from tests.mpmodules.wings import BOTH
 
@@ -116,8 +110,6 @@ def test_a_layer_of_ours_and_its_class_of_flaxs_stand_for_each_other(wing):
     assert issubclass(flaxs, ours) and not issubclass(flaxs, Users)
     assert not isinstance(3, wing.module.Module)
 
-
-# --- examples -------------------------------------------------------------------------------------
 
 MODULES = (attention, functional, fused_attention, normalization, reductions)
 WINGS = (linen, nnx)

@@ -40,8 +40,6 @@ def standard(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# --- Embed: the gradient of a token that is seen often --------------------------------------------
-
 SEEN = 4097
 
 
@@ -103,8 +101,6 @@ def test_the_lookup_reads_the_stored_table_and_casts_what_it_found(wing):
     sums = named(operations(jax.grad(total), params), "scatter-add", "scatter_add")
     assert [op.outputs for op in sums] == [("float32",)]
 
-
-# --- attention: logits and softmax ----------------------------------------------------------------
 
 RANDOM = np.random.default_rng(0)
 QUERY = 3 * RANDOM.normal(size=(1, 64, 4, 64))

@@ -125,9 +125,6 @@ def test_what_is_no_function_is_refused():
         full_precision(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-# --- layers that hand on what the code around them computes in -----------------------------------
-
-
 def test_the_policy_is_a_value_with_a_text_form():
     policy = get_policy("f32_inside")
     assert policy == Policy("f32", "f32", "caller") != get_policy("f32")
@@ -198,8 +195,6 @@ def test_a_scan_whose_body_changes_its_carrys_dtype_is_explained_where_code_is_k
     (note,) = (note for note in caught.value.__notes__ if "casts its outputs" in note)
     assert "cast the carry to its output_dtype" in note
 
-
-# --- precision ------------------------------------------------------------------------------------
 
 ROWS = jnp.ones((2, 4, 8))
 HALF, FLOAT32 = ("bfloat16", None), ("float32", None)

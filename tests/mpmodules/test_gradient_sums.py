@@ -279,8 +279,6 @@ def test_a_loss_that_uses_a_parameter_beside_its_model_sums_both_in_float32(half
             np.testing.assert_array_equal(got["in a python loop"], [2 * (ONES + LARGE)] * SIZE)
 
 
-# --- accumulators ---------------------------------------------------------------------------------
-
 HALF = jnp.bfloat16
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(HALF)
 C = np.random.default_rng(1).normal(size=(64, 8)).astype(HALF)
@@ -407,9 +405,6 @@ def test_attention(wing, preset):
         assert half_exact(a) < 0.2 or not a.any()
         assert half_exact(b) == 1
         np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * np.abs(b).max())
-
-
-# --- nnx's gradients ------------------------------------------------------------------------------
 
 
 class Stateful(nnx.Module):

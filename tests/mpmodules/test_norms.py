@@ -82,8 +82,6 @@ def exact(name: str, x: Any) -> np.ndarray:
     return ((x - mean) / np.sqrt(variance + EPSILON[name])).reshape(shape)
 
 
-# --- data far from zero ---------------------------------------------------------------------------
-
 HALVES = ["bfloat16", "float16"]
 RNG = np.random.default_rng(0)
 SHAPE = (4, 5, 5, 8)
@@ -172,9 +170,6 @@ def test_a_scale_that_half_cannot_hold_is_read_in_float32(wing, name):
     np.testing.assert_allclose(after, np.float32(1.003) * before, rtol=1e-6)
 
 
-# --- running statistics ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("half", HALVES)
 @both_wings
 def test_running_statistics_are_those_of_the_input_as_it_came(wing, half):
@@ -235,9 +230,6 @@ def test_statistics_that_may_not_be_written_are_refused_as_by_flax():
         layer.apply(variables, x)
 
 
-# --- backward -------------------------------------------------------------------------------------
-
-
 def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
     """One element of 200 lies apart, so that the mean is far closer to the others than they are to
     each other.
@@ -259,8 +251,6 @@ def test_gradients_of_channels_that_are_all_but_constant_are_float64s():
     by_x = np.asarray(by_x, np.float64)
     np.testing.assert_allclose(by_x, truth, rtol=2**-8, atol=1e-4 * root.max())
 
-
-# --- what Flax takes and refuses ------------------------------------------------------------------
 
 MIXED: dict[str, Any] = {"dtype_policy": "mixed_bfloat16"}
 FOUR_AXES = (2, 3, 5, 4)
@@ -294,9 +284,6 @@ def assert_like_flax(wing: str, name: str, x: jax.Array, **options: Any) -> None
         np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.03)
 
 
-# --- epsilon --------------------------------------------------------------------------------------
-
-
 @EACH_WING
 @EACH_NAME
 def test_epsilon_may_be_traced_and_differentiated(wing, name):
@@ -317,9 +304,6 @@ def test_epsilon_may_be_any_number_or_array(epsilon):
     found = normalised(nnx, "LayerNorm", x, epsilon=epsilon, **MIXED)
     expected = normalised(nnx, "LayerNorm", x, epsilon=float(epsilon), **MIXED)
     np.testing.assert_array_equal(found, expected)
-
-
-# --- shapes ---------------------------------------------------------------------------------------
 
 
 @EACH_NAME
@@ -387,9 +371,6 @@ def test_nothing_normalises_to_nothing(wing, name, shape):
     assert normalised(WINGS[wing][0], name, x, dtype_policy="bf16").shape == shape
 
 
-# --- running statistics ---------------------------------------------------------------------------
-
-
 @EACH_WING
 def test_running_statistics_that_are_stored_in_half_are_averaged_in_float32(wing):
     """nnx keeps the dtype that they are stored in, as Flax does."""
@@ -428,8 +409,6 @@ def test_a_users_variable_is_asked():
     _, updated = layer.apply(variables, x, mutable=["batch_stats", "asked"])
     assert set(updated["asked"]) == {"mean", "var"}
 
-
-# --- batches without elements, and masks that keep none -------------------------------------------
 
 FEATURES = 3
 VALUES = {

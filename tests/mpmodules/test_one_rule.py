@@ -158,9 +158,6 @@ def close(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05 * float(jnp.abs(b).max()))
 
 
-# --- what the code sees ---------------------------------------------------------------------------
-
-
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_code_sees_float32_and_the_caller_output_dtype(wing, policy):
@@ -212,9 +209,6 @@ def test_lists_dicts_and_objects_are_the_callers(wing, how, wrap):
         np.testing.assert_array_equal(held.astype(jnp.float32), out)
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
 @BOTH
 def test_parameters_are_used_in_compute_dtype_and_as_stored_without_a_policy(wing):
     seen: list[Any] = []
@@ -263,9 +257,6 @@ def test_names_to_keep_are_a_tuple_of_names_that_parameters_have(wing):
     misspelt = Text(lambda self, x: x, "Misspelt", {"keep_params": ("scael",)}, scale=weight(1, 4))
     with pytest.warns(DtypePolicyWarning, match="Misspelt.keep_params names scael.* It has: scale"):
         wing.ours(misspelt, MIXED).made()
-
-
-# --- what can't be traced -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -360,9 +351,6 @@ def test_an_error_ends_on_the_users_line_with_few_frames_of_ours(wing, how):
     assert own[-1] == __file__ and ours_in(raised.value) <= 12
 
 
-# --- effects and derivatives ----------------------------------------------------------------------
-
-
 @BOTH
 @pytest.mark.parametrize("body", DIFFERENTIABLE)
 def test_bodies_of_jax_keep_their_meaning_and_derivatives(wing, body):
@@ -423,9 +411,6 @@ def test_second_derivatives_forward_mode_and_maps(wing, derive):
         return DERIVATIVES[derive](loss)(flat)
 
     close(derived(wing.ours(text(), MIXED)), derived(wing.theirs(text())))
-
-
-# --- state ----------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -492,8 +477,6 @@ def test_two_threads_with_two_policies_do_not_mix(wing):
     for dtype, ops in found.items():
         assert {op.outputs for op in named(ops, "dot_general", "mul")} == {(dtype,)}
 
-
-# --- layers that the rules of a custom_vjp function call ------------------------------------------
 
 linen_call = lambda layer, x: flax.linen.custom_vjp(  # noqa: E731
     lambda layer, x: layer(x),

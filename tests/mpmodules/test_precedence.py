@@ -127,9 +127,6 @@ def test_a_scope_is_stronger_than_the_global_policy_and_that_is_stronger_than_no
     assert computed(wing, wrap(wing)) == "float16"
 
 
-# --- the effective policy, field by field ---------------------------------------------------------
-
-
 @obeys_its_own
 @EACH_WING
 @pytest.mark.parametrize(

@@ -48,9 +48,6 @@ def rnn_of_table(wing: str, case: Case, policy: str) -> Built:
     return built(wing, rnn, policy)
 
 
-# --- programs and carries -------------------------------------------------------------------------
-
-
 @EACH_CELL
 def test_half_parameters_have_flaxs_tree_and_orthogonal_kernels_are_drawn_in_float32(wing, case):
     ours, full = (jax.tree.leaves(built(wing, case, text)[1]) for text in ("bfloat16", None))
@@ -136,9 +133,6 @@ def test_a_carry_is_drawn_with_the_initialiser_given_in_compute_dtype(wing):
         assert dtypes_of(carry(orthogonal)) == {"bfloat16"}
 
 
-# --- cells of a user's own ------------------------------------------------------------------------
-
-
 def _leaky(h: Any, carry: Any) -> Any:
     count, average, _ = carry
     return (count + 1, average * 0.9 + h.astype(jnp.float32) * 0.1, h), h
@@ -206,9 +200,6 @@ def test_a_users_cell_is_a_boundary_for_inputs_and_outputs_and_keeps_the_types_o
     assert (types(last), ys.dtype, int(last[0])) == (types(carry), jnp.float32, TIME)
 
 
-# --- gradients ------------------------------------------------------------------------------------
-
-
 def rnn_over(name: str, **options: Any) -> Text:
     rnn = layer(
         lambda nn: nn.RNN(getattr(nn, name)(HIDDEN, **options)),
@@ -263,8 +254,6 @@ def test_what_backward_keeps_of_the_steps_is_half(wing, case):
     forward, _ = (site.equation for site in sites if site.name == "scan")
     assert {v.aval.dtype.name for v in forward.outvars if TIME in v.aval.shape} == {"bfloat16"}
 
-
-# --- loops ----------------------------------------------------------------------------------------
 
 EACH_LOOP = pytest.mark.parametrize(("wing", "name"), CELLS, ids=lambda x: str(x))
 EACH_POLICY = pytest.mark.parametrize(
@@ -409,9 +398,6 @@ def test_a_cell_may_have_a_policy_of_its_own_and_linens_takes_that_of_its_rnn(wi
         given()
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
 def ruled(wing: Any, lib: Any, policy: str, rules: Any, name: str = "LSTMCell") -> Any:
     """Traces an RNN under rules: those of a scope for linen's cells of ours, else of a port."""
     if wing is LINEN and lib is wing.ours:
@@ -487,8 +473,6 @@ def test_a_rule_for_the_parts_of_an_optimized_linen_cell_is_refused(lib):
     with use_policy(MIXED, {"h.": "float32"}), pytest.raises(ValueError, match="only the root"):
         jax.eval_shape(cell.init, KEY, carry, x)
 
-
-# --- lifted ---------------------------------------------------------------------------------------
 
 OVER_TIME: Any = {
     "variable_broadcast": "params",

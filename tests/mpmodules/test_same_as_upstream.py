@@ -26,15 +26,7 @@ from policy import get_policy
 from tests.mpmodules.table.cases import CASES, IMAGE, QUERIES, ROWS, Case
 from tests.mpmodules.table.options import OPTIONS
 from tests.mpmodules.table.running import OURS, THEIRS, floating, program, with_floats
-from tests.mpmodules.wings import (
-    BOTH,
-    MIXED,
-    Model,
-    Text,
-    dense,
-    dropout,
-    layer,
-)
+from tests.mpmodules.wings import BOTH, MIXED, Model, Text, dense, dropout, layer
 from tests.programs import MOVES, assert_same_operations
 
 
@@ -234,8 +226,6 @@ def test_submodules_that_flax_does_not_import_by_itself_import_from_our_wings():
     for wing in (our_linen, our_nnx):
         assert not hasattr(wing, "no_such_name")
 
-
-# --- programs threaded by hand --------------------------------------------------------------------
 
 IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 1)), jnp.float32)
 POLICIES = ("mixed_bfloat16", "bfloat16", "p=f32,c=bf16,o=bf16", "p=bf16,c=bf16,o=f32", "float32")

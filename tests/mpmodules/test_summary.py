@@ -163,9 +163,6 @@ def test_the_rest_of_the_table_is_flaxs(wing):
     assert [row[:2] + row[4:] for row in seen] == lines_of(plain)
 
 
-# --- linen's alone --------------------------------------------------------------------------------
-
-
 class Block(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -224,9 +221,6 @@ def test_a_flax_that_draws_its_tables_otherwise_is_refused(monkeypatch):
     text = r"'?_render_table'? is missing.*Pass policy_columns=False"
     with pytest.raises(RuntimeError, match=text):
         Block().tabulate(KEY, X)
-
-
-# --- nnx's alone ----------------------------------------------------------------------------------
 
 
 def test_what_gave_a_policy_tells_no_two_models_apart():

@@ -27,9 +27,6 @@ MIXED = "mixed_bfloat16"
 NORMAL, ONES = jax.nn.initializers.normal(1.0), jax.nn.initializers.ones
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What a module holds under a name.
@@ -174,9 +171,6 @@ class Pair:
     nnx_model: Callable[[], Any]
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 def dtypes(tree: Any) -> dict[str, str]:
     """Returns the dtypes of the leaves of a tree, by path."""
     return {
@@ -307,9 +301,6 @@ class NnxModel(Model):
             return added_up(getattr(instance, method)(*args, **kwargs))
 
         return audit(total, self.instance, backward=backward)
-
-
-# --- wings ----------------------------------------------------------------------------------------
 
 
 class Linen:
