@@ -1,9 +1,5 @@
-"""A policy is part of every jit cache key: another policy is another trace, and going back reuses
-the first one.
-"""
+"""Models under jit and other transforms of JAX follow the policy in force."""
 
-import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policy import set_policy, use_policy
+from policy import use_policy
 from tests.mpmodules.wings import BOTH, MIXED, Text, dense
 
 A, B = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
@@ -23,43 +19,13 @@ X = jnp.ones((2, 4))
 NET = Text(lambda self, x: self.layer(x), layer=dense(4, 4))
 
 
-def forward(wing: Any, traces: list[Any]) -> Callable[[Any], Any]:
-    """Returns a function that notes each trace, and builds what it calls in its scope."""
-
-    def run(x: jax.Array) -> Any:
-        traces.append(None)
-        return call(x)
-
+def forward(wing: Any) -> Callable[[Any], Any]:
+    """Returns a function that builds what it calls in its scope."""
     if wing.name == "nnx":
-        call = lambda x: NET.nnx_class(wing.module)(rngs=wing.module.Rngs(0))(x)  # noqa: E731
-    else:
-        model = NET.linen_class(wing.module)()
-        variables = model.init(jax.random.key(0), X)
-        call = lambda x: model.apply(variables, x)  # noqa: E731
-    return run
-
-
-@BOTH
-@pytest.mark.parametrize("by", [use_policy, set_policy], ids=["scope", "global"])
-def test_a_jitted_function_follows_the_policy_with_one_trace_per_policy(wing, by):
-    traces: list[Any] = []
-    run = jax.jit(forward(wing, traces))
-    for policy, expected in ABA:
-        with by(policy) or contextlib.nullcontext():
-            assert run(X).dtype == expected
-    set_policy(None)
-    assert run(X).dtype == jnp.float32
-    assert len(traces) == 3
-
-
-@BOTH
-def test_equal_policies_made_differently_share_a_trace(wing):
-    traces: list[Any] = []
-    run = jax.jit(forward(wing, traces))
-    for policy in (MIXED, "params=float32, compute=bfloat16, output=float32", "p=f32,c=bf16,o=f32"):
-        with use_policy(policy):
-            assert run(X).dtype == jnp.float32
-    assert len(traces) == 1
+        return lambda x: NET.nnx_class(wing.module)(rngs=wing.module.Rngs(0))(x)
+    model = NET.linen_class(wing.module)()
+    variables = model.init(jax.random.key(0), X)
+    return lambda x: model.apply(variables, x)
 
 
 @BOTH
@@ -90,6 +56,7 @@ def _in_cond(run: Any) -> Any:
 
 # A scan's carry stays float32, and its stacked output has the policy's dtype.
 TRANSFORMS: dict[str, Any] = {
+    "none": lambda run: run,
     "scan": lambda run: lambda x: lax.scan(lambda c, row: (c, run(row)), jnp.zeros(()), x)[1],
     "checkpoint": jax.checkpoint,
     "grad of checkpoint": lambda run: (
@@ -103,29 +70,10 @@ TRANSFORMS: dict[str, Any] = {
 @BOTH
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_model_inside_a_jax_transform_follows_the_scope(wing, transform):
-    jitted = jax.jit(TRANSFORMS[transform](forward(wing, [])))
+    jitted = jax.jit(TRANSFORMS[transform](forward(wing)))
     for policy, expected in ABA:
         with use_policy(policy):
             assert jitted(X).dtype == expected
-
-
-@BOTH
-def test_another_thread_sees_the_global_policy_and_not_this_threads_scope(wing):
-    run, seen = jax.jit(forward(wing, [])), []
-
-    def elsewhere() -> None:
-        thread = threading.Thread(target=lambda: seen.append(run(X).dtype.name))
-        thread.start()
-        thread.join()
-
-    with use_policy(A):
-        assert run(X).dtype == "bfloat16"
-        elsewhere()
-    set_policy(B)
-    with use_policy(A):
-        elsewhere()
-        assert run(X).dtype == "bfloat16"
-    assert seen == ["float32", "float16"]
 
 
 @BOTH

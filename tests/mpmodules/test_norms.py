@@ -126,24 +126,20 @@ def test_norms_are_within_one_ulp_of_the_output_dtype_far_from_zero(wing, name, 
 @pytest.mark.parametrize("name", NORMS)
 @both_wings
 def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(wing, name, policy):
-    x, step = far_from_zero(shape=(4, 4, 4, 8)), 1e-4
+    x = far_from_zero(shape=(4, 4, 4, 8))
     # A rounding of the input to bfloat16 would be off by 4.
     variables, call = built(wing, name, x, dtype_policy=policy)
     y = call(variables, x)[0]
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact(name, x), atol=3e-4)
     weights = np.random.default_rng(1).normal(size=x.shape)
-    places = np.random.default_rng(2).choice(x.size, 48, replace=False)
-    truth, wide = np.zeros(len(places)), np.asarray(x, np.float64)
-    for i, place in enumerate(places):  # central differences
-        shift = np.zeros(x.size)
-        shift[place] = step
-        shift = shift.reshape(x.shape)
-        change = exact(name, wide + shift) - exact(name, wide - shift)
-        truth[i] = (change * weights).sum() / (2 * step)
     found = jax.grad(lambda x: (call(variables, x)[0] * jnp.asarray(weights, "float32")).sum())(x)
     assert found.dtype == jnp.float32
-    found = found.reshape(-1)[places]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        theirs = WINGS["linen" if wing is linen else "nnx"][1]
+        variables, call = built(theirs, name, x, dtype=jnp.float64, jit=False)
+        truth = jax.grad(lambda x: (call(variables, x)[0] * weights).sum())(x.astype(np.float64))
+    assert truth.dtype == jnp.float64
     np.testing.assert_allclose(found, truth, atol=5e-4 * np.abs(truth).max())
 
 
