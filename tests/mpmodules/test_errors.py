@@ -86,8 +86,6 @@ def test_float64_without_x64_is_refused_when_used(wing):
     refused = pytest.raises(ValueError, match=r"^A policy asks for float64, but JAX runs with x64")
     name = {"linen": "Dense", "nnx": "Linear"}[wing.name]
     with refused:
-        use_policy("float64")
-    with refused:
         wing.module.apply_policy(made(wing.name, name), "float64")
     with refused:
         made(wing.name, name, dtype_policy="f64").init(KEY, X)

@@ -163,17 +163,12 @@ def test_a_root_returns_its_accumulator():
     assert nnx.Linear(4, 3, rngs=nnx.Rngs(0), dtype_policy="f32_inside")(half).dtype == jnp.float32
 
 
-class NnxStep(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.inner = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) + self.inner(x).astype(jnp.float32)
-
-
 def test_a_scan_whose_body_changes_its_carrys_dtype_is_explained_where_code_is_kept():
-    class Block(NnxStep):
+    class Block(nnx.Module):
         own_code = "keep"
+
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.inner = nnx.Linear(4, 4, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.inner(x)

@@ -367,8 +367,6 @@ def test_models_and_ports_of_layers_and_of_own_code(wing, text, way):
 
 
 def test_scanned_and_rematerialised_layers():
-    """Each of three layers is added up over a scan, in a checkpoint."""
-
     class Block(linen.Module):
         @linen.compact
         def __call__(self, carry, _):

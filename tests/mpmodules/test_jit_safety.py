@@ -50,10 +50,6 @@ def test_ports_by_different_policies_are_traced_apart_by_flaxs_jit(wing):
     assert len(traces) == (2 if wing.name == "nnx" else 0)
 
 
-def _in_cond(run: Any) -> Any:
-    return lambda x: lax.cond(x.sum() > 0, run, lambda x: 2 * run(x), x)
-
-
 # A scan's carry stays float32, and its stacked output has the policy's dtype.
 TRANSFORMS: dict[str, Any] = {
     "none": lambda run: run,
@@ -63,7 +59,7 @@ TRANSFORMS: dict[str, Any] = {
         lambda x: jax.value_and_grad(lambda x: jax.checkpoint(run)(x).sum())(x)[0]
     ),
     "vmap": jax.vmap,
-    "cond": _in_cond,
+    "cond": lambda run: lambda x: lax.cond(x.sum() > 0, run, lambda x: 2 * run(x), x),
 }
 
 

@@ -136,8 +136,7 @@ def test_norms_that_return_float32_round_nothing_and_have_float64s_gradients(win
     found = jax.grad(lambda x: (call(variables, x)[0] * jnp.asarray(weights, "float32")).sum())(x)
     assert found.dtype == jnp.float32
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        theirs = WINGS["linen" if wing is linen else "nnx"][1]
-        variables, call = built(theirs, name, x, dtype=jnp.float64, jit=False)
+        variables, call = built(flax_linen, name, x, dtype=jnp.float64, jit=False)
         truth = jax.grad(lambda x: (call(variables, x)[0] * weights).sum())(x.astype(np.float64))
     assert truth.dtype == jnp.float64
     np.testing.assert_allclose(found, truth, atol=5e-4 * np.abs(truth).max())
@@ -433,12 +432,7 @@ def step(
     modules = WINGS[wing][flax]
     like = jnp.zeros((1, FEATURES))
     variables, call = built(modules, "BatchNorm", like, jit=False, **options, **given)
-
-    def value(path: Any, leaf: Any) -> Any:
-        (name,) = [name for name in VALUES if f"'{name}'" in jax.tree_util.keystr(path)]
-        return jnp.asarray(VALUES[name], leaf.dtype)
-
-    variables = jax.tree_util.tree_map_with_path(value, variables)
+    variables = with_values(variables, **VALUES)
 
     def loss(variables: Any, x: Any) -> tuple[Any, Any]:
         y, after = call(variables, x, mask=mask)

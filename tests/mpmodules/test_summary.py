@@ -12,10 +12,9 @@ import pytest
 
 from mpmodules import linen, nnx
 from policy import set_policy, use_policy
-from tests.mpmodules.wings import BOTH, Part, Text, dense, layer_norm, under
+from tests.mpmodules.wings import BOTH, KEY, MIXED, Part, Text, dense, layer_norm, under
 
 CONSOLE = {"width": 240, "no_color": True, "force_terminal": False}
-MIXED = "mixed_bfloat16"
 SHORT, FULL, HALF, F16 = (
     "p=f32,c=bf16,o=f32",
     "p=f32,c=f32,o=f32",
@@ -41,7 +40,6 @@ def cells(table: str) -> dict[str, tuple[str, str]]:
     return {line[0] + "".join(line[1].split(" ")[1:]): (line[2], line[3]) for line in rows}
 
 
-KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
 
 
@@ -180,14 +178,10 @@ class Lifted(linen.Module):
         return linen.scan(step, length=2, **axes)(Block(name="scanned"), x, None)[0]
 
 
-def linen_shown(model: Any, **options: Any) -> dict[str, tuple[str, str]]:
-    return cells(model.tabulate(KEY, X, console_kwargs=CONSOLE, **options))
-
-
 def test_lifted_linen_modules_and_paths_with_brackets_have_their_sources():
     rules: Any = {"scanned/LayerNorm_[b0]": "f32", "remat": "bf16"}  # [b0] would be a tag of rich
     with use_policy(MIXED, rules):
-        rows = linen_shown(Lifted())
+        rows = cells(Lifted().tabulate(KEY, X, console_kwargs=CONSOLE))
     assert rows["block"] == (FULL, "scope")
     assert {rows[path] for path in ("remat", "remat/Dense_0")} == {(HALF, "rule: 'remat'")}
     assert rows["scanned/Dense_0"] == (SHORT, "scope")
