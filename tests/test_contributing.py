@@ -33,11 +33,6 @@ def directories(*roots: str) -> set[str]:
     return {folder for folder in folders if "__pycache__" not in folder}
 
 
-# --------------------------------------------------------------------------------------------------
-# Names
-# --------------------------------------------------------------------------------------------------
-
-
 def test_every_path_of_the_page_is_in_the_tree():
     named = paths(PROSE)
     assert len(named) > 60
@@ -83,11 +78,6 @@ def test_each_command_of_the_page_is_in_the_file_that_it_runs_from():
     assert "pytest -n 2 -m slow" in (ROOT / "tests/fast_part.py").read_text(encoding="utf-8")
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables and picture
-# --------------------------------------------------------------------------------------------------
-
-
 def test_the_picture_and_the_table_are_those_of_the_imports():
     made = docs_script("make_house")
     graph = made.imports()
@@ -104,11 +94,6 @@ def test_every_package_is_in_the_table():
 def test_every_directory_of_tests_is_in_the_table():
     named = {path for cells in rows("Tests") for path in re.findall(r"`([^`]+)`", cells[0])}
     assert named == directories("tests")
-
-
-# --------------------------------------------------------------------------------------------------
-# The tasks
-# --------------------------------------------------------------------------------------------------
 
 
 def test_there_are_ten_tasks_each_with_a_file_and_a_test():

@@ -46,11 +46,6 @@ WITHOUT_EXAMPLE = {"policy.LossScale"}  # a union, for annotations
 FLAXS = "Flax's own description:"  # Flax's docstring begins here: its arguments are Flax's to name
 
 
-# --------------------------------------------------------------------------------------------------
-# The pages
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A directive that describes an object.
@@ -120,11 +115,6 @@ OTHER_NAMES = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# The names
-# --------------------------------------------------------------------------------------------------
-
-
 def is_ours(value: Any) -> bool:
     place = getattr(value, "__module__", None) or ""
     return place.partition(".")[0] in ("policy", "mpmodules")
@@ -178,11 +168,6 @@ def test_names_unchanged_from_flax_are_listed(wing):
     stub = pathlib.Path(wing.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")
     flaxs = rf"^from {re.escape(theirs.__name__)}[\w.]* import (\w+) as \1$"
     assert listed == {n for n in re.findall(flaxs, stub, re.MULTILINE) if not n.startswith("_")}
-
-
-# --------------------------------------------------------------------------------------------------
-# Docstrings
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted({*VALUES} - WITHOUT_EXAMPLE))
@@ -260,11 +245,6 @@ def test_documented_attributes_are_the_fields(value):
     own = inspect.getdoc(value) or ""
     names = (documented(own, "Attributes") or set()) | (documented(own, "Args") or set())
     assert names == {f.name for f in dataclasses.fields(value) if not f.name.startswith("_")}
-
-
-# --------------------------------------------------------------------------------------------------
-# Pages
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_page_is_in_the_index():

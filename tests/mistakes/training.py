@@ -66,8 +66,6 @@ def donated() -> None:
     stepped(params, state)
 
 
-# --- gradients ------------------------------------------------------------------------------------
-
 SHOULD_RETURN = "should return a floating scalar"
 
 GRADIENTS = {
@@ -119,8 +117,6 @@ SCALED = {
     },
     AttributeError: {f"'items' … {NAMED}": lambda: scaled().items()},
 }
-
-# --- the step -------------------------------------------------------------------------------------
 
 _ORDER = ("tx", "params", "state", "grads")
 
@@ -213,8 +209,6 @@ WRAPPER = {
     },
     AssertionError: {"dict … select_tree(finite, new, old)": lambda: select_tree(P, P, True)},
 }
-
-# --- microbatches and devices ---------------------------------------------------------------------
 
 DEVICES = {
     ValueError: {

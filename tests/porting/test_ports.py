@@ -176,8 +176,6 @@ def test_the_page_s_table_says_what_is_measured():
         np.testing.assert_allclose(ulps, np.array(said, float), rtol=0.15)
 
 
-# --- Cached decoding ------------------------------------------------------------------------------
-
 POLICY = "mixed_bfloat16"
 ULP = float(jnp.finfo(jnp.bfloat16).eps)
 
@@ -246,8 +244,6 @@ def test_a_cache_that_is_handed_through_comes_back_as_it_went_in_and_changes_no_
     _, plain, cached, _ = models.compiled(called, state)(state)
     np.testing.assert_array_equal(plain, cached)
 
-
-# --- A train step of imagenet's, beside its own with a DynamicScale -------------------------------
 
 LOSS_SCALED = "mixed_float16"
 

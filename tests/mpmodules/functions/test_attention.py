@@ -112,9 +112,6 @@ def test_dropout_keeps_the_mean_and_checks_its_arguments():
         dropped(rng=None)
 
 
-# --- gradients and what they keep -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("half", HALVES)
 def test_the_gradient_by_the_logits_sums_to_zero_over_the_keys(half):
     bias = jnp.asarray(RNG.normal(size=(1, 4, 3, 64)), jnp.float32)
@@ -153,9 +150,6 @@ def test_no_keys_give_zeros_and_one_key_gives_its_value(wing, dtype):
     np.testing.assert_array_equal(function(query, key[:, :0], value[:, :0]), 0)
     expected = jnp.broadcast_to(value[:, :1], query.shape)
     np.testing.assert_array_equal(function(query, key[:, :1], value[:, :1]), expected)
-
-
-# --- the fused kernel -----------------------------------------------------------------------------
 
 
 class Device:

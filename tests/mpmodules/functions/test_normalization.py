@@ -124,9 +124,6 @@ def test_parts_are_joined_in_one_pass():
     assert max(depth.values()) == 2  # within the parts, then among them
 
 
-# --- shift ----------------------------------------------------------------------------------------
-
-
 def shift(x: jax.Array, *axes: int) -> jax.Array:
     shifted = shift_of(Region(tuple(sorted(axis % x.ndim for axis in axes))), x)
     assert shifted is not None
@@ -141,9 +138,6 @@ def test_a_shift_is_the_mean_of_four_elements_and_lets_no_gradient_through_it():
     np.testing.assert_array_equal(jax.grad(lambda x: (x - shift(x, -1)).sum())(x), np.ones((4, 8)))
     assert bool(jnp.isfinite(shift(jnp.full((2, 8), 3e38), -1)).all())
     assert shift_of(Region((1,)), jnp.ones((4, 0))) is None
-
-
-# --- two sums along columns, which is what GPUs take in one pass ----------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,8 +178,6 @@ def test_sums_of_each_platform(dtype, region, of_cuda):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert text.count("stablehlo.reduce(") == count
 
-
-# --- normalize ------------------------------------------------------------------------------------
 
 EPSILON = 1e-3
 SHAPE = (2, 3, 4)

@@ -65,8 +65,6 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(_splash_attention, "INTERPRET", True)
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
 RANDOM_MASK = np.random.default_rng(1).random((1, 1, 128, 256)) > 0.7
 HEADS_MASK = np.random.default_rng(2).random((2, 128, 128)) > 0.5
 HEADS_MASK[:, :, :5] = False  # keys that no query attends to
@@ -145,9 +143,6 @@ def test_the_kernel_has_forward_mode_higher_orders_and_vmap(interpreter):
     results = (with_implementation(i, *operands) for i in ("splash", "xla"))
     for found, wanted in zip(*results, strict=True):
         assert_close(found, wanted, ulps=6)  # XLA's rounds weights and the logits' cotangents too
-
-
-# --- the choice -----------------------------------------------------------------------------------
 
 
 def is_picked(function, *operands, **options) -> bool:
@@ -232,9 +227,6 @@ def test_operands_that_vary_over_different_axes_are_refused():
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
     with pytest.raises(ValueError, match="operands that vary over different axes of shard_map"):
         jax.eval_shape(mapped, *qkv())
-
-
-# --- programs for TPUs ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -105,9 +105,6 @@ def test_rematerialised_classes_hand_on_compute_dtype():
         assert boundary_casts(ops)[-1].outputs == ("float32",)
 
 
-# --- methods --------------------------------------------------------------------------------------
-
-
 class AutoEncoder(nn.Module):
     def setup(self):
         self.encoder = nn.Dense(2)
@@ -146,9 +143,6 @@ def test_an_unwrapped_method_is_no_boundary_but_its_layers_obey():
     ops = operations(lambda v, x: model.apply(v, x, method="unwrapped"), variables, X)
     assert boundary_casts(ops) == []
     assert [op.outputs for op in named(ops, "dot_general")] == [("bfloat16",)]
-
-
-# --- references and modules of Flax's -------------------------------------------------------------
 
 
 def test_references_passed_as_arguments_keep_their_identity():

@@ -39,9 +39,6 @@ def attention_model(nn: Any) -> Any:
     return compact(call, nn)()
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
 def test_a_users_own_field_called_policy_is_the_users():
     class Agent(our_nn.Module):
         policy: Any
@@ -81,9 +78,6 @@ def test_a_clone_made_during_a_call_has_what_the_user_declared():
     model.init(KEY, X)
     assert [layer.dtype_policy for layer in seen] == [None]
     assert list(model.layers) == [Layer(3)]
-
-
-# --- Flax's method machinery is entered once ------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])

@@ -77,9 +77,6 @@ def total(model: Any, *args: Any, **kwargs: Any) -> Any:
     return lambda variables: apply(model, variables, *args, **kwargs).astype(jnp.float32).sum()
 
 
-# --- lifted, shared and tied ----------------------------------------------------------------------
-
-
 class Head(nn.Module):
     table: Table
 
@@ -110,9 +107,6 @@ def test_a_tied_parameter_follows_its_reader(rule: str, dtype: str) -> None:
     # x 4096 in each row.
     table = gradients["params"]["words"]["table"]
     np.testing.assert_array_equal(table[:, 0], [4096 * 18] + [4096 * 2] * 7)
-
-
-# --- what stays as it is stored -------------------------------------------------------------------
 
 
 class Kept(nn.Module):
@@ -166,9 +160,6 @@ def test_a_read_outside_of_a_call_is_as_stored() -> None:
         assert bound.table.dtype == jnp.float32
     with pytest.raises(AttributeError, match="no attribute"):
         _ = bound.tabel
-
-
-# --- the call -------------------------------------------------------------------------------------
 
 
 class Lends(nn.Module):

@@ -36,9 +36,6 @@ def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:
     return {dtype for op in dots for dtype in op.inputs}
 
 
-# --- the constructor ------------------------------------------------------------------------------
-
-
 def registered(cls: Any) -> Any:
     """Replaces a class's generated constructor by one that keeps a config beside the fields, as
     diffusers does.
@@ -136,9 +133,6 @@ class ByWidth(nn.Module):
 def test_an_equality_and_a_hash_of_the_classs_own_are_kept():
     one, two = (apply_policy(ByWidth(note=note), MIXED) for note in ([1], [2]))
     assert one == two and hash(one) == hash(two) == hash(ByWidth())
-
-
-# --- override checks ------------------------------------------------------------------------------
 
 
 class Encodes:
@@ -248,9 +242,6 @@ def test_a_public_method_of_an_unbound_port_may_initialise_it():
     assert leaf.dtype == jnp.bfloat16
 
 
-# --- layers inside --------------------------------------------------------------------------------
-
-
 class Adapter(nn.Dense):
     """A subclass of a Flax layer that asks what was overridden."""
 
@@ -294,9 +285,6 @@ def test_ports_that_differ_in_an_option_share_no_trace():
     assert matmul_dtypes(apply_policy(Net(), "bf16"), X) == {"bfloat16"}
 
 
-# --- values, bind and scopes ----------------------------------------------------------------------
-
-
 def test_bind_works_and_a_submodule_taken_out_is_not_covered():
     ported = apply_policy(Plain(), MIXED)
     bound = ported.bind(ported.init(KEY, X))
@@ -321,9 +309,6 @@ HALF = "p=f16,c=bf16,o=f32"
 def initialised(model: Any) -> dict[str, str]:
     """Dtypes of the variables that `model.init` makes, by path, collections included."""
     return dtypes(jax.eval_shape(model.init, KEY, X))
-
-
-# --- parameters -----------------------------------------------------------------------------------
 
 
 class Kernel(nn.Module):

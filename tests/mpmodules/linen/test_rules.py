@@ -157,9 +157,6 @@ def test_rules_hold_under_a_lifted_class_and_in_a_scan():
         assert at(compute_dtypes(Model()), "body/dense") == {"float32"}
 
 
-# --- rules that match nothing ---------------------------------------------------------------------
-
-
 def test_rules_that_match_nothing_are_an_error_that_names_them_and_lists_the_paths():
     rules = [("head", "f32"), ("encoder/.*nrom", "f32"), (nn.Conv, "f32"), ("tail", "f32")]
     text = re.escape(
@@ -227,9 +224,6 @@ def test_an_explicit_dtype_that_defeats_the_policy_warns_once_per_path():
         "Dense at 'first'",
         "Dense at 'second'",
     ]
-
-
-# --- the caller decides ---------------------------------------------------------------------------
 
 
 def test_a_shared_layer_called_under_two_policies_in_one_trace_obeys_each_caller():

@@ -118,9 +118,6 @@ def test_a_report_names_modules_and_parameters(model):
     assert not report.wide_matmuls and not report.opaque_matmuls
 
 
-# --- functions of states: the functional idiom, with BatchNorm and dropout ------------------------
-
-
 @pytest.mark.parametrize("first", [(), ("mpmodules.nnx",)], ids=["policy alone", "mpmodules"])
 def test_the_functional_idiom_is_that_of_jit_whatever_is_imported(first):
     assert "done" in run_python("-m", "tests.mpmodules.nnx.functional_idiom", *first)
@@ -135,9 +132,6 @@ def test_a_state_beside_a_module_stays_as_it_is_and_the_module_changes(model):
     autocast(run, "mixed_bfloat16")(model, rest, X + 1)
     np.testing.assert_array_equal(rest["mean"][...], np.zeros(8))
     assert np.all(np.asarray(model.norm.mean[...]) != 0)
-
-
-# --- static attributes that have no hash ----------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -100,8 +100,6 @@ def test_one_that_is_a_boundary_returns_accumulators_and_runs_backward_in_half(n
     np.testing.assert_allclose(half(x), base + rounded, rtol=0, atol=2e-6)
 
 
-# --- RoPE and EMA, which older versions of Flax lack ----------------------------------------------
-
 newer = pytest.mark.skipif(not hasattr(flax_nnx, "RoPE"), reason="this Flax has no RoPE and no EMA")
 HALVES = (jnp.bfloat16, jnp.float16)
 Q = jax.random.normal(jax.random.key(0), (2, 6, 4, 8))  # (batch, length, heads, width)

@@ -286,8 +286,6 @@ def test_a_policy_that_is_set_by_hand_is_refused_and_the_module_stays_as_it_was(
         Late(nnx.Rngs(0), dtype_policy="bf16")
 
 
-# --- Flax's tools on models of ours ---------------------------------------------------------------
-
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 
 

@@ -138,9 +138,6 @@ def test_each_way_to_read_gives_float32_and_others_as_stored(text: str) -> None:
     assert model.scale.dtype == jnp.float32 and model.list[0].dtype == stored
 
 
-# --- sharing --------------------------------------------------------------------------------------
-
-
 class Head(nnx.Module):
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -182,9 +179,6 @@ def test_a_parameter_that_a_method_writes_back_is_averaged_in_float32() -> None:
     for call in (lambda m: m(ROWS), flax_nnx.jit(lambda m: m(ROWS))) * 2:
         assert call(model).dtype == call(plain).dtype == jnp.float32
     assert model.average[...] == plain.average[...]
-
-
-# --- state ----------------------------------------------------------------------------------------
 
 
 class Linear(nnx.Module):

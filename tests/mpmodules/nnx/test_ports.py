@@ -290,9 +290,6 @@ def test_a_model_with_a_metaclass_of_its_own_is_adopted():
     assert isinstance(type(theirs), Meta)
 
 
-# --- models that are no pytrees -------------------------------------------------------------------
-
-
 class Plain(flax_nnx.Module, pytree=False):
     def __init__(self, *, rngs):
         layer = lambda: flax_nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
@@ -375,9 +372,6 @@ def test_one_that_derives_from_a_layer_runs_as_ours_does():
     assert isinstance(layer.instance, Dense) and layer(X).dtype == F32
     (dot,) = named(layer.operations(X), "dot_general")
     assert dot.outputs == ("float32",)  # the accumulator
-
-
-# --- classes --------------------------------------------------------------------------------------
 
 
 def types_of(model):
@@ -541,9 +535,6 @@ assert ":bf16[2,4] = dot_general" in str(jax.make_jaxpr(lambda x: model(x))(x))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-# --- what a ported model is used with -------------------------------------------------------------
 
 
 def test_what_a_call_puts_on_a_layer_lands_on_the_layer():

@@ -299,9 +299,6 @@ def test_params_beside_those_that_the_optimizer_steps_are_refused_by_name():
     assert master_params(nnx.state(model, only_head), optimizer)
 
 
-# --- gradients that are still scaled --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "float16"])
 def test_scaled_gradients_step_as_true_ones_do_within_their_rounding(policy):
     ends = {}

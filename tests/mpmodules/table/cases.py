@@ -97,10 +97,6 @@ _LINEN_CELLS: dict[str, Any] = _CELLS | {
     "ConvLSTMCell": {"kernel_size": (2,)},
 }
 
-# --------------------------------------------------------------------------------------------------
-# Both wings
-# --------------------------------------------------------------------------------------------------
-
 
 def _dense(lib: Any, rngs: Any, width: int = 4, features: int = 6, **dtypes: Any) -> Any:
     if rngs is None:
@@ -210,11 +206,6 @@ def _attention(name: str, setting: str, *given: Any, inputs: Any = (QUERIES,), *
     return dataclasses.replace(case, steps=steps, prepare=prepare, is_module=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# linen
-# --------------------------------------------------------------------------------------------------
-
-
 def _linen_attention(name: str, setting: str, **arguments: Any) -> Case:
     return _attention(name, setting, num_heads=2, **arguments)
 
@@ -249,10 +240,6 @@ LINEN = [
     Case("Sequential", "", _linen_sequential, is_module=True),
     Case("PReLU", "", lambda nn, dtype=None, **kw: nn.PReLU(**kw)),
 ]
-
-# --------------------------------------------------------------------------------------------------
-# nnx
-# --------------------------------------------------------------------------------------------------
 
 
 def _nnx_attention(setting: str, decode: bool = False, **arguments: Any) -> Case:

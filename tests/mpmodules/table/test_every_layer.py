@@ -231,9 +231,6 @@ def test_half_inputs_have_the_dtypes_of_the_policy_forward_and_backward(wing, ca
         assert dtypes_of(trace.input_gradients) <= {jnp.dtype(inputs_in).name}
 
 
-# --- no policy ------------------------------------------------------------------------------------
-
-
 def stored_and_returned(trace: Trace) -> Any:
     return trace.params, trace.rest, trace.out, trace.state, trace.param_gradients
 
@@ -305,9 +302,6 @@ def test_complex_inputs_give_under_a_policy_what_they_give_without(wing, case):
         with use_policy("mixed_bfloat16"):
             ours = shapes_of(wing, case, None, jnp.complex64, {})
     assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
-
-
-# --- x64 ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
