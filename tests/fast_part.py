@@ -43,13 +43,7 @@ def durations() -> dict[str, float]:
 
 
 def fast_cases(count: int, seconds: float, *, keeps_one: bool = False) -> list[int]:
-    """Returns the places of a function's fast cases among all.
-
-    Args:
-      count: the number of cases.
-      seconds: of one case.
-      keeps_one: whether one case is fast however long it takes.
-    """
+    """Returns the places of a function's fast cases among `count`, of so many `seconds` each."""
     if seconds > LONGEST and not keeps_one:
         return []
     fitting = min(count, max(1, int(BUDGET / seconds)))
@@ -57,12 +51,7 @@ def fast_cases(count: int, seconds: float, *, keeps_one: bool = False) -> list[i
 
 
 def slow_cases(count: int, seconds: float) -> list[int]:
-    """Returns the places of a function's slow cases among those that are not fast.
-
-    Args:
-      count: the number of these cases.
-      seconds: of one case.
-    """
+    """Returns the places of a function's slow cases among the `count` that are not fast."""
     is_long_table = count >= MANY and seconds < SHORT
     fitting = min(count, max(1, int(SLOW_BUDGET / seconds))) if is_long_table else count
     return [place * count // fitting for place in range(fitting)]

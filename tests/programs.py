@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from policy.programs.dtypes import dtype_name_of
+from policy.programs.primitives import MATMULS
 from policy.programs.reading.walk import Site, walk
 
 
@@ -105,6 +106,24 @@ def _counted(ops: list[Operation]) -> collections.Counter[tuple[str, ...]]:
 
 def named(ops: list[Operation], *names: str) -> list[Operation]:
     return [op for op in ops if op.name in names]
+
+
+def precisions(fn: Callable[..., Any], *args: Any) -> set[tuple[str, str | None]]:
+    """Returns (dtype of the first operand, precision) of each matmul and convolution."""
+    return {
+        (str(site.equation.invars[0].aval.dtype), _precision(site.equation.params["precision"]))
+        for site in walk(jax.make_jaxpr(fn)(*args))
+        if site.name in MATMULS
+    }
+
+
+def _precision(precision: Any) -> str | None:
+    if isinstance(precision, tuple):
+        left, precision = precision
+        assert left == precision
+    if precision is None or isinstance(precision, str):
+        return precision
+    return precision.name.lower() if isinstance(precision, jax.lax.Precision) else str(precision)
 
 
 def frozen_biases(variables: Any) -> Any:

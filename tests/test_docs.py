@@ -3,6 +3,7 @@
 The python blocks of a page are one program, in a process of its own. A ``text`` block that follows
 one directly is its output, compared with figures and spaces masked. ``<!-- needs: keras -->``
 before a block leaves it out where the package is missing; ``<!-- slow -->`` marks a page's test.
+Links and pictures of a page are there.
 """
 
 import importlib.util
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.eight_devices import ROOT, run_python
+from tests.scripts import docs_script
 
 FENCE = re.compile(
     r"(?:^[ ]*<!-- needs: (?P<needs>[\w ]+) -->\n\n?)?"
@@ -104,6 +106,26 @@ def test_each_option_of_a_directive_has_a_line_of_its_own():
     joined = re.compile(r"^ *:[a-z-]+: .* :[a-z-]+:", re.MULTILINE)
     for page, text in PAGES.items():
         assert joined.findall(text) == [], page
+
+
+IMAGE = re.compile(r"!\[(.*?)\]\((?!https?:)([^)\s]+)\)", re.DOTALL)
+SHOWN = {
+    (page.parent / name).resolve(): text
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    for text, name in IMAGE.findall(page.read_text("utf-8"))
+}
+
+
+@pytest.mark.parametrize("picture", SHOWN, ids=lambda picture: picture.name)
+def test_a_picture_is_there_and_small_and_its_text_says_what_it_shows(picture: Path):
+    assert picture.is_file()
+    assert picture.stat().st_size < 150_000
+    assert len(SHOWN[picture].split()) >= 6
+
+
+def test_every_drawn_picture_is_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")  # the script imports docs/make_audit_page.py
+    assert {file.name for file in SHOWN} >= set(docs_script("make_pictures").DRAWN)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])

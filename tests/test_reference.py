@@ -48,14 +48,7 @@ FLAXS = "Flax's own description:"  # Flax's docstring begins here: its arguments
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A directive that describes an object.
-
-    Attributes:
-      page: the page's name.
-      name: the object's full name.
-      members: the methods and properties that are described with it.
-      since: the release of Flax that it needs, or "".
-    """
+    """A directive that describes an object; `since` is the release of Flax that it needs, or ""."""
 
     page: str
     name: str
@@ -153,14 +146,10 @@ def test_every_public_name_is_described_once_or_named_as_another():
         assert name in PUBLIC and value_of(name) is VALUES[full], name
 
 
-def unchanged_names(wing: types.ModuleType) -> set[str]:
-    page = PAGES[wing.__name__.rpartition(".")[2]]
-    return set(re.findall(r"`(\w+)`[,.]", page.partition("## Unchanged from Flax\n")[2]))
-
-
 @pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.__name__)
 def test_names_unchanged_from_flax_are_listed(wing):
-    theirs, listed = WINGS[wing], unchanged_names(wing)
+    theirs, page = WINGS[wing], PAGES[wing.__name__.rpartition(".")[2]]
+    listed = set(re.findall(r"`(\w+)`[,.]", page.partition("## Unchanged from Flax\n")[2]))
     public = {name: getattr(theirs, name) for name in dir(theirs) if not name.startswith("_")}
     values = {n: one for n, one in public.items() if not isinstance(one, types.ModuleType)}
     same = {name for name, value in values.items() if value is getattr(wing, name)}

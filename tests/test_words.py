@@ -27,12 +27,6 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
                     yield f"{path.name}:{getattr(node, 'name', 'module')}", text
 
 
-def test_whatever_counts_as_what_and_an_opener_is_a_whole_word():
-    assert len(WHAT.findall("What it is, whatever that which is; somewhat.")) == 3
-    assert OPENERS.match("`Where` it is")
-    assert not OPENERS.match("Whatsoever") and not OPENERS.match("However")
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_seldom_say_what_and_open_with_a_verb_or_a_noun(package):
     found = list(docstrings(package))

@@ -83,15 +83,9 @@ def under_a_policy(build: Any, **options: Any) -> None:
         build(**options)
 
 
-def path_rules_while_building() -> None:
+def path_rules() -> None:
     with use_policy(TEXT, rules={"head": "f32"}):
         XNet(rngs())
-
-
-def policy_set_on_a_built_model() -> None:
-    model = XNet(rngs())
-    model.dtype_policy = "bf16"
-    model(X)
 
 
 def policy_set_in_the_constructor() -> None:
@@ -141,15 +135,10 @@ def merged(*tables: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 LINEN_ALONE = {
     TypeError: {
-        f"dtype_policy= … {TEXT}": lambda: dense(dtype_policy=jnp.bfloat16),
         "class attribute": lambda: Net(keep_inputs=("x",)),
         "Module.apply … (": lambda: nn.apply_policy(Plain().apply, "bf16"),
     },
     ValueError: {
-        "Dense … dtype=float8_e4m3fn … m=f8": lambda: under_a_policy(
-            dense, dtype=jnp.float8_e4m3fn
-        ),
-        "float64 … jax_enable_x64": lambda: dense(dtype_policy="f64"),
         "'haed' … seen: Dense_0": lambda: nn.apply_policy(Plain(), "bf16", {"haed": "f32"}).init(
             KEY, X
         ),
@@ -168,20 +157,13 @@ NNX_ALONE = {
         "State … (model, ": lambda: nnx.apply_policy(flax.nnx.state(XNet(rngs())), "bf16"),
     },
     ValueError: {
-        "XNet … Build the model first … apply_policy(": path_rules_while_building,
-        "Sequential( … Linear … Build them inside": lambda: nnx.Sequential(
-            nnx.Linear(4, 4, rngs=rngs()), dtype_policy="bf16"
-        ),
-        "XNet … 'bf16' … apply_policy(": policy_set_on_a_built_model,
+        "Building XNet … path rules can't … Build the model first … apply_policy(": path_rules,
         "Late … dtype_policy='bf16'": policy_set_in_the_constructor,
         "'haed' … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {"haed": "f32"}),
         "Dense … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {nn.Dense: "f32"}),
         "head/kernel is bfloat16 … master_params(": lambda: nnx.EMA(
             flax.nnx.state(XNet(rngs(), dtype_policy="bf16"), nnx.Param), 0.99
         ),
-    },
-    DtypePolicyWarning: {
-        "XNet … build the model in … apply_policy(": lambda: under_a_policy(XNet(rngs()), x=X)
     },
 }
 

@@ -84,9 +84,6 @@ GRADIENTS = {
         "float32[2] … the mean": lambda: value_and_grad(lambda p: X @ p["b"])(P),
         f"NoneType … {SHOULD_RETURN}": lambda: value_and_grad(lambda p: None)(P),
         "n (int32[3]) … argnums": lambda: value_and_grad(loss_fn)(P | {"n": jnp.arange(3)}),
-        "XNet … mpmodules.nnx.value_and_grad": lambda: value_and_grad(lambda model: model(X).sum())(
-            XNet(rngs())
-        ),
         "MixedPrecisionState … loss_scale_of(opt_state)": lambda: value_and_grad(
             loss_fn, loss_scale=tx(loss_scale="dynamic").init(P)
         ),

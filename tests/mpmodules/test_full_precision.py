@@ -12,7 +12,6 @@ import pytest
 import policy
 from mpmodules import full_precision, linen, nnx
 from policy import Policy, autocast, get_policy, use_policy
-from tests.matmul_precisions import precisions
 from tests.mpmodules.wings import (
     BOTH,
     MIXED,
@@ -26,7 +25,7 @@ from tests.mpmodules.wings import (
     weight,
 )
 from tests.mpmodules.wings import layer as part_of
-from tests.programs import named, operations
+from tests.programs import named, operations, precisions
 
 X = jnp.ones((2, 4))
 SEEN: dict[str, str] = {}

@@ -26,10 +26,11 @@ def qkv(half, heads=4, key_heads=4, queries=3, length=5, batch=(2,)) -> Any:
     return tuple(jnp.asarray(RNG.normal(size=shape), half) for shape in shapes)
 
 
-def exact_weights(query, key):
+def exact_weights(query, key, bias=0.0, allowed: Any = True):
     q, k = (np.asarray(x, np.float64) for x in (query, key))
     k = np.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
-    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1]) + bias
+    logits = np.where(allowed, logits, -1e30)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
@@ -285,7 +286,7 @@ def test_an_implementation_that_can_not_do_what_is_asked_is_refused():
         linen.dot_product_attention(*qkv("bfloat16"), implementation="cudnn")
 
 
-BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 3, 5, 4, 8
+BATCH, QUERIES, KEYS, HEADS = 2, 3, 5, 4  # those of `qkv`
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped heads": {"key_heads": 2},
@@ -305,8 +306,7 @@ def case(
     half: str, key_heads: int = HEADS, bias: bool = False, mask: bool = False, **options: Any
 ) -> Any:
     """Operands, and the other arguments. The mask leaves the second query of every head no key."""
-    shapes = [(BATCH, QUERIES, HEADS, WIDTH), *[(BATCH, KEYS, key_heads, WIDTH)] * 2]
-    operands = [jnp.asarray(RNG.normal(size=shape), half) for shape in shapes]
+    operands = list(qkv(half, key_heads=key_heads))
     if bias:
         operands.append(jnp.asarray(RNG.normal(size=(1, HEADS, QUERIES, KEYS)), jnp.float32))
     if mask:
@@ -326,14 +326,11 @@ def ours(options: Any) -> Callable[..., jax.Array]:
 
 def exact(options: Any) -> Callable[..., np.ndarray]:
     def run(query: Any, key: Any, value: Any, bias: Any = 0.0) -> np.ndarray:
-        key, value = (np.repeat(x, HEADS // x.shape[-2], axis=-2) for x in (key, value))
-        logits = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH) + bias
         allowed = np.asarray(options.get("mask", True)) & np.ones((QUERIES, KEYS), bool)
         if options.get("is_causal"):
             allowed = allowed & np.tri(QUERIES, KEYS, dtype=bool)
-        logits = np.where(allowed, logits, -1e30)
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+        value = np.repeat(value, HEADS // value.shape[-2], axis=-2)
+        return np.einsum("bhqk,bkhd->bqhd", exact_weights(query, key, bias, allowed), value)
 
     return run
 

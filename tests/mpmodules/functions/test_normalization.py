@@ -25,7 +25,7 @@ def found(x: jax.Array, region: Region) -> tuple[np.ndarray, np.ndarray]:
     return centre + offset, variance
 
 
-def truth(x: jax.Array, region: Region) -> tuple[np.ndarray, np.ndarray]:
+def truth(x: Any, region: Region) -> tuple[np.ndarray, np.ndarray]:
     values = np.asarray(x).astype(np.float64)
     axes = region.axes
     if region.groups:
@@ -210,14 +210,7 @@ def ours(region: Region, dtype: str = "float32") -> Callable[..., Any]:
 
 
 def exact(region: Region, x: Any, scale: Any, bias: Any) -> tuple[np.ndarray, ...]:
-    axes = region.axes
-    grouped = x
-    if region.groups:
-        grouped, axes = x.reshape(*x.shape[:-1], region.groups, -1), (*axes, x.ndim)
-    mean, variance = (np.asarray(f(grouped, axis=axes, keepdims=True)) for f in (np.mean, np.var))
-    if region.groups:
-        width = x.shape[-1] // region.groups
-        mean, variance = (np.repeat(y[..., 0], width, axis=-1) for y in (mean, variance))
+    mean, variance = truth(x, region)
     y = (x - mean) / np.sqrt(variance + EPSILON)
     y = y if scale is None else y * scale
     return y if bias is None else y + bias, mean, variance

@@ -182,11 +182,3 @@ def test_share_scope_perturb_and_sow_work_under_a_policy():
         return (apply(model, {**variables, "perturbations": perturbations}, X) * 3).sum()
 
     assert (jax.grad(loss)(variables["perturbations"])["p"] == 3).all()
-
-
-def test_partitioned_parameters_keep_their_names_and_obey_param_dtype():
-    init = flax_nn.with_partitioning(flax_nn.initializers.lecun_normal(), ("in", "out"))
-    with use_policy("bf16"):
-        variables: Any = our_nn.Dense(3, kernel_init=init).init(KEY, X)
-    kernel: Any = variables["params"]["kernel"]
-    assert kernel.names == ("in", "out") and kernel.value.dtype == jnp.bfloat16

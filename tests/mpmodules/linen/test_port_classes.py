@@ -300,9 +300,8 @@ def test_a_ported_model_ignores_the_scope_around_it_and_leaves_none_behind():
     assert current_policy() is None
 
 
-keeping = functools.partial(
-    our_nn.apply_policy, own_code="keep"
-)  # what autocast does is no matter here
+# What autocast does is no matter here.
+keeping = functools.partial(apply_policy, own_code="keep")
 HALF = "p=f16,c=bf16,o=f32"
 
 
@@ -343,10 +342,7 @@ class Boxed(nn.Module):
 Step = compact(lambda carry, _: (Kernel()(carry), None), nn)
 
 
-STACKED: Any = {
-    "variable_axes": {"params": 0, "batch_stats": 0},
-    "split_rngs": {"params": True},
-}
+STACKED: Any = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
 LIFTED: dict[str, Any] = {
     "scan": nn.scan(Step, length=3, **STACKED),
     "remat": nn.remat(Kernel),
@@ -375,11 +371,8 @@ MAKERS |= {f"root {lift}": LIFTED[lift]() for lift in LIFTED if lift != "scan"}
 
 
 def expected(name: str, dtype: str) -> str:
-    others = {"steps": "int32", "phase": "complex64"}
-    return next(
-        (kind for part, kind in others.items() if part in name),
-        "float32" if "stats" in name else dtype,
-    )
+    others = {"steps": "int32", "phase": "complex64", "stats": "float32"}
+    return next((kind for part, kind in others.items() if part in name), dtype)
 
 
 @pytest.mark.parametrize("name", MAKERS)

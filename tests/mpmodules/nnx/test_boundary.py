@@ -109,9 +109,6 @@ def test_what_an_argument_holds_is_changed_as_by_flax():
     assert norm.mean[...].dtype == F32 and np.any(norm.mean[...] != 0)
 
 
-ONE_BOUNDARY = [("bfloat16", ()), ("float32", ())]
-
-
 class Net(nnx.Module):
     def __init__(self, *, rngs):
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -188,7 +185,10 @@ def test_a_method_that_scans_over_stacked_layers_has_one_boundary_and_a_compute_
     assert stack.layers.linear.kernel.dtype == jnp.float32
     assert stack.layers.dtype_policy == stack.dtype_policy
     pure = NnxModel(stack)
-    assert casts(functools.partial(pure.pure, pure.params)) == ONE_BOUNDARY
+    assert casts(functools.partial(pure.pure, pure.params)) == [
+        ("bfloat16", ()),
+        ("float32", ()),
+    ]
     assert stack(X).dtype == jnp.float32
 
 

@@ -151,9 +151,8 @@ def test_a_boundary_of_rope_leaves_positions_alone():
     x, positions = Q[0, :, 0], jnp.arange(6.0) + 1001
     y = rope(x, positions)
     assert y.dtype == jnp.float32
-    np.testing.assert_allclose(
-        y, rotated(x, positions), atol=1e-3
-    )  # nothing was rounded on the way in or out
+    # nothing was rounded on the way in or out
+    np.testing.assert_allclose(y, rotated(x, positions), atol=1e-3)
 
 
 @newer

@@ -116,7 +116,7 @@ def test_aux_argnums_and_filters_work_as_in_flax():
 
 def test_the_framework_free_one_refuses_a_model_and_takes_its_state(model):
     for held in (model, {"model": model, "w": X}, model.inner.kernel):
-        with pytest.raises(TypeError, match="Argument 0 holds nnx references"):
+        with pytest.raises(TypeError, match=r"Argument 0 holds nnx ref.*mpmodules\.nnx\.val"):
             plain_value_and_grad(lambda held: loss_of(model, X))(held)
     with pytest.raises(ValueError, match=r"take the model as an argument, but got the bound metho"):
         value_and_grad(model.loss)
@@ -233,9 +233,7 @@ def test_moments_in_8_bits_step_convert_and_resume_in_an_optimizer():
     assert plain[1].opt_state.inner[0].mu.kernel.dtype == jnp.float32
 
 
-EACH_PARAM_DTYPE = pytest.mark.parametrize(
-    "policy", ["mixed_bfloat16", "bfloat16", "float16"], ids=["float32", "bfloat16", "float16"]
-)
+EACH_PARAM_DTYPE = pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
 
 
 @EACH_PARAM_DTYPE

@@ -10,6 +10,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mpmodules import linen, nnx
 from policy import use_policy
@@ -21,6 +22,11 @@ from tests.programs import Operation, operations_of
 
 OURS: dict[str, Any] = {"linen": linen, "nnx": nnx}
 THEIRS: dict[str, Any] = {"linen": flax.linen, "nnx": flax.nnx}
+DEPRECATIONS = [  # that Flax announces and that are no business of the table
+    pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
+]
 CALL_KEY = jax.random.key(1)
 
 
@@ -195,8 +201,7 @@ def _trace(run: Program) -> Trace:
 
     def both_ways(params: Any, rest: Any, floats: Any) -> Any:
         def out_of(params: Any, floats: Any) -> Any:
-            out, state = run.apply(params, rest, with_floats(run.inputs, floats))
-            return out, state
+            return run.apply(params, rest, with_floats(run.inputs, floats))
 
         out, backward, state = jax.vjp(out_of, params, floats, has_aux=True)
         return out, state, backward(jax.tree.map(jnp.ones_like, out))

@@ -15,7 +15,7 @@ import pytest
 
 from policy import Policy, get_policy, use_policy
 from tests.mpmodules.table.cases import CASES, Case
-from tests.mpmodules.table.running import THEIRS, Trace, dtypes_of, program, traced
+from tests.mpmodules.table.running import DEPRECATIONS, THEIRS, Trace, dtypes_of, program, traced
 from tests.programs import Operation
 from tests.scripts import docs_script
 
@@ -45,13 +45,7 @@ UNROUNDED_SUMS: dict[tuple[str, str], dict[str, str]] = {
     ("nnx", "RNN of lengths"): _FLIP,
 }
 
-
-# Deprecations that both wings of Flax announce and that are no business of this table.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
-]
+pytestmark = DEPRECATIONS
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 INSIDE = ("mixed_bfloat16", "bfloat16")  # under these, inside a model too
 MATMULS = ("dot_general", "conv_general_dilated")

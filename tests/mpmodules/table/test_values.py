@@ -13,13 +13,16 @@ from flax import nnx as flax_nnx
 from mpmodules import linen, nnx
 from policy import get_policy, use_policy
 from tests.mpmodules.table.cases import CASES, Case
-from tests.mpmodules.table.running import THEIRS, dtypes_of, program, scope_of, traced
+from tests.mpmodules.table.running import (
+    DEPRECATIONS,
+    THEIRS,
+    dtypes_of,
+    program,
+    scope_of,
+    traced,
+)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*value.*:DeprecationWarning"),
-]
+pytestmark = DEPRECATIONS
 # One case of each layer: settings share their parameters, and nothing that they do depends on jit.
 FIRST: dict[tuple[str, str], Case] = {}
 for _wing, _case in CASES:
@@ -129,6 +132,7 @@ def test_an_initialiser_that_fails_in_half_runs_in_float32(name, policy):
     wide = MADE[name]()
     with use_policy(policy):
         found = MADE[name]()
+    assert jax.tree.structure(found) == jax.tree.structure(wide)  # and a partition's names
     for a, b in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
         if jnp.issubdtype(b.dtype, jnp.floating):
             assert a.dtype == policy

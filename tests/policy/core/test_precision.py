@@ -6,7 +6,7 @@ from jax import lax
 
 import policy
 from policy import PolicyRules, use_policy
-from tests.matmul_precisions import precisions
+from tests.programs import precisions
 
 MIXED = "mixed_bfloat16"
 X, W = jnp.ones((2, 4)), jnp.ones((4, 4))
