@@ -1,27 +1,20 @@
 """docs/layers.md, the catalogue of layers, against what the installed Flax exports."""
 
-import pathlib
 import re
 import types
 
 import pytest
 
 from mpmodules import linen, nnx
+from tests.eight_devices import ROOT
 from tests.scripts import docs_script
 
-ROOT = pathlib.Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return docs_script("make_layers")
-
-
+catalogue = docs_script("make_layers")
 WINGS = {"linen": linen, "nnx": nnx}
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(catalogue, wing):
+def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(wing):
     catalogue.require_complete(wing)
     theirs = catalogue.upstream(wing)
     newer = types.ModuleType("newer")
@@ -35,9 +28,7 @@ def test_a_new_layer_of_flaxs_is_a_gap_that_names_it(catalogue, wing):
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_what_is_listed_is_ours_and_every_function_of_ours_in_place_of_flaxs_is_listed(
-    catalogue, wing
-):
+def test_what_is_listed_is_ours_and_every_function_of_ours_in_place_of_flaxs_is_listed(wing):
     ours, theirs = WINGS[wing], catalogue.upstream(wing)
     rows = [row for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS) if wing in row.tests]
     for row in rows:
@@ -50,7 +41,7 @@ def test_what_is_listed_is_ours_and_every_function_of_ours_in_place_of_flaxs_is_
     assert replaced <= {row.name for row in rows} | set(catalogue.EXEMPT[wing]) | steps
 
 
-def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one(catalogue):
+def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one():
     newer = {"RoPE", "dot_product_attention_with_rope", "EMA", "RngStream"}
     for wing in catalogue.WINGS:
         theirs = catalogue.upstream(wing)
@@ -61,7 +52,7 @@ def test_what_is_listed_or_exempt_exists_in_this_flax_or_a_newer_one(catalogue):
         assert len(names) == len(set(names))
 
 
-def test_every_test_that_is_named_exists(catalogue):
+def test_every_test_that_is_named_exists():
     for row in (*catalogue.LAYERS, *catalogue.FUNCTIONS):
         for test in row.tests.values():
             path, name = test.split("::")
@@ -69,5 +60,5 @@ def test_every_test_that_is_named_exists(catalogue):
             assert re.search(rf"^def {name}\(", text, re.MULTILINE), test
 
 
-def test_the_page_is_what_the_command_writes(catalogue):
+def test_the_page_is_what_the_command_writes():
     assert catalogue.PAGE.read_text() == catalogue.page(), "run python docs/make_layers.py"

@@ -1,13 +1,13 @@
 """Docstrings read as in JAX and Optax: few riddles around "what", and verbs or nouns first."""
 
 import ast
-import pathlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.eight_devices import ROOT
+
 FILES = [path for name in ("policy", "mpmodules") for path in ROOT.glob(f"{name}/**/*.py")]
 PACKAGES = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
 MOST_PER_THOUSAND = 3

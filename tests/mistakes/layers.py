@@ -19,7 +19,6 @@ KEY = jax.random.key(0)
 TEXT = "mixed_bfloat16"
 WAY_OUT = f"dtype_policy='{TEXT}'"
 DELETE = "dtype=float32 … Delete the argument … dtype_policy"
-HAS_SCALE = "Kept.keep_params … scael … It has: scale"
 
 
 class Net(nn.Module):
@@ -109,7 +108,6 @@ def in_wing(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) 
             "polcy … dtype_policy=": lambda: net(dtype_polcy="bf16"),
             f"positional … Net(..., {WAY_OUT})": lambda: net(TEXT),
             "Kept.keep_inputs … ('time',)": lambda: kept(keep_inputs="time"),
-            "Kept.keep_params": lambda: kept(keep_params="scale"),
             f"class {name} … make an instance": lambda: port(cls, "bf16"),
             "'bf16' … (model, policy)": lambda: port("bf16", instance()),
             other[1]: lambda: port(other[0](), "bf16"),
@@ -117,12 +115,8 @@ def in_wing(layer: Any, kept: Any, port: Any, net: Any, model: Any, other: Any) 
         },
         ValueError: {
             "'tiem' … time, x": lambda: kept(keep_inputs=("tiem",)),
-            "own_code … 'skip' … 'autocast', 'keep'": lambda: port(
-                instance(), "bf16", own_code="skip"
-            ),
         },
         DtypePolicyWarning: {
-            HAS_SCALE: lambda: kept(keep_params=("scael",)),
             DELETE: lambda: under_a_policy(layer, dtype=jnp.float32),
         },
     }
@@ -138,11 +132,7 @@ LINEN_ALONE = {
         "class attribute": lambda: Net(keep_inputs=("x",)),
         "Module.apply … (": lambda: nn.apply_policy(Plain().apply, "bf16"),
     },
-    ValueError: {
-        "'haed' … seen: Dense_0": lambda: nn.apply_policy(Plain(), "bf16", {"haed": "f32"}).init(
-            KEY, X
-        ),
-    },
+    ValueError: {},
     DtypePolicyWarning: {
         "dtype=float16 … bfloat16 … Delete the argument": lambda: dense(
             dtype=jnp.float16, dtype_policy="bf16"
@@ -159,7 +149,6 @@ NNX_ALONE = {
     ValueError: {
         "Building XNet … path rules can't … Build the model first … apply_policy(": path_rules,
         "Late … dtype_policy='bf16'": policy_set_in_the_constructor,
-        "'haed' … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {"haed": "f32"}),
         "Dense … seen: head": lambda: nnx.apply_policy(XNet(rngs()), "bf16", {nn.Dense: "f32"}),
         "head/kernel is bfloat16 … master_params(": lambda: nnx.EMA(
             flax.nnx.state(XNet(rngs(), dtype_policy="bf16"), nnx.Param), 0.99

@@ -38,10 +38,8 @@ MISTAKES = {
         "'f32' … 'keep' or 'cast'": lambda: get_policy("c=bf16,inputs=f32"),
         "output_dtype='caler' … bf16": lambda: Policy("f32", "f32", "caler"),
         "float64 … jax_enable_x64": lambda: use_policy("f64"),
-        "'haed' … seen: head": lambda: under({"haed": "f32"}),
         "'params.head' … seen: head": lambda: under({"params.head": "f32"}),
         "'head/kernel' … seen: head": lambda: under({"head/kernel": "f32"}),
-        "Rule Conv … seen: head": lambda: under({nn.Conv: "f32"}),
         "'*/head' … '.*/head'": lambda: under({"*/head": "f32"}),
         "Rule 'bf16' … 'head' … bf16,": lambda: under({"bf16": "head"}),
         "Rule 'head' … twice, but only the first": lambda: PolicyRules(

@@ -235,7 +235,7 @@ def test_a_type_error_for_another_reason_gets_no_advice(body, text):
 ABA = ((AS_BF16, "bfloat16"), (AS_F16, "float16"), (AS_BF16, "bfloat16"))
 
 
-@pytest.mark.parametrize("kind", ["nn.jit class", "nn.jit method", "jit of a block"])
+@pytest.mark.parametrize("kind", ["nn.jit class", "nn.jit method"])
 def test_an_inner_jit_follows_the_scope(kind):
     class Block(nn.Module):
         def body(self, x):
@@ -250,7 +250,6 @@ def test_an_inner_jit_follows_the_scope(kind):
     model = compact(lambda x: cls()(cls()(x)))()
     variables = model.init(KEY, X)
     run: Any = functools.partial(apply, model)
-    run = jax.jit(run) if kind == "jit of a block" else run
     for policy, expected in ABA:
         with use_policy(policy):
             assert run(variables, X).dtype == expected

@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 
 from mpmodules import autocast
 from tests.eight_devices import run_python
-from tests.programs import Operation, named, operations
+from tests.programs import named, operations
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 
@@ -92,16 +92,13 @@ def test_gradients_are_float32s_to_a_few_bits_in_either_order(model):
         assert np.linalg.norm(whole[0] - whole[1]) < 0.05 * np.linalg.norm(whole[1])
 
 
-def dots(model: Any, fn: Any) -> list[Operation]:
-    graph, state = flax_nnx.split(model)
-    run = lambda state: fn(flax_nnx.merge(graph, state, copy=True), X)  # noqa: E731
-    return named(operations(run, state), "dot_general")
-
-
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_rules_reach_the_modules_of_a_flax_model_by_their_path(model, differentiated):
     cast = autocast(loss_fn, "mixed_bfloat16", rules={"layers/1/up": "f32"})
-    found = dots(model, (lambda m, x: flax_nnx.grad(cast)(m, x)) if differentiated else cast)
+    fn: Any = flax_nnx.grad(cast) if differentiated else cast
+    graph, state = flax_nnx.split(model)
+    run = lambda state: fn(flax_nnx.merge(graph, state, copy=True), X)  # noqa: E731
+    found = named(operations(run, state), "dot_general")
     wide = [op for op in found if op.inputs == ("float32", "float32")]
     assert {op.inputs for op in found} == {("float32", "float32"), ("bfloat16", "bfloat16")}
     assert len(wide) == (3 if differentiated else 1)

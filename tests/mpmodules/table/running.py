@@ -56,8 +56,6 @@ class LinenComposite(linen.Module):
 
 
 class NnxComposite(nnx.Module):
-    """A model that is nothing but the layer: the boundary is around it."""
-
     def __init__(self, make: Callable[[], Any], method: str):
         self.layer = make()
         self.method = method
