@@ -50,11 +50,6 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield inner if inner in modules() else str(node.module), alias.asname or alias.name
 
 
-# --------------------------------------------------------------------------------------------------
-# One room knows jaxprs
-# --------------------------------------------------------------------------------------------------
-
-
 @jax.custom_jvp
 def _with_jvp(x):
     return 2 * x
@@ -117,11 +112,6 @@ def test_one_file_decides_which_parameters_hold_programs():
     assert found == {f"{ROOM}.jaxprs"}
 
 
-# --------------------------------------------------------------------------------------------------
-# Packages
-# --------------------------------------------------------------------------------------------------
-
-
 def test_policy_imports_neither_flax_nor_its_modules():
     found = {
         name
@@ -148,11 +138,6 @@ def test_no_module_is_imported_for_its_side_effects():
             if binds_module and bound not in read and not is_package:
                 unread.add((name, bound))
     assert unread == set()
-
-
-# --------------------------------------------------------------------------------------------------
-# One name, one meaning
-# --------------------------------------------------------------------------------------------------
 
 
 def defined_in(tree: ast.Module) -> set[str]:

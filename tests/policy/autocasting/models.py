@@ -101,9 +101,6 @@ def dense(params: Any, x: Any) -> Any:
     return x @ params["w"] + params["b"].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-# Flax's layers
-
-
 class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -166,9 +163,6 @@ flax_model("LSTM", Recurrent(), SEQUENCE, matmuls=3)
 flax_model("tied weights", Tied(), TOKENS, matmuls=2)
 flax_model("scanned layers", Layers(), SEQUENCE)
 flax_model("scanned layers, checkpointed", Layers(remat=True), SEQUENCE)
-
-
-# Plain functions
 
 
 @model(matmuls=1)

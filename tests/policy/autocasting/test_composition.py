@@ -175,9 +175,6 @@ def test_an_integers_cotangent_is_float0():
     assert autocast(lambda w, g: w * 2.0, BF16)(W, gradient).shape == W.shape
 
 
-# Calls
-
-
 def test_trees_keywords_and_static_arguments_are_passed_on():
     @autocast(policy=BF16)
     def fn(params, batch, scale=1.0, *, train, act="tanh"):
@@ -261,9 +258,6 @@ def test_an_exception_shows_where_the_user_raised_it():
     assert caught.traceback[-1].name == "raises"
 
 
-# Programs inside
-
-
 def test_a_nested_jit_keeps_its_shardings_and_donation():
     sharding = NamedSharding(mesh(), PartitionSpec("i"))
     placed = autocast(jax.jit(layer, out_shardings=sharding), BF16, params=0)
@@ -338,9 +332,6 @@ def test_a_scan_in_which(name):
         return sum(jnp.sum(a) for a in jax.tree.leaves(cast(w, X)) if a.dtype == jnp.float32)
 
     assert set(dots(jax.grad(loss), W)) == {HALVES}
-
-
-# Functions with rules of their own
 
 
 def with_jvp(fn: Any, rule: Any, static: tuple[int, ...] = (), **options: Any) -> Any:
@@ -427,9 +418,6 @@ def test_a_rule_that_calls_its_function_is_differentiated_twice():
     fn = lambda v: jnp.sum(cubed(v * jnp.abs(X @ W)))  # noqa: E731
     for cast in (jax.grad(jax.grad(autocast(fn, BF16))), autocast(jax.grad(jax.grad(fn)), BF16)):
         near(jax.jit(cast)(1.0), jax.jit(jax.grad(jax.grad(fn)))(1.0), 2e-2)
-
-
-# Checkpoints
 
 
 def _checkpointed(policy: Any) -> Any:

@@ -170,8 +170,6 @@ def sums_in_half(fn: Any, *args: Any) -> list[Any]:
     ]
 
 
-# Broadcasts
-
 ELEMENTWISE = {
     "add": lax.add,
     "sub": lax.sub,
@@ -215,8 +213,6 @@ def test_the_cotangents_of_a_broadcast_are_summed_in_float32(name, policy):
         grad = jax.grad(autocast(loss, policy, params=0), (0, 1))
         assert sums_in_half(grad, params, args) == [], (shapes, kinds)
 
-
-# Lookups, extremes and running sums
 
 ROWS = jnp.asarray([0, 0, 1, 2, 2, 2])
 

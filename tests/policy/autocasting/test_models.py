@@ -140,9 +140,6 @@ def test_results_have_the_dtypes_of_the_function(policy):
     assert [a.dtype for a in found] == [half, jnp.float32, jnp.float32, half]
 
 
-# FFTs, linear algebra, and code that half precision computes wrongly
-
-
 @jax.custom_jvp
 def spectrum(h):
     return jnp.fft.rfft(h).real

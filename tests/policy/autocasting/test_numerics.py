@@ -35,9 +35,6 @@ normal = normals(1)
 X = normal(4, 8)
 
 
-# States
-
-
 @POLICIES
 def test_a_sum_carried_through_4096_steps_is_float32s(policy):
     values = jnp.asarray(RNG.uniform(size=4096), jnp.float32)
@@ -48,8 +45,6 @@ def test_a_sum_carried_through_4096_steps_is_float32s(policy):
     found = autocast(total, policy, params=0)(jnp.float32(1.5), values)
     assert largest_error(found, 1.5 * np.asarray(values, np.float64).sum()) < 1e-5
 
-
-# Masks and small numbers
 
 MASK = jnp.asarray(np.tril(np.ones((4, 4), bool), -1))  # nothing is seen by the first
 CONSTANT, LOW = jnp.where(MASK, 0.0, LOWEST), jnp.full((4, 4), LOWEST)
@@ -124,8 +119,6 @@ def test_dropout_masks_are_bit_identical():
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
-
-# Statistics, positions and sums
 
 NORMS = {
     "norm": lambda h: jnp.linalg.norm(h, axis=-1),
@@ -212,9 +205,6 @@ def test_the_gradient_of_a_recurrence_of_512_steps_is_accurate(inside):
     gradients = gradient_of(loss, inside), jax.grad(loss)
     found, truth = (jax.jit(gradient)(0.5 * W, xs) for gradient in gradients)
     assert error(found, truth) < 1e-2
-
-
-# The transformation itself
 
 
 def casts(fn: Any, *args: Any) -> list[tuple[str, ...]]:

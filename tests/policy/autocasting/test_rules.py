@@ -178,9 +178,6 @@ def test_a_path_is_read_from_a_name_stack(name_stack, above, path):
     assert path_of(name_stack, above) == path
 
 
-# What a scan over layers carries
-
-
 def carried(fn: Any, *args: Any) -> set[str]:
     dtypes: set[str] = set()
     for site in walk(jax.make_jaxpr(fn)(*args)):

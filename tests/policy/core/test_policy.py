@@ -134,11 +134,6 @@ def test_a_precision_is_canonical_and_survives_its_text(given, compute, name):
     survives(policy)
 
 
-# --------------------------------------------------------------------------------------------------
-# Matmuls in 8 bits
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -178,11 +173,6 @@ def test_the_presets_are_mixed_bfloat16_with_matmuls_in_8_bits():
 )
 def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
     assert preferred(platform, kind) == expected
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -159,11 +159,6 @@ def test_a_program_is_traced_for_a_device_that_is_not_there():
     assert current_scope().backend is None and half_dtype() == jnp.float16
 
 
-# --------------------------------------------------------------------------------------------------
-# The provenance of policies
-# --------------------------------------------------------------------------------------------------
-
-
 def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
     assert str(current_scope().source) == "global"
     with use_policy("bf16"):

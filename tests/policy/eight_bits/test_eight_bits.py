@@ -42,11 +42,6 @@ def results(operation: Any, x: Any, w: Any, ct: Any = None) -> tuple[Any, ...]:
     return y, *pullback(jnp.cos(y) if ct is None else jnp.asarray(ct, y.dtype))
 
 
-# --------------------------------------------------------------------------------------------------
-# Arrays
-# --------------------------------------------------------------------------------------------------
-
-
 @kinds
 @pytest.mark.parametrize("size", [0.0, 2.0**-140, 1e-30, 1.0, 3e38])
 def test_any_size_of_number_has_a_finite_scale_and_codes(kind, size):
@@ -72,11 +67,6 @@ def test_a_backend_without_8_bit_matmuls_warns_once():
         warn_if_emulated(scaled("f8"))
     assert [w.category for w in caught] == [DtypePolicyWarning]
     assert "cpu has no float8_e4m3fn matmuls" in str(caught[0].message)
-
-
-# --------------------------------------------------------------------------------------------------
-# Matmuls and convolutions alike
-# --------------------------------------------------------------------------------------------------
 
 
 def matmul(by: ScaledMatmul) -> Callable[..., Any]:
@@ -136,11 +126,6 @@ def test_residuals_are_codes_and_scales_and_gradients_have_the_operands_dtypes(m
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in saved) < 0.55 * 2 * (x.size + w.size)
     found = results(operation, x, w.astype(jnp.float32))
     assert [a.dtype for a in found] == [jnp.float32, jnp.bfloat16, jnp.float32]
-
-
-# --------------------------------------------------------------------------------------------------
-# Matmuls
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "forward"), [("f8", 0.045), ("i8", 0.015)])
@@ -269,10 +254,6 @@ def test_exported_programs_multiply_in_8_bits_three_times(platform, kind):
         operands = line.split(" : (")[1].split(") ->")[0].split(", ")
         assert all(one.endswith(("xf8E4M3FN>", "xf8E5M2>", "xi8>")) for one in operands)
 
-
-# --------------------------------------------------------------------------------------------------
-# Convolutions
-# --------------------------------------------------------------------------------------------------
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 CONVOLUTIONS: dict[str, dict[str, Any]] = {

@@ -71,10 +71,6 @@ def test_operands_of_two_dtypes_or_integers_are_refused():
         logits(query.astype(int), key.astype(int))
 
 
-# --------------------------------------------------------------------------------------------------
-# The identity that keeps a half-precision array in memory on GPUs, and is nothing elsewhere
-# --------------------------------------------------------------------------------------------------
-
 X = jnp.asarray(np.linspace(-2, 2, 12).reshape(3, 4), jnp.bfloat16)
 
 

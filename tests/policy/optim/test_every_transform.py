@@ -116,8 +116,6 @@ def make(name: str, factory: Callable[..., Any]) -> Any:
         )
 
 
-# --- Contracts ------------------------------------------------------------------------------------
-
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAIRS = [(F32, BF16), (BF16, BF16), (F32, F16), (F16, F16), (BF16, F32), (F16, F32)]
 # one each, all of them in turn

@@ -154,8 +154,6 @@ def test_fields_that_cannot_be_tried_are_first_moments_by_their_names():
     assert wrapped(odd, moment_dtype={"mu": BF16}).init(PARAMS).inner.mu["w"].dtype == jnp.bfloat16
 
 
-# --- Moments in 8 bits ----------------------------------------------------------------------------
-
 INT8 = {"mu": "int8", "nu": "int8"}
 LARGE = {"w": jnp.full((32, 160), 0.5), "b": jnp.ones(160)}
 CODES = {"int8": ["int8", "uint8"], "float8": ["float8_e4m3fn", "float8_e5m2"]}
@@ -302,8 +300,6 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused_by_name():
     with pytest.raises(ValueError, match="moment_scales are tuple"):
         apply_gradients(adam_in(), small, adam_in(INT8).init(small), small)
 
-
-# --- Codes ----------------------------------------------------------------------------------------
 
 ALL = list(FORMATS.values())
 every_form = pytest.mark.parametrize("form", ALL, ids=[str(form.dtype) for form in ALL])

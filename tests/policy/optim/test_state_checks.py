@@ -166,9 +166,6 @@ def test_stacked_states_stay_stacked(change):
     assert after.finite.all()
 
 
-# --- Saved and copied states --------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def halfway():
     return saving.run(saving.start(), 0, saving.SAVED)

@@ -133,9 +133,6 @@ def test_no_value_written_to_a_param_makes_another_non_finite(mode, dtype):
                 np.testing.assert_array_equal(finite, ~bad if mode != "full" else True)
 
 
-# --- Stochastic rounding --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(
     "value", [1.0009, -3.3333, 2.0**-14 * 1.3, 2.0**-17 * 1.77, -(2.0**-24) * 1.3, 60000.7]
@@ -185,8 +182,6 @@ def test_stochastic_rounding_draws_anew_for_each_step_leaf_and_mapped_part():
         assert 0.4 < (one == other).mean() < 0.6
     assert_same(first, rounded(params))
 
-
-# --- Records --------------------------------------------------------------------------------------
 
 WIDE = {"w": jnp.linspace(-2.1, 3.3, 12).reshape(3, 4)}
 GRADIENTS = {"w": jnp.full((3, 4), 0.5)}
@@ -249,9 +244,6 @@ def test_codes_tell_every_storage_of_every_pair_of_dtypes_apart(sixth):
     assert storage_text(storage_code(both, "auto")) == "remainder for bfloat16, full for float16"
     assert storage_text(storage_code(["float16"], "none")) == "nothing"
     assert storage_text(99) == "an unknown storage (99)"
-
-
-# --- Master weights -----------------------------------------------------------------------------
 
 
 def gradients_for(params: Any, steps: int) -> Any:
@@ -368,9 +360,6 @@ def test_init_from_master_makes_no_master_of_float32_params_and_narrows_wider_on
         wide = {"w": jnp.full(3, 1 / 3, jnp.float64)}
         params, state = init_from_master(wrapped(None, "bfloat16"), wide)
         np.testing.assert_array_equal(master_params(params, state)["w"], np.float32(1 / 3))
-
-
-# --- Params that were written to ------------------------------------------------------------------
 
 
 def test_resync_follows_what_was_written_and_keeps_the_rest():

@@ -76,9 +76,6 @@ def test_float16_without_a_loss_scale_is_told_and_gets_none(policy):
     assert tx.loss_scale == NoOpLossScale()
 
 
-# --- A scale that was put on, and not taken off ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "differentiate", [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))]
 )
@@ -127,8 +124,6 @@ def test_a_loss_that_is_only_looked_at_and_another_scale_are_silent():
     jax.grad(lambda p: DynamicLossScale(8.0).scale(loss_fn(p)))(PARAMS)  # not the optimizer's
     tx.update(gradients, state, PARAMS)
 
-
-# --- A scale that was never put on ----------------------------------------------------------------
 
 TOLD = r"has a loss scale.*loss_scale=loss_scale_of\(opt_state\)"
 

@@ -271,8 +271,6 @@ def test_a_transform_that_changes_trees_or_shapes_is_refused(update, text):
         apply_gradients(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
-# --- Steps that the user does not compile -------------------------------------------------------
-
 NAMES = ("sgd", "adam", "adamw", "lion", "rmsprop", "adagrad", "lamb", "lars", "novograd", "radam")
 NAMES += ("yogi", "adabelief")
 PARAMS = {"w": jnp.ones((5, 3), jnp.bfloat16), "b": jnp.ones(3)}

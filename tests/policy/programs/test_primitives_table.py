@@ -89,9 +89,6 @@ def test_the_categories_are_those_of_these_primitives():
     assert found == list(dict.fromkeys(CATEGORY_OF.values()))
 
 
-# Nothing else lists primitives
-
-
 def words_of(node: ast.AST) -> list[str]:
     """Returns the strings of a display, of the arguments of a call, or of a text that is split."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
