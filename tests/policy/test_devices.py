@@ -1,7 +1,7 @@
 """`vary` and `all_reduce`: where gradients are summed over devices, and in which dtype.
 
 Devices are the elements of a `jax.vmap`, or an abstract mesh's, of which a program is traced and
-nothing is run. `test_eight_devices.py` runs the same on eight.
+nothing is run. `sharding/on_eight_devices.py` runs the same on eight.
 """
 
 import jax

@@ -123,9 +123,6 @@ def test_policy_imports_neither_flax_nor_its_modules():
 
 
 def test_no_module_is_imported_for_its_side_effects():
-    """Every module that another imports is read there by its name, unless that is a package, which
-    exports it.
-    """
     unread = set()
     for name, tree in modules().items():
         read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -101,12 +101,6 @@ def dense(params: Any, x: Any) -> Any:
     return x @ params["w"] + params["b"].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(4)(nn.relu(nn.Dense(16)(nn.gelu(nn.Dense(16)(x)))))
-
-
 class Convolutions(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -125,12 +119,6 @@ class Attention(nn.Module):
             2, dropout_rate=self.dropout, deterministic=not self.dropout
         )(nn.LayerNorm()(x), mask=mask)
         return x + nn.Dense(8)(nn.silu(nn.RMSNorm()(x + h)))
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(4)(nn.RNN(nn.OptimizedLSTMCell(8))(x))
 
 
 class Tied(nn.Module):
@@ -155,11 +143,13 @@ class Layers(nn.Module):
         return nn.scan(block, **options)()(x, None)[0]
 
 
-flax_model("mlp", Mlp(), matmuls=3)
+MLP = nn.Sequential([nn.Dense(16), nn.gelu, nn.Dense(16), nn.relu, nn.Dense(4)])
+RECURRENT = nn.Sequential([nn.RNN(nn.OptimizedLSTMCell(8)), nn.Dense(4)])
+flax_model("mlp", MLP, matmuls=3)
 flax_model("conv and BatchNorm", Convolutions(), IMAGE, matmuls=3)
 flax_model("attention", Attention(), SEQUENCE, matmuls=7)
 flax_model("attention with dropout", Attention(0.5), SEQUENCE, matmuls=7)
-flax_model("LSTM", Recurrent(), SEQUENCE, matmuls=3)
+flax_model("LSTM", RECURRENT, SEQUENCE, matmuls=3)
 flax_model("tied weights", Tied(), TOKENS, matmuls=2)
 flax_model("scanned layers", Layers(), SEQUENCE)
 flax_model("scanned layers, checkpointed", Layers(remat=True), SEQUENCE)

@@ -420,11 +420,8 @@ def test_a_rule_that_calls_its_function_is_differentiated_twice():
         near(jax.jit(cast)(1.0), jax.jit(jax.grad(jax.grad(fn)))(1.0), 2e-2)
 
 
-def _checkpointed(policy: Any) -> Any:
-    def block(w, x):
-        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "kept") @ w)
-
-    return lambda w, x: jax.checkpoint(block, policy=policy)(w, x).sum()
+def block(w, x):
+    return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "kept") @ w)
 
 
 POLICIES = {
@@ -436,7 +433,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_checkpoint_recomputes_what_its_policy_says(name):
-    fn = _checkpointed(POLICIES[name])
+    fn = lambda w, x: jax.checkpoint(block, policy=POLICIES[name])(w, x).sum()  # noqa: E731
     plain = operations(jax.grad(fn), W, X)
     for cast in (jax.grad(autocast(fn, BF16)), autocast(jax.grad(fn), BF16)):
         ops = operations(cast, W, X)

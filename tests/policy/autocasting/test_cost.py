@@ -43,7 +43,8 @@ def autocast_of(fn: Any) -> Any:
 
 
 def normalised(x: Any) -> Any:
-    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-3)
 
 
 def test_readers_of_a_normalisation_share_one_cast_and_one_saved_copy():
@@ -217,15 +218,6 @@ def test_the_cotangents_of_a_broadcast_are_summed_in_float32(name, policy):
 ROWS = jnp.asarray([0, 0, 1, 2, 2, 2])
 
 
-def pooled(window: int) -> Any:
-    return lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (window, 1), (1, 1), "SAME")
-
-
-def layer_norm(h: Any) -> Any:
-    centred = h - h.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-3)
-
-
 MOVES: dict[str, Any] = {
     "top_k": lambda h: lax.top_k(h, 3)[0],
     "sort": lambda h: jnp.sort(h, 0),
@@ -243,11 +235,11 @@ MOVES: dict[str, Any] = {
     "half at add": lambda h: h.at[ROWS].add(h),
     "max": lambda h: h / jnp.abs(h).max(-1, keepdims=True),
     "min": lambda h: h - h.min(0, keepdims=True),
-    "wide max pool": pooled(5),
+    "wide max pool": lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (5, 1), (1, 1), "SAME"),
     "pad with an activation": lambda h: lax.pad(h, h[0, 0], [(1, 1, 0), (0, 0, 0)]),
     "reflect": lambda h: jnp.pad(h, 1, mode="reflect"),
     "film": lambda h: h * (1 + h[:1]) + h[1:2],
-    "film of a norm": lambda h: layer_norm(h) * h[:1] + h[:1],
+    "film of a norm": lambda h: normalised(h) * h[:1] + h[:1],
     "squeeze and excite": lambda h: h * jax.nn.sigmoid(h.mean(0, keepdims=True)),
     "position biases": lambda h: jax.nn.softmax(h[None] + h[:3][ROWS].T[:, :, None]),
     "in a scan": lambda h: lax.scan(lambda c, row: (c, row * h[0, 0] + c), 0.0, h)[1],

@@ -93,9 +93,6 @@ def test_it_maps_over_a_batch_in_either_order(name):
     assert max(error(found, expected) for found in others) < 2e-2
 
 
-PROMOTIONS = pytest.mark.parametrize("promotion", ["strict", "standard"])
-
-
 W, X = normal(8, 8), normal(8, 8)
 PRODUCTS: dict[str, Any] = {
     "@": lambda w, x: x @ w,
@@ -106,7 +103,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
-@PROMOTIONS
+@pytest.mark.parametrize("promotion", ["strict", "standard"])
 @POLICIES
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_half_argument_meets_a_float32_parameter_in_compute_dtype(name, policy, promotion):

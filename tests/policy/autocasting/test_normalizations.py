@@ -153,10 +153,6 @@ def folded(p: Any, s: Any, x: Any) -> Any:
     return x * along(scale, x) + along(p["bias"] - s["mean"] * scale, x)
 
 
-def squeezed(p: Any, x: Any) -> Any:
-    return x * jax.nn.sigmoid(mean(x, 1) @ p["w"])
-
-
 def responded(p: Any, x: Any) -> Any:
     """ConvNeXt's global response: a quotient of roots multiplies x, none divides it."""
     root = jnp.sqrt(jnp.sum(x * x, 1, keepdims=True))
@@ -182,7 +178,7 @@ NO_NORMS: dict[str, Any] = {
         [x, jnp.broadcast_to(x.std(-1, keepdims=True), x.shape)], -1
     ),
     "a pooling gate": lambda p, x: x / (1.0 + jnp.abs(mean(x, 1))),
-    "squeeze and excite": squeezed,
+    "squeeze and excite": lambda p, x: x * jax.nn.sigmoid(mean(x, 1) @ p["w"]),
     "a global response": responded,
     "standardised weights": standardised,
     "demodulated weights": demodulated,

@@ -29,8 +29,6 @@ from tests.programs import named, operations
 
 LOWEST = float(np.finfo(np.float32).min)
 RNG = np.random.default_rng(1)
-
-
 normal = normals(1)
 X = normal(4, 8)
 
@@ -77,14 +75,11 @@ MASKS: dict[str, Any] = {
 }
 
 
-def attention(masked: Any) -> Any:
-    return lambda w, x: jax.nn.softmax(masked((x @ w) @ x.T)) @ x
-
-
 @POLICIES
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_row_that_sees_nothing_stays_finite(mask, policy):
-    fn = autocast(attention(MASKS[mask]), policy, params=0)
+    attention = lambda w, x: jax.nn.softmax(MASKS[mask]((x @ w) @ x.T)) @ x  # noqa: E731
+    fn = autocast(attention, policy, params=0)
     out, gradient = jax.jit(jax.value_and_grad(lambda w, x: fn(w, x).sum()))(W, X)
     assert np.isfinite(out) and np.all(np.isfinite(gradient))
     assert set(dots(fn, W, X)) == {(half_of(policy),) * 2}

@@ -118,9 +118,12 @@ def test_parameters_are_named_as_they_were_given():
     variables = {"params": {"w": W}, "stats": {"m": jnp.zeros((1, 8))}}
     scale = jnp.ones((1, 8))
     assert autocast(fn, BF16).explain(variables, X, scale).parameters == ["args[0]['params']['w']"]
-    assert autocast(fn, BF16, params=(0, "scale")).explain(
-        variables, X, scale=scale
-    ).parameters == ["args[0]['params']['w']", "args[0]['stats']['m']", "kwargs['scale']"]
+    report = autocast(fn, BF16, params=(0, "scale")).explain(variables, X, scale=scale)
+    assert report.parameters == [
+        "args[0]['params']['w']",
+        "args[0]['stats']['m']",
+        "kwargs['scale']",
+    ]
     assert autocast(lambda x: x, BF16).explain(X).parameters == []
     assert str(autocast(lambda x: x, BF16).explain(X)).splitlines()[0] == "parameters: none"
 

@@ -188,6 +188,11 @@ def carried(fn: Any, *args: Any) -> set[str]:
     return dtypes
 
 
+def carried_in(model: nn.Module, rules: Any) -> set[str]:
+    variables = jax.eval_shape(model.init, KEY, SQUARE)
+    return carried(autocast(model.apply, BF16, rules=rules), variables, SQUARE)
+
+
 LAYERS = PolicyRules({"layers": "bfloat16"})
 
 
@@ -196,10 +201,10 @@ def test_a_rule_for_scanned_layers_narrows_what_each_hands_to_the_next(remat: bo
     net = Net(remat, scan=True)
     variables = jax.eval_shape(net.init, KEY, SQUARE)
     for rules in (None, {"layers": BF16}, {"layers/up": "bf16"}):
-        assert carried(autocast(net.apply, BF16, rules=rules), variables, SQUARE) == {"float32"}
+        assert carried_in(net, rules) == {"float32"}
     for name, program in programs(net.apply, rules=LAYERS).items():
         assert "bfloat16" in carried(program, variables, SQUARE), name
-    assert carried(autocast(net.apply, BF16, rules=LAYERS), variables, SQUARE) == {"bfloat16"}
+    assert carried_in(net, LAYERS) == {"bfloat16"}
 
 
 def test_a_running_sum_beside_narrowed_layers_keeps_float32():
@@ -216,10 +221,7 @@ def test_a_running_sum_beside_narrowed_layers_keeps_float32():
             layers = nn.scan(Summed, **SCANNED)(name="layers")
             return layers((x, jnp.zeros_like(x)), None)[0]
 
-    holder = Holder()
-    variables = jax.eval_shape(holder.init, KEY, SQUARE)
-    program = autocast(holder.apply, BF16, rules=LAYERS)
-    assert carried(program, variables, SQUARE) == {"bfloat16", "float32"}
+    assert carried_in(Holder(), LAYERS) == {"bfloat16", "float32"}
 
 
 def test_a_rule_for_a_module_leaves_its_own_loops_alone():
@@ -229,10 +231,7 @@ def test_a_rule_for_a_module_leaves_its_own_loops_alone():
             y = nn.Dense(8)(x)
             return lax.fori_loop(0, 3, lambda _, total: total + y, jnp.zeros_like(y))
 
-    model = Sums()
-    variables = jax.eval_shape(model.init, KEY, SQUARE)
-    program = autocast(model.apply, BF16, rules={"Sums:": "bfloat16"})
-    assert carried(program, variables, SQUARE) == {"float32"}
+    assert carried_in(Sums(), {"Sums:": "bfloat16"}) == {"float32"}
 
 
 def test_without_a_policy_of_its_own_the_rules_of_the_scope_hold():

@@ -61,8 +61,6 @@ def test_text_forms_mean_what_jmp_makes_of_them(text, fields):
 
 def test_a_policy_of_jmp_is_refused_with_its_text():
     class Theirs:
-        """A stand-in, with jmp's text."""
-
         __module__ = "jmp._src.policy"
 
         def __str__(self) -> str:

@@ -19,14 +19,11 @@ def _form(base: Policy | None = MIXED, own=False, **dtypes):
     )
 
 
-def test_without_arguments_the_policy_holds_as_it_is():
+def test_without_arguments_and_with_those_that_agree_the_policy_holds_as_it_is():
     effective = _form()
     assert effective.policy == effective.base == MIXED
     assert not effective.source.own
     assert _form(base=None, dtype=jnp.float16).policy is None
-
-
-def test_an_argument_that_agrees_changes_and_says_nothing():
     assert _form(dtype="bfloat16", param_dtype=jnp.float32, own=True).policy == MIXED
 
 
@@ -39,12 +36,9 @@ def test_an_explicit_dtype_replaces_compute_and_the_output_of_a_layer_that_inher
         assert _form(dtype=jnp.float16, own=True).policy == Policy("f32", "f16", "f32")
 
 
-def test_an_explicit_param_dtype_replaces_param_dtype_alone():
+def test_an_explicit_param_dtype_replaces_it_alone_and_both_dtypes_are_named_in_one_warning():
     with pytest.warns(DtypePolicyWarning, match="param_dtype=bfloat16"):
         assert _form(param_dtype=jnp.bfloat16).policy == Policy("bf16", "bf16", "f32")
-
-
-def test_both_arguments_are_named_in_one_warning():
     with pytest.warns(DtypePolicyWarning, match="dtype=float16 and param_dtype=float16") as caught:
         _form(dtype=jnp.float16, param_dtype=jnp.float16)
     assert len(caught) == 1

@@ -33,15 +33,12 @@ def test_a_float32_rule_of_autocast_multiplies_at_the_highest_precision():
     assert gradients(MIXED, {"router": "c=f32,x=high"}) == {("bfloat16", None), ("float32", "high")}
 
 
-def test_a_whole_float32_program_keeps_jaxs_default():
+def test_a_whole_program_keeps_jaxs_default_or_has_the_precision_of_its_policy():
     assert gradients("float32") == {("float32", None)}
     assert gradients("float32", {"up": MIXED}) == {("float32", None), ("bfloat16", None)}
     assert gradients("c=f32,x=high") == {("float32", "high")}
     with jax.default_matmul_precision("high"):
         assert gradients("float32") == {("float32", "high")}
-
-
-def test_half_precision_takes_the_precision_of_its_policy():
     assert gradients("c=bf16,x=BF16_BF16_F32") == {("bfloat16", "BF16_BF16_F32")}
 
 

@@ -78,16 +78,12 @@ def _traced(transform):
     return transform(body), traces
 
 
-def _scan(body):
-    return lambda x: jax.lax.scan(lambda carry, _: (body(carry), None), x, None, length=2)[0]
-
-
 @pytest.mark.parametrize(
     "transform",
     [
         jax.jit,
         lambda body: jax.jit(jax.jit(body)),
-        lambda body: jax.jit(_scan(body)),
+        lambda body: jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: body(x), x)),
         lambda body: jax.jit(jax.checkpoint(body)),
         lambda body: jax.jit(jax.vmap(body)),
         lambda body: jax.jit(lambda x: jax.eval_shape(body, x).update().shape and body(x)),
@@ -163,9 +159,8 @@ def test_blocks_note_what_gave_the_policy_in_force_and_undo_it():
     assert str(current_scope().source) == "global"
     with use_policy("bf16"):
         assert str(current_scope().source) == "scope"
-        with enter(
-            current_scope(), Source("rule", "'a'")
-        ):  # an equal scope: the note changes all the same
+        # an equal scope: the note changes all the same
+        with enter(current_scope(), Source("rule", "'a'")):
             assert str(current_scope().source) == "rule: 'a'"
             with enter(current_scope()):
                 assert str(current_scope().source) == "rule: 'a'"

@@ -146,17 +146,13 @@ def test_it_is_a_loss_of_models_in_both_wings_and_under_autocast():
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (
-            TypeError,
-            "kernel should be floating, but got int32",
-            {"kernel": np.ones((16, 50), "i4")},
-        ),
+        (TypeError, "kernel should be floating, but got int32", {"kernel": KERNEL.astype("i4")}),
         (TypeError, "labels should be integers, but got float32", {"labels": WEIGHTS}),
         (ValueError, r"kernel \(K, d\) for axis=0, but got", {"axis": 0}),
         (
             ValueError,
-            r"labels should have the shape .*\(4, 9\), but got \(4,\)",
-            {"labels": [0] * 4},
+            r"labels should have the shape .*\(4, 9\), but got \(9,\)",
+            {"labels": LABELS[0]},
         ),
         (ValueError, r"bias should be \(50,\), but got \(1,\)", {"bias": np.ones(1, "f4")}),
         (ValueError, "axis should be 0 or -1, but got 2", {"axis": 2}),

@@ -20,18 +20,15 @@ def _logits(dtype, offset=0.0):
     ).astype(dtype)
 
 
-def _cross_entropy(logits, targets, z_loss=0.0):
-    normaliser = np.asarray(scipy.special.logsumexp(logits, -1))
-    return -(targets * (logits - normaliser[:, None])).sum(-1) + z_loss * normaliser**2
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 @pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in HALVES), (HALVES[0], 1e3)])
 def test_cross_entropy_is_float64_s_to_float32_precision(dtype, offset, z_loss, smoothing):
     logits = _logits(dtype, offset)
     targets = (1 - smoothing) * np.eye(32)[LABELS] + smoothing / 32
-    truth = _cross_entropy(np.asarray(logits, np.float64), targets, z_loss)
+    wide = np.asarray(logits, np.float64)
+    normaliser = np.asarray(scipy.special.logsumexp(wide, -1))
+    truth = -(targets * (wide - normaliser[:, None])).sum(-1) + z_loss * normaliser**2
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
     ours = sparse(logits, jnp.asarray(LABELS), **options)
     dense = losses.softmax_cross_entropy(logits, jax.nn.one_hot(LABELS, 32, dtype=dtype), **options)
@@ -84,13 +81,10 @@ def test_the_compiled_step_holds_and_moves_no_more_than_optax_s_in_half():
 @pytest.mark.parametrize(("dtype", "extreme"), [(jnp.bfloat16, 1e4), (jnp.float16, 6e4)])
 def test_extreme_logits_cost_their_distance(dtype, extreme):
     logits = jnp.array([[extreme, -extreme]], dtype)
-    loss = sparse(logits, jnp.array([1]))
-    np.testing.assert_allclose(loss, 2 * float(logits[0, 0]), rtol=1e-6)
-    np.testing.assert_allclose(
-        losses.sigmoid_binary_cross_entropy(logits, jnp.array([[0, 1]], dtype)),
-        [[float(logits[0, 0])] * 2],
-        rtol=1e-6,
-    )
+    loss, largest = sparse(logits, jnp.array([1])), float(logits[0, 0])
+    np.testing.assert_allclose(loss, 2 * largest, rtol=1e-6)
+    binary = losses.sigmoid_binary_cross_entropy(logits, jnp.array([[0, 1]], dtype))
+    np.testing.assert_allclose(binary, [[largest] * 2], rtol=1e-6)
 
 
 def test_other_axes_and_masked_classes():
@@ -103,24 +97,17 @@ def test_other_axes_and_masked_classes():
     masked = sparse(logits[:3], jnp.asarray(LABELS[:3]), where=where, label_smoothing=0.2)
     np.testing.assert_allclose(masked, first, rtol=1e-6)
     targets = jax.nn.one_hot(LABELS[:3], 32)
-    dense = losses.softmax_cross_entropy(
-        logits[:3].astype(jnp.float32),
-        targets,
-        where=jnp.broadcast_to(where, (3, 32)),
-        label_smoothing=0.2,
-    )
+    wide, where = logits[:3].astype(jnp.float32), jnp.broadcast_to(where, (3, 32))
+    dense = losses.softmax_cross_entropy(wide, targets, where=where, label_smoothing=0.2)
     np.testing.assert_allclose(dense, first, rtol=1e-5)
 
 
 def test_a_label_is_the_flat_index_into_a_tuple_of_axes():
     logits = _logits(jnp.float32).reshape(4, 4, 8)
     for axis in ((1, 2), (-2, -1), (2, 1)):
-        ours = sparse(logits, jnp.asarray(LABELS), axis)
-        np.testing.assert_allclose(
-            ours,
-            optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(LABELS), axis),
-            rtol=1e-6,
-        )
+        given = logits, jnp.asarray(LABELS), axis
+        theirs = optax.softmax_cross_entropy_with_integer_labels(*given)
+        np.testing.assert_allclose(sparse(*given), theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,61 +151,45 @@ def test_a_target_of_zero_adds_nothing_where_the_logit_is_minus_infinity():
     p, logs = np.array([0.25, 0.75]), np.array([0.0, 1.0]) - np.logaddexp(0, 1)
     wide = jax.nn.log_softmax(logits.astype(jnp.float32))
     log_targets = jnp.log(targets.astype(jnp.float32))
+    divergence = (p * (np.log(p) - logs)).sum()
     for loss, inputs, truth in (
         (lambda x: losses.softmax_cross_entropy(x, targets), logits, -(p * logs).sum()),
-        (lambda x: losses.kl_divergence(x, targets), wide, (p * (np.log(p) - logs)).sum()),
-        (
-            lambda x: losses.kl_divergence_with_log_targets(x, log_targets),
-            wide,
-            (p * (np.log(p) - logs)).sum(),
-        ),
+        (lambda x: losses.kl_divergence(x, targets), wide, divergence),
+        (lambda x: losses.kl_divergence_with_log_targets(x, log_targets), wide, divergence),
     ):
         np.testing.assert_allclose(loss(inputs), [truth], rtol=1e-6, atol=1e-6)
-        assert np.isfinite(
-            jax.grad(lambda x, loss=loss: loss(x).sum())(inputs).astype(jnp.float32)
-        ).all()
+        gradient = jax.grad(lambda x, loss=loss: loss(x).sum())(inputs)
+        assert np.isfinite(gradient.astype(jnp.float32)).all()
 
 
 def test_backward_of_a_divergence_keeps_the_targets_alone():
     x, y = _logits(jnp.bfloat16), _logits(jnp.bfloat16, offset=0.5)
     for name in ("kl_divergence", "kl_divergence_with_log_targets"):
         _, vjp = jax.vjp(lambda x, name=name: getattr(losses, name)(x, y), x)
-        assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size] == [
-            jnp.bfloat16
-        ]
+        saved = [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x.size]
+        assert saved == [jnp.bfloat16]
 
 
-def test_the_gradients_of_divergences_are_optax_s():
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kl_divergence", "kl_divergence_with_log_targets"),
+        *("cosine_similarity", "cosine_distance"),
+    ],
+)
+def test_masked_values_and_gradients_of_divergences_and_cosines_are_optax_s(name):
     x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
-    for name, given in (
-        ("kl_divergence", (x, jax.nn.softmax(y))),
-        ("kl_divergence_with_log_targets", (x, y)),
-    ):
-        ours, theirs = (
-            jax.grad(
-                lambda *given, module=module, name=name: getattr(module, name)(*given).sum(), (0, 1)
-            )(*given)
-            for module in (losses, optax.losses)
+    given = x, jax.nn.softmax(y) if name == "kl_divergence" else y
+    where = jnp.broadcast_to(jnp.arange(32) < 8, x.shape)
+    ours, theirs = getattr(losses, name), getattr(optax.losses, name)
+    masked = (loss(*given, axis=-1, where=where) for loss in (ours, theirs))
+    np.testing.assert_allclose(*masked, rtol=1e-6)
+    for argument in (0, 1):
+        gradients = (
+            jax.grad(lambda *given, loss=loss: loss(*given).sum(), argument)(*given)
+            for loss in (ours, theirs)
         )
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs
-        )
-
-
-def test_divergences_and_cosines_take_a_mask():
-    x, y = _logits(jnp.float32), _logits(jnp.float32, offset=0.5)
-    where = jnp.arange(32) < 8
-    where = jnp.broadcast_to(where, x.shape)
-    for name, given in (
-        ("kl_divergence", (x, jax.nn.softmax(y))),
-        ("kl_divergence_with_log_targets", (x, y)),
-        ("cosine_similarity", (x, y)),
-        ("cosine_distance", (x, y)),
-    ):
-        ours, theirs = (
-            getattr(module, name)(*given, axis=-1, where=where) for module in (losses, optax.losses)
-        )
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -244,17 +215,13 @@ def test_the_other_losses_are_float64_s(dtype):
 
 def test_ctc_of_half_logits_is_float32_s():
     logits = _logits(jnp.bfloat16)[None, :, :6]
-    paddings, labels = jnp.zeros((1, 4)), jnp.array([[1, 2]])
-    ours = losses.ctc_loss(logits, paddings, labels, jnp.zeros((1, 2)))
+    targets = jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
+    ours = losses.ctc_loss(logits, *targets)
     assert ours.dtype == jnp.float32
-    wide = losses.ctc_loss(logits.astype(jnp.float32), paddings, labels, jnp.zeros((1, 2)))
+    wide = losses.ctc_loss(logits.astype(jnp.float32), *targets)
     np.testing.assert_allclose(ours, wide, rtol=1e-6)
-    assert (
-        jax.grad(lambda x: losses.ctc_loss(x, paddings, labels, jnp.zeros((1, 2))).sum())(
-            logits
-        ).dtype
-        == jnp.bfloat16
-    )
+    gradient = jax.grad(lambda x: losses.ctc_loss(x, *targets).sum())(logits)
+    assert gradient.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -24,22 +24,18 @@ def loss_of(w, x=X):
     return jnp.square(x @ w).mean()
 
 
-def test_a_plain_tree_is_unscaled_float32_and_equals_jax():
-    found, expected = value_and_grad(loss_of, loss_scale=2.0**10)(W), jax.value_and_grad(loss_of)(W)
-    for one, truth in zip(found, expected, strict=True):
-        assert one.dtype == jnp.float32
-        np.testing.assert_array_equal(one, truth)  # a power of two costs no rounding
-
-
 @pytest.mark.parametrize(
     "scale", [None, 8, 8.0, jnp.float32(8), StaticLossScale(8), DynamicLossScale(8.0)]
 )
-def test_every_kind_of_scale_gives_the_same_gradients(scale):
+def test_a_plain_tree_under_every_kind_of_scale_is_unscaled_float32_and_equals_jax(scale):
     scaled = value_and_grad(loss_of, loss_scale=scale, grads="compute")(W)[1]
     factor = 1 if scale is None else 8
     assert scaled.scale == factor
     np.testing.assert_array_equal(scaled.tree, jax.grad(loss_of)(W) * factor)
-    np.testing.assert_array_equal(grad(loss_of, loss_scale=scale)(W), jax.grad(loss_of)(W))
+    found, expected = value_and_grad(loss_of, loss_scale=scale)(W), jax.value_and_grad(loss_of)(W)
+    for one, truth in zip(found, expected, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_array_equal(one, truth)  # a power of two costs no rounding
 
 
 def test_compute_gradients_are_rounded_to_the_compute_dtype_and_still_scaled():
@@ -147,10 +143,6 @@ def scanned(w):
     )[0]
 
 
-def embedded(w):
-    return (jnp.take(w, jnp.zeros(XS.size, int), axis=0) * XS.ravel()).astype(jnp.float32).sum()
-
-
 def bias(w):
     return (jnp.broadcast_to(w[None], (USES, 4)) * XS).astype(jnp.float32).sum()
 
@@ -181,8 +173,6 @@ def test_a_half_precision_weight_used_many_times_accumulates_in_float32(name):
 
 
 def test_an_embedding_used_many_times_accumulates_in_float32():
-    gradient = grad(embedded)(jnp.asarray([1.0, 2.0], jnp.bfloat16))
-    np.testing.assert_allclose(gradient[0], np.asarray(XS, np.float64).sum(), rtol=1e-4)
     count = lambda table: table[jnp.zeros(4096, int)].astype(jnp.float32).sum()  # noqa: E731
     assert grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 4096
     assert jax.grad(count)(jnp.ones(2, jnp.bfloat16))[0] == 256

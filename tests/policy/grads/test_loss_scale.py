@@ -137,12 +137,9 @@ def test_select_tree_gates_and_refuses_what_is_no_boolean_scalar():
             select_tree(pred, a, b)
 
 
-def test_the_fusion_barrier_keeps_the_flag():
+def test_the_fusion_barrier_keeps_the_flag_and_outlives_xlas_simplifications():
     assert fusion_barrier(FINITE) and not fusion_barrier(NOT)
     np.testing.assert_array_equal(jax.vmap(fusion_barrier)(jnp.array([True, False])), [True, False])
-
-
-def test_the_fusion_barrier_outlives_xlas_simplifications():
     compiled = jax.jit(fusion_barrier).lower(FINITE).compile().as_text()
     assert compiled is not None
     assert " sort(" in compiled  # without it the flag is inlined into every leaf's select

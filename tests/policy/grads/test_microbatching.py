@@ -52,9 +52,8 @@ def test_half_precision_gradients_are_summed_in_float32(dtype):
     assert naive == 1  # what a sum in half loses
     _, grads = accumulate_gradients(given, {"w": jnp.ones(1)}, values)
     assert grads["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(
-        grads["w"], np.asarray(values, np.float64).mean(0).astype(np.float32)
-    )
+    mean = np.asarray(values, np.float64).mean(0)
+    np.testing.assert_array_equal(grads["w"], mean.astype(np.float32))
 
 
 def test_scaled_gradients_keep_their_scale_and_are_rounded_once():

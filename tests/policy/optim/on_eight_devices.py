@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from policy import DynamicLossScale, apply_gradients, loss_scale_of, master_params, value_and_grad
 from policy.grads import accumulate_gradients, split_batch
 from policy.optim import state_shardings
-from tests.policy.optim.steps import assert_same, stepped, wrapped
+from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
 from tests.policy.sharding.across_devices import (
     BATCH,
     DEVICES,
@@ -32,10 +32,6 @@ from tests.policy.sharding.across_devices import (
     replicated_step,
     sharded_step,
 )
-
-
-def unchanged(params, state):
-    return params, state.inner, state.masters, state.count
 
 
 def assert_only_the_scale_moved(before, after):

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import serialization
 
+import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import DynamicLossScale
 from tests.policy.optim.steps import MODES, bits, stepped, wrapped
 
@@ -69,9 +71,6 @@ def run(trees: Any, first: int, last: int) -> Any:
 
 def save(trees: Any, folder: Path) -> None:
     import orbax.checkpoint
-    from flax import serialization
-
-    import mpmodules  # noqa: F401  (tells Flax of the states)
 
     with warnings.catch_warnings():  # orbax's own
         warnings.simplefilter("ignore")
@@ -82,9 +81,6 @@ def save(trees: Any, folder: Path) -> None:
 
 def restore(kind: str, folder: Path) -> Any:
     import orbax.checkpoint
-    from flax import serialization
-
-    import mpmodules  # noqa: F401
 
     if kind == "msgpack":
         trees = serialization.from_bytes(start(), (folder / "msgpack").read_bytes())

@@ -33,6 +33,11 @@ def _stepped(
 stepped: Any = _stepped  # called with tuples that have no type
 
 
+def unchanged(params: Any, state: Any) -> Any:
+    """Returns what a skipped step leaves as it is."""
+    return params, state.inner, state.masters, state.count
+
+
 def bits(tree: Any) -> list[np.ndarray]:
     """Returns every leaf's bits; those of keys and other extended dtypes as they are."""
     leaves = [np.atleast_1d(leaf) for leaf in jax.tree.leaves(tree)]

@@ -131,8 +131,8 @@ def tree(values, dtype):
     return {name: jnp.asarray(value, dtype) for name, value in values.items()}
 
 
-def params_for(name, dtype) -> Any:
-    params = tree(VALUES, dtype)
+def params_for(name, dtype, values=VALUES) -> Any:
+    params = tree(values, dtype)
     return optax.LookaheadParams.init_synced(params) if name in PAIRED else params
 
 
@@ -176,8 +176,7 @@ REFUSED = "moment_dtype matched nothing|is refused: the field is a running sum"
 @pytest.mark.parametrize("name", [name for name in FACTORIES if name not in PER_EXAMPLE])
 def test_a_state_with_first_moments_in_8_bits_keeps_every_type(name):
     tx = wrapped(make(name, FACTORIES[name]), moment_dtype="int8", key=jax.random.key(0))
-    params: Any = tree(LARGE, F32)
-    params = optax.LookaheadParams.init_synced(params) if name in PAIRED else params
+    params = params_for(name, F32, LARGE)
     try:
         state = jax.eval_shape(tx.init, params)
     except ValueError as error:  # it has no such moments

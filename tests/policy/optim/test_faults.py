@@ -19,7 +19,7 @@ from policy import (
     mixed_precision,
     value_and_grad,
 )
-from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, stepped, wrapped
+from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, stepped, unchanged, wrapped
 
 MODES = ["full", "remainder", "kahan", "stochastic", "none"]
 PARAMS = {
@@ -44,10 +44,6 @@ def gradients(leaf: Any = -1, value: Any = 0.0) -> Any:
     return tree.unflatten(
         jnp.where((leaf == i) & is_first, value, jnp.ones(p.shape)) for i, p, is_first in one_by_one
     )
-
-
-def unchanged(params: Any, state: Any) -> Any:
-    return params, state.inner, state.masters, state.count
 
 
 # mode, through optax, other options, the scale that gradients carry

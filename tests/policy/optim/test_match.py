@@ -85,15 +85,8 @@ def test_strict_refuses_a_lossy_cast_by_name():
     text = r"range: b from float32 to bfloat16, w from float32 to bfloat16\. Ask for a wider"
     with pytest.raises(TypeError, match=text):
         tx.update(gradients, state, params)
-    for source, target, lossy in (
-        (BF16, F32, False),
-        (F16, F32, False),
-        (BF16, F16, True),
-        (F16, BF16, True),
-    ):
-        tx = match_updates(optax.identity(), target, strict=True)
-        if lossy:
-            with pytest.raises(TypeError, match="would lose digits or range"):
-                tx.update(tree(source), tx.init(params), params)
-        else:
-            assert dtypes_of(tx, params, tree(source)) == {jnp.dtype(target).name}
+    for source, other in ((BF16, F16), (F16, BF16)):
+        narrow, wide = (match_updates(optax.identity(), to, strict=True) for to in (other, F32))
+        with pytest.raises(TypeError, match="would lose digits or range"):
+            narrow.update(tree(source), narrow.init(params), params)
+        assert dtypes_of(wide, params, tree(source)) == {"float32"}

@@ -20,7 +20,7 @@ import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import DynamicLossScale, ScaledGradients, loss_scale_of, master_params
 from policy.optim import convert, resync
 from policy.optim.storage_modes import round_to
-from tests.policy.optim.steps import assert_same, stepped, wrapped
+from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
 
 pytestmark = pytest.mark.random
 
@@ -72,10 +72,6 @@ ACTIONS = strategies.lists(
 )
 
 
-def kept(state: Any) -> Any:
-    return state.inner, state.masters, state.count
-
-
 class Training:
     """Params and a state under one `mixed_precision`, and the invariants after each action."""
 
@@ -117,7 +113,7 @@ class Training:
         before = self.state
         new, self.state = self.compiled(self.params, self.state, gradients)
         assert not self.state.finite
-        assert_same((new, kept(self.state)), (self.params, kept(before)))
+        assert_same(unchanged(new, self.state), unchanged(self.params, before))
         self.faults += 1
 
     def pickle(self) -> None:
@@ -154,7 +150,6 @@ class Training:
             master_params(self.params, wrong)
 
     def check(self) -> None:
-        """All is finite, every step is counted, params are the rounded masters, dtypes stay."""
         wide = master_params(self.params, self.state)
         for name, dtype in zip("ab", self.training["dtypes"], strict=True):
             assert self.params[name].dtype == dtype

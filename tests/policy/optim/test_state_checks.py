@@ -33,6 +33,10 @@ def refuses(tx, state, text, params=PARAMS, gradients=GRADIENTS):
             call(params, state, gradients)
 
 
+def pickled(tree):
+    return pickle.loads(pickle.dumps(tree))
+
+
 OTHERS = {
     "sgd with momentum": optax.sgd(0.1, momentum=0.9),
     "adagrad": optax.adagrad(0.1),
@@ -44,9 +48,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "copied", [lambda state: state, lambda state: pickle.loads(pickle.dumps(state))]
-)
+@pytest.mark.parametrize("copied", [lambda state: state, pickled])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_state_of_a_transform_with_another_state_is_refused_by_its_leaves(name, copied):
     tx, text = OTHERS[name], r"made by another transform than tx: .* Missing: .*\. Unexpected: "
@@ -193,10 +195,6 @@ def test_a_fresh_process_goes_on_bit_for_bit_in_every_storage_mode(halfway, rest
     expected = bits(saving.run(halfway, saving.SAVED, saving.STEPS))
     got = np.load(restored / f"{kind}.npz")
     assert_same([got[name] for name in got.files], expected)
-
-
-def pickled(tree):
-    return pickle.loads(pickle.dumps(tree))
 
 
 def through_a_state_dict(tree):

@@ -1,6 +1,4 @@
-"""Gradients across eight devices. `test_eight_devices.py` runs this file in a process that has
-eight.
-"""
+"""Gradients across eight devices. `test_collectives.py` runs this file where there are eight."""
 
 import functools
 import os

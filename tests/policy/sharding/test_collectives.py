@@ -1,7 +1,6 @@
-"""`collectives_of`: what a program exchanges. The eight devices of `test_eight_devices.py` compare
-it with XLA.
-"""
+"""`collectives_of`: what a program exchanges; and the step across devices, on eight of them."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from policy.sharding import Collective, collectives_of
 from policy.sharding.collectives import (
     _partitioned,  # the text of XLA versions that aren't installed
 )
+from tests.eight_devices import run_tests_on_eight_devices
 
 
 class Mesh:
@@ -84,3 +84,7 @@ def test_the_traced_program_is_read_through_loops_and_branches():
         ("all-reduce", "float16", (), ("model",)),
     ]
     assert found[0].name == "outer/psum"
+
+
+def test_the_step_across_devices_on_eight_of_them():
+    run_tests_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
