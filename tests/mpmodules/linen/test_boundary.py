@@ -14,12 +14,10 @@ from flax import nnx
 
 from mpmodules import linen as nn
 from policy import DtypePolicyWarning, use_policy
-from tests.mpmodules.wings import compact
+from tests.mpmodules.wings import KEY, MIXED, compact
 from tests.programs import apply, boundary_casts, named, operations
 
-MIXED = "mixed_bfloat16"
 X = jnp.ones((2, 4))
-KEY = jax.random.key(0)
 AS_BF16, AS_F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 EACH: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 SHARED: Any = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}

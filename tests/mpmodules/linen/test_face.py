@@ -10,10 +10,9 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import Policy, current_policy, use_policy
-from tests.mpmodules.wings import compact
+from tests.mpmodules.wings import KEY, compact
 from tests.programs import apply
 
-KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
 
 

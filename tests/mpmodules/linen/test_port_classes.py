@@ -16,13 +16,11 @@ import pytest
 
 from mpmodules import linen as our_nn
 from policy import current_policy, use_policy
-from tests.mpmodules.wings import compact, dtypes
+from tests.mpmodules.wings import KEY, MIXED, compact, dtypes
 from tests.programs import apply, boundary_casts, named, operations
 
 apply_policy = our_nn.apply_policy
-KEY = jax.random.key(0)
 X = jnp.ones((2, 4))
-MIXED = "mixed_bfloat16"
 
 
 def matmul_dtypes(model: Any, *args: Any, **kwargs: Any) -> set[str]:

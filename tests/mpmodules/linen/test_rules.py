@@ -25,11 +25,10 @@ from policy import (
     set_policy,
     use_policy,
 )
-from tests.mpmodules.wings import compact
+from tests.mpmodules.wings import KEY, MIXED, compact
 from tests.programs import named, operations
 
 X = jnp.ones((2, 3, 4))
-KEY = jax.random.key(0)
 BF16, F16 = "p=f32,c=bf16,o=bf16", "p=f32,c=f16,o=f16"
 
 
@@ -73,7 +72,6 @@ def at(found: dict[str, set[str]], path: str) -> set[str]:
     return set().union(*matches)
 
 
-MIXED = "mixed_bfloat16"
 FIRST, SECOND = ("encoder/layer_0/mlp", "mixed_float16"), (".*/mlp", MIXED)
 # The policy in force, rules, and the dtypes that layers at the ends of paths multiply in.
 RULES: dict[str, tuple[Any, Any, str]] = {

@@ -16,11 +16,10 @@ from flax import nnx as flax_nnx
 
 from mpmodules import nnx, use_policy
 from policy import DtypePolicyWarning
-from tests.mpmodules.wings import NnxModel
+from tests.mpmodules.wings import MIXED, NnxModel
 from tests.programs import boundary_casts, operations
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-MIXED = "mixed_bfloat16"
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
