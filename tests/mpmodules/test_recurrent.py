@@ -333,21 +333,11 @@ def loop(wing: Wing, lib: Any, policy: str | None = None, name: str = "LSTMCell"
     return wing.pure(lambda: rnn_of(wing, lib, name), sequence(name), policy=policy)
 
 
-def dtypes(tree: Any) -> set[str]:
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
-
-
-def equations(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Every equation of a program, those of inner bodies included."""
-    return [site.equation for site in walk(jax.make_jaxpr(fn)(*args).jaxpr)]
-
-
 def matmul_dtypes(fn: Callable[..., Any], *args: Any) -> set[str]:
     """The dtypes of all operands and results of all matmuls and convolutions."""
-    names = ("dot_general", "conv_general_dilated")
-    found = [e for e in equations(fn, *args) if e.primitive.name in names]
+    found = named(operations(fn, *args), "dot_general", "conv_general_dilated")
     assert found
-    return {v.aval.dtype.name for e in found for v in (*e.invars, *e.outvars)}
+    return {dtype for op in found for dtype in (*op.inputs, *op.outputs)}
 
 
 EACH_LOOP = pytest.mark.parametrize(("wing", "name"), CELLS, ids=lambda x: str(x))
@@ -362,7 +352,9 @@ def traced(wing: Any, build: Any, policy: Any = None, name: str = "", **kwargs: 
     x = sequence(name)
     model = wing.pure(build, x, policy=policy, abstract=True)
     carry, y = jax.eval_shape(lambda p, x: model.call(p, x, **kwargs), model.params, x)
-    return tuple(map(dtypes, (model.params, carry, y))), matmul_dtypes(model.call, model.params, x)
+    return tuple(map(dtypes_of, (model.params, carry, y))), matmul_dtypes(
+        model.call, model.params, x
+    )
 
 
 def text(model: Any, *args: Any) -> str:
@@ -400,7 +392,7 @@ def test_a_ported_rnn_obeys_as_ours_does(wing, name, policy):
     x = sequence(name)
     ours = wing.pure(lambda: rnn_of(wing, wing.ours, name), x, policy=policy, abstract=True)
     ported = wing.pure(port, x, abstract=True)
-    assert dtypes(ported.params) == dtypes(ours.params)
+    assert dtypes_of(ported.params) == dtypes_of(ours.params)
     assert text(ported, x) == text(ours, x)
 
 
@@ -426,7 +418,7 @@ def test_every_option_of_an_rnn_does_what_it_does_in_flax(wing, option):
     expected, plain, out = (m.call(m.params, sequence(), **OPTIONS[option]) for m in models)
     assert_same_bits(plain, expected)
     *carry, y = out if isinstance(out, tuple) else (out,)
-    assert dtypes(y) == {"float32"} and dtypes(carry) <= {"bfloat16"}
+    assert dtypes_of(y) == {"float32"} and dtypes_of(carry) <= {"bfloat16"}
     assert_close(out, expected, atol=2**-6)
 
 
@@ -536,9 +528,8 @@ def test_stacked_cells_and_stacked_rnns_hand_on_compute_dtype(wing):
         out = jax.eval_shape(model.call, model.params, *args)
         assert jax.tree.leaves(out)[-1].dtype == jnp.float32
         assert matmul_dtypes(model.call, model.params, *args) == {"bfloat16"}
-        found = equations(model.call, model.params, *args)
-        casts = [e for e in found if e.primitive.name == "convert_element_type"]
-        wide = [e for e in casts if e.outvars[0].aval.dtype == jnp.float32]
+        casts = named(operations(model.call, model.params, *args), "convert_element_type")
+        wide = [op for op in casts if op.outputs == ("float32",)]
         # On the way out, and for a half-precision carry, which own code reads in float32.
         assert len(wide) <= len(jax.tree.leaves(out)) + 2 * len(jax.tree.leaves(args[0]))
 
@@ -584,18 +575,21 @@ def test_a_class_lifted_cell_runs_in_compute_dtype_with_its_boundary_outside_the
     cell = linen.apply_policy(cell, MIXED) if nn is flax.linen else cell.clone(dtype_policy=MIXED)
     carry = cell.initialize_carry(KEY, x[:, 0].shape)
     (last, y), variables = jax.eval_shape(lambda: cell.init_with_output(KEY, carry, x))
-    assert (dtypes(variables), dtypes(last), dtypes(y)) == ({"float32"}, dtypes(carry), {"float32"})
+    assert (dtypes_of(variables), dtypes_of(last), dtypes_of(y)) == (
+        {"float32"},
+        dtypes_of(carry),
+        {"float32"},
+    )
     assert matmul_dtypes(cell.apply, variables, carry, x) == {"bfloat16"}
-    found = equations(cell.apply, variables, carry, x)
-    (scan,) = [e for e in found if e.primitive.name == "scan"]
-    assert {v.aval.dtype.name for v in scan.outvars} == {"bfloat16"} | dtypes(carry)
+    (scan,) = named(operations(cell.apply, variables, carry, x), "scan")
+    assert set(scan.outputs) == {"bfloat16"} | dtypes_of(carry)
 
 
 @OF_EITHER
 def test_a_function_form_scan_of_a_cell_keeps_its_carrys_type(nn):
     model: Any = linen.apply_policy(FunctionScan(nn), MIXED)
     (_, y), variables = jax.eval_shape(lambda: model.init_with_output(KEY, sequence()))
-    assert (dtypes(variables), dtypes(y)) == ({"float32"}, {"float32"})
+    assert (dtypes_of(variables), dtypes_of(y)) == ({"float32"}, {"float32"})
     assert matmul_dtypes(model.apply, variables, sequence()) == {"bfloat16"}
 
 
@@ -610,7 +604,7 @@ def test_a_rematerialised_cell_and_rnn_give_the_same_gradients(name):
     with use_policy(MIXED):
         expected = gradients(linen.RNN(cell(HIDDEN)))
         for rnn in (linen.RNN(rematerialised(HIDDEN)), linen.remat(linen.RNN)(cell(HIDDEN))):
-            assert dtypes(jax.eval_shape(rnn.apply, plain.params, x)) == {"float32"}
+            assert dtypes_of(jax.eval_shape(rnn.apply, plain.params, x)) == {"float32"}
             assert_close(gradients(rnn), expected, atol=2**-5)
 
 
@@ -639,4 +633,4 @@ def test_a_scan_over_stacked_rnns_and_a_rematerialised_rnn_run_in_compute_dtype(
     y = jax.jit(call)(params, x)
     assert (y.dtype, y.shape) == (jnp.float32, x.shape)
     loss = lambda params: jnp.square(call(params, x)).sum()  # noqa: E731
-    assert dtypes(jax.eval_shape(jax.grad(loss), params)) == {"float32"}
+    assert dtypes_of(jax.eval_shape(jax.grad(loss), params)) == {"float32"}
