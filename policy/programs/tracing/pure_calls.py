@@ -1,7 +1,8 @@
 """Calls of functions of trees, as programs of arrays whose results are put back into the tree.
 
 A trace runs on copies of the containers among its arguments, and on the objects themselves.
-Afterwards the caller's own hold what the call put there, with arrays in place of tracers.
+Afterwards the caller's containers hold the items that the call put there, with arrays in place of
+tracers.
 """
 
 from __future__ import annotations
