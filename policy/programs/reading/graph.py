@@ -133,11 +133,12 @@ class Graph:
         return read(body.outvars)
 
     def _equation(self, site: Site, inputs: list[Value]) -> list[Value]:
-        is_entered = self._inside is None or site.name in self._inside
+        name = site.equation.primitive.name
+        is_entered = self._inside is None or name in self._inside
         inner = [one for one in subprograms(site.equation) if one.is_run] if is_entered else []
         match inner[0].role if inner else None:
             case None:
-                return self._node(site, site.name, inputs).makes(site.equation.outvars)
+                return self._node(site, name, inputs).makes(site.equation.outvars)
             case "loop" | "cond":
                 return self._loop(site, inner, inputs)
             case "branch":
