@@ -21,7 +21,7 @@ from policy.autocasting.values import CastValue, Values, bound_as_traced, cast
 from policy.core.scope import Scope, enter
 from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
-from policy.programs.jaxprs import Equation, OpenJaxpr, programs_of
+from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
@@ -150,7 +150,7 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = set()
-        for each in jaxpr.eqns:
+        for each in equations_of(jaxpr):
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
