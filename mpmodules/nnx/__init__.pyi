@@ -233,6 +233,7 @@ from mpmodules.nnx._layers.elementwise import PReLU as _PReLU
 from mpmodules.nnx._layers.normalization import RMSNorm as _RMSNorm
 from mpmodules.nnx._layers.recurrent import RNN as _RNN
 from mpmodules.nnx._layers.recurrent import RNNCellBase as RNNCellBase
+from mpmodules.nnx._layers.newer_flax import RoPE as _RoPE
 from mpmodules.nnx._layers.elementwise import Sequential as _Sequential
 from mpmodules.nnx._layers.recurrent import SimpleCell as _SimpleCell
 from mpmodules.nnx._layers.normalization import SpectralNorm as _SpectralNorm
@@ -241,6 +242,9 @@ from mpmodules.nnx._port import apply_policy as apply_policy
 from mpmodules.functions.reductions import avg_pool as avg_pool
 from mpmodules.nnx._layers.dot_product_attention import (
     dot_product_attention as dot_product_attention,
+)
+from mpmodules.nnx._layers.newer_flax import (
+    dot_product_attention_with_rope as dot_product_attention_with_rope,
 )
 from mpmodules.nnx._training import grad as grad
 from mpmodules.functions.reductions import log_sigmoid as log_sigmoid
@@ -715,6 +719,16 @@ class RNN(_RNN, metaclass=_LayerMeta):
         state_axes: _abc.Mapping[str, int | type[_nnx.Carry] | None] | None = None,
         broadcast_rngs: _filterlib.Filter = None,
         rngs: _nnx.Rngs | _nnx.RngStream | bool = True,
+        dtype_policy: _Policy | str | None = None,
+    ) -> None: ...
+
+class RoPE(_RoPE, metaclass=_LayerMeta):
+    def __init__(
+        self,
+        theta: float = 10000.0,
+        embedding_size: int | None = None,
+        max_seq_len: int | None = None,
+        *,
         dtype_policy: _Policy | str | None = None,
     ) -> None: ...
 

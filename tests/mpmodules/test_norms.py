@@ -496,8 +496,8 @@ def test_a_mask_that_keeps_something_does_what_flax_does(wing, fast):
     options: dict[str, Any] = {"mask": X[..., :1] > 1, "use_fast_variance": fast}
     found = step(wing, jnp.asarray(X), "float32", **options)
     expected = step(wing, jnp.asarray(X), None, flax=True, **options)
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, value in expected.items():  # Flax's fast variance cancels by about 2e-5
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=3e-5, err_msg=name)
 
 
 @EACH_WING
