@@ -74,7 +74,7 @@ Stepped: TypeAlias = tuple[optax.Params, MixedPrecisionState]
 
 
 class Given(NamedTuple):
-    """What a step is given, without overwritten leaves.
+    """The arguments of a step, without overwritten leaves.
 
     Attributes:
       gradients: a tree like the params, as it was handed over.
