@@ -270,6 +270,46 @@ def test_an_argument_and_an_island(wing, how):
     assert gradients(wing.ours(net(ARGUMENTS[how]), MIXED, ROWS)) == {HALF, HIGHEST}
 
 
+class Step(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        y = linen.Dense(4, name="inner")(x)
+        return x.astype(jnp.float32) + y.astype(jnp.float32), None
+
+
+class Scanned(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        step = linen.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return step(name="steps")(x, None)[0]
+
+
+class NnxStep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) + self.inner(x).astype(jnp.float32)
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.steps = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: NnxStep(rngs)))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        step = nnx.scan(lambda step, x: step(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return step(self.steps, x)
+
+
+@pytest.mark.parametrize("text", ["f32_inside", "f32"])  # own code reads either in its own dtype
+def test_a_scans_carry_keeps_its_dtype(text):
+    rules = {"steps/inner": text}
+    with use_policy(MIXED, rules):
+        out, _ = jax.eval_shape(lambda: Scanned().init_with_output(jax.random.key(0), X))
+    model = nnx.apply_policy(NnxScanned(nnx.Rngs(0)), MIXED, rules)
+    assert out.dtype == model(X).dtype == jnp.float32
+
+
 @BOTH
 @pytest.mark.parametrize("rule", ["float32", "f32_inside"])
 @pytest.mark.parametrize("layer", LAYERS)
