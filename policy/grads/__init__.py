@@ -1,6 +1,6 @@
 """Gradients: scaled losses, microbatches, float32 sums of cotangents."""
 
-from policy.grads.value_and_grad import accumulate_gradients, split_batch
+from policy.grads.microbatching import accumulate_gradients, split_batch
 
 __all__ = ["accumulate_gradients", "split_batch"]
 

@@ -18,7 +18,8 @@ from policy import (
     mixed_precision,
     select_tree,
 )
-from policy.grads.value_and_grad import ScaledGradients, accumulate_gradients, split_batch
+from policy.grads.microbatching import accumulate_gradients, split_batch
+from policy.grads.value_and_grad import ScaledGradients
 from policy.grads.value_and_grad import value_and_grad as plain_value_and_grad
 from policy.optim import convert, finite_of, init_from_master, resync
 from policy.optim.storage_modes import round_to
