@@ -29,7 +29,7 @@ from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step
 from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
-from policy.inspect.hlo.dump import compiled_with_dump
+from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
 from policy.inspect.hlo.provenance import by_spelled_path
 from policy.programs.jaxprs import maker_of
@@ -290,7 +290,7 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     code = memory.generated_code_size_in_bytes if memory else 0
     scratch = library_scratch(dump.program) if target.platform == "cpu" else 0
     # The compiler's cycles are in its own text alone, which a program that is too large lacks.
-    text = dump.program if compiled is None else compiled.as_text() or ""
+    text = dump.program if compiled is None else with_tables(compiled.as_text() or "", dump)
     return CompiledStep(text, memory_of(dump, names), code, compiled is None, seconds, scratch)
 
 

@@ -28,7 +28,6 @@ _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"),
 )
-_MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start")
 _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
@@ -205,7 +204,7 @@ def turns(loop: Instruction) -> int | None:
     """
     if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
         return int(known)
-    start = _through_moves(loop.operands[0])
+    start = loop.operands[0].before_moves()
     compare = _made_inside(loop.called["condition"][0].root)
     if compare.opcode != "compare":
         return None
@@ -224,33 +223,21 @@ def turns(loop: Instruction) -> int | None:
     return (bound - first) // step if direction == "NE" and (bound - first) % step == 0 else None
 
 
-def _through_moves(instruction: Instruction) -> Instruction:
-    """Returns the instruction whose result another moves or converts; out of a fusion, too."""
-    while True:
-        caller = instruction.computation.caller
-        if instruction.opcode in _MOVES:
-            instruction = instruction.operands[0]
-        elif instruction.opcode == "parameter" and caller and caller.opcode == "fusion":
-            instruction = caller.operands[int(instruction.literal)]
-        else:
-            return instruction
-
-
 def _made_inside(instruction: Instruction) -> Instruction:
     """Returns the instruction that makes a value, of a fusion the one inside of it."""
-    instruction = _through_moves(instruction)
+    instruction = instruction.before_moves()
     return instruction.fused.root if instruction.opcode == "fusion" else instruction
 
 
 def _number(instruction: Instruction) -> int | None:
-    constant = _through_moves(instruction)
+    constant = instruction.before_moves()
     is_integer = constant.opcode == "constant" and re.fullmatch(r"-?\d+", constant.literal)
     return int(constant.literal) if is_integer else None
 
 
 def _index(instruction: Instruction) -> int | None:
     """Returns the index of a value in the loop's state; None where it is not in it."""
-    element = _through_moves(instruction)
+    element = instruction.before_moves()
     is_state = element.opcode == "get-tuple-element" and element.operands[0].opcode == "parameter"
     return element.index if is_state else None
 

@@ -25,6 +25,9 @@ _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
 )
 _RANGE = re.compile(r"\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
+# Integers of three axes, up to 2^17 characters of them; and such a constant as it is left out.
+_TABLE = re.compile(r"%([\w.\-]+) = s\d+\[\d+,\d+,\d+\]\S* constant\((\{[-\d, {}]{,131072}\})\)")
+_LEFT_OUT = re.compile(r"(%([\w.\-]+) = s\d+\[\d+,\d+,\d+\]\S* constant\()\{\.\.\.\}\)")
 ResultPlace = tuple[str, tuple[int, ...]]
 
 
@@ -58,7 +61,8 @@ def compiled_with_dump(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
     """
     with tempfile.TemporaryDirectory(prefix="xla-") as folder, without_cache():
         try:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+            options = {"xla_dump_to": folder, "xla_dump_large_constants": True}
+            compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -99,6 +103,23 @@ def read_dump(folder: str | Path) -> Dump:
             "assigned memory, or the program came from JAX's persistent cache."
         )
     return Dump(*(path.read_text() for path in found))
+
+
+def with_tables(text: str, dump: Dump) -> str:
+    """Writes the small constants of integers into a compiled program's text, which leaves out
+    arrays of more than ten elements: the tables by which kernels choose their blocks are among
+    them.
+
+    Args:
+      text: of `Compiled.as_text()`.
+      dump: of the same program.
+    """
+    tables = {name: literal for name, literal in _TABLE.findall(dump.program)}
+
+    def written(found: re.Match[str]) -> str:
+        return f"{found[1]}{tables[found[2]]})" if found[2] in tables else found[0]
+
+    return _LEFT_OUT.sub(written, text) if tables else text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -160,11 +160,7 @@ def _multiplied(instruction: Instruction, operands: _Arrays) -> str:
 
 
 def _opaque_flops(kernel: Instruction) -> float | None:
-    """Returns the FLOPs of a custom call; None where they are not known.
-
-    For splash attention every pair of a query and a key counts, also in blocks that a mask lets it
-    skip.
-    """
+    """Returns the FLOPs of a custom call; None where they are not known."""
     if "cost_estimate" in kernel.rest and (estimated := kernel.attribute(r'"flops":"?(\d+)')):
         return float(estimated)
     phase = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", kernel.name)
@@ -183,7 +179,44 @@ def _opaque_flops(kernel: Instruction) -> float | None:
     keys = math.prod(key.shape[-2:]) // width  # either axis may be minor, as its block sizes say
     # The queries' gradient may be a third output.
     matmuls = {"fwd": 2, "dq": 3, "dkv": 2 + len(outputs)}[phase[1]]
-    return 2.0 * matmuls * math.prod(query.shape) * keys
+    queries = math.prod(query.shape[-2:]) // width
+    share = _share_of_pairs(kernel, phase[1], queries * keys)
+    return 2.0 * matmuls * math.prod(query.shape) * keys * share
+
+
+def _share_of_pairs(kernel: Instruction, phase: str, pairs: int) -> float:
+    """Returns the share of a head's pairs of queries and keys that splash attention multiplies:
+    those of the blocks that its mask does not rule out as a whole.
+
+    Its second operand has a number for each block: 0 for one that is skipped. All pairs count where
+    that is no constant in the text, or there is no mask.
+    """
+    ending = "" if phase == "fwd" else f"_{phase}"
+    sizes = [kernel.attribute(rf'block_{axis}{ending}\\?"+: (\d+)') for axis in ("q", "kv")]
+    table = _constant(kernel.operands[1])
+    if not all(sizes) or table is None or len(table.results[0].shape) != 3:
+        return 1.0
+    blocks = re.findall(r"-?\d+", table.literal)
+    heads = table.results[0].shape[0]
+    if len(blocks) != math.prod(table.results[0].shape):  # the text leaves the numbers out
+        return 1.0
+    ran = sum(block != "0" for block in blocks)
+    return ran * math.prod(map(int, sizes)) / (heads * pairs)
+
+
+def _constant(value: Instruction) -> Instruction | None:
+    """Returns the constant that a value is, also where loops carry it; None if it is none."""
+    made = value.before_moves()
+    if made.opcode == "constant":
+        return made
+    if made.opcode != "get-tuple-element" or made.operands[0].opcode != "parameter":
+        return None
+    loop, root = made.computation.caller, made.computation.root
+    if loop is None or loop.opcode != "while" or root.opcode != "tuple":
+        return None
+    kept, start = root.operands[made.index].before_moves(), loop.operands[0].before_moves()
+    is_kept = kept.opcode == "get-tuple-element" and kept.index == made.index
+    return _constant(start.operands[made.index]) if is_kept and start.opcode == "tuple" else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start")
 # A line break inside of an instruction, such as a Pallas kernel's attributes have: what follows
 # begins no instruction and no computation, and ends none.
 _INSIDE = re.compile(
@@ -84,6 +85,18 @@ class Instruction:
             return
         for instruction in self.fused.instructions.values():
             yield from instruction.unfused()
+
+    def before_moves(self) -> Instruction:
+        """Returns the instruction whose result this one moves or converts; out of a fusion, too."""
+        found = self
+        while True:
+            caller = found.computation.caller
+            if found.opcode in _MOVES:
+                found = found.operands[0]
+            elif found.opcode == "parameter" and caller and caller.opcode == "fusion":
+                found = caller.operands[int(found.literal)]
+            else:
+                return found
 
     def attribute(self, pattern: str) -> str:
         """Returns the group of a pattern in the text after the operands; "" where it isn't."""

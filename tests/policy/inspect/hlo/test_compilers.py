@@ -9,6 +9,7 @@ from jax import ShapeDtypeStruct, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
+from mpmodules import nnx
 from policy.inspect.estimate.costing import compiled_step
 from policy.inspect.estimate.targets import compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of, turns
@@ -188,6 +189,25 @@ def test_the_text_of_a_compiled_program_has_the_compilers_cycles():
     arrays = on_first("v5e:1x1", [ShapeDtypeStruct((256, 256), F32)] * 2)
     lowered = jax.jit(jnp.dot).trace(*arrays).lower(lowering_platforms=("tpu",))
     assert '"estimated_cycles":' in compiled_step(lowered, chip, ("x", "y")).text
+
+
+@pytest.mark.parametrize("turns", [None, 3])
+def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves(turns):
+    chip = target("v5e:1x1")
+    arrays = on_first("v5e:1x1", [ShapeDtypeStruct((2, 1024, 4, 128), jnp.bfloat16)] * 3)
+    attend = functools.partial(nnx.dot_product_attention, is_causal=True, implementation="splash")
+
+    def loss(query, key, value):
+        if turns is None:
+            return jnp.sum(attend(query, key, value).astype(F32))
+        body = lambda query, _: (attend(query, key, value), None)  # noqa: E731
+        return jnp.sum(lax.scan(body, query, length=turns)[0].astype(F32))
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("tpu",))
+    found = costs_of(compiled_step(lowered, chip, "qkv").text, kernel_time(chip.chip))
+    matmuls = 2 + 7 if turns is None else turns * (2 + 7)  # a causal backward in two kernels
+    # Three of the four blocks of 512 queries and 512 keys.
+    assert found.flops == {"bfloat16": 3 / 4 * matmuls * 2 * (2 * 1024 * 4 * 128) * 1024}
 
 
 def test_a_program_that_is_too_large_has_no_cycles_bytes_and_kernels():

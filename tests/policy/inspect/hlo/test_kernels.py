@@ -193,6 +193,9 @@ def test_a_tpus_ragged_matmul_multiplies_each_row_by_one_group():
     assert costs_of(text).flops == {"bfloat16": 2 * 256 * 64 * 32}
 
 
+FORWARD = 2 * 2 * (2 * 4 * 512 * 64) * 256  # of two matmuls of all queries with all keys
+
+
 def splash(text: str) -> Any:
     return costs_of(text, lambda flops, moved: sum(flops.values()))
 
@@ -222,6 +225,61 @@ def test_splash_attentions_flops_follow_from_its_shapes_and_are_named_a_roofline
     flops = matmuls * 2 * (2 * 4 * 512 * 64) * 256  # matmuls of all queries with all keys
     assert found.time == flops + 7 and not found.uncounted
     assert found.rooflines == {name: flops}
+
+
+BLOCKS = "s8[1,2,2]{2,1,0}"
+SIZES = r"\"block_q\": 256, \"block_kv\": 128"
+
+
+def blocks_text(table: str) -> str:
+    """Returns the text of a kernel whose mask has four blocks of 256 queries and 128 keys."""
+    text = text_of("v5e_splash_attention").replace(r"\"block_q\": 512", SIZES)
+    tables = f"  %next.1 = {BLOCKS} constant({{...}})\n  %mask.1 = {BLOCKS} {table}"
+    text = text.replace("  %mask.1 = s8[1,1,1]{2,1,0} constant({ { {0} } })", tables)
+    return text.replace("custom-call(%mask.1,", "custom-call(%next.1, %mask.1,")
+
+
+@pytest.mark.parametrize(
+    ("table", "share"),
+    [
+        ("constant({ { { 1, 0 }, { 2, 1 } } })", 3 / 4),
+        ("constant({ { { 1, 0 }, { 0, 1 } } })", 2 / 4),
+        ("constant({...})", 1),  # left out
+        ("parameter(2)", 1),
+    ],
+)
+def test_splash_attention_multiplies_the_blocks_that_its_mask_leaves(table, share):
+    assert splash(blocks_text(table)).flops == {"bfloat16": share * FORWARD}
+
+
+LOOP = """HloModule m
+%body (s.1: (s8[1,2,2], bf16[2,4,512,64])) -> (s8[1,2,2], bf16[2,4,512,64]) {
+  %s.1 = (s8[1,2,2]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}) parameter(0)
+  %mask.2 = s8[1,2,2]{2,1,0} get-tuple-element(%s.1), index=0
+  %q.2 = bf16[2,4,512,64]{3,2,1,0} get-tuple-element(%s.1), index=1
+  %k.2 = bf16[2,4,64,256]{3,2,1,0} broadcast(%q.2), dimensions={}
+  %splash_mha_fwd.2 = bf16[2,4,512,64]{3,2,1,0} custom-call(%mask.2, %mask.2, %q.2, %k.2, %k.2), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={"xprof_metadata":"{\\"block_q\\": 256, \\"block_kv\\": 128}"}}
+  ROOT %t.2 = (s8[1,2,2]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}) tuple(%KEPT, %splash_mha_fwd.2)
+}
+%condition (s.3: (s8[1,2,2], bf16[2,4,512,64])) -> pred[] {
+  %s.3 = (s8[1,2,2]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}) parameter(0)
+  ROOT %yes.3 = pred[] constant(true)
+}
+ENTRY %main (q.4: bf16[2,4,512,64]) -> (s8[1,2,2], bf16[2,4,512,64]) {
+  %q.4 = bf16[2,4,512,64]{3,2,1,0} parameter(0)
+  %mask.4 = s8[1,2,2]{2,1,0} constant({ { { 1, 0 }, { 2, 1 } } })
+  %t.4 = (s8[1,2,2]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}) tuple(%mask.4, %q.4)
+  ROOT %w.4 = (s8[1,2,2]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}) while(%t.4), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""  # noqa: E501
+
+
+def test_a_mask_that_a_loop_carries_unchanged_is_read():
+    assert splash(LOOP.replace("KEPT", "mask.2")).flops == {"bfloat16": 3 * 3 / 4 * FORWARD}
+    changed = LOOP.replace("KEPT", "negated").replace(
+        "  ROOT %t.2", "  %negated = s8[1,2,2]{2,1,0} negate(%mask.2)\n  ROOT %t.2"
+    )
+    assert splash(changed).flops == {"bfloat16": 3 * FORWARD}
 
 
 def test_an_authors_estimate_comes_first_and_an_unknown_kernel_is_uncounted():
