@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of
+from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 
 OutOfMemory = jax.errors.JaxRuntimeError
 
@@ -101,6 +102,8 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
     compiled = lowered.compile()
     seconds = time.process_time() - start
     text = compiled.as_text()
+    if "%splash_" in text:  # its masks' tables are in a dump alone, which no cache has
+        text = with_tables(text, compiled_with_dump(lowered)[1])
     chip = target.chip
     is_tpu = chip.platform == "tpu"
     costs = costs_of(text, kernel_time(chip))

@@ -114,7 +114,7 @@ def with_tables(text: str, dump: Dump) -> str:
       text: of `Compiled.as_text()`.
       dump: of the same program.
     """
-    tables = {name: literal for name, literal in _TABLE.findall(dump.program)}
+    tables = dict(_TABLE.findall(dump.program))
 
     def written(found: re.Match[str]) -> str:
         return f"{found[1]}{tables[found[2]]})" if found[2] in tables else found[0]
