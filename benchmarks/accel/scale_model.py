@@ -135,10 +135,13 @@ def decoder_of(nn: Any) -> Any:
             return split(x + dense(size.width, name="down")(h)), None
 
     class Decoder(nn.Module):
-        """(B, T) tokens -> (B, T, vocabulary) logits."""
+        """(B, T) tokens -> (B, T, vocabulary) logits. `remat` is the checkpoint policy of a layer;
+        None saves its input alone.
+        """
 
         size: Size
         dtype: DTypeLike | None = None
+        remat: Callable[..., Any] | None = None
 
         @nn.compact
         def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -146,7 +149,7 @@ def decoder_of(nn: Any) -> Any:
             threaded = {} if self.dtype is None else {"dtype": self.dtype}
             x = nn.Embed(size.vocabulary, size.width, name="embed", **threaded)(tokens)
             layers = nn.scan(
-                nn.remat(Block, prevent_cse=False),
+                nn.remat(Block, prevent_cse=False, policy=self.remat),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 length=size.layers,

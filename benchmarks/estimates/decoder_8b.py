@@ -3,6 +3,8 @@ rematerialised.
 
     python -m policy estimate benchmarks/estimates/decoder_8b.py:example \\
         --on v5e:16x16 --mesh data=4,fsdp=64
+    python -m policy estimate benchmarks/estimates/decoder_8b.py:example --on v5e:16x16 \\
+        --policies mixed_bfloat16 --batch 256,512 --remat full,dots_saveable --mesh fsdp=256
 
 The model of `benchmarks/accel/scale_model.py` in linen, one text of 4096 tokens a device. Params,
 moments and remainders are split over the axis `fsdp` of the mesh, or over the only axis that it
@@ -11,6 +13,7 @@ has, along the model's width; the batch is split over all axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +58,8 @@ def example(
     master_weights: MasterWeights = "auto",
     moment_dtype: str | None = None,
     size: Size = LLAMA,
+    batch: int | None = None,
+    remat: Callable[..., Any] | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns the step under the policy in force, and the shapes that it is called with.
 
@@ -62,10 +67,12 @@ def example(
       mesh: the devices.
       master_weights, moment_dtype: see `adamw`.
       size: of the model.
+      batch: the number of texts of a step; None for one on each device.
+      remat: the checkpoint policy of a layer; None saves its input alone.
     """
     nn: Any = mpmodules.linen
-    model = decoder_of(nn)(size)
-    tokens = int32(devices_of(mesh), size.length)
+    model = decoder_of(nn)(size, remat=remat)
+    tokens = int32(batch or devices_of(mesh), size.length)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
     def loss_fn(params: Any, batch_stats: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from policy.inspect.estimate.estimate import DEFAULT
+from policy.inspect.estimate.search import REMATS, remat_policy
 from policy.inspect.estimate.steps import are_results, example_call, required_arguments
 from policy.inspect.hlo.text import numpy_name
 from policy.inspect.traced.call import checked_policy
@@ -282,7 +283,48 @@ def _array(name: str, sizes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
 # --------------------------------------------------------------------------------------------------
 
 
-def mesh_sizes(text: str | None) -> dict[str, int] | None:
+def batches_of(text: str | None) -> list[int] | None:
+    """Returns numbers of examples from ``256,512``.
+
+    >>> batches_of("256,512")
+    [256, 512]
+
+    Raises:
+      CommandError: the text has another form.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text, re.ASCII):
+        raise CommandError(f"--batch {text!r} should be numbers of examples, as in 256,512.")
+    return [int(part) for part in text.split(",")]
+
+
+def remats_of(text: str | None) -> list[str] | None:
+    """Returns names of checkpoint policies from ``full,names:a,b,none``, where a and b stay
+    together.
+
+    >>> remats_of("full,names:a,b,none")
+    ['full', 'names:a,b', 'none']
+
+    Raises:
+      CommandError: there is no such policy.
+    """
+    if text is None:
+        return None
+    found: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        is_saved = found and found[-1].startswith("names:") and ":" not in part
+        if is_saved and part not in REMATS:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    with prefixed_errors(f"--remat {text!r}"):
+        for name in found or [text]:
+            remat_policy(name)
+    return found
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
     """Returns the axes of a mesh from ``data=16,model=16``.
 
     >>> mesh_sizes("data=16,model=16")
@@ -291,8 +333,6 @@ def mesh_sizes(text: str | None) -> dict[str, int] | None:
     Raises:
       CommandError: the text has another form.
     """
-    if text is None:
-        return None
     pairs = [part.strip().split("=", 1) for part in text.split(",")]
     for name, *size in pairs:
         if not name.isidentifier() or not re.fullmatch(r"[1-9]\d*", "".join(size), re.ASCII):

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 
 from policy.command_line.arguments import (
     CommandError,
+    batches_of,
     call_of,
     did_you_mean,
     mesh_sizes,
     parse_argument,
     positions_of,
     prefixed_errors,
+    remats_of,
     require_arguments,
     rows_to_estimate,
     running_users_code,
@@ -36,6 +38,7 @@ from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
 from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.estimate.estimate import estimate
+from policy.inspect.estimate.search import MOST_COMPILES
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.on_target import require_timed
@@ -149,7 +152,21 @@ _ESTIMATE = {
         "a named row, with options for the example: \"low=bf16 moments='int8'\"; repeatable",
     ),
     **_RULES,
-    "--mesh": _option("AXES", "the mesh axes and their sizes, such as data=16,model=16"),
+    "--batch": _option(
+        "COUNTS", "a row for each number of examples, the example's parameter batch: 256,512"
+    ),
+    "--remat": _option(
+        "NAMES",
+        "a row for each checkpoint policy, the example's parameter remat: full, dots_saveable, "
+        "dots_with_no_batch_dims_saveable, names:a,b, none; separated by commas",
+    ),
+    "--mesh": _repeatable(
+        "AXES",
+        "the mesh axes and their sizes, such as data=16,model=16; repeat it for rows of each mesh",
+    ),
+    "--max-compiles": _number(
+        "COUNT", MOST_COMPILES, "the largest number of programs that a search compiles"
+    ),
     "--shard": _repeatable(
         "ARGUMENT=AXES",
         "the position of an argument and the mesh axes that its arrays are sharded over: 0=data, "
@@ -303,34 +320,30 @@ def _estimate(options: argparse.Namespace) -> int:
         python -m policy estimate run.py:step --arg f32[4096,4096] --arg bf16[512,4096] --on h100
         python -m policy estimate run.py:example --on v5e:16x16 --mesh data=16,model=16 \\
             --row "full=bfloat16 master_weights=full" --row "remainder=bfloat16 moments='int8'"
+        python -m policy estimate run.py:example --on v5e:16x16 --policies mixed_bfloat16 \\
+            --batch 256,512 --remat full,dots_saveable --mesh fsdp=256 --mesh data=4,fsdp=64
 
     The target is compiled from shapes alone, for devices that need not be present: nothing runs. It
     is a function, called with one argument for each --arg, or an example: a function without
     required arguments that returns a function and the tuple of its arguments. The example is called
     under each policy, with a row's options as keyword arguments, and with the mesh if it has a
-    parameter `mesh`.
+    parameter `mesh`. Several values of --batch, --remat and --mesh make a row for each combination;
+    the rows that no other beats in both time and memory are marked.
     """
     names = list(dict.fromkeys(name.strip() for name in options.on.split(",") if name.strip()))
     if not names:
         raise CommandError("--on names no devices: give v5e:4x4, h100, cpu or here.")
     with prefixed_errors("--on"):
         targets = [Target(name) for name in names]
-    given = {
-        "policies": rows_to_estimate(options.policies, options.row),
-        "rules": _rules_of(options),
-        "mesh": mesh_sizes(options.mesh),
-        "shardings": shardings_of(options.shard),
-        "donate": positions_of(options.donate),
-        "backward": options.backward,
-        "params": _params_of(options),
-    }
+    given = _asked_of_estimate(options)
+    searched = [name for name in ("batch", "remat") if given[name] is not None]
     _require_outputs(options.html, options.json, options.plot, count=len(targets))
     # JAX traces here, and compiles for elsewhere: it need not look for accelerators.
     if not os.environ.get("JAX_PLATFORMS") and all(target.kind != "here" for target in targets):
         jax.config.update("jax_platforms", "cpu")
     args = tuple(parse_argument(text) for text in options.arg)
     fn = target_of(options.target)
-    require_arguments(fn, args, options.target, passed=("mesh",))
+    require_arguments(fn, args, options.target, passed=("mesh", *searched))
     is_lacking = False
     for i, target in enumerate(targets):
         failure = f"{options.target} can't be estimated on {target.name}"
@@ -348,6 +361,21 @@ def _estimate(options: argparse.Namespace) -> int:
                 found.plot(plot)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
+
+
+def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "policies": rows_to_estimate(options.policies, options.row),
+        "rules": _rules_of(options),
+        "batch": batches_of(options.batch),
+        "remat": remats_of(options.remat),
+        "mesh": [mesh_sizes(text) for text in options.mesh] or None,
+        "max_compiles": options.max_compiles,
+        "shardings": shardings_of(options.shard),
+        "donate": positions_of(options.donate),
+        "backward": options.backward,
+        "params": _params_of(options),
+    }
 
 
 # --------------------------------------------------------------------------------------------------

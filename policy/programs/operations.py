@@ -113,10 +113,14 @@ def flops_of(equation: Equation) -> int:
     """Returns the floating-point operations of an equation.
 
     A product in a matmul counts as two operations; each number that is summed or computed counts as
-    one, also that of an exponential. Operations on integers count as zero, but for matmuls and
-    convolutions of int8, and so does the work inside kernels, factorisations and transforms.
+    one, also that of an exponential. Attention in one kernel counts as its two matmuls of all pairs
+    of queries and keys, its backward pass as four. Operations on integers count as zero, but for
+    matmuls and convolutions of int8, and so does the work inside other kernels, factorisations and
+    transforms.
     """
     name = equation.primitive.name
+    if name in primitives.ATTENTIONS:
+        return _attention(equation)
     kind = kind_of(name)
     counted = ("int8", "uint8") if kind in ("dot", "convolution") else ()
     dtypes = map(dtype_name_of, equation.invars)
@@ -138,7 +142,7 @@ def flops_of(equation: Equation) -> int:
 
 def _dot(equation: Equation, result: int) -> int:
     numbers = equation.params.get("dimension_numbers")
-    if numbers is None:  # fused attention: queries, keys and values
+    if numbers is None:  # fused attention in 8 bits
         return 0
     numbers = getattr(numbers, "dot_dimension_numbers", numbers)
     (contracted, _), _ = numbers
@@ -146,6 +150,15 @@ def _dot(equation: Equation, result: int) -> int:
     if equation.primitive.name == "ragged_dot_general" and len(equation.outvars[0].aval.shape) > 2:
         result //= max(int(equation.outvars[0].aval.shape[0]), 1)  # each row is of one group
     return 2 * result * size([left[axis] for axis in contracted])
+
+
+def _attention(equation: Equation) -> int:
+    query, key, value = (atom.aval.shape for atom in equation.invars[:3])
+    # (B..., T, N, H), or (B..., N, T, H) by cuDNN's second layout
+    keys = key[-2] if int(equation.params.get("layout", 0)) == 1 else key[-3]
+    stage = equation.params.get("stage", equation.primitive.name)
+    forward = 2 * size(query[:-1]) * size((keys,)) * size((query[-1] + value[-1],))
+    return forward if "fwd" in stage or stage.startswith("forward") else 2 * forward
 
 
 def _convolution(equation: Equation, result: int) -> int:

@@ -292,6 +292,10 @@ MATMULS = of_kinds("matmul", "conv")
 DOTS = of_kinds("matmul", "attention", "fp8")
 """Matmuls, and fused ones, such as attention by one call of a library."""
 
+ATTENTIONS = of_kinds("attention", "attention-bwd", "attention-kernel")
+"""Attention in one kernel, forward and backward; the operands are queries, keys and values, and
+more."""
+
 CONVOLUTIONS = of_kinds("conv")
 """Convolutions."""
 

@@ -20,6 +20,7 @@ from policy.programs.operations import (
     result_of,
 )
 from policy.programs.paths import parts_of, spelled
+from policy.programs.primitives import ATTENTIONS
 from policy.programs.reading.graph import Graph, is_joint
 
 _WIDTHS = {"8 bits": is_eight_bits, "half": is_sixteen_bits, "float32": is_wide}
@@ -159,8 +160,8 @@ def operation_name(operation: Operation) -> str:
 
 
 def is_matmul_operation(operation: Operation) -> bool:
-    """Returns whether an operation is a matmul or a convolution."""
-    return operation.kind in ("dot", "convolution")
+    """Returns whether an operation is a matmul, a convolution, or attention in one kernel."""
+    return operation.kind in ("dot", "convolution") or operation.primitive in ATTENTIONS
 
 
 def widest_dtype(dtypes: tuple[str, ...]) -> str:

@@ -33,9 +33,10 @@ from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
 from policy.inspect.hlo.provenance import by_spelled_path
 from policy.programs.jaxprs import maker_of
+from policy.programs.operations import flops_of, kind_of
 from policy.programs.paths import Path
-from policy.programs.primitives import HOST, KERNELS
-from policy.programs.reading.graph import Graph
+from policy.programs.primitives import ATTENTIONS, HOST, KERNELS
+from policy.programs.reading.graph import Graph, is_joint
 from policy.programs.reading.walk import walk
 
 _SCRATCH = (
@@ -105,7 +106,8 @@ def _cost(
     row: Candidate, step: Step, program: CompiledStep, placement: Placement, shared: int
 ) -> PolicyCost:
     """Returns the memory and the FLOPs of a row; `shared` bytes of arguments are given twice."""
-    written = Audit(operations_of(Graph(step.traced.jaxpr)), ())
+    graph = Graph(step.traced.jaxpr)
+    written = Audit(operations_of(graph), ())
     use = program.memory
     arguments, temporaries = use.arguments - shared, use.temporaries + program.scratch
     code = max(program.code, use.constants)
@@ -121,6 +123,12 @@ def _cost(
         code=code,
         flops=written.flops_by_dtype,
         matmul_flops=matmul_flops(written.operations, placement.target.platform),
+        model_flops=model_flops(graph),
+        peak=placement.target.chip.peak("bfloat16"),
+        devices=placement.devices,
+        mesh=dict(placement.mesh.shape) if placement.is_spread else {},
+        batch=row.batch,
+        remat=row.remat,
         uncounted=tuple(f"time on the host of {name}" for name in _callbacks(step.traced.jaxpr)),
         buffers=use.buffers,
         compile_seconds=program.seconds,
@@ -161,6 +169,16 @@ def matmul_flops(operations: Sequence[Operation], platform: str) -> dict[str, fl
             multiplied = f"float32 x{passes}" if passes else "float32"
         total[multiplied] += operation.flops
     return dict(total.most_common())
+
+
+def model_flops(graph: Graph) -> float:
+    """Returns FLOPs of matmuls, without those that a checkpoint repeats in the backward pass."""
+    total = 0
+    for site in (node.site for node in graph.nodes if not is_joint(node)):
+        is_matmul = kind_of(site.name) in ("dot", "convolution") or site.name in ATTENTIONS
+        if is_matmul and not site.is_recomputed:
+            total += flops_of(site.equation) * site.count * site.devices
+    return float(total)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,6 +16,13 @@ from policy.inspect.audit.audit import function_name
 from policy.inspect.estimate.costing import CompiledRow, compiled_row, compiler_of
 from policy.inspect.estimate.placement import Placement, mesh_of, on_targets_mesh, placement_of
 from policy.inspect.estimate.report import Estimate
+from policy.inspect.estimate.search import (
+    MOST_COMPILES,
+    require_names,
+    require_parameters,
+    rows_of_search,
+    search_of,
+)
 from policy.inspect.estimate.steps import (
     Candidate,
     MadeCall,
@@ -39,12 +46,15 @@ def estimate(
     *args: Any,
     policies: Sequence[RowLike] | Mapping[str, RowLike] | str = DEFAULT,
     on: str | Target = "here",
-    mesh: Mapping[str, int] | None = None,
+    batch: int | Sequence[int] | None = None,
+    remat: str | Sequence[str] | None = None,
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     shardings: Any = None,
     rules: RulesLike | None = None,
     donate: int | Sequence[int] | None = None,
     backward: bool = False,
     params: ParamsArgument = None,
+    max_compiles: int = MOST_COMPILES,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Estimate:
@@ -85,8 +95,13 @@ def estimate(
       on: the target: a TPU topology such as "v5e:4x4", one or several GPUs of one machine, "h100"
         and "h100:8", a JSON file of a GPU's figures, "cpu", or "here" for JAX's default devices.
         See `policy.inspect.estimate.targets.Target`.
-      mesh: the axes of the mesh and their sizes, as in ``{"data": 4, "fsdp": 4}``. None: those of
-        the arguments' own shardings, or one axis "data" of all devices.
+      batch: the number of examples of a step, or several to search over; it goes to the example's
+        parameter `batch`. Times then compare by example.
+      remat: the name of a checkpoint policy, or several to search over; the policy goes to the
+        example's parameter `remat`, as `jax.checkpoint(policy=...)` takes it. "full" saves nothing
+        and "none" repeats nothing; see `policy.inspect.estimate.search.remat_policy`.
+      mesh: the axes of the mesh and their sizes, as in ``{"data": 4, "fsdp": 4}``, or several to
+        search over. None: those of the arguments' own shardings, or one axis "data" of all devices.
       shardings: an entry for each positional argument, or a dict of entries by position: a
         PartitionSpec for all of its arrays, a tree of them, a function of an array's path and
         shape that returns one, or None. None: the arrays' own shardings, whatever devices they are
@@ -97,6 +112,8 @@ def estimate(
       backward: whether to estimate the gradients of the floating outputs as well, as
         `policy.audit` does.
       params: the arguments to differentiate by; see `policy.audit`.
+      max_compiles: the largest number of programs that a search compiles: the product of policies,
+        batches, remats and meshes.
       progress: is called before each row is compiled, with its name, the number of rows that are
         done, and that of all.
 
@@ -108,25 +125,30 @@ def estimate(
         while it is traced.
       ValueError: there is no such target or topology; a policy is malformed; the mesh has another
         number of devices than the target; an array doesn't divide by its sharding; the step can't
-        be lowered or compiled for the target (a kernel of another platform, a callback).
+        be lowered or compiled for the target (a kernel of another platform, a callback). In a
+        search, and before anything is compiled: the example lacks a parameter, there is no such
+        checkpoint policy, or there are more than `max_compiles` programs.
       RuntimeError: the target's compiler is not installed; the message has the command.
     """
     target = on if isinstance(on, Target) else Target(on)
     found: list[tuple[MadeCall, Placement, CompiledRow]] = []
+    search = search_of(batch, remat, mesh, target)
+    require_parameters(fn, not args and not kwargs, list(search.options))
     with traced_for(target.devices[0]):
-        candidates, ruled = rows_of(policies), as_rules(rules)
+        candidates, ruled = rows_of_search(rows_of(policies), search, max_compiles), as_rules(rules)
 
         def estimated(row: Candidate) -> tuple[MadeCall, Placement, CompiledRow]:
-            devices = mesh_of(target, mesh, (args, kwargs))
+            devices = mesh_of(target, row.mesh, (args, kwargs))
             # An abstract mesh: arrays that an example makes, such as keys, are of this machine.
             abstract = use_abstract_mesh(devices.abstract_mesh)
-            with contextlib.nullcontext() if mesh is None else abstract:
+            with contextlib.nullcontext() if row.mesh is None else abstract:
                 call = made_call(fn, args, kwargs, row, ruled, devices)
-            placement = placement_of(target, mesh, shardings, (call.args, call.kwargs))
+            placement = placement_of(target, row.mesh, shardings, (call.args, call.kwargs))
             own = on_targets_mesh(placement, args=call.args, kwargs=call.kwargs)
             call = dataclasses.replace(call, **own)
             with placement.scope():
                 step = traced_step(call, row, ruled, donate, backward, params)
+                require_names(row, step.traced.jaxpr)
             return call, placement, compiled_row(row, call, step, placement, shardings)
 
         for row in candidates:
@@ -137,18 +159,19 @@ def estimate(
             except Exception as error:
                 error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
                 raise
-    _, placement, _ = found[0]
+    placement, costs = found[0][1], tuple(one.cost for _, _, one in found)
+    has_one_mesh = all(cost.mesh == costs[0].mesh for cost in costs)
     return Estimate(
         name=function_name(fn),
         target=target.name,
         devices=placement.devices,
-        mesh=dict(placement.mesh.shape) if placement.is_spread else {},
+        mesh=costs[0].mesh if has_one_mesh else {},
         capacity=placement.capacity,
         clock=target.chip.clock,
         timing=target.timing,
         source=target.chip.source,
         compiler=compiler_of(target),
-        rows=tuple(one.cost for _, _, one in found),
+        rows=costs,
         notes=tuple(dict.fromkeys(_notes(candidates, found))),
     )
 

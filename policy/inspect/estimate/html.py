@@ -54,12 +54,15 @@ def estimate_page(estimate: EstimateRows) -> str:
 
 def _sections(estimate: EstimateRows) -> Iterator[Markup]:
     rows = estimate.rows
-    columns: Columns = {"policy": _policy}
+    columns: Columns = {text.noun(estimate): _policy}
     if any(row.fits is not None for row in rows):
         columns["fits"] = lambda row: (_verdict(row), None)
+    if estimate.is_search and estimate.front:
+        columns["front"] = lambda row: ("*" if row in estimate.front else "", None)
     for column in text.columns_of(estimate):
         columns[column.head] = functools.partial(_figure, column=column, rows=rows)
-    yield section("costs", f"Policies ({len(rows)})", table(columns, rows))
+    heading = f"{'Rows' if estimate.is_search else 'Policies'} ({len(rows)})"
+    yield section("costs", heading, table(columns, rows))
     yield section("memory", "Memory of a device", *_memory(estimate))
     flops = [bar(f"{row.name}: FLOPs of matmuls", row.matmul_flops, amount) for row in rows]
     every = [bar(f"{row.name}: all FLOPs", row.flops, amount) for row in rows]

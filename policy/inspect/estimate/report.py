@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from policy.inspect.estimate.html import estimate_page
-from policy.inspect.estimate.rows import EstimateRows
+from policy.inspect.estimate.rows import EstimateRows, PolicyCost
 from policy.inspect.estimate.text import estimate_text
 from policy.inspect.render.plots import new_figure
 from policy.inspect.render.text import shows_colour
@@ -43,7 +43,7 @@ class Estimate(EstimateRows):
       name: of the function.
       target: the target's name.
       devices: how many it has.
-      mesh: the axes of the mesh and their sizes.
+      mesh: the axes of the mesh and their sizes; empty where rows have several.
       capacity: bytes of a device's memory; 0 if unknown.
       clock: Hz by which cycles become seconds; 0 where there are none.
       timing: where seconds come from: "the compiler's cycles", "a roofline of published peaks", or
@@ -59,7 +59,8 @@ class Estimate(EstimateRows):
         return estimate_page(self)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draws the memory of each policy beside the device's, and its seconds, with matplotlib.
+        """Draws the memory of each row beside the device's, and its seconds, with matplotlib; of a
+        search also the front of time by memory.
 
         Args:
           path: a file to write, in the format of its ending, as ``.png`` or ``.svg``.
@@ -117,9 +118,14 @@ def estimate_figure(estimate: EstimateRows) -> Figure:
     """
     rows = estimate.rows
     has_seconds = any(row.seconds is not None for row in rows)
-    size = (11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows))
+    has_front = estimate.is_search and bool(estimate.front)
+    size = (11 if has_seconds else 6.5, 1.9 + 0.45 * len(rows) + 4 * has_front)
     figure = new_figure("Estimate", figsize=size, layout="constrained")
-    panels: Any = figure.subplots(1, 1 + has_seconds, squeeze=False, sharey=True)[0]
+    bars = figure
+    if has_front:
+        bars, below = figure.subfigures(2, 1, height_ratios=(size[1] - 4, 4))
+        _front(below.subplots(), estimate)
+    panels: Any = bars.subplots(1, 1 + has_seconds, squeeze=False, sharey=True)[0]
     parts = ("arguments", "temporaries", "outputs")
     memory = {name: [float(getattr(row, name)) for row in rows] for name in parts}
     largest = max([estimate.capacity, *(row.memory for row in rows)])
@@ -150,6 +156,40 @@ def _seconds(axes: Any, estimate: EstimateRows) -> None:
             axes.text((row.seconds or 0.0) / scale, i, remark, va="center", fontsize=8)
 
 
+def _front(axes: Any, estimate: EstimateRows) -> None:
+    """Draws the time of an example, or of a step, by the memory of a device."""
+    examples, front = estimate.compares_examples, estimate.front
+    timed = [row for row in estimate.rows if row.seconds is not None]
+    times = {row.name: (row.seconds_per_example if examples else row.seconds) or 0 for row in timed}
+    second, shortest = _unit(max(times.values()), _SECOND_UNITS)
+    gib, size = _unit(max(row.memory for row in timed), _MEMORY_UNITS)
+
+    def place(rows: Sequence[PolicyCost]) -> tuple[list[float], list[float]]:
+        return [row.memory / size for row in rows], [times[row.name] / shortest for row in rows]
+
+    axes.plot(*place(front), "o-", color=_COLOURS["compute"], label="front", drawstyle="steps-pre")
+    if beaten := [row for row in timed if row not in front]:
+        axes.plot(*place(beaten), "o", color="#b0b0b0", label="other rows")
+    for row, x, y in zip(front, *place(front), strict=True):
+        said = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 7}
+        axes.annotate(_label(row.name, 60), (x, y), **said)
+    axes.margins(x=0.2, y=0.15)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    if 0 < estimate.capacity / size < axes.get_xlim()[1]:
+        axes.axvline(estimate.capacity / size, color=_LINE, lw=1, ls="--", label="device")
+    axes.set_xlabel(f"memory of a device, {gib}")
+    axes.set_ylabel(f"time of {'an example' if examples else 'a step'}, {second}")
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _unit(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """Returns the largest unit that a number reaches, and its size."""
+    return next((unit for unit in units if largest >= unit[1]), units[-1])
+
+
 def _stacked(
     axes: Any,
     parts: Mapping[str, Sequence[float]],
@@ -162,7 +202,7 @@ def _stacked(
 
     Parts that no row has are left out.
     """
-    unit, scale = next((unit for unit in units if largest >= unit[1]), units[-1])
+    unit, scale = _unit(largest, units)
     left: list[float] = []
     for name, sizes in parts.items():
         widths = [size / scale for size in sizes]

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from policy.core.policy import get_policy
 from policy.inspect.hlo.memory import Buffer as Buffer
 from policy.inspect.traced.call import short_text
+
+Place = tuple[float, float]  # two costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,13 @@ class PolicyCost:
       cycles: the compiler's estimate; None where it gives none.
       compute_seconds: the time of the kernels, exchanges left out; None where neither cycles nor
         published peaks are known.
+      model_flops: floating-point operations of matmuls, of all devices together, without those
+        that a checkpoint repeats.
+      peak: FLOP/s of a device in half precision, as published; 0 if unknown.
+      devices: how many run the step.
+      mesh: the axes of their mesh and their sizes; empty on one device.
+      batch: the examples of a step, as the row's option `batch` says; None if it has none.
+      remat: the name of the checkpoint policy that the example was given; "" if none was.
       collectives: exchanges between devices.
       kernels: how many kernels run; None if the program didn't compile.
       uncounted: costs that the figures leave out.
@@ -88,6 +97,12 @@ class PolicyCost:
     bytes: float | None = None
     cycles: float | None = None
     compute_seconds: float | None = None
+    model_flops: float = 0.0
+    peak: float = 0.0
+    devices: int = 1
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
+    remat: str = ""
     collectives: tuple[Exchange, ...] = ()
     kernels: int | None = None
     uncounted: tuple[str, ...] = ()
@@ -120,6 +135,20 @@ class PolicyCost:
         if self.compute_seconds is None:
             return None
         return self.compute_seconds + (self.exchange_seconds or 0.0)
+
+    @property
+    def seconds_per_example(self) -> float | None:
+        """Seconds of a step, by the examples of its batch; None if either is unknown."""
+        return self.seconds / self.batch if self.seconds is not None and self.batch else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: `model_flops` by what all devices could do in `seconds` at their
+        `peak`; None if unknown. Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
+        """
+        if not self.seconds or not self.peak or not self.model_flops:
+            return None
+        return self.model_flops / (self.seconds * self.peak * self.devices)
 
     @property
     def is_lower_bound(self) -> bool:
@@ -160,19 +189,56 @@ class EstimateRows:
                 return found[wanted]
         raise KeyError(f"There is no row {name!r}. Rows: {', '.join(found)}.")
 
+    @property
+    def compares_examples(self) -> bool:
+        """True if all rows say how many examples a step has, so that times compare by example."""
+        return all(row.batch for row in self.rows)
+
+    @property
+    def front(self) -> tuple[PolicyCost, ...]:
+        """The rows that fit and that no other row beats: none takes less time without more memory,
+        or less memory without more time. The quickest comes first.
+
+        Time is that of an example if `compares_examples`, else that of a step; rows of unknown time
+        are left out.
+        """
+        places: dict[str, Place] = {}
+        for row in self.rows:
+            seconds = row.seconds_per_example if self.compares_examples else row.seconds
+            if seconds is not None and row.fits is not False:
+                places[row.name] = seconds, row.memory
+        best = [name for name, one in places.items() if not is_beaten(one, places.values())]
+        return tuple(self[name] for name in sorted(best, key=places.__getitem__))
+
+    @property
+    def is_search(self) -> bool:
+        """True if rows differ in their batch, their remat or their mesh."""
+        return len({(row.batch, row.remat, tuple(row.mesh.items())) for row in self.rows}) > 1
+
     def to_json(self, *, indent: int | None = 1) -> str:
         """Returns the estimate as JSON: one object.
 
         Its members are ``version`` (1: names and meanings stay within a version), the attributes of
-        `Estimate`, and ``rows``: a list of objects with the attributes of `PolicyCost`, its
-        properties ``fits``, ``spare``, ``exchange_seconds``, ``seconds`` and ``is_lower_bound``,
-        and the attributes of `Exchange` and `Buffer` in ``collectives`` and ``buffers``. Dtypes
-        have their full names; what is unknown is null.
+        `Estimate`, ``front`` (the names of its rows), and ``rows``: a list of objects with the
+        attributes of `PolicyCost`, its properties ``fits``, ``spare``, ``exchange_seconds``,
+        ``seconds``, ``seconds_per_example``, ``mfu`` and ``is_lower_bound``, and the attributes of
+        `Exchange` and `Buffer` in ``collectives`` and ``buffers``. Dtypes have their full names;
+        what is unknown is null.
         """
-        return json.dumps({"version": 1, **_plain(self)}, indent=indent, allow_nan=False)
+        front = [row.name for row in self.front]
+        found = {"version": 1, **_plain(self), "front": front}
+        return json.dumps(found, indent=indent, allow_nan=False)
 
 
-_DERIVED = ("fits", "spare", "exchange_seconds", "seconds", "is_lower_bound")
+def is_beaten(place: Place, others: Iterable[Place]) -> bool:
+    """Returns whether another place is better in one of its numbers, and worse in neither."""
+    return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
+
+
+_DERIVED = (
+    *("fits", "spare", "exchange_seconds", "seconds", "seconds_per_example", "mfu"),
+    "is_lower_bound",
+)
 
 
 def _plain(value: Any) -> Any:

@@ -37,15 +37,25 @@ class Candidate:
       name: its name in the table.
       policy: the policy to trace under; None for the policy in force.
       options: keyword arguments of the example.
+      remat: the name of the checkpoint policy among the options; "" if a search gave none.
+      mesh: the axes of the mesh and their sizes; None for those of the arguments.
     """
 
     name: str
     policy: Policy | None
     options: Mapping[str, Any]
+    remat: str = ""
+    mesh: Mapping[str, int] | None = None
 
     @property
     def policy_text(self) -> str:
         return "" if self.policy is None else short_text(self.policy)
+
+    @property
+    def batch(self) -> int | None:
+        """The number of examples of a step, if the options have it."""
+        batch = self.options.get("batch")
+        return batch if type(batch) is int else None
 
 
 def rows_of(

@@ -33,35 +33,46 @@ class Figures:
       value: the figure of a row; None if it is unknown.
       form: writes a figure.
       is_compared: whether rows beside the first have ratios too.
-      is_bound: whether figures may be lower bounds, as seconds.
+      bound: the mark of a figure where seconds are a lower bound: "≥", or "≤" of what falls with
+        them.
     """
 
     head: str
     value: Callable[[PolicyCost], float | None]
     form: Callable[[float], str]
     is_compared: bool = True
-    is_bound: bool = False
+    bound: str = ""
 
     def text(self, row: PolicyCost) -> str:
         """Returns the figure of a row: "≥ 1.2 ms" where it is a lower bound."""
         value = self.value(row)
         if value is None:
             return UNKNOWN
-        return f"{'≥ ' if self.is_bound and row.is_lower_bound else ''}{self.form(value)}"
+        mark = f"{self.bound} " if self.bound and row.is_lower_bound else ""
+        return f"{mark}{self.form(value)}"
 
 
 def columns_of(estimate: EstimateRows) -> list[Figures]:
     """Returns the columns of figures that any row has."""
+    # Ratios of steps of several sizes say nothing.
+    are_alike = len({row.batch for row in estimate.rows}) == 1
     memory = [
-        Figures(part, functools.partial(memory_parts, part=part), bytes_text, part == "memory")
+        Figures(
+            part,
+            functools.partial(memory_parts, part=part),
+            bytes_text,
+            part == "memory" and are_alike,
+        )
         for part in ("memory", *MEMORY)
     ]
     flops = Figures("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
-    exchanges = [Figures("exchanges", exchanged_bytes, bytes_text)]
+    exchanges = [Figures("exchanges", exchanged_bytes, bytes_text, are_alike)]
     measured = [
-        Figures("bytes", lambda row: row.bytes, bytes_text),
-        Figures("cycles", lambda row: row.cycles, amount),
-        Figures("seconds", lambda row: row.seconds, duration, is_bound=True),
+        Figures("bytes", lambda row: row.bytes, bytes_text, are_alike),
+        Figures("cycles", lambda row: row.cycles, amount, are_alike),
+        Figures("seconds", lambda row: row.seconds, duration, are_alike, bound="≥"),
+        Figures("an example", lambda row: row.seconds_per_example, duration, bound="≥"),
+        Figures("MFU", lambda row: row.mfu, "{:.1%}".format, False, bound="≤"),
         *(exchanges if has_exchanges(estimate) else []),
         Figures("kernels", lambda row: row.kernels, lambda count: f"{count:,.0f}", False),
         Figures("compiled in", lambda row: row.compile_seconds, duration, False),
@@ -84,12 +95,36 @@ def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
     if any(row.is_lower_bound and row.seconds is not None for row in estimate.rows):
         timing += "; ≥ where some costs are not counted"
     yield "seconds", timing
+    yield from _held(estimate)
     if estimate.source:
         yield "figures", estimate.source
     if estimate.compiler:
         yield "compiler", estimate.compiler
     if estimate.devices > 1:
         yield "counts", "FLOPs are of all devices together, all other figures per device"
+
+
+def _held(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
+    """Yields what the rows of a search have in common, and how they compare."""
+    rows = estimate.rows
+    if not estimate.is_search:
+        return
+    shared = {
+        "policy": {row.policy for row in rows},
+        "batch": {"" if row.batch is None else f"{row.batch} examples a step" for row in rows},
+        "remat": {row.remat for row in rows},
+    }
+    for word, values in shared.items():
+        if len(values) == 1 and (value := values.pop()):
+            yield word, value
+    if estimate.front:
+        of = "an example" if estimate.compares_examples else "a step"
+        yield "front", f"* no row that fits takes less time for {of} without more memory"
+
+
+def noun(estimate: EstimateRows) -> str:
+    """Returns the word for the rows: "policy", or "row" in a search."""
+    return "row" if estimate.is_search else "policy"
 
 
 def verdict(row: PolicyCost) -> str:
@@ -107,9 +142,10 @@ def count_that_fit(estimate: EstimateRows) -> str:
     known = [row.fits for row in estimate.rows if row.fits is not None]
     if not known:
         return ""
+    rows = "rows" if estimate.is_search else "policies"
     if all(known):
-        return "it fits" if len(known) == 1 else f"all {len(known)} policies fit"
-    return "it does not fit" if len(known) == 1 else f"{sum(known)} of {len(known)} policies fit"
+        return "it fits" if len(known) == 1 else f"all {len(known)} {rows} fit"
+    return "it does not fit" if len(known) == 1 else f"{sum(known)} of {len(known)} {rows} fit"
 
 
 def exchanged_bytes(row: PolicyCost) -> float | None:
@@ -168,14 +204,16 @@ def estimate_text(estimate: EstimateRows, *, colour: bool = False) -> str:
     """Returns an estimate as text: the rows, their exchanges, and the buffers of those that lack
     memory.
 
-    A figure beside "x" is a ratio of the first row's.
+    A figure beside "x" is a ratio of the first row's. Of a search the exchanges are those of the
+    front.
     """
     paint = Paint(colour)
+    shown = (estimate.front or estimate.rows[:1]) if estimate.is_search else estimate.rows
     parts = [
         _head(estimate, paint),
-        *_packed([_visible(row.name) for row in estimate.rows], _columns(estimate, paint), paint),
-        _exchanges(estimate, paint),
-        *(_buffers(row, paint) for row in estimate.rows if row.fits is False and row.buffers),
+        *_packed(estimate, _columns(estimate, paint), paint),
+        _exchanges(shown, paint),
+        *(_buffers(row, paint) for row in shown if row.fits is False and row.buffers),
         _remarks(estimate, paint),
     ]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
@@ -215,6 +253,8 @@ def _columns(estimate: EstimateRows, paint: Paint) -> Iterator[Column]:
         head, *cells = _aligned("fits", [verdict(row) for row in rows], "<")
         styles = [_STYLES[row.fits] for row in rows]
         yield [head, *map(paint, styles, cells)]
+    if estimate.is_search and estimate.front:
+        yield _aligned("front", ["*" if row in estimate.front else "" for row in rows], "<")
     has_code = any(row.code * 100 >= row.memory > 0 for row in rows)
     left_out = ("kernels", "compiled in", *(() if has_code else ("code",)))
     for column in columns_of(estimate):
@@ -244,32 +284,35 @@ def _ratios(column: Figures, rows: Sequence[PolicyCost]) -> Sequence[str]:
     """Returns the ratios of the rows beside the first; those of cycles are those of seconds."""
     values = [column.value(row) for row in rows]
     ratios = ["", *(ratio(value, values[0]) for value in values[1:])]
-    is_alike = set(ratios) <= {"", "x1.00"} and not column.is_bound
+    is_alike = set(ratios) <= {"", "x1.00"} and not column.bound
     has_none = is_alike or not column.is_compared or column.head == "cycles"
     return [""] * len(rows) if has_none else ratios
 
 
 def _packed(
-    names: Sequence[str], columns: Iterable[Column], paint: Paint
+    estimate: EstimateRows, columns: Iterable[Column], paint: Paint
 ) -> Iterator[Iterable[str]]:
     """Yields tables of the columns, as many side by side as there is room for."""
-    if not names:
+    if not estimate.rows:
         return
-    width = min(max(map(len, (*names, "policy"))), _LONGEST)
+    head, *names = noun(estimate), *(_visible(row.name) for row in estimate.rows)
+    width = min(max(map(len, (head, *names))), _LONGEST)
+    table = functools.partial(_table, f"{head:<{width}}", names, paint=paint)
     group: list[Column] = []
     for column in columns:
         if group and 2 + width + sum(2 + len(c[0]) for c in (*group, column)) > _WIDTH:
-            yield _table(names, width, group, paint)
+            yield table(group)
             group = []
         group.append(column)
-    yield _table(names, width, group, paint)
+    yield table(group)
 
 
 def _table(
-    names: Sequence[str], width: int, columns: Sequence[Column], paint: Paint
+    head: str, names: Sequence[str], columns: Sequence[Column], paint: Paint
 ) -> Iterator[str]:
+    width = len(head)
     header, *lines = map("  ".join, zip(*columns, strict=True))
-    yield paint("bold", f"  {'policy':<{width}}  {header}".rstrip())
+    yield paint("bold", f"  {head}  {header}".rstrip())
     for name, line in zip(names, lines, strict=True):
         if len(name) > width:
             yield from textwrap.wrap(name, _WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -282,11 +325,11 @@ def _table(
 # --------------------------------------------------------------------------------------------------
 
 
-def _exchanges(estimate: EstimateRows, paint: Paint) -> Iterator[str]:
-    if not has_exchanges(estimate):
+def _exchanges(rows: Sequence[PolicyCost], paint: Paint) -> Iterator[str]:
+    if not any(row.collectives for row in rows):
         return
     yield paint("bold", "exchanges of a step")
-    for row in estimate.rows:
+    for row in rows:
         if row.collectives:
             yield from _wrapped(row.name, "  ", 4)
         for one in row.collectives:

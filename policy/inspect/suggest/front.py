@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from policy.core.rules import PolicyRules
+from policy.inspect.estimate.rows import Place, is_beaten
 from policy.inspect.render.plots import new_figure
 from policy.inspect.suggest.patterns import code_of
-
-FrontPlace = tuple[float, float]  # cost and error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,8 @@ class FrontPoint:
         return self.seconds is not None and not self.missing
 
     @property
-    def place(self) -> FrontPlace:
+    def place(self) -> Place:
+        """Its cost and error."""
         return (self.seconds or 0.0, self.error) if self.fits else (math.inf, math.inf)
 
     def is_beaten_by(self, other: FrontPoint) -> bool:
@@ -72,17 +72,12 @@ class FrontPoint:
         return is_beaten(self.place, [other.place])
 
 
-def is_beaten(place: FrontPlace, others: Iterable[FrontPlace]) -> bool:
-    """Returns whether another place is better in one of its numbers, and worse in neither."""
-    return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
-
-
 def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
     """Returns the points that fit and that no other one beats, the cheapest first.
 
     Of points that are alike in error and cost, the first stays.
     """
-    first: dict[FrontPlace, FrontPoint] = {}
+    first: dict[Place, FrontPoint] = {}
     for point in points:
         if point.fits:
             first.setdefault(point.place, point)

@@ -33,6 +33,12 @@ TRAIN = """
             jax.ShapeDtypeStruct((4, width), param_dtype),
         )
 
+    def searched(batch, remat):
+        _, (w, x) = example()
+        loss = lambda w, x: jnp.tanh(x @ w).sum()
+        grad = jax.grad(jax.checkpoint(loss, policy=remat))
+        return grad, (w, jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype))
+
     def broken():
         raise ValueError("no weights here")
 """
@@ -84,6 +90,7 @@ def test_the_example_itself_is_estimated_under_three_policies_where_none_is_name
     assert options.pop("progress") is not None and options.pop("on") == "v5e:4x4"
     texts = ("float32", "mixed_bfloat16", "bfloat16")
     assert options.pop("policies") == {text: (text, {}) for text in texts}
+    assert options.pop("max_compiles") == 24
     assert not any(options.values())
 
 
@@ -95,7 +102,7 @@ def test_options_become_arguments_of_estimate(train, asked):
     assert run(f"{train}:step", *line.split()) == 0
     _, args, options = asked.calls[-1]
     assert [f"{arg.dtype}{list(arg.shape)}" for arg in args] == ["float32[8, 8]", "bfloat16[4, 8]"]
-    assert options["mesh"] == {"data": 2, "model": 8}
+    assert options["mesh"] == [{"data": 2, "model": 8}]
     assert options["shardings"] == {1: P(("data", "model"), None), 0: P(None, ("model",))}
     assert (options["donate"], options["backward"], options["params"]) == ((0, 1), True, ["w"])
     assert options["rules"] == PolicyRules.from_texts(["head=f32"])
@@ -112,6 +119,25 @@ def test_rows_have_names_and_options_of_the_example(train, asked):
     }
     assert run(f"{train}:example", "--on", "cpu", "--row", low, "--policies", "f32") == 0
     assert list(asked.options["policies"]) == ["f32", "low"]
+
+
+def test_a_search_has_several_batches_checkpoint_policies_and_meshes(train, asked):
+    layout = "--mesh data=16 --mesh data=4,fsdp=4 --max-compiles 99"
+    line = f"--batch 256,512 --remat full,names:a,b,none {layout} --on v5e:4x4"
+    assert run(f"{train}:searched", *line.split()) == 0
+    options = asked.options
+    assert (options["batch"], options["max_compiles"]) == ([256, 512], 99)
+    assert options["remat"] == ["full", "names:a,b", "none"]
+    assert options["mesh"] == [{"data": 16}, {"data": 4, "fsdp": 4}]
+
+
+def test_a_search_on_the_processor_at_hand_has_a_row_for_each(train, capsys):
+    line = "--on cpu --policies f32,bf16 --batch 4,8 --remat full --json - --quiet"
+    assert run(f"{train}:searched", *line.split()) == 0
+    read = json.loads(capsys.readouterr().out)
+    names = [f"{text}, batch={batch}" for text in ("f32", "bf16") for batch in (4, 8)]
+    assert [row["name"] for row in read["rows"]] == names
+    assert [row["batch"] for row in read["rows"]] == [4, 8, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +215,9 @@ def test_a_plot_without_matplotlib_is_refused_at_once(train, asked, capsys, monk
         (["--policies", "f32,f32"], "error: Two rows are named 'f32': drop one, or name it by"),
         (["--row", "f32"], "error: --row 'f32' should be NAME=POLICY and the example's options"),
         (["--row", "a=f32 n=f(1)"], "error: --row 'a=f32 n=f(1)': the option n=f(1) should be a w"),
+        (["--batch", "8,x"], "error: --batch '8,x' should be numbers of examples, as in 256,512."),
+        (["--remat", "ful"], "error: --remat 'ful': remat has no value 'ful'. Did you mean 'full'"),
+        (["--remat", ","], "error: --remat ',': remat has no value ','."),
         (["--mesh", "data"], "error: --mesh 'data' should be axes and their sizes, as in data=16,"),
         (["--shard", "data"], "error: --shard 'data' should be an argument's position and axes"),
         (["--donate", "w"], "error: --donate 'w' should be positions of arguments, as in 0,1."),

@@ -65,11 +65,12 @@ def test_json_has_every_attribute_and_the_derived_figures():
     found = estimate_of(lacking(), half(), notes=("A note.",))
     read = json.loads(found.to_json())
     names = [field.name for field in dataclasses.fields(Estimate)]
-    assert list(read) == ["version", *names] and read["version"] == 1
+    assert list(read) == ["version", *names, "front"] and read["version"] == 1
     assert read["mesh"] == {"data": 4, "model": 4} and read["notes"] == ["A note."]
     row = read["rows"][0]
     names = [field.name for field in dataclasses.fields(PolicyCost)]
-    derived = ["fits", "spare", "exchange_seconds", "seconds", "is_lower_bound"]
+    derived = ["fits", "spare", "exchange_seconds", "seconds", "seconds_per_example", "mfu"]
+    derived.append("is_lower_bound")
     assert list(row) == [*names, *derived]
     assert (row["fits"], row["spare"], row["is_lower_bound"]) == (False, -4 * GIB, False)
     assert row["seconds"] == pytest.approx(0.82) and row["exchange_seconds"] == 0.02
