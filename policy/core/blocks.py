@@ -8,6 +8,7 @@ its steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -16,14 +17,24 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 
+from policy.core.messages import require_function
 from policy.programs.thread import thread
 
 
-class Block(contextlib.ContextDecorator):
+@dataclasses.dataclass
+class _Entered:
+    """A block under way; `block` is None where it was left before one inside it."""
+
+    block: Block | None
+    opened: contextlib.AbstractContextManager[Any]
+
+
+class Block:
     """Base class of blocks; one may be entered again, and by several threads.
 
     As a decorator, it holds during each step of a coroutine, generator or async generator, and not
-    while that is suspended. As a ``with`` block, it is refused in an async function.
+    while that is suspended. As a ``with`` block, it is refused in an async function. A block that
+    is left before one inside it, by a suspended generator, ends with that.
     """
 
     _name: ClassVar[str]
@@ -36,14 +47,26 @@ class Block(contextlib.ContextDecorator):
         opened = self._opened()
         self._refuse_suspension(sys._getframe(1))
         entered = opened.__enter__()
-        thread.blocks.append(opened)
+        thread.blocks.append(_Entered(self, opened))
         return entered
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        return thread.blocks.pop().__exit__(*exception)
+    def __exit__(self, *_: Any) -> None:
+        blocks = thread.blocks
+        left = next((each for each in reversed(blocks) if each.block is self), None)
+        if left is None:
+            raise RuntimeError(
+                f"{self._name} was left in a thread that has not entered it. Use a `with` block, "
+                "which enters and leaves it in one thread."
+            )
+        left.block = None
+        while blocks and blocks[-1].block is None:
+            blocks.pop().opened.__exit__(None, None, None)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `func` so that each call, or each step of it, runs in a block of its own."""
+        if isinstance(func, (classmethod, staticmethod)):
+            return type(func)(self(func.__func__))
+        require_function(func, f"@{self._name}(...)")
         if inspect.isasyncgenfunction(func):
             return _async_generator(self, func)
         if inspect.iscoroutinefunction(func):
@@ -60,26 +83,47 @@ class Block(contextlib.ContextDecorator):
                 return (yield from _steps(self, func(*args, **kwargs)))
 
             return generator
-        return super().__call__(func)
+
+        @functools.wraps(func)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with self._opened():
+                result = func(*args, **kwargs)
+            # A lambda, partial or wrapper returned before the code that it calls has run.
+            if inspect.isasyncgen(result):
+                return _async_generator(self, lambda: result)()
+            if inspect.iscoroutine(result):
+                return _coroutine(self, result)
+            return _steps(self, result) if inspect.isgenerator(result) else result
+
+        return function
 
     def _refuse_suspension(self, frame: types.FrameType) -> None:
-        code, name, runner = frame.f_code, self._name, frame.f_back
+        # A generator of `contextlib.contextmanager`, or a fixture of pytest, is a block itself, and
+        # so is an ExitStack: the code that enters these is asked.
+        level = 3
+        while frame.f_back is not None and _is_of_block(frame):
+            frame, level = frame.f_back, level + 1
+        code, name = frame.f_code, self._name
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise RuntimeError(
                 f"{name} was entered in the async function {code.co_name!r}: while that awaits, "
                 f"other tasks would run under its scope. Decorate the function with {name}(...) "
                 "instead, or put the block into a function that is not async."
             )
-        # A generator of `contextlib.contextmanager`, or a fixture of pytest, is a block itself.
-        module = "" if runner is None else runner.f_globals.get("__name__", "")
-        is_block = module.partition(".")[0] in ("contextlib", "_pytest")
-        if code.co_flags & inspect.CO_GENERATOR and not is_block:
+        if code.co_flags & inspect.CO_GENERATOR:
             warnings.warn(
                 f"{name} was entered in the generator {code.co_name!r}: while that is suspended, "
                 f"the code around it runs under its scope. Decorate the generator with "
                 f"{name}(...) instead.",
-                stacklevel=3,
+                stacklevel=level,
             )
+
+
+def _is_of_block(frame: types.FrameType) -> bool:
+    is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+    runner = frame.f_back if is_generator else frame
+    module = "" if runner is None else runner.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("contextlib", "_pytest")
 
 
 def is_suspended(func: Callable[..., Any]) -> bool:
@@ -110,6 +154,10 @@ def _steps(block: Block, steps: Any) -> Generator[Any, Any, Any]:
 
 
 _awaited = types.coroutine(_steps)
+
+
+async def _coroutine(block: Block, coroutine: Any) -> Any:
+    return await _awaited(block, coroutine)
 
 
 def _async_generator(block: Block, func: Callable[..., Any]) -> Callable[..., Any]:

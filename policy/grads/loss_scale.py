@@ -84,11 +84,13 @@ class _ByNumber:
         Raises:
           ValueError: the scale is concrete, and not positive and finite.
         """
+        note_use()
         note_scaled(tree, self.loss_scale)
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divides the floating leaves of `tree`; narrow ones in float32. Raises as `scale` does."""
+        note_use()
         thread.scaled_losses.clear()  # of any scale: jit gives one scale several tracers
         return unscale_tree(tree, self.loss_scale)
 
@@ -356,6 +358,7 @@ class ScaledGradients:
     __slots__ = ("_sealed_scale", "_tree")
 
     def __init__(self, tree: Any, scale: ArrayLike):
+        note_use()
         require_positive(scale)
         if jnp.ndim(scale):
             raise ValueError(f"scale should be a scalar, but got shape {jnp.shape(scale)}.")
@@ -515,6 +518,8 @@ _ABSENT: Any = object()
 _Arrays: TypeAlias = weakref.WeakValueDictionary[int, Any]
 _registered: dict[bool, _Arrays] = {True: _Arrays(), False: _Arrays()}
 
+_is_any_used = False  # whether this process read or used a loss scale
+
 
 def note_scaled(tree: Any, scale: Any) -> None:
     """Records that a loss under differentiation (one traced floating scalar) was scaled."""
@@ -528,12 +533,26 @@ def note_scaled(tree: Any, scale: Any) -> None:
         scales[key] = None if is_number else weakref.ref(scale, lambda _: scales.pop(key, None))
 
 
-def warn_if_scaled(scale: Any) -> bool:
-    """Warns if a loss was multiplied by the optimizer's `scale` without an unscaling since.
+def note_use() -> None:
+    """Records that this process read or used a loss scale."""
+    global _is_any_used
+    _is_any_used = True
 
-    Returns whether it was.
+
+def warn_if_forgotten(gradients: Any, scale: Any, *, carry_scale: bool) -> None:
+    """Warns if the gradients that reached an optimizer with a loss scale are scaled or never were.
+
+    A loss was multiplied by the optimizer's scale without an unscaling since; or the gradients were
+    computed without one, or by a process that used none so far.
+
+    Args:
+      gradients: a tree.
+      scale: the optimizer's.
+      carry_scale: whether they were `ScaledGradients`, which are right in any case.
     """
     is_scaled = thread.scaled_losses.pop(_key(scale), _ABSENT) is not _ABSENT
+    if carry_scale:
+        return
     if is_scaled:
         warn_once(
             "loss_scale.scale(loss) was differentiated, and its gradients reached mixed_precision "
@@ -542,7 +561,12 @@ def warn_if_scaled(scale: Any) -> bool:
             "policy.value_and_grad(loss_fn, loss_scale=loss_scale_of(opt_state)), which takes the "
             "unscaled loss, or call loss_scale.unscale(grads) first."
         )
-    return is_scaled
+    elif were_never_scaled(gradients) or not (_is_any_used or _are_concrete(gradients)):
+        warn_once(
+            "mixed_precision has a loss scale, but these gradients were computed without one, so "
+            "that small ones underflow in float16. Differentiate with policy.value_and_grad("
+            "loss_fn, loss_scale=loss_scale_of(opt_state))."
+        )
 
 
 def _key(scale: Any) -> float | int:
@@ -555,6 +579,8 @@ def note_gradients(tree: T, *, were_scaled: bool) -> T:
     Args:
       were_scaled: whether they were computed with a loss scale.
     """
+    if were_scaled:
+        note_use()
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     _registered[were_scaled].update({id(leaf): leaf for leaf in arrays})
     return tree
@@ -564,6 +590,10 @@ def were_never_scaled(gradients: Any) -> bool:
     """Returns whether all arrays of `gradients` are registered as computed without a loss scale."""
     leaves = jax.tree.leaves(gradients)
     return bool(leaves) and all(_registered[False].get(id(leaf)) is leaf for leaf in leaves)
+
+
+def _are_concrete(tree: Any) -> bool:
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def are_swapped(params: Any, gradients: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from policy.core.arrays import is_overwritten, leaf_names, path_name, unboxed
 from policy.core.messages import shortened
-from policy.grads.loss_scale import LossScale
+from policy.grads.loss_scale import LossScale, note_use
 from policy.optim.blockwise import BLOCK, scales_shape
 from policy.optim.storage_modes import STORAGE_MODES, MasterWeights, storage_code, storage_mode
 
@@ -175,6 +175,7 @@ def loss_scale_of(opt_state: Any) -> LossScale:
       >>> loss_scale_of(opt_state).loss_scale
       1024.0
     """
+    note_use()
     return unboxed(find_state(opt_state).loss_scale)
 
 

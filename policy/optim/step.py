@@ -21,7 +21,6 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from policy.core.arrays import varying_axes, working_dtype
-from policy.core.messages import warn_once
 from policy.core.policy import Policy
 from policy.grads.finiteness import fusion_barrier
 from policy.grads.loss_scale import (
@@ -29,8 +28,7 @@ from policy.grads.loss_scale import (
     NoOpLossScale,
     ScaledGradients,
     require_positive,
-    warn_if_scaled,
-    were_never_scaled,
+    warn_if_forgotten,
 )
 from policy.optim import checks, moments
 from policy.optim.gradients import (
@@ -222,14 +220,9 @@ class Stepper:
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
-        is_scaled = warn_if_scaled(state.loss_scale.loss_scale)
-        has_scale = not isinstance(self.loss_scale, NoOpLossScale)
-        if has_scale and not is_scaled and were_never_scaled(gradients):
-            warn_once(
-                "mixed_precision has a loss scale, but these gradients were computed without one, "
-                "so that small ones underflow in float16. Pass loss_scale=loss_scale_of(opt_state) "
-                "to value_and_grad."
-            )
+        if not isinstance(self.loss_scale, NoOpLossScale):
+            current = state.loss_scale.loss_scale
+            warn_if_forgotten(gradients, current, carry_scale=scale is not None)
         whole = params, gradients
         params, gradients = without_overwritten(params), without_overwritten(gradients)
         belongs = self.check_state(params, state)

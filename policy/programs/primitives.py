@@ -234,8 +234,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "platform": "platform_index",
         "rng": """
             iota_2x32_shape philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split
-            random_bits random_clone random_fold_in random_gamma random_seed random_split
-            random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32""",
+            random_bits random_clone random_fold_in random_seed random_split random_unwrap
+            random_wrap rng_bit_generator threefry2x32 threefry4x32
+            random_gamma rng_uniform: reads_bits""",
     },
 }
 

@@ -37,7 +37,7 @@ class _Thread(threading.local):
     shared_operands: dict[Any, Any] | None = None
 
     def __init__(self) -> None:
-        self.blocks: list[contextlib.AbstractContextManager[Any]] = []
+        self.blocks: list[Any] = []
         self.scaled_losses: dict[Hashable, Any] = {}
 
 

@@ -33,7 +33,7 @@ FINDING_KINDS = {
     CONSTANT: "A constant overflows or vanishes in the dtype that it is cast to.",
     INTEGER: "Integers in half, larger than all that it holds exactly: positions, counts, indices.",
     CHOICE: "A choice of the largest among numbers that were rounded to half precision before it.",
-    DRAW: "A uniform draw in half, compared with a probability that its few values miss.",
+    DRAW: "A draw in half, ranked, or compared with a probability that its few values miss.",
     UNSCALED: "A cast to float8 or int8 with neither a scale computed from its operand nor limits.",
     ACCUMULATOR: "A matmul of 8-bit operands returns less than its accumulator, int32 or float32.",
     CARRY: "A running sum in half, over a loop or calls: small terms no longer change it.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +19,11 @@ from policy.core.scope import use_policy
 from policy.programs.dtypes import F32, holds_half, is_half
 from policy.programs.jaxprs import Equation, constants_within
 from policy.programs.paths import Path
-from policy.programs.primitives import HOST, READS_BITS
-from policy.programs.reading.walk import Site, walk, written_at
+from policy.programs.primitives import COMPARISONS, HOST, READS_BITS
+from policy.programs.reading.walk import Site, frames_of, walk, written_at
 from policy.programs.rewriting.upcast import Reference, dtype_of, keeps, module_path, widen
+
+_RANDOM = os.path.dirname(inspect.getfile(inspect.unwrap(jax.random.uniform)))
 
 source_info_util.register_exclusion(__file__)  # equations get the caller's source line
 
@@ -116,11 +120,14 @@ def reference_of(half: Any, wide: Any = None) -> Reference:
     sites = list(walk(half))
     others = [] if wide is None else list(walk(wide))
     counterparts = _aligned(sites, others)
+    made = {variable: site.equation for site in sites for variable in site.equation.outvars}
     known = constants_within(half)
     known_wide = {} if wide is None else constants_within(wide)
     constants: dict[int, dict[int, np.ndarray]] = {}
     unpaired: dict[Path, None] = {}
     for site in sites:
+        if _is_of_a_draw(site.equation, made):
+            continue
         other = counterparts.get(id(site.equation))
         for k, rounded in _half_constants(site.equation, known):
             found = None if other is None else _value(other.invars[k], known_wide)
@@ -128,7 +135,22 @@ def reference_of(half: Any, wide: Any = None) -> Reference:
                 constants.setdefault(id(site.equation), {})[k] = np.asarray(found, F32)
             elif _has_many_digits(rounded):
                 unpaired[module_path(site.path, site.is_backward)] = None
-    return Reference(constants, _exact(sites), tuple(unpaired))
+    return Reference(constants, _exact(sites, made), tuple(unpaired))
+
+
+def _is_of_a_draw(equation: Equation, made: Mapping[Any, Equation]) -> bool:
+    """Returns whether an equation draws, or compares a draw, which both programs do alike.
+
+    The ends of a draw in half precision, and a probability, round to other numbers there: in one
+    of a hundred elements float32 would draw something else.
+    """
+    if not any(isinstance(atom, jex_core.Literal) for atom in equation.invars):
+        return False
+    found = [equation]
+    if equation.primitive.name in COMPARISONS:
+        variables = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+        found += [made[variable] for variable in variables if variable in made]
+    return any(file.startswith(_RANDOM) for one in found for file, _, _ in frames_of(one))
 
 
 def _aligned(half: Iterable[Site], wide: Iterable[Site]) -> dict[int, Equation]:
@@ -183,8 +205,7 @@ def _has_many_digits(rounded: np.ndarray) -> bool:
     return bool((finite != np.round(finite)).any())
 
 
-def _exact(sites: Iterable[Site]) -> frozenset[int]:
-    made = {variable: site.equation for site in sites for variable in site.equation.outvars}
+def _exact(sites: Iterable[Site], made: Mapping[Any, Equation]) -> frozenset[int]:
     found = set[int]()
     for site in sites:
         if site.name != "reduce_precision":

@@ -398,16 +398,29 @@ def while_loop(run: Interpreter[V], equation: Equation, values: list[V]) -> list
     body = _Staged(steps, [*run.flat(fixed), *run.flat(init)])
     zeros = _zeros(body.notes)
 
+    def goes_on(carry: list[Any]) -> Any:
+        return cond(*run.flat(tested), *carry)[0][0]
+
     def step(state: tuple[list[Any], Notes]) -> tuple[list[Any], Notes]:
-        outputs, notes = body(*run.flat(fixed), *state[0])
-        return outputs, {key: jax.numpy.maximum(state[1][key], note) for key, note in notes.items()}
+        carry, before = state
+        outputs, notes = body(*run.flat(fixed), *carry)
+        if test.body.outvars[0].aval.shape:  # of a vmap: a loop for each row, until all are done
+            outputs = list(map(functools.partial(_selected, goes_on(carry)), outputs, carry))
+        return outputs, {key: jax.numpy.maximum(before[key], note) for key, note in notes.items()}
 
-    def goes_on(state: tuple[list[Any], Notes]) -> Any:
-        return cond(*run.flat(tested), *state[0])[0][0]
+    def any_goes_on(state: tuple[list[Any], Notes]) -> Any:
+        rows = goes_on(state[0])
+        return rows.any() if rows.ndim else rows
 
-    after, notes = lax.while_loop(goes_on, step, (run.flat(init), zeros))
+    after, notes = lax.while_loop(any_goes_on, step, (run.flat(init), zeros))
     run.notes.update(notes)
     return _like(run, like, body.outputs, after)
+
+
+def _selected(goes_on: Any, after: Any, before: Any) -> Any:
+    """Returns `after` in the rows that go on. `goes_on` has the leading axes of both."""
+    rows = lax.broadcast_in_dim(goes_on, after.shape, range(goes_on.ndim))
+    return lax.select(rows, after, before)
 
 
 def cond(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:

@@ -295,6 +295,21 @@ def test_a_while_loop_reads_constants_in_its_condition():
     assert dots(autocast(fn, BF16, params=0), W, limit, X) == [HALVES]
 
 
+def test_a_while_loop_of_a_vmap_ends_in_each_row_by_itself():
+    def fn(w, x):
+        def row(x):
+            step = lambda s: (s[0] + 1, s[1] + layer(w, s[1][None])[0] ** 2 + 1)  # noqa: E731
+            return lax.while_loop(lambda s: s[1].sum() < 10 * x[0], step, (0, x))
+
+        return jax.vmap(row)(x)
+
+    x = X * jnp.arange(1.0, X.shape[0] + 1)[:, None]
+    found, truth = autocast(fn, BF16)(W, x), fn(W, x)
+    assert len(set(truth[0].tolist())) > 1 and found[0].tolist() == truth[0].tolist()
+    near(found[1], truth[1], 5e-2)
+    assert dots(autocast(fn, BF16), W, x) == [HALVES]
+
+
 def with_a_key(w: Any) -> Any:
     return lambda c, row: (
         (c[0] + 1, jax.random.split(c[1])[0], layer(w, c[2])),

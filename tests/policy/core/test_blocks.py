@@ -42,6 +42,35 @@ def test_a_block_in_an_async_function_is_refused_by_name(name):
 
 
 @blocks
+def test_a_block_in_a_block_of_an_async_function_is_refused_by_the_function_s_name(name):
+    @contextlib.contextmanager
+    def block():
+        with BLOCKS[name]():
+            yield
+
+    async def through_a_context_manager():
+        with block():
+            await asyncio.sleep(0)
+
+    async def through_a_stack():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(BLOCKS[name]())
+            await asyncio.sleep(0)
+
+    for function in (through_a_context_manager, through_a_stack):
+        with pytest.raises(RuntimeError, match=f"{name} .*{function.__name__!r}"):
+            asyncio.run(function())
+        assert not is_in_force(name)
+
+    def batches():
+        with block():
+            yield
+
+    with pytest.warns(UserWarning, match=f"{name} .*generator 'batches'"):
+        list(batches())
+
+
+@blocks
 def test_a_function_called_by_an_async_one_has_blocks(name):
     def inner():
         with BLOCKS[name]():
@@ -139,6 +168,68 @@ def test_a_decorated_async_generator_holds_its_scope_in_its_own_steps():
         return current_policy()
 
     assert asyncio.run(use()) is None and log == [HALF, HALF]
+
+
+@blocks
+def test_what_a_decorated_callable_leaves_to_run_later_holds_the_scope_too(name):
+    class Generator:
+        def __call__(self):
+            yield is_in_force(name)
+
+    async def evaluate():
+        await asyncio.sleep(0)
+        return is_in_force(name)
+
+    async def stream():
+        yield is_in_force(name)
+
+    async def first(function):
+        return await anext(function())
+
+    decorate = BLOCKS[name]()
+    assert list(decorate(Generator())()) == [True]
+    assert list(decorate(lambda: Generator()())()) == [True]
+    assert asyncio.run(decorate(lambda: evaluate())())
+    assert asyncio.run(first(decorate(lambda: stream())))
+    assert not is_in_force(name)
+
+
+@blocks
+def test_methods_of_every_kind_are_decorated_and_no_other_object(name):
+    class Model:
+        @BLOCKS[name]()
+        @classmethod
+        def of_class(cls):
+            return cls.__name__, is_in_force(name)
+
+        @staticmethod
+        @BLOCKS[name]()
+        def above():
+            return is_in_force(name)
+
+        @BLOCKS[name]()
+        @staticmethod
+        def below():
+            return is_in_force(name)
+
+    assert Model.of_class() == Model().of_class() == ("Model", True)
+    assert Model.above() and Model().below()
+    for wrong in (Model, property(is_in_force), None):
+        with pytest.raises(TypeError, match=rf"@{name}\(...\) takes a function, but got"):
+            BLOCKS[name]()(wrong)
+
+
+def test_blocks_that_are_left_in_another_order_end_with_the_innermost():
+    outer, inner = use_policy("bf16"), use_policy("f16")
+    with use_policy("f32"):
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        assert current_policy() == get_policy("f16")
+        inner.__exit__(None, None, None)
+        assert current_policy() == get_policy("f32")
+    with pytest.raises(RuntimeError, match="use_policy was left in a thread that has not entered"):
+        outer.__exit__(None, None, None)
 
 
 @blocks

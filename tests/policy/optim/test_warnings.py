@@ -8,18 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx as flax_nnx
 
+import policy.grads.loss_scale
 from mpmodules import nnx
 from policy import (
     DtypePolicyWarning,
     DynamicLossScale,
     NoOpLossScale,
+    ScaledGradients,
     apply_gradients,
     grad,
     loss_scale_of,
     mixed_precision,
     value_and_grad,
 )
+from policy.grads import accumulate_gradients
 from policy.optim import init_from_master
 from tests.policy.optim.steps import BOTH_WAYS, stepped
 
@@ -144,6 +148,55 @@ def test_gradients_of_an_unscaled_loss_are_told(through_optax, under, loss_scale
 
     with pytest.warns(DtypePolicyWarning, match=TOLD):
         step(PARAMS, tx.init(PARAMS))
+
+
+def of_flax(model: Any) -> Any:
+    return flax_nnx.grad(lambda model: model(jnp.ones((1, 3))).sum())(model)
+
+
+@pytest.fixture
+def no_scale_so_far(monkeypatch):
+    monkeypatch.setattr(policy.grads.loss_scale, "_is_any_used", False)
+
+
+ELSEWHERE: dict[str, Any] = {
+    "jax.grad": jax.grad(loss_fn),
+    "a function of gradients": lambda p: jax.tree.map(lambda g: g / 2, grad(loss_fn)(p)),
+    "microbatches": lambda p: accumulate_gradients(
+        value_and_grad(lambda p, _: loss_fn(p)), p, jnp.ones((2, 1))
+    )[1],
+}
+
+
+@pytest.mark.parametrize("way", ELSEWHERE)
+def test_gradients_that_others_computed_before_any_scale_was_used_are_told(way, no_scale_so_far):
+    tx = transform()
+    step = jax.jit(lambda p, s: apply_gradients(tx, p, s, ELSEWHERE[way](p)))
+    with pytest.warns(DtypePolicyWarning, match=TOLD):
+        step(PARAMS, tx.init(PARAMS))
+    # A loss that is scaled by the number, and gradients of another program that were scaled.
+    state = tx.init(PARAMS)
+    assert loss_scale_of(state).loss_scale > 1
+    step(PARAMS, state)
+    jax.jit(lambda p, s: apply_gradients(tx, p, s, ELSEWHERE[way](p)))(PARAMS, state)
+
+
+def test_gradients_of_flax_s_transform_are_told_in_an_nnx_step(no_scale_so_far):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), dtype_policy="mixed_float16")
+    optimizer = nnx.Optimizer(model, transform(), wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer: optimizer.update(model, of_flax(model)))
+    with pytest.warns(DtypePolicyWarning, match=TOLD):
+        step(model, optimizer)
+
+
+def test_gradients_that_carry_the_scale_of_a_loss_scaled_by_hand_are_silent():
+    tx = transform()
+    state = tx.init(PARAMS)
+    scale = loss_scale_of(state)
+    scaled = jax.grad(lambda p: scale.scale(loss_fn(p)))(PARAMS)
+    new, _, finite = apply_gradients(tx, PARAMS, state, ScaledGradients(scaled, scale.loss_scale))
+    np.testing.assert_allclose(new["a"], 0.999, rtol=1e-6)
+    assert finite
 
 
 def test_an_nnx_optimizer_tells_it_too():

@@ -15,6 +15,7 @@ from policy.inspect.audit.flow import (
     ARITHMETIC,
     Flow,
     Lost,
+    Passes,
     bits,
     interval_of,
     is_constant,
@@ -174,6 +175,7 @@ _KEEPS = ops.MOVES_DATA | ops.SIGN_CHANGES | ops.EXTREMES | ops.ROUNDINGS | {"ro
 _MIXES = ops.MOVES_DATA | ops.ADDITIONS | ops.PRODUCTS | ops.MINMAX
 _SHIFTS = _MIXES | ops.SIGN_CHANGES | {"select_n"}
 _SCALES_A_DRAW = _MIXES | ops.CASTS
+_RANKS_A_DRAW = (_SCALES_A_DRAW - ops.ADDITIONS) | ops.SIGN_CHANGES | ops.STEEP
 _MOST_STEPS = 32  # from a comparison back to the bits of a draw
 _WORST = 0.1  # the relative error of a probability
 
@@ -386,10 +388,20 @@ def _rounding(value: Value, is_alone: bool = True, depth: int = 8) -> Node | Non
 
 
 def coarse_draws(flow: Flow) -> Iterator[Finding]:
-    """Yields comparisons of uniform numbers in half precision with a probability that they miss."""
+    """Yields comparisons of uniform numbers in half precision with a probability that they miss,
+    and choices among such numbers.
+    """
     for node in flow.graph.nodes:
+        is_choice = node.name in ops.CHOOSES and (node.name != "sort" or len(node.outputs) > 1)
+        dtype = _drawn_in(node.inputs[0], _is_ranked) if is_choice else ""
+        if is_narrow(dtype):
+            message = (
+                f"{node.name} of draws in {dtype}, which have {2 ** jnp.finfo(dtype).nmant} "
+                "values: many are equal, and the first of them is taken. Draw in float32."
+            )
+            yield finding(DRAW, node, message)
         for draw, numbers in _compared(node):
-            dtype = _drawn_in(draw) if numbers else ""
+            dtype = _drawn_in(draw, lambda node: node.name in _SCALES_A_DRAW) if numbers else ""
             if not is_narrow(dtype):
                 continue
             steps = 2 ** jnp.finfo(dtype).nmant
@@ -425,11 +437,19 @@ def _numbers(value: Value) -> Sequence[float]:
     return list(map(float, numbers_in(array))) if array is not None else [low] * (low == high)
 
 
-def _drawn_in(value: Value) -> str:
-    """Returns the dtype of random bits as a floating number, scaled and shifted; "" of others."""
+def _is_ranked(node: Node) -> bool:
+    """Returns whether draws that are equal stay so; numbers that are added tell them apart."""
+    is_shift = node.name in ops.ADDITIONS and any(map(is_constant, node.inputs))
+    return is_shift or node.name in _RANKS_A_DRAW
+
+
+def _drawn_in(value: Value, passes: Passes) -> str:
+    """Returns the dtype of random bits as a floating number, behind operations that `passes`
+    accepts; "" of other values.
+    """
 
     def operands(node: Node) -> list[Value]:
-        return node.inputs if node.name in _SCALES_A_DRAW else []
+        return node.inputs if passes(node) else []
 
     for maker in makers(value, operands, _MOST_STEPS):
         if maker.name == "bitcast_convert_type" and bits(maker.out.dtype):

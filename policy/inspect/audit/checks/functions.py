@@ -70,9 +70,15 @@ def _reason(node: Node, dtype: str) -> str:
             "it divides by a variance or norm whose squares a dot sums in float16, which overflows "
             "above 65504. Sum the squares in float32."
         )
-    if _squares(node) and (_is_summed(node.out) or _is_added_to_a_square(node)):
-        limit = "overflow above 255" if dtype == "float16" else "lose all but 8 bits"
-        return f"squares in {dtype} {limit}, and these are summed. Cast to float32 before squaring."
+    power = _power(node)
+    is_summed = power > 1 and _is_summed(node.out)
+    if is_summed or (power == 2 and _is_added_to_a_square(node)):
+        is_narrow = dtype == "float16"
+        limit = (
+            f"overflow above {int(65504 ** (1 / power))}" if is_narrow else "lose all but 8 bits"
+        )
+        what = "squares" if power == 2 else f"powers of {power}"
+        return f"{what} in {dtype} {limit}, and these are summed. Cast to float32 before."
     return ""
 
 
@@ -82,9 +88,15 @@ def _reason(node: Node, dtype: str) -> str:
 
 
 def _squares(node: Node) -> bool:
-    if node.name == "mul":
-        return are_equal(node.inputs[0], node.inputs[1])
-    return node.name == "square" or (node.name == "integer_pow" and node.params.get("y") == 2)
+    return _power(node) == 2
+
+
+def _power(node: Node) -> int:
+    """Returns the integer that a node raises its operand to, or 1."""
+    if node.name == "integer_pow":
+        return node.params["y"]
+    is_square = node.name == "square" or (node.name == "mul" and are_equal(*node.inputs))
+    return 2 if is_square else 1
 
 
 def _is_added_to_a_square(node: Node) -> bool:

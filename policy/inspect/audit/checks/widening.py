@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
+from policy.core.scope import computes_in_half
 from policy.inspect.audit import findings as kinds
 from policy.inspect.audit.findings import Finding, finding, shape_of
 from policy.inspect.audit.flow import (
@@ -97,7 +98,8 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
     """Yields float32 matmuls beside half-precision ones, and leaks of float32 into matmuls.
 
     A matmul is reported with its share of the FLOPs, a leak at the place where the operand was
-    widened. Matmuls that a rule, a policy or an argument puts in float32 are exempt.
+    widened. Matmuls that a rule, a policy or an argument puts in float32 are exempt. Beside no
+    half-precision one, those of modules are reported that can't obey the policy in force.
     """
     total = sum(_flops(node) for node in flow.matmuls)
     for node in flow.matmuls:
@@ -111,11 +113,12 @@ def float32_matmuls(flow: Flow) -> Iterator[Finding]:
         is_of_half = flow.multiplies_in_half or len(wide) < 2 or is_computed
         if is_of_half or any(map(_is_normalised, wide)):
             yield from (_leak(node, one) for one in sources if _has_leaked(node, one))
-        if flow.multiplies_in_half and len(wide) == 2:
+        remedy = flow.asked.remedy(node.site.path)
+        is_missed = remedy and computes_in_half(flow.asked.policy)
+        if (flow.multiplies_in_half or is_missed) and len(wide) == 2:
             share = _flops(node) / total if total else 0.0
             message = f"{node.name} runs in float32, with {share:.1%} of the FLOPs of all matmuls."
             why = f" Its operand was widened at {_at(sources[0])}." if sources else ""
-            remedy = flow.asked.remedy(node.site.path)
             yield finding(kinds.MATMUL, node, f"{message}{why} {remedy}".strip())
 
 

@@ -138,6 +138,17 @@ def test_a_module_that_an_import_of_flax_left_without_a_policy_is_named(wing, mo
     assert all(f.message.endswith(f"{named[f.path]} {remedy}") for f in found)
 
 
+def test_a_model_that_is_flax_s_alone_is_named_under_a_policy():
+    model = flax_linen.Dense(4)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert not audit(model.apply, variables, X).findings
+    for policy, expected in (("mixed_bfloat16", {"float32-matmul"}), ("float32", set())):
+        with use_policy(policy):
+            found = audit(model.apply, variables, X).findings
+        assert {finding.kind for finding in found} == expected
+        assert all("flax.linen.Dense obeys no policy" in finding.message for finding in found)
+
+
 def test_a_rule_of_a_scope_holds_for_what_was_traced_before():
     model, variables = linen_model(linen)
     step = jax.jit(model.apply)

@@ -215,6 +215,13 @@ def _while_on_half(x: Any, flag: Any) -> Any:
     return lax.while_loop(is_large, lambda x: x * jnp.asarray(0.5, x.dtype), x)
 
 
+def _whiles(x: Any, flag: Any) -> Any:
+    step = lambda c: (c[0] + 1, jnp.sin(c[1]))  # noqa: E731
+    rows = jnp.arange(x.shape[0])
+    run = lambda n, x: lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]  # noqa: E731
+    return jax.vmap(run)(rows, x)
+
+
 def _nested_scans(x: Any, flag: Any) -> Any:
     inner = lambda x, _: (jnp.sin(x) + x, None)  # noqa: E731
     outer = lambda x, _: (lax.scan(inner, x, None, length=2)[0], x)  # noqa: E731
@@ -271,7 +278,8 @@ def _linear(x: Any, flag: Any) -> Any:
     return conv + (y[:, :1] + z).astype(BF16)
 
 
-BRANCHES = (_cond, _cond_on_half, _while, _while_on_half, _nested_scans, _remat, _custom, _platform)
+LOOPS = (_while, _while_on_half, _whiles, _nested_scans)
+BRANCHES = (_cond, _cond_on_half, *LOOPS, _remat, _custom, _platform)
 PROGRAMS = {f.__name__: f for f in (*BRANCHES, _scattered, _sorted, _dropped, _bits, _linear)}
 
 

@@ -311,3 +311,21 @@ def test_a_function_in_float32_sees_no_half_dtype_and_later_traces_do() -> None:
 
 def raising(x: Any) -> Any:
     raise RuntimeError("inside")
+
+
+DRAWS: dict[str, Any] = {
+    "gamma": lambda key, x: jax.random.gamma(key, 2.0, x.shape, x.dtype),
+    "dirichlet": lambda key, x: jax.random.dirichlet(key, jnp.ones(8, x.dtype), (64,), x.dtype),
+    "normal": lambda key, x: jax.random.normal(key, x.shape, x.dtype),
+    "gumbel": lambda key, x: jnp.tanh(jax.random.gumbel(key, x.shape, x.dtype)),
+    "dropout": lambda key, x: jnp.where(jax.random.uniform(key, x.shape, x.dtype) < 0.9, x, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_float32_draws_the_same_numbers_as_half_precision(draw, dtype):
+    """Of 512 elements in bfloat16, four are the smallest draw, of which float32 has another."""
+    x = jax.random.normal(jax.random.key(1), (64, 8)).astype(dtype)
+    found = compare(DRAWS[draw], jax.random.key(2), x)
+    assert found.error < 8 * jnp.finfo(dtype).eps, found

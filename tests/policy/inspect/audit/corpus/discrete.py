@@ -251,6 +251,13 @@ coarse-draw gt
 coarse-draw floor
     a rare event by a floor: x * jnp.floor(uniform(x) + 0.002)
     an almost sure event by a floor: x * jnp.floor(0.997 + uniform(x[:, :1]))
+coarse-draw argmin
+    the first of racing draws: jnp.argmin(jax.random.exponential(KEY, x.shape, x.dtype) / x, -1)
+coarse-draw top_k
+    a random subset: lax.top_k(uniform(x[0]), 2)[1]
+    a weighted random subset: lax.top_k(uniform(x[0]) ** (1 / x[0]), 2)[1]
+coarse-draw sort
+    an order by draws: jnp.argsort(uniform(x))
 low-precision-function log
     gumbel noise by hand: jnp.argmax(x - jnp.log(-jnp.log(uniform(x))), -1)
     a category of half logits: jax.random.categorical(KEY, x)
@@ -261,6 +268,9 @@ clean
     bernoulli of a float32 probability: x * jax.random.bernoulli(KEY, 0.001, x.shape)
     a comparison of activations: jnp.where(x < 0.001, 0, x)
     noise in half: x + 0.1 * jax.random.normal(KEY, x.shape, x.dtype)
+    the largest of half numbers with noise: jnp.argmax(x + jax.random.normal(KEY, x.shape, x.dtype))
+    a permutation of rows: jax.random.permutation(KEY, x)
+    a random subset by draws in float32: lax.top_k(jax.random.uniform(KEY, (4,)), 2)[1]
     a path that is dropped by a floor: x * jnp.floor(0.875 + uniform(x[:, :1]))
 clean(x=F32)
     a floor of a float32 draw: x * jnp.floor(0.999 + uniform(x))

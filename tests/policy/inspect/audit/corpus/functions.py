@@ -151,7 +151,11 @@ low-precision-function integer_pow in bfloat16, float16
     squares times weights: 2 * x[0] ** 2 + 3 * x[1] ** 2
     a penalty beside a loss: jnp.mean(jnp.tanh(x) + 0.1 * x**2)
     squared magnitudes: (jnp.abs(x) ** 2).sum()
+    a mean of cubes: jnp.mean(jnp.abs(x) ** 3)
+    a mean of fourth powers: jnp.mean(x**4)
 clean(w=W, x=X) in bfloat16, float16
+    a mean of fourth powers in float32: jnp.mean(product(w, x).astype(F32) ** 4)
+    a cube between matmuls: product(w, product(w, x) ** 3)
     softplus: between_matmuls(jax.nn.softplus)(w, x)
     log_sigmoid: between_matmuls(jax.nn.log_sigmoid)(w, x)
     mish: between_matmuls(jax.nn.mish)(w, x)
