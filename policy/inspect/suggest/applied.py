@@ -58,7 +58,7 @@ def rules_of_states(
     fulls = [full]
     if trial.program.route == "scope" and trial.policy is not None:
         fulls.append(full.replace(output_dtype=trial.policy.compute_dtype))
-    named: list[tuple[str, PathState]] = patterns_of(states, default)
+    named: list[tuple[str, PathState]] = patterns_of(states, default, trial.modules)
     policies = [{"float32": full, "8 bits": eight} for full in fulls]
     return [PolicyRules([(p, by.get(state) or half(p)) for p, state in named]) for by in policies]
 

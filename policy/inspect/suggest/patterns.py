@@ -27,6 +27,9 @@ class ListeningRules(PolicyRules):
         if path is not None:
             self.heard.add(path)
 
+    def rule_at(self, names: Path, cls: type | None = None, *, model: str = "") -> None:
+        self.rule_for(joined(names), cls, model=model)
+
 
 def reached_path(path: Path, modules: set[str] | None) -> Path:
     """Returns the innermost path that a rule can name.
@@ -41,7 +44,9 @@ def reached_path(path: Path, modules: set[str] | None) -> Path:
     return path
 
 
-def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
+def patterns_of(
+    states: Mapping[Path, S], default: S, modules: set[str] | None = None
+) -> list[tuple[str, S]]:
     """Returns the rules that give each path its state, as pairs of a pattern and a state.
 
     A rule applies to everything below the path that it matches, until another rule matches there.
@@ -49,6 +54,7 @@ def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
     Args:
       states: of all paths that matter.
       default: the state that paths have without a rule.
+      modules: the paths that rules can name; None for all.
     """
     prefixes = {path[:n] for path in states for n in range(1, len(path) + 1)}
     said: dict[Path, S] = {}  # the path and state of each rule, outermost first
@@ -58,6 +64,9 @@ def patterns_of(states: Mapping[Path, S], default: S) -> list[tuple[str, S]]:
         if path in states:
             state = states[path]
         elif len(below) > 1 and below[0] != default and all(one == below[0] for one in below):
+            # of a name with a "/" the first part may be no module
+            if reached_path(path, modules) != path:
+                continue
             state = below[0]
         else:
             continue

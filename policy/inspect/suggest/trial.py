@@ -47,6 +47,7 @@ class Trial:
       paths: the candidates.
       costs: the cost of each candidate in float32.
       outside: whether any half-precision operation is out of the reach of rules.
+      modules: the paths that rules can name; None for all.
       runs: the number of runs so far.
       scaled: the matmuls that may run in 8 bits, or None.
     """
@@ -59,7 +60,7 @@ class Trial:
         modules: set[str] | None,
         scaled: ScaledDots | None = None,
     ):
-        self.call, self.policy, self.program = call, policy, program
+        self.call, self.policy, self.program, self.modules = call, policy, program, modules
         self.runs, self.scaled = 0, scaled
         shares, lost = _shares(program, modules)
         self.outside = () in shares

@@ -247,3 +247,18 @@ def test_the_carry_of_a_while_loop_is_rounded_where_its_flag_says_so() -> None:
 
     np.testing.assert_array_equal(emulated(False), decayed(w, x).astype(F32))
     np.testing.assert_allclose(emulated(True), decayed(w.astype(F32), x.astype(F32)), rtol=1e-6)
+
+
+class Slashes(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("a/0", "a/1"):
+            x = nn.Dense(8, name=name)(x)
+        return x
+
+
+def test_rules_name_modules_with_a_slash_in_their_names_and_not_the_part_before_it() -> None:
+    model, x = Slashes(), jnp.ones((2, 8))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    suggestion = suggest(model.apply, variables, x, policy="mixed_bfloat16", error=1e-6)
+    assert suggestion.error == 0 and [pattern for pattern, _ in suggestion.rules] == [r"a/\d+"]

@@ -268,10 +268,11 @@ clean
     bernoulli of a float32 probability: x * jax.random.bernoulli(KEY, 0.001, x.shape)
     a comparison of activations: jnp.where(x < 0.001, 0, x)
     noise in half: x + 0.1 * jax.random.normal(KEY, x.shape, x.dtype)
-    the largest of half numbers with noise: jnp.argmax(x + jax.random.normal(KEY, x.shape, x.dtype))
     a permutation of rows: jax.random.permutation(KEY, x)
-    a random subset by draws in float32: lax.top_k(jax.random.uniform(KEY, (4,)), 2)[1]
     a path that is dropped by a floor: x * jnp.floor(0.875 + uniform(x[:, :1]))
+clean(backward=False)
+    the largest of half numbers with noise: jnp.argmax(x + jax.random.normal(KEY, x.shape, x.dtype))
+    a random subset by draws in float32: lax.top_k(jax.random.uniform(KEY, (4,)), 2)[1]
 clean(x=F32)
     a floor of a float32 draw: x * jnp.floor(0.999 + uniform(x))
 """
