@@ -364,6 +364,8 @@ def _notes(
             f"Constants have no counterpart in float32 at {', '.join(map(repr, unpaired))}. They "
             "keep their rounding to half precision in the reference."
         )
+    if note := program.note_on_draws():
+        yield note
     names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
     if names:
         yield f"NaN in the inputs: {', '.join(names)}. Values that depend on it can't be compared."

@@ -153,6 +153,7 @@ def suggestion_of(
         trial.program.route,
         trial.runs,
         1 + confirmations,
+        notes=tuple(filter(None, [trial.program.note_on_draws()])),
     )
 
 

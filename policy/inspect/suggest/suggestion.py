@@ -73,6 +73,7 @@ class Suggestion:
       chosen: the one of them that has `rules`, the cheapest that fits and meets the budget; None if
         none fits.
       programs: the number of programs compiled for the target.
+      notes: further information, in sentences.
     """
 
     rules: PolicyRules
@@ -94,6 +95,7 @@ class Suggestion:
     points: tuple[FrontPoint, ...] = ()
     chosen: FrontPoint | None = None
     programs: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def front(self) -> tuple[FrontPoint, ...]:
@@ -135,7 +137,15 @@ class Suggestion:
             "as written": "apply_policy(model, ..., rules), or the layers' own dtype arguments",
         }[self.route]
         head = self._headline()
-        lines = [head, "from policy import PolicyRules", "", self.code(), f"# {how}", ""]
+        lines = [
+            head,
+            *(f"# {note}" for note in self.notes),
+            "from policy import PolicyRules",
+            "",
+            self.code(),
+            f"# {how}",
+            "",
+        ]
         if self.target:
             count = len(self.evidence)
             lines += front_lines(self.points, self.chosen, self.target, self.timing, count)

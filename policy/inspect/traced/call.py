@@ -19,7 +19,7 @@ from policy.core.messages import DtypePolicyWarning, require_function
 from policy.core.policy import Policy, get_policy
 from policy.core.rules import PolicyRules, RulesLike, as_rules
 from policy.core.scope import require_usable, use_policy
-from policy.inspect.traced.float32 import in_float32, reference_of, wide_arguments
+from policy.inspect.traced.float32 import drawn_in_half, in_float32, reference_of, wide_arguments
 from policy.programs.dtypes import holds_half, is_half
 from policy.programs.frameworks import FRAMEWORKS, make_jaxpr
 from policy.programs.jaxprs import maker_of, opened
@@ -345,6 +345,16 @@ class Program:
     reference: Reference = NO_REFERENCE
     refused: str = ""
     codes: Codes = NO_CODES
+
+    def note_on_draws(self) -> str:
+        """Returns a sentence on the random numbers that it draws in half precision; "" for none."""
+        if not (dtypes := drawn_in_half(self.jaxpr)):
+            return ""
+        return (
+            f"Random numbers are drawn in {' and '.join(dtypes)}, and the reference is given the "
+            "same ones: no error shows what their few values change. policy.audit finds draws "
+            "that need float32."
+        )
 
     def compiled(self, run: Callable[..., Any], *before: Any) -> Any:
         """Compiles a function of `before` and of the program's arrays, with all its roundings."""

@@ -17,9 +17,9 @@ from jax.extend import source_info_util
 
 from policy.core.scope import use_policy
 from policy.programs.dtypes import F32, holds_half, is_half
-from policy.programs.jaxprs import Equation, constants_within
+from policy.programs.jaxprs import Equation, constants_within, equations_within, opened
 from policy.programs.paths import Path
-from policy.programs.primitives import COMPARISONS, HOST, READS_BITS
+from policy.programs.primitives import COMPARISONS, DRAWS, HOST, READS_BITS
 from policy.programs.reading.walk import Site, frames_of, walk, written_at
 from policy.programs.rewriting.upcast import Reference, dtype_of, keeps, module_path, widen
 
@@ -150,7 +150,21 @@ def _is_of_a_draw(equation: Equation, made: Mapping[Any, Equation]) -> bool:
     if equation.primitive.name in COMPARISONS:
         variables = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
         found += [made[variable] for variable in variables if variable in made]
-    return any(file.startswith(_RANDOM) for one in found for file, _, _ in frames_of(one))
+    return any(map(_is_random, found))
+
+
+def _is_random(equation: Equation) -> bool:
+    return any(file.startswith(_RANDOM) for file, _, _ in frames_of(equation))
+
+
+def drawn_in_half(program: Any) -> list[str]:
+    """Returns the names of the half dtypes in which a jaxpr draws random numbers."""
+    found = set[str]()
+    for equation in equations_within(opened(program)[0], once=True):
+        name = equation.primitive.name
+        if name in DRAWS or (name == "bitcast_convert_type" and _is_random(equation)):
+            found.update(str(v.aval.dtype) for v in equation.outvars if holds_half(v.aval))
+    return sorted(found)
 
 
 def _aligned(half: Iterable[Site], wide: Iterable[Site]) -> dict[int, Equation]:

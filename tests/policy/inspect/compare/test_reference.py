@@ -329,3 +329,5 @@ def test_float32_draws_the_same_numbers_as_half_precision(draw, dtype):
     x = jax.random.normal(jax.random.key(1), (64, 8)).astype(dtype)
     found = compare(DRAWS[draw], jax.random.key(2), x)
     assert found.error < 8 * jnp.finfo(dtype).eps, found
+    note = found.notes[0]
+    assert note.startswith(f"Random numbers are drawn in {dtype}") and "policy.audit" in note
