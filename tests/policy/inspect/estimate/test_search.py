@@ -193,7 +193,8 @@ def test_model_flops_leave_out_what_layers_repeat(text):
     x = ShapeDtypeStruct((16, 32), jnp.float32)
     with policy.use_policy(text):
         params = jax.eval_shape(Net().init, jax.random.key(0), x)
-        loss = lambda params, x: jnp.sum(Net().apply(params, x).astype(jnp.float32))  # noqa: E731
+        apply: Any = Net().apply
+        loss = lambda params, x: jnp.sum(apply(params, x).astype(jnp.float32))  # noqa: E731
         found = model_flops(Graph(jax.make_jaxpr(jax.value_and_grad(loss))(params, x)))
     assert found == 2 * 16 * (3 * (64 * 64 + 64 * 8) + 2 * 32 * 64)  # x has no gradient
 
@@ -292,9 +293,10 @@ def test_the_plot_of_a_search_has_the_front():
     *_, front = sorted(FOUND.plot().axes, key=lambda axes: len(axes.lines))
     assert front.get_xlabel() == "memory of a device, GiB"
     assert front.get_ylabel() == "time of an example, ms"
-    line, others = front.lines[:2]
+    lines: Any = front.lines
+    line, others = lines[:2]
     assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(7, 93.75), (5, 125.0)]
-    assert list(others.get_xdata()) == [9, 20] and front.lines[2].get_label() == "device"
+    assert list(others.get_xdata()) == [9, 20] and lines[2].get_label() == "device"
     assert [text.get_text() for text in front.texts] == ["batch=16", "batch=8"]
 
 
