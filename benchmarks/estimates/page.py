@@ -141,7 +141,7 @@ def exchange_seconds(row: Found) -> float | None:
 
 
 def total_seconds(row: Found) -> float | None:
-    """Returns the seconds of kernels and exchanges, as `PolicyCost.seconds`."""
+    """Returns the seconds of kernels and exchanges, as `PolicyCost.sequential_seconds`."""
     if row["compute_seconds"] is None:
         return None
     return row["compute_seconds"] + (exchange_seconds(row) or 0.0)

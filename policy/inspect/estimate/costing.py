@@ -27,7 +27,14 @@ from policy.inspect.audit.report import Audit
 from policy.inspect.estimate.placement import Placement, placed_arrays
 from policy.inspect.estimate.rows import Exchange, PolicyCost
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step
-from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.estimate.targets import (
+    Target,
+    compute_seconds,
+    exchange_seconds,
+    exchange_time,
+    kernel_time,
+    overlapped_seconds,
+)
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 from policy.inspect.hlo.memory import MemoryUse, library_scratch, memory_of
@@ -91,7 +98,7 @@ def compiled_row(
     notes = [*notes, *([_SCRATCH] if program.scratch else [])]
     if not is_final:
         return CompiledRow(cost, {}, notes)
-    costs = costs_of(program.text, kernel_time(target.chip))
+    costs = costs_of(program.text, kernel_time(target.chip), exchange_time(target.chip))
     return CompiledRow(_with_costs(cost, costs, target), costs.by_path, notes)
 
 
@@ -143,6 +150,7 @@ def _with_costs(cost: PolicyCost, costs: Costs, target: Target) -> PolicyCost:
         bytes=costs.bytes,
         cycles=costs.time if target.chip.clock else None,
         compute_seconds=compute_seconds(target.chip, costs),
+        overlapped_seconds=overlapped_seconds(target.chip, costs),
         collectives=tuple(
             Exchange(*kind, size, exchange_seconds(target.chip, {kind: size}))
             for kind, size in collectives

@@ -145,7 +145,9 @@ def _seconds(axes: Any, estimate: EstimateRows) -> None:
     known = [row if row.seconds is not None else None for row in estimate.rows]
     parts = {
         "compute": [(row and row.compute_seconds) or 0.0 for row in known],
-        "exchanges": [(row and row.exchange_seconds) or 0.0 for row in known],
+        "exchanges": [
+            (row.seconds or 0.0) - (row.compute_seconds or 0.0) if row else 0.0 for row in known
+        ],
     }
     largest = max(row.seconds or 0.0 for row in estimate.rows)
     label = f"time by {estimate.timing}" if estimate.timing else "time"

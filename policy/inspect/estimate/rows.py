@@ -67,6 +67,9 @@ class PolicyCost:
       cycles: the compiler's estimate; None where it gives none.
       compute_seconds: the time of the kernels, exchanges left out; None where neither cycles nor
         published peaks are known.
+      overlapped_seconds: the time of kernels and exchanges, where exchanges run beside the kernels
+        that the compiled program's schedule has between their start and their end; None if the time
+        of either is unknown.
       model_flops: floating-point operations of matmuls, of all devices together, without those
         that a checkpoint repeats.
       peak: FLOP/s of a device in half precision, as published; 0 if unknown.
@@ -97,6 +100,7 @@ class PolicyCost:
     bytes: float | None = None
     cycles: float | None = None
     compute_seconds: float | None = None
+    overlapped_seconds: float | None = None
     model_flops: float = 0.0
     peak: float = 0.0
     devices: int = 1
@@ -131,6 +135,13 @@ class PolicyCost:
 
     @property
     def seconds(self) -> float | None:
+        """Seconds of a step: `overlapped_seconds`, or else `sequential_seconds`."""
+        if self.overlapped_seconds is not None:
+            return self.overlapped_seconds
+        return self.sequential_seconds
+
+    @property
+    def sequential_seconds(self) -> float | None:
         """Seconds of the kernels, and of the exchanges after them where those are known."""
         if self.compute_seconds is None:
             return None
@@ -143,8 +154,8 @@ class PolicyCost:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: `model_flops` by what all devices could do in `seconds` at their
-        `peak`; None if unknown. Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
+        """Model FLOPs utilisation: `model_flops` in `seconds` as a share of the `peak` of all
+        devices; None if unknown. Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
         """
         if not self.seconds or not self.peak or not self.model_flops:
             return None
@@ -221,9 +232,9 @@ class EstimateRows:
         Its members are ``version`` (1: names and meanings stay within a version), the attributes of
         `Estimate`, ``front`` (the names of its rows), and ``rows``: a list of objects with the
         attributes of `PolicyCost`, its properties ``fits``, ``spare``, ``exchange_seconds``,
-        ``seconds``, ``seconds_per_example``, ``mfu`` and ``is_lower_bound``, and the attributes of
-        `Exchange` and `Buffer` in ``collectives`` and ``buffers``. Dtypes have their full names;
-        what is unknown is null.
+        ``seconds``, ``sequential_seconds``, ``seconds_per_example``, ``mfu`` and
+        ``is_lower_bound``, and the attributes of `Exchange` and `Buffer` in ``collectives`` and
+        ``buffers``. Dtypes have their full names; what is unknown is null.
         """
         front = [row.name for row in self.front]
         found = {"version": 1, **_plain(self), "front": front}
@@ -236,8 +247,8 @@ def is_beaten(place: Place, others: Iterable[Place]) -> bool:
 
 
 _DERIVED = (
-    *("fits", "spare", "exchange_seconds", "seconds", "seconds_per_example", "mfu"),
-    "is_lower_bound",
+    *("fits", "spare", "exchange_seconds", "seconds", "sequential_seconds"),
+    *("seconds_per_example", "mfu", "is_lower_bound"),
 )
 
 

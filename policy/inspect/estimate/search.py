@@ -43,7 +43,7 @@ def remat_policy(name: str) -> Callable[..., Any]:
     Args:
       name: "full" or "nothing_saveable", which saves nothing; "dots_saveable";
         "dots_with_no_batch_dims_saveable"; "none" or "everything_saveable", which repeats nothing;
-        or "names:a,b", which saves what `jax.ad_checkpoint.checkpoint_name` named a or b.
+        or "names:a,b", which saves values that `jax.ad_checkpoint.checkpoint_name` named a or b.
 
     Raises:
       ValueError: there is no such name.
@@ -177,8 +177,8 @@ def rows_of_search(
 ) -> tuple[Candidate, ...]:
     """Returns each candidate with each batch, each checkpoint policy and each mesh.
 
-    A row's name has what differs between rows: "mixed_bfloat16, batch=256, remat=full, data=4
-    fsdp=4".
+    A row's name has the values that differ between rows: "mixed_bfloat16, batch=256, remat=full,
+    data=4 fsdp=4".
 
     Raises:
       ValueError: a candidate has an option that is searched, or there are more rows than

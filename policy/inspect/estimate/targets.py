@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from policy.inspect.hlo.costs import Costs, KernelTime
+from policy.inspect.hlo.costs import Costs, Exchanged, ExchangeTime, KernelTime
 from policy.inspect.render.html import resource
 
 Platform = Literal["tpu", "cuda", "cpu"]
@@ -227,7 +227,34 @@ def compute_seconds(chip: Chip, costs: Costs) -> float | None:
     return costs.time / (chip.clock or 1.0)
 
 
-def exchange_seconds(chip: Chip, collectives: Mapping[tuple[str, str], float]) -> float | None:
+def overlapped_seconds(chip: Chip, costs: Costs) -> float | None:
+    """Returns the seconds of a program's kernels and exchanges, where exchanges run beside the
+    kernels that the program's schedule has between their start and their end.
+
+    Args:
+      chip: the device that the program was compiled for.
+      costs: of `costs_of(text, kernel_time(chip), exchange_time(chip))`.
+
+    Returns:
+      None where `compute_seconds` or the time of an exchange is unknown.
+    """
+    is_known = chip.bandwidth and chip.peaks and (chip.link_bandwidth or not costs.collectives)
+    return costs.elapsed / (chip.clock or 1.0) if is_known else None
+
+
+def exchange_time(chip: Chip) -> ExchangeTime:
+    """Returns the `exchange_time` of `costs_of` for a chip's programs: `exchange_seconds`, in
+    cycles of the chip's clock where it has one.
+    """
+
+    def time(sent: Exchanged) -> float | None:
+        seconds = exchange_seconds(chip, sent)
+        return None if seconds is None else seconds * (chip.clock or 1.0)
+
+    return time
+
+
+def exchange_seconds(chip: Chip, collectives: Exchanged) -> float | None:
     """Returns the seconds of collectives: an all-reduce sends its result twice, the others once.
 
     This is the limit of a ring of many devices; a ring of n sends ``(n - 1) / n`` of it.

@@ -33,8 +33,8 @@ class Figures:
       value: the figure of a row; None if it is unknown.
       form: writes a figure.
       is_compared: whether rows beside the first have ratios too.
-      bound: the mark of a figure where seconds are a lower bound: "≥", or "≤" of what falls with
-        them.
+      bound: the mark of a figure where seconds are a lower bound: "≥", or "≤" of one that falls
+        with them.
     """
 
     head: str
@@ -67,10 +67,12 @@ def columns_of(estimate: EstimateRows) -> list[Figures]:
     ]
     flops = Figures("matmul FLOPs", lambda row: sum(row.matmul_flops.values()), amount, False)
     exchanges = [Figures("exchanges", exchanged_bytes, bytes_text, are_alike)]
+    in_sequence = Figures("in sequence", lambda row: row.sequential_seconds, duration, False, "≥")
     measured = [
         Figures("bytes", lambda row: row.bytes, bytes_text, are_alike),
         Figures("cycles", lambda row: row.cycles, amount, are_alike),
         Figures("seconds", lambda row: row.seconds, duration, are_alike, bound="≥"),
+        *([in_sequence] if overlaps(estimate) else []),
         Figures("an example", lambda row: row.seconds_per_example, duration, bound="≥"),
         Figures("MFU", lambda row: row.mfu, "{:.1%}".format, False, bound="≤"),
         *(exchanges if has_exchanges(estimate) else []),
@@ -105,7 +107,7 @@ def facts_of(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
 
 
 def _held(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
-    """Yields what the rows of a search have in common, and how they compare."""
+    """Yields the values that all rows of a search share, and how rows compare."""
     rows = estimate.rows
     if not estimate.is_search:
         return
@@ -120,6 +122,14 @@ def _held(estimate: EstimateRows) -> Iterator[tuple[str, str]]:
     if estimate.front:
         of = "an example" if estimate.compares_examples else "a step"
         yield "front", f"* no row that fits takes less time for {of} without more memory"
+
+
+def overlaps(estimate: EstimateRows) -> bool:
+    """Returns whether exchanges run beside kernels in any row."""
+    return any(
+        row.seconds is not None and row.seconds < 0.999 * (row.sequential_seconds or 0.0)
+        for row in estimate.rows
+    )
 
 
 def noun(estimate: EstimateRows) -> str:

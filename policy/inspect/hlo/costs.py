@@ -9,6 +9,7 @@ opaque kernel of unknown FLOPs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -16,13 +17,15 @@ from collections.abc import Callable, Mapping
 from policy.inspect.hlo import kernels
 from policy.inspect.hlo.kernels import Flops, add_to
 from policy.inspect.hlo.provenance import path_of_kernel, with_whole_paths
-from policy.inspect.hlo.text import Computation, Instruction, parse
+from policy.inspect.hlo.text import Computation, Instruction, Module, parse
+from policy.inspect.hlo.timeline import Timeline
 from policy.programs.paths import Path
 
 _COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     "ragged-all-to-all",
 )
+_ASYNC_START = "async-collective-start"  # a TPU's fusion that begins an exchange beside kernels
 # Instructions that move nothing and run nothing.
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
@@ -33,6 +36,9 @@ _ALLOCATIONS = ("AllocateBuffer", "CreateBuffer", "AssumeGatherIndicesInBound", 
 
 # The time of a kernel from its FLOPs by dtype and the bytes that it moves; None if it is unknown.
 KernelTime = Callable[[Mapping[str, float], float], float | None]
+# Bytes of exchanges by operation and dtype, and the time that they take; None if it is unknown.
+Exchanged = Mapping[tuple[str, str], float]
+ExchangeTime = Callable[[Exchanged], float | None]
 
 
 @dataclasses.dataclass
@@ -54,6 +60,9 @@ class Costs:
         compiler makes no estimates, as all of it is by `kernel_time` then.
       by_path: time by module path, forward and backward together; that outside of any module is
         under ``()``.
+      elapsed: the time of kernels and exchanges together, where exchanges run beside the kernels
+        that the program's schedule has between their start and their end.
+      busy: the time of the exchanges alone.
     """
 
     time: float = 0.0
@@ -64,18 +73,24 @@ class Costs:
     uncounted: list[str] = dataclasses.field(default_factory=list)
     rooflines: dict[str, float] = dataclasses.field(default_factory=dict)
     by_path: dict[Path, float] = dataclasses.field(default_factory=dict)
+    elapsed: float = 0.0
+    busy: float = 0.0
 
     def add(self, other: Costs, times: int = 1) -> None:
         """Adds the costs of another program that runs `times` times."""
         self.time += times * other.time
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
+        self.elapsed += times * other.elapsed
+        self.busy += times * other.busy
         for name in ("flops", "collectives", "rooflines", "by_path"):
             add_to(getattr(self, name), getattr(other, name), times)
         self.uncounted += other.uncounted
 
 
-def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
+def costs_of(
+    text: str, kernel_time: KernelTime | None = None, exchange_time: ExchangeTime | None = None
+) -> Costs:
     """Counts the costs of one run of a compiled program.
 
     Args:
@@ -84,57 +99,100 @@ def costs_of(text: str, kernel_time: KernelTime | None = None) -> Costs:
         its bytes, those to and from the chip's own memory among them
         (`policy.inspect.estimate.roofline`). It is in cycles for a program of a TPU, else in
         seconds. None leaves such kernels without a time, and names those in a program of cycles.
+      exchange_time: of exchanges, in the same unit; None leaves them out of `elapsed`.
     """
     has_cycles = '"estimated_cycles":' in text
-    costs = _Counter(kernel_time, has_cycles).of(parse(text).entry)
+    costs = _Counter(kernel_time, exchange_time, has_cycles).of(parse(text).entry)
     rooflines = costs.rooflines if has_cycles else {}
     return dataclasses.replace(costs, by_path=with_whole_paths(costs.by_path), rooflines=rooflines)
 
 
 class _Counter:
-    def __init__(self, kernel_time: KernelTime | None, has_cycles: bool):
-        self.kernel_time, self.has_cycles = kernel_time, has_cycles
+    def __init__(
+        self,
+        kernel_time: KernelTime | None,
+        exchange_time: ExchangeTime | None,
+        has_cycles: bool,
+    ):
+        self.kernel_time, self.exchange_time = kernel_time, exchange_time
+        self.has_cycles = has_cycles
         self.found: dict[str, Costs] = {}
-        self.channels: set[tuple[str, str]] = set()
 
     def of(self, computation: Computation) -> Costs:
         if computation.name not in self.found:
-            costs = self.found[computation.name] = Costs()
+            costs, timeline = Costs(), Timeline()
             for instruction in computation.instructions.values():
-                self._count(costs, instruction)
+                self._count(costs, timeline, instruction)
+            timeline.wait_for_all()
+            costs.elapsed, costs.busy = timeline.elapsed, timeline.busy
+            self.found[computation.name] = costs
         return self.found[computation.name]
 
-    def _count(self, costs: Costs, instruction: Instruction) -> None:
+    def _count(self, costs: Costs, timeline: Timeline, instruction: Instruction) -> None:
         opcode, called = instruction.opcode, instruction.called
         every = [computation for computations in called.values() for computation in computations]
-        if opcode == "while":
-            times = turns(instruction)
-            if times is None:
-                where = f"{instruction.name} ({instruction.op_name})"
-                costs.uncounted.append(f"the trip count of {where}")
-            for computation in every:
-                costs.add(self.of(computation), 1 if times is None else times)
-        elif opcode == "conditional":
-            costs.add(max(map(self.of, every), key=lambda branch: (branch.time, branch.bytes)))
-        elif opcode in ("call", "async-start"):
-            for computation in every:
-                costs.add(self.of(computation))
-        elif opcode not in _FREE and not opcode.endswith(("-done", "-update")):
-            self._count_kernel(costs, instruction)
+        if opcode in ("while", "conditional", "call", "async-start"):
+            inside = self._inside(instruction, every)
+            costs.add(inside)
+            if opcode == "async-start" and not inside.time:
+                timeline.start(instruction.name, inside.busy)
+            else:
+                timeline.run(inside.elapsed, inside.busy)
+        elif opcode.endswith("-done"):
+            timeline.wait(_started(instruction).name)
+        elif opcode not in _FREE and not opcode.endswith("-update"):
+            self._count_kernel(costs, timeline, instruction)
 
-    def _count_kernel(self, costs: Costs, instruction: Instruction) -> None:
+    def _inside(self, instruction: Instruction, every: list[Computation]) -> Costs:
+        """Returns the costs of the computations that an instruction calls."""
+        costs = Costs()
+        if instruction.opcode == "conditional":
+            branch = max(map(self.of, every), key=lambda branch: (branch.time, branch.bytes))
+            costs.add(branch)
+            return costs
+        times = turns(instruction) if instruction.opcode == "while" else 1
+        if times is None:
+            where = f"{instruction.name} ({instruction.op_name})"
+            costs.uncounted.append(f"the trip count of {where}")
+        for computation in every:
+            costs.add(self.of(computation), 1 if times is None else times)
+        return costs
+
+    def _send(
+        self, costs: Costs, timeline: Timeline, collective: Instruction, start: str = ""
+    ) -> None:
+        """Counts an exchange. It runs until the timeline waits for its `start`; without one nothing
+        runs beside it.
+        """
+        sent = _sent(collective)
+        add_to(costs.collectives, sent)
+        time = (self.exchange_time(sent) if self.exchange_time else None) or 0.0
+        if start:
+            timeline.start(start, time)
+        else:
+            timeline.exchange(time)
+
+    def _count_kernel(self, costs: Costs, timeline: Timeline, instruction: Instruction) -> None:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _COLLECTIVES:
-            _exchange(costs, instruction)
+            is_start = instruction.opcode.endswith("-start")
+            self._send(costs, timeline, instruction, instruction.name if is_start else "")
             return
-        fused = [inner for inner in instruction.unfused() if inner.opcode in _COLLECTIVES]
-        for collective in fused:
-            # One that runs beside kernels stands in several fusions, from its start to its end.
-            channel = collective.attribute(r"channel_id=(\d+)") or collective.name
-            key = (instruction.computation.name, channel)
-            if key not in self.channels:
-                self.channels.add(key)
-                _exchange(costs, collective)
+        fused = {_channel(one): one for one in instruction.unfused() if one.opcode in _COLLECTIVES}
+        for channel, collective in fused.items():
+            stages = _stages(instruction.computation).get(channel, ())
+            if stages and stages[0] is instruction:
+                self._send(costs, timeline, collective, channel if len(stages) > 1 else "")
+        self._count_time(costs, timeline, instruction, bool(fused))
+        for channel in fused:
+            stages = _stages(instruction.computation).get(channel, ())
+            if stages and stages[-1] is instruction:
+                timeline.wait(channel)
+
+    def _count_time(
+        self, costs: Costs, timeline: Timeline, instruction: Instruction, fused: bool
+    ) -> None:
+        opcode = instruction.opcode.removesuffix("-start")
         if fused and instruction.cycles is None:
             return
         is_opaque = opcode == "custom-call"
@@ -148,6 +206,7 @@ class _Counter:
         if time is None:
             time = self._by_roofline(costs, instruction, flops)
         by_path = {path_of_kernel(instruction): float(time)} if time else {}
+        timeline.run(float(time))
         costs.add(Costs(float(time), bytes_moved, 1, flops or {}, by_path=by_path))
 
     def _by_roofline(self, costs: Costs, instruction: Instruction, flops: Flops | None) -> float:
@@ -180,15 +239,71 @@ def _runs_beside(instruction: Instruction) -> bool:
     )
 
 
-def _exchange(costs: Costs, collective: Instruction) -> None:
+# --------------------------------------------------------------------------------------------------
+# Exchanges
+# --------------------------------------------------------------------------------------------------
+
+
+def _sent(collective: Instruction) -> dict[tuple[str, str], float]:
+    """Returns the bytes of a collective, by operation and dtype."""
     opcode = collective.opcode.removesuffix("-start")
     if opcode == "all-reduce" and collective.computation.name.startswith("all-reduce-scatter"):
         # A TPU's: a fusion of a sum with the slice that each device keeps of it.
         opcode = "reduce-scatter"
     is_scatter = opcode == "reduce-scatter"
     arrays = kernels.arrays_of(collective.operands) if is_scatter else kernels.produced(collective)
+    sent: dict[tuple[str, str], float] = {}
     for array in arrays:
-        add_to(costs.collectives, {(opcode, array.dtype): array.bytes})
+        add_to(sent, {(opcode, array.dtype): array.bytes})
+    return sent
+
+
+def _started(done: Instruction) -> Instruction:
+    """Returns the start of an asynchronous instruction from its end."""
+    found = done.operands[0]
+    while found.opcode.endswith("-update"):
+        found = found.operands[0]
+    return found
+
+
+def _channel(collective: Instruction) -> str:
+    return collective.attribute(r"channel_id=(\d+)") or collective.name
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(computation: Computation) -> dict[str, list[Instruction]]:
+    """Returns the fusions that an exchange on a TPU stands in, from its start to its end, by its
+    channel.
+
+    One that runs beside kernels stands in several. Those in a loop that runs between its start and
+    its end are none of their own.
+    """
+    found: dict[str, list[Instruction]] = {}
+    for instruction in computation.instructions.values():
+        if instruction.opcode == "fusion":
+            for one in instruction.unfused():
+                if one.opcode in _COLLECTIVES:
+                    places = found.setdefault(_channel(one), [])
+                    if instruction not in places:
+                        places.append(instruction)
+    starts = _starts(computation.module)
+    return {
+        channel: places
+        for channel, places in found.items()
+        if computation.name in starts.get(channel, (computation.name,))
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _starts(module: Module) -> dict[str, set[str]]:
+    """Returns the computations in which exchanges start beside kernels, by channel."""
+    found: dict[str, set[str]] = {}
+    for instruction in module.instructions.values():
+        if instruction.opcode == "fusion" and instruction.name.startswith(_ASYNC_START):
+            for one in instruction.unfused():
+                if one.opcode in _COLLECTIVES:
+                    found.setdefault(_channel(one), set()).add(instruction.computation.name)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -53,6 +53,15 @@ def test_seconds_are_of_kernels_and_exchanges_and_a_lower_bound_without_either()
     assert cost(compute_seconds=None).seconds is None
 
 
+def test_exchanges_beside_kernels_take_the_time_that_is_left():
+    row = cost(overlapped_seconds=0.81)
+    assert (row.seconds, row.sequential_seconds) == (0.81, pytest.approx(0.82))
+    text = str(estimate_of(row, half()))
+    assert "seconds in sequence" in " ".join(text.split())
+    assert "810 ms 820 ms" in line_of(text, "float32", "in sequence")
+    assert "in sequence" not in str(estimate_of(cost(overlapped_seconds=0.82), half()))
+
+
 def test_a_row_is_found_by_its_name():
     found = estimate_of(cost(), half())
     assert found["mixed_bfloat16"] is found.rows[1]
@@ -69,8 +78,8 @@ def test_json_has_every_attribute_and_the_derived_figures():
     assert read["mesh"] == {"data": 4, "model": 4} and read["notes"] == ["A note."]
     row = read["rows"][0]
     names = [field.name for field in dataclasses.fields(PolicyCost)]
-    derived = ["fits", "spare", "exchange_seconds", "seconds", "seconds_per_example", "mfu"]
-    derived.append("is_lower_bound")
+    derived = ["fits", "spare", "exchange_seconds", "seconds", "sequential_seconds"]
+    derived += ["seconds_per_example", "mfu", "is_lower_bound"]
     assert list(row) == [*names, *derived]
     assert (row["fits"], row["spare"], row["is_lower_bound"]) == (False, -4 * GIB, False)
     assert row["seconds"] == pytest.approx(0.82) and row["exchange_seconds"] == 0.02
