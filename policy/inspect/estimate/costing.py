@@ -50,6 +50,9 @@ _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
     "inputs, which XLA does not plan."
 )
+# Without its autotuner, XLA for GPUs may fail on a matmul that it has chosen Triton for, and not
+# cuBLAS.
+_NO_TILES = "Couldn't find output tile sizes"
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
 # Passes of bfloat16 on a TPU, for float32. A TPU splits operands by their own precisions.
 _PASSES = {"high, default": 2, "high": 3, "highest, default": 3, "highest, high": 5, "highest": 6}
@@ -304,7 +307,12 @@ def compiled_step(lowered: Any, target: Target, names: Sequence[str]) -> Compile
     """
     start = time.process_time()
     try:
-        compiled, dump = compiled_with_dump(lowered)
+        try:
+            compiled, dump = compiled_with_dump(lowered)
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_TILES not in str(error):
+                raise
+            compiled, dump = compiled_with_dump(lowered, xla_gpu_enable_triton_gemm=False)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"{target.name}'s compiler refuses the program: {str(error).splitlines()[0]}"

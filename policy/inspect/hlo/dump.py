@@ -46,11 +46,17 @@ class Dump:
     live_ranges: str = dataclasses.field(repr=False)
 
 
-def compiled_with_dump(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, Dump]:
+def compiled_with_dump(
+    lowered: jax.stages.Lowered, **options: Any
+) -> tuple[jax.stages.Compiled | None, Dump]:
     """Compiles a program and reads the files that XLA writes about it.
 
     It compiles even if JAX's persistent cache has the program: XLA writes nothing about one that it
     loads.
+
+    Args:
+      lowered: the program.
+      options: of the compiler.
 
     Returns:
       the program, None if it needs more memory than the device has; and the texts about it.
@@ -61,7 +67,7 @@ def compiled_with_dump(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
     """
     with tempfile.TemporaryDirectory(prefix="xla-") as folder, without_cache():
         try:
-            options = {"xla_dump_to": folder, "xla_dump_large_constants": True}
+            options |= {"xla_dump_to": folder, "xla_dump_large_constants": True}
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -1,0 +1,1 @@
+"""Step times that others measured and published, beside `policy.estimate`."""
