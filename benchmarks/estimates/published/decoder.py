@@ -75,6 +75,8 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     kernel takes it.
     """
     attend, axes = functools.partial(nnx.dot_product_attention, is_causal=True), auto_axes()
+    dtype = policy.compute_dtype()
+    query, key, value = (x if dtype is None else x.astype(dtype) for x in (query, key, value))
     if not axes:
         return attend(query, key, value)
     spec = _spec(axes, None, TENSOR, None)
