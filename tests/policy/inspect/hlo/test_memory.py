@@ -12,6 +12,8 @@ from jax import ShapeDtypeStruct
 
 import policy
 from mpmodules import linen
+from policy.inspect.estimate.costing import compiled_step
+from policy.inspect.estimate.targets import Target
 from policy.inspect.hlo.dump import (
     Dump,
     allocations_of,
@@ -129,6 +131,23 @@ def test_a_compiler_that_ran_out_of_memory_is_read():
 def test_other_errors_of_a_compiler_are_raised(fails):
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of luck"):
         compiled_with_dump(cast(Any, fails))
+
+
+class FailsInTriton(Fails):
+    """A program for a GPU that compiles without Triton's matmuls alone."""
+
+    def compile(self, compiler_options: dict[str, Any]) -> Any:
+        if compiler_options.get("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that ...")
+        return super().compile(compiler_options)
+
+
+def test_matmuls_that_triton_finds_no_tiles_for_are_compiled_without_it():
+    fails = FailsInTriton("RESOURCE_EXHAUSTED: ...")
+    step = compiled_step(fails, Target("h100"), [])
+    assert step.is_exhausted and step.text == read_dump(OUT_OF_MEMORY).program
+    with pytest.raises(ValueError, match="h100's compiler refuses the program: INTERNAL: out of"):
+        compiled_step(FailsInTriton("INTERNAL: out of luck"), Target("h100"), [])
 
 
 class Block(linen.Module):
