@@ -207,35 +207,35 @@ RUNS = (
     Run(
         "vit-b16-h100-8", "ViT-B/16", "h100:8", 8, 512, Figure(11669.52, "images/s"),
         "NVIDIA, JAX-Toolbox", f"{TOOLBOX}rosetta/rosetta/projects/vit/README.md",
-        "", ROOFLINE, mesh={"data": 8}, make=vision.vit_b16,
+        "data parallel", ROOFLINE, mesh={"data": 8}, make=vision.vit_b16,
     ),
     Run(
         "vit-b16-a100-8", "ViT-B/16", "a100:8", 8, 512, Figure(7200.38, "images/s"),
         "NVIDIA, JAX-Toolbox", f"{TOOLBOX}rosetta/rosetta/projects/vit/README.md",
-        "", ROOFLINE, mesh={"data": 8}, make=vision.vit_b16,
+        "data parallel", ROOFLINE, mesh={"data": 8}, make=vision.vit_b16,
     ),
     Run(
         "resnet50-a100-1", "ResNet-50", "a100", 1, 256, Figure(2470, "images/s"),
         "NVIDIA, DeepLearningExamples",
         f"{GITHUB}NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
-        "", ROOFLINE, make=vision.resnet50,
+        "one device", ROOFLINE, make=vision.resnet50,
     ),
     Run(
         "resnet50-a100-8", "ResNet-50", "a100:8", 8, 256, Figure(16621, "images/s"),
         "NVIDIA, DeepLearningExamples",
         f"{GITHUB}NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
-        "", f"{ROOFLINE}, input", mesh={"data": 8}, make=vision.resnet50,
+        "data parallel", f"{ROOFLINE}, input", mesh={"data": 8}, make=vision.resnet50,
     ),
     Run(
         "resnet50-v3-8", "ResNet-50", "v3:2x2", 8, 128, Figure(4.4, "hours", 125_100),
         "Flax, ImageNet example", f"{GITHUB}google/flax/tree/main/examples/imagenet",
-        "", INPUT, mesh={"data": 8}, make=vision.resnet50,
+        "data parallel", INPUT, mesh={"data": 8}, make=vision.resnet50,
     ),
     Run(
         "vit-s16-v3-8", "ViT-S/16", "v3:2x2", 8, 128,
         Figure(6.5, "hours", 90 * int(0.99 * EPOCH) // 1024), "big_vision, 6 to 7 hours",
         f"{GITHUB}google-research/big_vision/blob/main/big_vision/configs/vit_s16_i1k.py",
-        "", INPUT, mesh={"data": 8}, make=vision.vit_s16,
+        "data parallel", INPUT, mesh={"data": 8}, make=vision.vit_s16,
         policy="float32",
     ),
 )  # fmt: skip
