@@ -163,6 +163,8 @@ def _opaque_flops(kernel: Instruction) -> float | None:
     """Returns the FLOPs of a custom call; None where they are not known."""
     if "cost_estimate" in kernel.rest and (estimated := kernel.attribute(r'"flops":"?(\d+)')):
         return float(estimated)
+    if kernel.target.startswith("__cudnn$fmha"):
+        return _fmha_flops(kernel)
     phase = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", kernel.name)
     arrays = [operand.results[0] for operand in kernel.operands if operand.results]
     if kernel.name.startswith("ragged-dot"):
@@ -182,6 +184,21 @@ def _opaque_flops(kernel: Instruction) -> float | None:
     queries = math.prod(query.shape[-2:]) // width
     share = _share_of_pairs(kernel, phase[1], queries * keys)
     return 2.0 * matmuls * math.prod(query.shape) * keys * share
+
+
+def _fmha_flops(kernel: Instruction) -> float:
+    """Returns the FLOPs of cuDNN's attention, over the pairs that its mask leaves: two matmuls
+    forward, five backward, which multiplies queries and keys again.
+    """
+    shape = kernel.attribute(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)')
+    *batch, queries, keys = (int(size) for size in re.findall(r"\d+", shape))
+    is_causal = "CAUSAL" in kernel.attribute(r'"mask_type":\s*"(\w+)"')
+    window = int(kernel.attribute(r'"sliding_window_length":\s*"?(\d+)') or 0) or keys
+    last = np.arange(1, queries + 1) if is_causal else np.full(queries, keys)
+    pairs = int(np.minimum(last, min(window, keys)).sum())
+    width = kernel.operands[0].results[0].shape[-1]
+    matmuls = 5 if kernel.target.removesuffix("F8").endswith("Backward") else 2
+    return 2.0 * matmuls * math.prod(batch) * pairs * width
 
 
 def _share_of_pairs(kernel: Instruction, phase: str, pairs: int) -> float:

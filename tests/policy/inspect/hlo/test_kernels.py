@@ -200,6 +200,29 @@ def splash(text: str) -> Any:
     return costs_of(text, lambda flops, moved: sum(flops.values()))
 
 
+# As the compiler of an H100 writes a kernel of cuDNN, cut down.
+FMHA = (
+    '(bf16[2,4,1024,64], u8[0]) custom-call(OPERANDS), custom_call_target="__cudnn$fmhaSoftmax", '
+    'backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.125, "intermediate_tensor_shape"'
+    ': {"element_type": "BF16", "dimensions": ["2", "4", "1024", "512"], "tuple_shapes": []}, '
+    '"mask_type": "NO_MASK", "sliding_window_length": 0}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "matmuls", "pairs"),
+    [
+        ("", "", 2, 1024 * 512),
+        ("Softmax", "SoftmaxBackward", 5, 1024 * 512),
+        ("NO_MASK", "CAUSAL", 2, 512 * 513 // 2 + 512 * 512),
+        ('"NO_MASK", "sliding_window_length": 0', '"CAUSAL", "sliding_window_length": 1', 2, 1024),
+    ],
+)
+def test_cudnns_attention_counts_the_pairs_that_its_mask_leaves(old, new, matmuls, pairs):
+    text = entry(FMHA.replace(old, new), "bf16[2,1024,4,64] bf16[2,512,4,64] bf16[2,512,4,64]")
+    assert splash(text).flops == {"bfloat16": 2 * matmuls * 2 * 4 * pairs * 64}
+
+
 def test_an_instruction_with_line_breaks_is_read_whole_and_so_is_what_follows_it():
     entry = parse(text_of("v5e_splash_attention")).entry
     assert list(entry.instructions)[-3:] == ["splash_mha_fwd_residuals.1", "out.1", "last.1"]
