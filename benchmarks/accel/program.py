@@ -10,7 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policy.inspect.estimate.targets import Target, compute_seconds, exchange_seconds, kernel_time
+from policy.inspect.estimate.targets import (
+    Target,
+    compute_seconds,
+    exchange_seconds,
+    exchange_time,
+    kernel_time,
+    overlapped_seconds,
+)
 from policy.inspect.hlo.costs import Costs, costs_of
 from policy.inspect.hlo.dump import compiled_with_dump, with_tables
 
@@ -41,6 +48,8 @@ class Figures:
       seconds: CPU seconds of the compiler.
       compute_seconds: of the kernels on the chip, by cycles or the roofline of its published
         figures; None where it has neither.
+      overlapped_seconds: of kernels and exchanges, where these run beside the kernels that the
+        program's schedule has between their start and their end.
     """
 
     cycles: float
@@ -59,6 +68,7 @@ class Figures:
     costs: Costs = dataclasses.field(repr=False, default_factory=Costs)
     results: float = 0.0
     compute_seconds: float | None = None
+    overlapped_seconds: float | None = None
 
     @property
     def memory(self) -> float:
@@ -106,13 +116,14 @@ def of_lowered(target: Target, lowered: Any) -> Figures:
         text = with_tables(text, compiled_with_dump(lowered)[1])
     chip = target.chip
     is_tpu = chip.platform == "tpu"
-    costs = costs_of(text, kernel_time(chip))
+    costs = costs_of(text, kernel_time(chip), exchange_time(chip))
     analysis = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     loops = " while(" in text
     return Figures(
         cycles=costs.time if is_tpu else 0.0,
         compute_seconds=compute_seconds(chip, costs),
+        overlapped_seconds=overlapped_seconds(chip, costs),
         bytes=costs.bytes if loops or not is_tpu else analysis["bytes accessed"],
         moved=costs.bytes,
         has_loops=loops,

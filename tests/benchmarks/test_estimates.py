@@ -1,12 +1,16 @@
 """Tables of estimates: the train steps as shapes."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.estimates import decoder_8b
 from benchmarks.estimates.tables import MODELS, Choice, Model
 from benchmarks.estimates.training import counts_of
-from policy import use_policy
+from policy import estimate, use_policy
 
 CASES = [(model, choice) for model in MODELS for choice in model.choices]
 PARAMS = {
@@ -36,3 +40,21 @@ def test_a_model_has_as_many_params_as_its_original(model: Model):
     _, args = model.loaded().example()
     assert counts_of(args)["params"] == PARAMS[model.module]
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(args))
+
+
+@pytest.mark.slow
+def test_the_decoder_is_searched_over_batches_and_checkpoint_policies():
+    size = dataclasses.replace(decoder_8b.QUICK["size"], length=64)
+    example = functools.partial(decoder_8b.example, size=size)
+    remats = ["full", "dots_with_no_batch_dims_saveable"]
+    searched = {"batch": [2, 8], "remat": remats, "policies": ["mixed_bfloat16"]}
+    found = estimate(example, on="cpu", **searched)
+    names = [f"batch={batch}, remat={remat}" for batch in (2, 8) for remat in remats]
+    assert [row.name for row in found.rows] == names
+    for row in found.rows:
+        by_hand = (row.batch or 0) * decoder_8b.flops_by_hand(size)
+        assert sum(row.matmul_flops.values()) <= 1.01 * by_hand
+        repeated = sum(row.matmul_flops.values()) / row.model_flops
+        assert repeated > 1.1 if row.remat == "full" else repeated < 1.02
+    assert found[names[2]].model_flops == pytest.approx(4 * found[names[0]].model_flops, rel=0.01)
+    assert found[names[2]].temporaries > found[names[0]].temporaries
