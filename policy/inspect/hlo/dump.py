@@ -67,7 +67,7 @@ def compiled_with_dump(
     """
     with tempfile.TemporaryDirectory(prefix="xla-") as folder, without_cache():
         try:
-            options |= {"xla_dump_to": folder, "xla_dump_large_constants": True}
+            options |= {"xla_dump_to": folder, "xla_dump_large_constants": _has_tables(lowered)}
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -76,6 +76,14 @@ def compiled_with_dump(
                 return None, read_dump(folder)
             raise
         return compiled, read_dump(folder)
+
+
+def _has_tables(lowered: jax.stages.Lowered) -> bool:
+    """Returns whether a program runs kernels on a TPU, whose constants are worth writing: those of
+    other programs may be as large as their params.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    return "tpu_custom_call" in module.operation.get_asm(large_elements_limit=16)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any, cast
 import flax.linen
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
 
@@ -114,10 +115,19 @@ class Fails:
     def __init__(self, message: str, files: bool = True):
         self.message, self.files = message, files
 
+    def compiler_ir(self, dialect: str) -> Any:
+        return jax.jit(lambda x: x).lower(1.0).compiler_ir(dialect)
+
     def compile(self, compiler_options: dict[str, str]) -> Any:
         if self.files:
             shutil.copytree(OUT_OF_MEMORY, compiler_options["xla_dump_to"], dirs_exist_ok=True)
         raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_constants_of_a_program_without_kernels_are_left_out_of_its_texts():
+    weights = np.arange(64.0 * 64, dtype=np.float32).reshape(64, 64) ** 2
+    _, dump = compiled_with_dump(jax.jit(lambda x: x @ weights).lower(jnp.ones((8, 64))))
+    assert "constant({...})" in dump.program and "1024" not in dump.program
 
 
 def test_a_compiler_that_ran_out_of_memory_is_read():
