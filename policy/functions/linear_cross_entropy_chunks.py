@@ -1,0 +1,324 @@
+"""The chunks of `linear_softmax_cross_entropy`, and its derivative rule.
+
+A chunk's logits are multiplied a part at a time, in the accumulators' dtype, and turned into the
+loss's derivatives by them ("slopes"), in the operands' dtype. Both gradients are one matmul of a
+whole chunk's slopes each: the sum of the kernel's gradient is read and written once a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
+from policy.core.dtypes import ScaledMatmul
+from policy.eight_bits.scaled_matmul import scaled_dot_general
+
+_FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a loss, as a static argument.
+
+    Attributes:
+      operands: the dtype that is multiplied.
+      wide: the dtype of accumulators, sums and the loss.
+      matmul: the 8-bit dtypes of the matmuls, or None.
+      axis: the axis of the classes in the kernel.
+      axis_names: the mesh axes that the classes are split over by `jax.shard_map`.
+      smoothing, z_loss, soft_cap: as in `linear_softmax_cross_entropy`.
+      chunks: the number of chunks.
+      parts: the number of parts of each.
+      size: the number of examples of a part.
+      reduces: whether the loss is a sum.
+      is_on_mesh: whether a mesh is in force, whose axes XLA splits arrays over.
+    """
+
+    operands: np.dtype
+    wide: np.dtype
+    matmul: ScaledMatmul | None
+    axis: int
+    axis_names: tuple[Any, ...]
+    smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    chunks: int
+    parts: int
+    size: int
+    reduces: bool
+    is_on_mesh: bool
+
+
+def loss_of(options: Options, x: Array, labels: Array, weight: Array, *parameters: Array) -> Array:
+    """Computes the weighted loss of each example, or their sum.
+
+    Args:
+      x: (..., d).
+      labels: (...) integers.
+      weight: (...), in the accumulators' dtype.
+      *parameters: the kernel, and the bias if there is one.
+    """
+    x, *parameters = alike_varying(x, *parameters)  # type: ignore[assignment]
+    shape, count = labels.shape, labels.size
+    padding = (0, options.chunks * options.parts * options.size - count)
+    x = jnp.pad(x.reshape(count, x.shape[-1]), (padding, (0, 0)))
+    labels, weight = (jnp.pad(a.reshape(count), padding) for a in (labels, weight))
+    loss: Any = _loss(options, x, labels, weight, *parameters)
+    return loss if options.reduces else loss[:count].reshape(shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# The derivative rule
+# --------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options: Options, x: Array, labels: Array, weight: Array, *parameters: Array) -> Array:
+    losses, _ = _in_chunks(options, x, labels, None, *parameters)
+    return _weighted(options, losses, weight)
+
+
+def _weighted(options: Options, losses: Array, weight: Array) -> Array:
+    losses = jnp.where(weight == 0, 0, losses * weight)
+    return jnp.sum(losses) if options.reduces else losses
+
+
+def _loss_forward(options: Options, *operands: Array) -> tuple[Array, Any]:
+    if not options.reduces:
+        return _loss(options, *operands), (None, operands)
+    losses, gradients = _gradients(options, *operands)
+    marks = [jnp.zeros((0,), array.dtype) for array in operands]
+    return _weighted(options, losses, operands[2]), (gradients, marks)
+
+
+def _loss_backward(options: Options, saved: Any, cotangent: Array) -> tuple[Any, ...]:
+    gradients, (x, labels, weight, *parameters) = saved
+    # All devices of the classes' axes return a loss alike. Where types don't tell so
+    # (``check_vma=False``), each has a share of its cotangent.
+    untyped = tuple(axis for axis in options.axis_names if not is_typed(axis))
+    if untyped:
+        cotangent = lax.psum(cotangent, untyped)
+    if gradients is None:
+        weight = jnp.where(weight == 0, 0, cotangent * weight)
+        weight = make_varying(weight, varying_axes(x))
+        _, gradients = _gradients(options, x, labels, weight, *parameters)
+    else:
+        gradients = [cotangent * gradient.astype(options.wide) for gradient in gradients]
+    of_x, *rest = (
+        gradient.astype(array.dtype)
+        for gradient, array in zip(gradients, (x, *parameters), strict=True)
+    )
+    return of_x, None, None, *rest
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+def _gradients(
+    options: Options, x: Array, labels: Array, weight: Array, *parameters: Array
+) -> tuple[Array, list[Array]]:
+    """Returns the losses, and the gradients of their weighted sum, in the accumulators' dtype.
+
+    In float16, slopes are multiplied by weights of at most `_FLOAT16_SCALE`, for their range.
+    """
+    if options.operands != jnp.float16:
+        return _in_chunks(options, x, labels, weight, *parameters)
+    largest = jnp.max(jnp.abs(weight), initial=0)
+    factor = jnp.where(largest == 0, 0, _FLOAT16_SCALE / jnp.where(largest == 0, 1, largest))
+    losses, gradients = _in_chunks(options, x, labels, weight * factor, *parameters)
+    gradients = [gradient.astype(options.wide) for gradient in gradients]
+    return losses, [gradient * (largest / _FLOAT16_SCALE) for gradient in gradients]
+
+
+# --------------------------------------------------------------------------------------------------
+# Chunks
+# --------------------------------------------------------------------------------------------------
+
+
+def _in_chunks(
+    options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any = None
+) -> tuple[Array, list[Array]]:
+    """Returns the losses of all examples, and the gradients of x, the kernel and the bias or [].
+
+    Without weights there are no gradients.
+    """
+    parameters = [a for a in (kernel, bias) if a is not None] if weight is not None else []
+    zeros = [jnp.zeros_like(a, dtype=options.wide) for a in parameters]
+    zeros = [make_varying(zero, varying_axes(x)) for zero in zeros]
+    kernel = _gathered(options, kernel.astype(options.operands))
+
+    def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
+        # XLA for TPU multiplies more slowly where a slice is fused into the matmul.
+        rows = lax.optimization_barrier(rows)
+        losses, of_x, parts = _chunk(options, *rows, kernel, bias)
+        return [total + part for total, part in zip(sums, parts, strict=True)], (losses, of_x)
+
+    rows = jax.tree.map(functools.partial(_rows, options), (x, labels, weight))
+    if options.chunks == 1:
+        sums, out = step(zeros, jax.tree.map(lambda a: a[0], rows))
+        losses, of_x = jax.tree.map(lambda a: a[None], out)
+    else:
+        sums, (losses, of_x) = lax.scan(step, zeros, rows)
+    losses = _in_order(options, losses)
+    return losses, [] if weight is None else [_in_order(options, of_x), *sums]
+
+
+def _rows(options: Options, array: Array) -> Array:
+    """Returns (chunks, parts, examples of a part, ...).
+
+    On a mesh, parts take every n-th example: those of each are spread over all devices of a split
+    batch.
+    """
+    counts, rest = (options.chunks, options.parts), array.shape[1:]
+    if not options.is_on_mesh:
+        return array.reshape(*counts, -1, *rest)
+    return jnp.moveaxis(array.reshape(-1, *counts, *rest), 0, 2)
+
+
+def _in_order(options: Options, array: Array) -> Array:
+    """Returns the rows (examples, ...) of (chunks, parts, examples of a part, ...)."""
+    array = jnp.moveaxis(array, 2, 0) if options.is_on_mesh else array
+    return array.reshape(-1, *array.shape[3:])
+
+
+def _gathered(options: Options, kernel: Array) -> Array:
+    """Returns the kernel, whole along its features where XLA splits it over a mesh.
+
+    It is gathered before the loop: XLA would gather it in each turn.
+    """
+    if not options.is_on_mesh:
+        return kernel
+    spec = [PartitionSpec.UNCONSTRAINED] * 2
+    spec[1 - options.axis] = None  # type: ignore[call-overload]
+    return lax.with_sharding_constraint(kernel, PartitionSpec(*spec))
+
+
+def _chunk(
+    options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any
+) -> tuple[Array, Any, list[Array]]:
+    """Returns a chunk's losses, and with weights its gradients of x, the kernel and the bias.
+
+    Args:
+      x: (parts, examples of a part, d).
+      labels, weight: (parts, examples of a part).
+      kernel: in the operands' dtype.
+      bias: as it is stored, or None.
+    """
+    if weight is not None:  # an example of weight 0 may hold anything
+        x = jnp.where(weight[..., None] == 0, 0, x)
+    stored, x = x.dtype, x.astype(options.operands)
+    if options.matmul is not None:
+        return _chunk_in_8_bits(options, x, labels, weight, kernel, bias)
+    dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
+
+    def part(_: None, rows: tuple[Any, ...]) -> tuple[None, Any]:
+        x, labels, weight = lax.optimization_barrier(rows)
+        logits = dot(x, kernel, (((1,), (1 - options.axis,)), ((), ())))
+        return None, _loss_and_slope(options, logits, labels, weight, bias)
+
+    rows = x, labels, weight
+    if options.parts == 1:
+        out = part(None, jax.tree.map(lambda a: a[0], rows))[1]
+        losses, slope, of_bias = jax.tree.map(lambda a: a[None], out)
+    else:
+        losses, slope, of_bias = lax.scan(part, None, rows)[1]
+    if weight is None:
+        return losses, None, []
+    # Stored once: XLA would compute the slopes again for each tile of both products.
+    slope = lax.optimization_barrier(slope)
+    of_x = dot(slope, kernel, (((2,), (options.axis,)), ((), ())))
+    pair = (x, slope) if options.axis else (slope, x)
+    of_kernel = dot(*pair, (((0, 1), (0, 1)), ((), ())))
+    if stored == jnp.bfloat16:  # rounded here, it takes half the memory; float16 is scaled yet
+        of_x = of_x.astype(stored)
+    return losses, of_x, [of_kernel, *(jnp.sum(part, 0) for part in of_bias)]
+
+
+def _chunk_in_8_bits(
+    options: Options, x: Array, labels: Array, weight: Any, kernel: Array, bias: Any
+) -> tuple[Array, Any, list[Array]]:
+    """Computes as `_chunk`, in one part, with the codes of both operands kept for the gradients."""
+    by: Any = options.matmul
+
+    def multiply(x: Array, kernel: Array) -> Array:
+        numbers: Any = (((1,), (1 - options.axis,)), ((), ()))
+        return scaled_dot_general(x, kernel, numbers, by, dtype=options.wide)
+
+    operands = x[0].astype(options.wide), kernel.astype(options.wide)
+    logits, pullback = jax.vjp(multiply, *operands)
+    given = None if weight is None else weight[0]
+    losses, slope, of_bias = _loss_and_slope(options, logits, labels[0], given, bias)
+    if weight is None:
+        return losses[None], None, []
+    of_x, of_kernel = pullback(slope.astype(options.wide))
+    return losses[None], of_x[None], [of_kernel, *of_bias]
+
+
+# --------------------------------------------------------------------------------------------------
+# Logits, losses and slopes
+# --------------------------------------------------------------------------------------------------
+
+
+def _loss_and_slope(
+    options: Options, logits: Array, labels: Array, weight: Any, bias: Array | None
+) -> tuple[Array, Any, list[Array]]:
+    """Returns the losses (examples,) of products, their weighted slopes, and the slopes' sums.
+
+    Slopes are None without weights, otherwise in the operands' dtype. They are summed, for a bias,
+    before they are rounded to it. Every logit is read relative to the largest, as in
+    `softmax_cross_entropy_with_integer_labels`. A label out of range makes its loss NaN.
+    """
+    if bias is not None:
+        logits = logits + bias.astype(options.wide)[None]
+    cap, names = options.soft_cap, options.axis_names
+    tanh = None if cap is None else jnp.tanh(logits / cap)
+    logits = logits if tanh is None or cap is None else cap * tanh
+    classes = logits.shape[1] * (lax.axis_size(names) if names else 1)
+    first = lax.axis_index(names) * logits.shape[1] if names else 0
+    labels = _counted(labels, classes)[:, None]
+    is_class = labels >= 0
+    chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels - first
+    largest = lax.stop_gradient(jnp.max(logits, 1, keepdims=True))
+    largest = lax.pmax(largest, names) if names else largest
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    logits = logits - largest
+    powers = jnp.exp(logits)
+    parts = [powers, jnp.where(chosen, logits, 0), *([logits] if options.smoothing else [])]
+    sums = [jnp.sum(part, 1, keepdims=True) for part in parts]
+    total, target, *every = lax.psum(sums, names) if names else sums
+    rest, smoothing = jnp.log(total), options.smoothing
+    loss = rest - (1 - smoothing) * target
+    if smoothing:
+        loss = loss - smoothing / classes * every[0]
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(largest + rest)
+    loss = jnp.where(is_class, loss, jnp.nan)[:, 0]
+    if weight is None:
+        return loss, None, []
+    scale = jnp.where(is_class, 1, jnp.nan) / total
+    if options.z_loss:
+        scale = scale * (1 + 2 * options.z_loss * (largest + rest))
+    slope = powers * scale - jnp.where(chosen, 1 - smoothing, 0) - smoothing / classes
+    slope = slope if tanh is None else slope * (1 - jnp.square(tanh))
+    weight = weight[:, None]
+    slope = jnp.where(weight == 0, 0, slope * weight)
+    return loss, slope.astype(options.operands), [] if bias is None else [jnp.sum(slope, 0)]
+
+
+def _counted(labels: Array, classes: int) -> Array:
+    """Returns labels as int32: negative ones count from the end, and -1 is out of range."""
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
+    is_beyond = labels >= classes
+    if jnp.issubdtype(labels.dtype, jnp.signedinteger):
+        is_beyond |= labels < -classes
+        labels = jnp.where(labels < 0, labels + classes, labels)
+    return jnp.where(is_beyond, -1, jnp.where(is_beyond, 0, labels).astype(jnp.int32))
