@@ -153,7 +153,8 @@ def _in_chunks(
     parameters = [a for a in (kernel, bias) if a is not None] if weight is not None else []
     zeros = [jnp.zeros_like(a, dtype=options.wide) for a in parameters]
     zeros = [make_varying(zero, varying_axes(x)) for zero in zeros]
-    kernel = _gathered(options, kernel.astype(options.operands))
+    zeros[:1] = [_whole_in_features(options, zero) for zero in zeros[:1]]
+    kernel = _whole_in_features(options, kernel.astype(options.operands))
 
     def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
         # XLA for TPU multiplies more slowly where a slice is fused into the matmul.
@@ -167,6 +168,7 @@ def _in_chunks(
         losses, of_x = jax.tree.map(lambda a: a[None], out)
     else:
         sums, (losses, of_x) = lax.scan(step, zeros, rows)
+    sums[:1] = [_whole_in_features(options, total) for total in sums[:1]]
     losses = _in_order(options, losses)
     return losses, [] if weight is None else [_in_order(options, of_x), *sums]
 
@@ -189,15 +191,16 @@ def _in_order(options: Options, array: Array) -> Array:
     return array.reshape(-1, *array.shape[3:])
 
 
-def _gathered(options: Options, kernel: Array) -> Array:
-    """Returns the kernel, whole along its features where XLA splits it over a mesh.
+def _whole_in_features(options: Options, kernel: Array) -> Array:
+    """Returns a kernel, or the gradient of one, that is not split along its features.
 
-    It is gathered before the loop: XLA would gather it in each turn.
+    Where XLA splits arrays over a mesh it would otherwise gather the kernel and sum its gradient
+    over the devices in each turn of the loop, instead of once.
     """
     if not options.is_on_mesh:
         return kernel
-    spec = [PartitionSpec.UNCONSTRAINED] * 2
-    spec[1 - options.axis] = None  # type: ignore[call-overload]
+    classes = PartitionSpec.UNCONSTRAINED
+    spec = (None, classes) if options.axis else (classes, None)
     return lax.with_sharding_constraint(kernel, PartitionSpec(*spec))
 
 
