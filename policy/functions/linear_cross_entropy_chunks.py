@@ -158,8 +158,8 @@ def _in_chunks(
 
     def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
         # XLA for TPU multiplies more slowly where a slice is fused into the matmul.
-        rows = lax.optimization_barrier(rows)
-        losses, of_x, parts = _chunk(options, *rows, kernel, bias)
+        x = lax.optimization_barrier(rows[0])
+        losses, of_x, parts = _chunk(options, x, *rows[1:], kernel, bias)
         return [total + part for total, part in zip(sums, parts, strict=True)], (losses, of_x)
 
     rows = jax.tree.map(functools.partial(_rows, options), (x, labels, weight))
@@ -223,8 +223,8 @@ def _chunk(
     dot = functools.partial(lax.dot_general, preferred_element_type=options.wide)
 
     def part(_: None, rows: tuple[Any, ...]) -> tuple[None, Any]:
-        x, labels, weight = lax.optimization_barrier(rows)
-        logits = dot(x, kernel, (((1,), (1 - options.axis,)), ((), ())))
+        x, labels, weight = rows
+        logits = dot(lax.optimization_barrier(x), kernel, (((1,), (1 - options.axis,)), ((), ())))
         return None, _loss_and_slope(options, logits, labels, weight, bias)
 
     rows = x, labels, weight
