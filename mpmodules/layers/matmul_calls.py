@@ -22,7 +22,9 @@ from mpmodules.calls.boundary import MethodCall
 from mpmodules.functions.functional import add_bias, is_wider, trailing, widen
 from policy.core.arrays import cast_array
 from policy.core.dtypes import ScaledMatmul
+from policy.core.scope import current_scope, enter
 from policy.eight_bits import scaled_convolution, scaled_matmul
+from policy.functions.linear_cross_entropy import linear_softmax_cross_entropy
 from policy.functions.reductions import accumulating
 
 Array = jax.Array
@@ -378,3 +380,35 @@ def _look_up(table: Array, tokens: Array, out_sharding: Any) -> Array:
 def inner_products(query: Array, table: Array, **options: Any) -> Array:
     """Multiplies a query (..., features) by each row of a table (tokens, features)."""
     return jnp.dot(query, table.T, **options)
+
+
+def attended_loss(
+    layer: Any,
+    promote: Callable[..., Any],
+    query: Array,
+    table: Array,
+    labels: Array,
+    options: dict[str, Any],
+) -> Array:
+    """Computes the cross-entropy of `inner_products`, which stay out of memory.
+
+    As these, it is not in 8 bits. Under a policy the gradient of the table is that of the stored
+    one.
+
+    Args:
+      layer: its policy is read.
+      promote: the layer's `promote_dtype`, for the operands alone.
+      query: (..., features).
+      table: (tokens, features), as it is stored.
+      labels: (...) integers.
+      options: of `linear_softmax_cross_entropy`.
+    """
+    scope = current_scope()
+    policy = scope.policy
+    if policy is None or not promotes_as_flax(layer) or layer._numerics.result_dtype is None:
+        query, table = promote(query, table)
+        policy = None
+    else:
+        policy = policy.replace(compute_dtype=layer.dtype, matmul=None)
+    with enter(dataclasses.replace(scope, policy=policy)):
+        return linear_softmax_cross_entropy(query, table, labels, axis=0, **options)

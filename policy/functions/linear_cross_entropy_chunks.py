@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -181,14 +182,14 @@ def _rows(options: Options, array: Array) -> Array:
     """
     counts, rest = (options.chunks, options.parts), array.shape[1:]
     if not options.is_on_mesh:
-        return array.reshape(*counts, -1, *rest)
-    return jnp.moveaxis(array.reshape(-1, *counts, *rest), 0, 2)
+        return array.reshape(*counts, options.size, *rest)
+    return jnp.moveaxis(array.reshape(options.size, *counts, *rest), 0, 2)
 
 
 def _in_order(options: Options, array: Array) -> Array:
     """Returns the rows (examples, ...) of (chunks, parts, examples of a part, ...)."""
     array = jnp.moveaxis(array, 2, 0) if options.is_on_mesh else array
-    return array.reshape(-1, *array.shape[3:])
+    return array.reshape(math.prod(array.shape[:3]), *array.shape[3:])
 
 
 def _whole_in_features(options: Options, kernel: Array) -> Array:

@@ -302,3 +302,17 @@ class Embed(Layer, flax_nn.Embed):
         promoted: Any = self.promote_dtype(query, self.embedding, dtype=self.dtype)
         product = Product(self, (*promoted, None), None, matmul_calls.inner_products)
         return product.multiply()
+
+    def attend_cross_entropy(
+        self, query: jax.Array, labels: jax.Array, **options: Any
+    ) -> jax.Array:
+        """Returns the softmax cross-entropy of `attend`'s logits, a chunk of them at a time.
+
+        Args:
+          query: (..., features).
+          labels: (...) integers: rows of the table.
+          **options: of `policy.losses.linear_softmax_cross_entropy`, which computes it, but for
+            `axis`.
+        """
+        promoted = functools.partial(self.promote_dtype, dtype=self.dtype)
+        return matmul_calls.attended_loss(self, promoted, query, self.embedding, labels, options)

@@ -197,6 +197,24 @@ class Embed(Layer, flax_nnx.Embed):
         product = Product(self, (*promoted, None), None, matmul_calls.inner_products)
         return product.multiply(out_sharding=out_sharding)
 
+    def attend_cross_entropy(
+        self, query: jax.Array, labels: jax.Array, **options: Any
+    ) -> jax.Array:
+        """Returns the softmax cross-entropy of `attend`'s logits, a chunk of them at a time.
+
+        Args:
+          query: (..., features).
+          labels: (...) integers: rows of the table.
+          **options: of `policy.losses.linear_softmax_cross_entropy`, which computes it, but for
+            `axis`.
+        """
+
+        def promoted(*operands: jax.Array) -> Any:
+            return self.promote_dtype(operands, dtype=self.dtype)
+
+        table = self.embedding[...]
+        return matmul_calls.attended_loss(self, promoted, query, table, labels, options)
+
 
 class LoRA(Layer, flax_nnx.LoRA):
     """`flax.nnx.LoRA` that obeys policies.
