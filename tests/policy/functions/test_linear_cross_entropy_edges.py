@@ -31,21 +31,24 @@ def test_errors_are_those_of_the_logits_formula_beside_float64(is_float64):
 
     def error(loss, dtype):
         given = x.astype(dtype), kernel.astype(dtype)
-        found = jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(*given))
+        found = leaves(jax.value_and_grad(loss, (0, 1))(*given))
         assert {leaf.dtype for leaf in found} == {jnp.dtype(dtype)}
         return [
             np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, truth, strict=True)
         ]
 
+    def leaves(tree):
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
     with jax.enable_x64(True):
         formula = lambda x, w: of_logits(x, w, None, labels).mean()  # noqa: E731
         ours = lambda x, w: chunked(x, w, labels, chunk_size=100)  # noqa: E731
         wide = x.astype(np.float64), kernel.astype(np.float64)
-        truth = jax.tree.leaves(jax.value_and_grad(formula, (0, 1))(*wide))
+        truth = leaves(jax.value_and_grad(formula, (0, 1))(*wide))
         if is_float64:
             assert max(error(ours, np.float64)) < 1e-14
             return
-        near_enough = [max(1.5 * error, 2**-22) for error in error(formula, np.float32)]
+        near_enough = [max(1.5 * a, 2**-22) for a in error(formula, np.float32)]
         assert all(a <= b for a, b in zip(error(ours, np.float32), near_enough, strict=True))
 
 
