@@ -159,8 +159,9 @@ def _in_chunks(
 
     def step(sums: list[Array], rows: tuple[Any, ...]) -> tuple[list[Array], Any]:
         # XLA for TPU multiplies more slowly where a slice is fused into the matmul.
-        x = lax.optimization_barrier(rows[0])
-        losses, of_x, parts = _chunk(options, x, *rows[1:], kernel, bias)
+        x, labels, weight = rows
+        x = lax.optimization_barrier(x)
+        losses, of_x, parts = _chunk(options, x, labels, weight, kernel, bias)
         return [total + part for total, part in zip(sums, parts, strict=True)], (losses, of_x)
 
     rows = jax.tree.map(functools.partial(_rows, options), (x, labels, weight))

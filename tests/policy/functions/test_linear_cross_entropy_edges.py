@@ -163,7 +163,8 @@ class Tied(linen.Module):
         head = linen.Dense(50, use_bias=False, name="head")
         if self.is_initializing():
             head(x)
-        return chunked(x, head.variables["params"]["kernel"], labels)
+        params: Any = head.variables["params"]
+        return chunked(x, params["kernel"], labels)
 
 
 class NnxTied(nnx.Module):
@@ -171,7 +172,7 @@ class NnxTied(nnx.Module):
         self.embed, self.norm = nnx.Embed(50, 16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)
         self.head = nnx.Linear(16, 50, rngs=rngs) if dense else None
 
-    def __call__(self, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Any, labels: Any) -> jax.Array:
         x = self.norm(self.embed(tokens))
         if self.head is None:
             return self.embed.attend_cross_entropy(x, labels)
