@@ -7,6 +7,7 @@ weights to return, and take no dropout.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +16,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from mpmodules.functions.splash_attention import LANES, Splash, StaticMask, splash_attention
+from mpmodules.functions.attention_masks import KnownMask, known_mask
+from mpmodules.functions.sharded_attention import Bias, Shards, shards_of
+from mpmodules.functions.splash_attention import LANES, Splash, splash_attention
+from policy.core.scope import current_scope, require_attention_axes
 from policy.functions.checkpointing import cached_inline_jit
 
 Array = jax.Array
 Attention = Callable[[Array, Array, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The program that computes an attention.
+
+    Attributes:
+      attend: `attend(query, key, value)`, a kernel, or on a TPU the kernel and elsewhere XLA's
+        formula; None where it is XLA's formula on every platform.
+      reason: the kernel's name, "cudnn" or "splash"; else the features that no kernel has.
+    """
+
+    attend: Attention | None
+    reason: str
+
 
 IMPLEMENTATIONS = (None, "xla", "cudnn", "splash")
 _WIDEST_HEAD = 256  # the widest that splash attention is compiled for in the tests
@@ -40,20 +59,20 @@ def fused_kernel(
     is_causal: bool,
     reduction_dtype: DTypeLike,
     precision: PrecisionLike = None,
+    attention_axes: PartitionSpec | None = None,
     obstacles: dict[str, bool],
-) -> Attention | None:
+) -> Choice:
     """Chooses the kernel to compute attention with.
 
-    With `implementation=None` there is one where nothing in `obstacles` is asked for, the kernel
-    takes these shapes and dtypes, and arrays are whole: on one device, or within `shard_map`. (XLA
-    can't partition splash attention, and cuDNN's refuses arrays that are sharded over heads or
-    positions, which can't be seen while tracing.)
+    With `implementation=None` there is one where nothing in `obstacles` is asked for, and the
+    kernel takes these shapes and dtypes. Over several devices it runs in `jax.shard_map` over the
+    axes of batch and heads; see `mpmodules.functions.sharded_attention.shards_of`.
 
     - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
     - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other
-      than causality must be known while tracing (a `numpy.ndarray`), be the same for the whole
-      batch and leave each query a key. The platform is the one that the program is lowered for,
-      not that of this process's devices.
+      than causality must be known while tracing; see
+      `mpmodules.functions.attention_masks.known_mask`. The platform is the one that the program is
+      lowered for, not that of this process's devices.
 
     Args:
       implementation: None chooses, "xla", "cudnn" and "splash" insist.
@@ -62,73 +81,141 @@ def fused_kernel(
       is_causal: masks out the keys after each query.
       reduction_dtype: the dtype of logits and softmax.
       precision: None, which alone the kernels have.
+      attention_axes: the mesh axes of queries, (B, T, N, H); None for those of the policy's scope.
       obstacles: other features that no kernel has, by name, and whether each is asked for.
 
-    Returns:
-      `attention(query, key, value)`, which is the kernel, or on a TPU the kernel and elsewhere
-      XLA's program. None where it is XLA's on every platform.
-
     Raises:
-      ValueError: an unknown `implementation`, or one that lacks a feature that is asked for.
+      ValueError: an unknown `implementation`, one that lacks a feature that is asked for, or
+        `attention_axes` that the mesh does not have.
+      TypeError: `attention_axes` is no `PartitionSpec`.
 
     Example:
       >>> x = jnp.ones((2, 5, 4, 8))  # float32, which no kernel takes
-      >>> fused_attention.fused_kernel(
+      >>> choice = fused_attention.fused_kernel(
       ...     None, x, x, x, bias=None, mask=None, is_causal=False,
       ...     reduction_dtype=jnp.float32, obstacles={},
-      ... ) is None
-      True
+      ... )
+      >>> choice.attend is None, choice.reason
+      (True, 'float32 queries')
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             "implementation should be None, 'xla', 'cudnn' or 'splash', but got "
             f"{implementation!r}."
         )
+    axes = require_attention_axes(attention_axes) or current_scope().attention_axes
     if implementation == "xla":
-        return None
+        return Choice(None, "implementation='xla'")
     wide = jnp.dtype(reduction_dtype)
-    obstacles = {f"reduction_dtype={wide.name}": wide != jnp.float32, **obstacles}
-    obstacles["a precision"] = precision is not None
-    cudnn = functools.partial(_cudnn_attention, bias=bias, mask=mask, is_causal=is_causal)
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
-    if implementation == "cudnn":
-        _refuse("cudnn", {f"{query.dtype.name} queries": not is_half, **obstacles})
-        return cudnn
-    insists = implementation == "splash"
-    if not insists:
-        if not is_half or any(obstacles.values()) or not _one_shard(query, key, value):
-            return None
-        if _fits_cudnn(query, key, value, bias, mask):
-            return cudnn
-    obstacles |= _splash_obstacles(query, key, value, bias)
-    if not insists and any(obstacles.values()):
-        return None  # without a look at the mask, which may be on a device
-    static = None if mask is None else _static_mask(query, key, mask)
-    obstacles |= {
-        "a mask that is traced, or differs within the batch": mask is not None and static is None,
-        "a mask that hides all keys from a query": _has_empty_row(static, is_causal),
+    obstacles = {
+        f"{query.dtype.name} queries": not is_half,
+        f"reduction_dtype={wide.name}": wide != jnp.float32,
+        **obstacles,
+        "a precision": precision is not None,
     }
+    if any(obstacles.values()) and implementation is None:
+        return Choice(None, _listed(obstacles))
+    shards, obstacle = shards_of(query, key, value, axes)
+    obstacles = {**obstacles, obstacle: bool(obstacle)}
+    if implementation == "cudnn":
+        _refuse("cudnn", obstacles)
+        return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
+    insists = implementation == "splash"
+    if not (insists or any(obstacles.values())) and _fits_cudnn(query, key, value, bias, mask):
+        return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
+    obstacles |= _splash_obstacles(query, key, value, bias)
+    pairs = KnownMask(None, None)
+    if not any(obstacles.values()):  # else without a look at the mask, which may be on a device
+        found = _known_pairs(query, key, mask, is_causal)
+        unknown = "a mask that is not known while tracing, or differs within the batch"
+        obstacles[unknown] = found is None
+        pairs = found or pairs
+        by_head = pairs.static is not None and len(pairs.static) > 1
+        split = shards is not None and bool(shards.heads)
+        obstacles["a mask that differs between heads, which are sharded"] = by_head and split
     if insists:
         _refuse("splash", obstacles)
     if any(obstacles.values()):
-        return None
-    how = Splash(None if static is None else StaticMask.of(static), is_causal, insists)
-    return functools.partial(splash_attention, how) if insists else cached_inline_jit(_on_tpu, how)
+        return Choice(None, _listed(obstacles))
+    return Choice(_splash(pairs, insists, shards), "splash")
+
+
+def _listed(obstacles: dict[str, bool]) -> str:
+    return ", ".join(name for name, asked_for in obstacles.items() if asked_for)
 
 
 def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
-    refused = [name for name, asked_for in obstacles.items() if asked_for]
-    if refused:
+    if any(obstacles.values()):
         raise ValueError(
-            f"implementation={implementation!r} does not support {', '.join(refused)}. "
+            f"implementation={implementation!r} does not support {_listed(obstacles)}. "
             "Leave it out, or give implementation='xla'."
         )
 
 
-def _on_tpu(how: Splash, query: Array, key: Array, value: Array) -> Array:
+# --------------------------------------------------------------------------------------------------
+# Splash attention, for TPUs
+# --------------------------------------------------------------------------------------------------
+
+
+def _splash(pairs: KnownMask, insists: bool, shards: Shards | None) -> Attention:
+    """Returns splash attention of the pairs that are kept."""
+    how = Splash.of(pairs.static, insists, shards)
+    kernel = _kernel_with_uniform_rows if _may_hide_all_keys(pairs) else splash_attention
+    run: Any = functools.partial(kernel, how)
+    if not insists:
+        run = cached_inline_jit(_on_tpu, kernel, how)
+    segments = pairs.segments
+    ids = () if segments is None else (segments.query, segments.key)
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        if shards is not None and shards.repeats > 1:
+            key, value = (jnp.repeat(x, shards.repeats, axis=-2) for x in (key, value))
+        return run(query, key, value, *ids)
+
+    return attend
+
+
+def _on_tpu(
+    kernel: Callable[..., Array], how: Splash, query: Array, key: Array, value: Array, *ids: Array
+) -> Array:
     """Runs the kernel in a program that is lowered for TPUs, XLA's formula in others."""
-    kernel = functools.partial(splash_attention, how)
-    return lax.platform_dependent(query, key, value, tpu=kernel, default=how.formula)
+    run = functools.partial(kernel, how)
+    return lax.platform_dependent(query, key, value, *ids, tpu=run, default=how.formula)
+
+
+def _kernel_with_uniform_rows(
+    how: Splash, query: Array, key: Array, value: Array, *ids: Array
+) -> Array:
+    """Computes attention where a query without any key weighs all keys alike, as in our definition
+    and not in the kernel's.
+    """
+    allowed = how.allowed(query, key, *ids)
+    has_key = jnp.swapaxes(jnp.any(allowed, axis=-1), -1, -2)[..., None]  # (B..., T, 1 or N, 1)
+    mean = jnp.mean(value, axis=-3, keepdims=True, dtype=jnp.float32).astype(value.dtype)
+    mean = jnp.repeat(mean, query.shape[-2] // key.shape[-2], axis=-2)
+    return jnp.where(has_key, splash_attention(how, query, key, value, *ids), mean)
+
+
+def _known_pairs(query: Array, key: Array, mask: Any, is_causal: bool) -> KnownMask | None:
+    """Returns the pairs that a mask and causality keep; None where the mask is not known."""
+    known = KnownMask(None, None) if mask is None else known_mask(mask, query, key)
+    if known is None or not is_causal:
+        return known
+    causal = np.tri(query.shape[-3], key.shape[-3], dtype=bool)[None]
+    static = causal if known.static is None else np.logical_and(known.static, causal)
+    return dataclasses.replace(known, static=static)
+
+
+def _may_hide_all_keys(pairs: KnownMask) -> bool:
+    """Returns whether a query may have no key left."""
+    static, segments = pairs.static, pairs.segments
+    if static is not None and not static.any(-1).all():
+        return True
+    if segments is None:
+        return False
+    has_own = static is None or bool(np.diagonal(static, axis1=1, axis2=2).all())
+    return not (segments.reflexive and has_own)
 
 
 def _splash_obstacles(
@@ -157,47 +244,6 @@ def _splash_obstacles(
 def _varies_over(x: Array) -> Any:
     aval = jax.typeof(x)
     return getattr(aval, "mat", getattr(aval, "vma", None))
-
-
-def _static_mask(query: Array, key: Array, mask: Any) -> np.ndarray | None:
-    """Returns a mask as (1 or N, T, S) where it is known while tracing and the same for the whole
-    batch; else None.
-    """
-    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
-        return None
-    mask = np.asarray(mask).astype(bool)
-    mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
-    if any(size != 1 for size in mask.shape[:-3]):
-        return None
-    return np.broadcast_to(
-        mask.reshape(mask.shape[-3:]), (mask.shape[-3], query.shape[-3], key.shape[-3])
-    )
-
-
-def _has_empty_row(mask: np.ndarray | None, is_causal: bool) -> bool:
-    """Returns whether a query has no key left: its weights are uniform in our definition, not in
-    the kernel's.
-    """
-    if mask is None:
-        return False
-    allowed = np.logical_and(mask, np.tri(*mask.shape[-2:], dtype=bool)) if is_causal else mask
-    return not allowed.any(-1).all()
-
-
-def _one_shard(*arrays: Array) -> bool:
-    """Returns whether arrays are whole while tracing: on one device, or with every axis of the mesh
-    in `shard_map`.
-
-    The mesh of the arrays decides where they have one: a program compiled for a topology has other
-    devices than this process.
-    """
-    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
-    meshes = [mesh for mesh in meshes if not mesh.empty]
-    for mesh in meshes:
-        is_manual = all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
-        if mesh.size > 1 and not is_manual:
-            return False
-    return bool(meshes) or jax.device_count() == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,6 +281,35 @@ def _widest_head() -> int:
         return 0
     major = int(capability.split(".")[0])
     return 256 if major >= 9 else 128 if major >= 8 else 0
+
+
+def _cudnn(
+    rank: int, bias: Array | None, mask: Any, is_causal: bool, shards: Shards | None
+) -> Attention:
+    """Returns cuDNN's attention of queries of `rank` axes."""
+    given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+    arrays = [
+        jnp.asarray(x).reshape((1,) * (rank - np.ndim(x)) + np.shape(x)) for x in given.values()
+    ]
+
+    def kernel(query: Array, key: Array, value: Array, *arrays: Array) -> Array:
+        options = {"bias": None, "mask": None, **dict(zip(given, arrays, strict=True))}
+        return _cudnn_attention(query, key, value, **options, is_causal=is_causal)
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        if shards is None:
+            return kernel(query, key, value, *arrays)
+        if shards.repeats > 1:
+            key, value = (jnp.repeat(x, shards.repeats, axis=-2) for x in (key, value))
+        # JAX's kernel does not say over which axes its results vary.
+        operands: Any = (query, key, value, *map(Bias, arrays))
+        return shards.map(kernel, operands, query.ndim, checks=False)
+
+    return attend
+
+
+def _of_rank(x: Array, rank: int) -> Array:
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def _cudnn_attention(

@@ -21,12 +21,18 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
 from mpmodules.functions.attention import dot_product_attention
+from mpmodules.functions.sharded_attention import Shards
 
 Array = jax.Array
 Three = tuple[Array, Array, Array]
+Operands = tuple[Array, ...]
+
+RESIDUALS = "attention"
+"""The name of what backward keeps, as in `jax.checkpoint_policies.save_only_these_names`."""
 
 INTERPRET = False  # True in tests: Pallas's interpreter, on any platform
 LANES = 128  # block lengths are multiples of it
@@ -59,62 +65,133 @@ class StaticMask:
         return bits.astype(bool).reshape(self.shape)
 
 
+Window = tuple[int | None, int | None]
+_CAUSAL: Window = (None, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Splash:
     """The static parameters of one attention.
 
     Attributes:
       mask: the pairs that are kept; None keeps all.
-      is_causal: masks out the keys after each query.
+      window: the numbers of keys before and after its own position that a query attends to; None
+        for all of them. It applies beside `mask`, and the kernel computes it.
       insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel
         can't be partitioned.
+      shards: how the operands are split over a mesh, or None where they are whole.
     """
 
     mask: StaticMask | None
-    is_causal: bool
+    window: Window
     insists: bool
+    shards: Shards | None = None
 
-    def formula(self, query: Array, key: Array, value: Array) -> Array:
-        """Computes the same attention by XLA's operations."""
-        mask: Any = None
-        if self.mask is not None:
-            mask = self.mask.array.reshape((1,) * (query.ndim - 3) + self.mask.shape)
+    @classmethod
+    def of(cls, allowed: np.ndarray | None, insists: bool, shards: Shards | None) -> Splash:
+        """Returns the parameters of a mask (1 or N, T, S), or of none."""
+        window: Window | None = (None, None) if allowed is None else _window_of(allowed)
+        if allowed is None or window is not None:
+            return cls(None, window or (None, None), insists, shards)
+        return cls(StaticMask.of(allowed), (None, None), insists, shards)
+
+    def formula(self, query: Array, key: Array, value: Array, *ids: Array) -> Array:
+        """Computes the same attention by XLA's operations.
+
+        Args:
+          query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
+          ids: those of queries (B..., T) and of keys (B..., S), or nothing.
+        """
+        is_causal = self.window == _CAUSAL
+        how = dataclasses.replace(self, window=(None, None)) if is_causal else self
+        is_whole = how.mask is None and how.window == (None, None) and not ids
+        mask: Any = None if is_whole else how.allowed(query, key, *ids)
         return dot_product_attention(
-            query, key, value, mask=mask, is_causal=self.is_causal, reduction_dtype=jnp.float32
+            query, key, value, mask=mask, is_causal=is_causal, reduction_dtype=jnp.float32
         )
+
+    def allowed(self, query: Array, key: Array, *ids: Array) -> Array:
+        """Returns the pairs that are kept, broadcastable to (B..., N, T, S)."""
+        queries, keys = query.shape[-3], key.shape[-3]
+        masks: list[Any] = [] if self.mask is None else [self.mask.array]
+        if self.window != (None, None):
+            masks.append(_in_window(self.window, queries, keys))
+        if ids:
+            same = ids[0][..., :, None] == ids[1][..., None, :]
+            masks.append(same[..., None, :, :])
+        # Of equal ranks: under strict promotion arrays of different ones don't combine.
+        masks = [m.reshape((1,) * (query.ndim - m.ndim) + m.shape) for m in masks]
+        return functools.reduce(jnp.logical_and, masks)
+
+
+def _in_window(window: Window, queries: int, keys: int) -> Array:
+    """Returns the mask of a window, (T, S)."""
+    ahead = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
+    before, after = window
+    inside = jnp.ones((queries, keys), bool)
+    inside = inside if before is None else inside & (ahead >= -before)
+    return inside if after is None else inside & (ahead <= after)
+
+
+def _window_of(allowed: np.ndarray) -> Window | None:
+    """Returns the window that a mask (1 or N, T, S) is, or None."""
+    heads, queries, keys = allowed.shape
+    after, before = int(allowed[0, 0].sum()) - 1, int(allowed[0, :, 0].sum()) - 1
+    if heads != 1 or after < 0 or before < 0:
+        return None
+    ahead = np.arange(keys, dtype=np.int32)[None] - np.arange(queries, dtype=np.int32)[:, None]
+    window = None if before == queries - 1 else before, None if after == keys - 1 else after
+    inside = np.ones((queries, keys), bool)
+    if window[0] is not None:
+        inside &= ahead >= -before
+    if window[1] is not None:
+        inside &= ahead <= after
+    return window if np.array_equal(inside, allowed[0]) else None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def splash_attention(how: Splash, query: Array, key: Array, value: Array) -> Array:
+def splash_attention(how: Splash, query: Array, key: Array, value: Array, *ids: Array) -> Array:
     """Computes softmax(q k^T / sqrt(H)) v in one kernel.
+
+    Its residuals are named "attention", for the policies of `jax.checkpoint`.
 
     Args:
       how: the masks, and whether to insist on the kernel.
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), K a divisor of N.
+      ids: those of queries (B..., T) and of keys (B..., S), int32, or nothing: a query attends to
+        the keys with its own id. Of a query without any key the result has no meaning.
 
     Returns:
       (B..., T, N, H) in the queries' dtype.
     """
-    (out,) = _kernel_p.bind(query, key, value, how=how, stage="forward")
+    (out,) = _run(how, "forward", query, key, value, *ids)
     return out
 
 
 @splash_attention.defjvp
-def _attention_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Array, Array]:
+def _attention_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Array, Array]:
     out, log_sum = _with_residuals(how, *primals)
-    return out, _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
+    out, log_sum = (checkpoint_name(x, RESIDUALS) for x in (out, log_sum))
+    return out, _tangent(how, primals, out, log_sum, tangents)
+
+
+def _tangent(
+    how: Splash, primals: Operands, out: Array, log_sum: Array, tangents: Operands
+) -> Array:
+    operands, ids = primals[:3], primals[3:]
+    return _tangent_p.bind(*operands, out, log_sum, *ids, *tangents[:3], how=how)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_residuals(how: Splash, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    out, log_sum = _kernel_p.bind(query, key, value, how=how, stage="forward_with_residuals")
+def _with_residuals(how: Splash, *operands: Array) -> tuple[Array, Array]:
+    out, log_sum = _run(how, "forward_with_residuals", *operands)
     return out, log_sum
 
 
 @_with_residuals.defjvp
-def _with_residuals_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[Any, Any]:
+def _with_residuals_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
     out, log_sum = _with_residuals(how, *primals)
-    tangent = _tangent_p.bind(*primals, out, log_sum, *tangents, how=how)
+    tangent = _tangent(how, primals, out, log_sum, tangents)
     # Backward's derivative goes by the operands alone.
     return (out, log_sum), (tangent, jnp.zeros_like(log_sum))
 
@@ -122,17 +199,19 @@ def _with_residuals_jvp(how: Splash, primals: Three, tangents: Three) -> tuple[A
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(how: Splash, *operands: Array) -> Three:
     """Computes the cotangents of `query, key, value = operands[:3]`, by the kernel from the result,
-    its residual and the cotangent that follow.
+    its residual and the cotangent that follow, and the ids after them.
     """
-    return tuple(_kernel_p.bind(*operands, how=how, stage="backward"))
+    query, key, value = _run(how, "backward", *operands)
+    return query, key, value
 
 
 @_backward.defjvp
-def _backward_jvp(
-    how: Splash, primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[Three, Three]:
+def _backward_jvp(how: Splash, primals: Operands, tangents: Operands) -> tuple[Three, Three]:
+    ids = primals[6:]
+
     def pullback(query: Array, key: Array, value: Array, cotangent: Array) -> Three:
-        return jax.vjp(how.formula, query, key, value)[1](cotangent)
+        run = lambda *operands: how.formula(*operands, *ids)  # noqa: E731
+        return jax.vjp(run, query, key, value)[1](cotangent)
 
     _, derivative = jax.jvp(pullback, (*primals[:3], primals[5]), (*tangents[:3], tangents[5]))
     return _backward(how, *primals), derivative
@@ -144,6 +223,20 @@ def _backward_jvp(
 
 _kernel_p = jex_core.Primitive("splash_attention")
 _kernel_p.multiple_results = True
+
+
+def _run(how: Splash, stage: str, *operands: Array) -> list[Array]:
+    """Runs a stage of the kernel, on each shard where the operands are sharded.
+
+    `jax.shard_map` stands inside of the derivatives, so it need not be differentiated.
+    """
+    whole = dataclasses.replace(how, shards=None)
+    run = functools.partial(_kernel_p.bind, how=whole, stage=stage)
+    if how.shards is None:
+        return run(*operands)
+    rank = operands[0].ndim
+    results = {"forward": [rank], "forward_with_residuals": [rank, rank - 1]}
+    return how.shards.map(run, operands, results.get(stage, [rank] * 3))
 
 
 def _log_sum(query: Any) -> Any:
@@ -170,9 +263,7 @@ def _program(
     It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`,
     JAX's kernel does not say over which axes its outputs vary. Its `_kernel_avals` here do.
     """
-    run = functools.partial(
-        _STAGES[stage], mask=how.mask, is_causal=how.is_causal, interpret=interpret
-    )
+    run = functools.partial(_STAGES[stage], mask=how.mask, window=how.window, interpret=interpret)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(jax.make_jaxpr(run), *operands).result()
 
@@ -180,7 +271,9 @@ def _program(
 def _run_formula(*operands: Array, how: Splash, stage: str) -> list[Array]:
     """XLA's formula, for the outputs that its backward needs: it computes the softmax again."""
     if stage == "backward":
-        return list(jax.vjp(how.formula, *operands[:3])[1](operands[5]))
+        ids = operands[6:]
+        run = lambda *operands: how.formula(*operands, *ids)  # noqa: E731
+        return list(jax.vjp(run, *operands[:3])[1](operands[5]))
     out = how.formula(*operands)
     if stage == "forward":
         return [out]
@@ -252,11 +345,13 @@ mlir.register_lowering(_kernel_p, functools.partial(_lower, is_for_tpu=True), pl
 # --------------------------------------------------------------------------------------------------
 
 _tangent_p = jex_core.Primitive("splash_attention_tangent")
-_RESIDUALS = 5  # queries, keys, values, what was returned, the softmax's denominators
+_RESIDUALS = 5  # queries, keys, values, what was returned, the softmax's denominators; then ids
 
 
 def _run_tangent(*operands: Array, how: Splash) -> Array:
-    return jax.jvp(how.formula, operands[:3], operands[_RESIDUALS:])[1]
+    ids, tangents = operands[_RESIDUALS:-3], operands[-3:]
+    run = lambda *operands: how.formula(*operands, *ids)  # noqa: E731
+    return jax.jvp(run, operands[:3], tangents)[1]
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, how: Splash) -> tuple[Array, Array]:
@@ -266,7 +361,8 @@ def _tangent_jvp(primals: Any, tangents: Any, *, how: Splash) -> tuple[Array, Ar
 
 
 def _tangent_transpose(cotangent: Any, *operands: Any, how: Splash) -> list[Any]:
-    return [None] * _RESIDUALS + list(_backward(how, *operands[:_RESIDUALS], cotangent))
+    kept, ids = operands[:_RESIDUALS], operands[_RESIDUALS:-3]
+    return [None] * (len(operands) - 3) + list(_backward(how, *kept, cotangent, *ids))
 
 
 _tangent_p.def_abstract_eval(lambda *avals, how: avals[0])
@@ -296,20 +392,28 @@ def _as_written() -> Iterator[None]:
 
 
 def _forward(
-    query: Array, key: Array, value: Array, *, save_residuals: bool = False, **how: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *ids: Array,
+    save_residuals: bool = False,
+    **how: Any,
 ) -> list[Array]:
     """Computes softmax(q k^T / sqrt(H)) v: (B..., T, N, H).
 
     Args:
       query: (B..., T, N, H); `key` and `value`: (B..., S, K, H).
+      ids: of queries (B..., T) and of keys (B..., S), or nothing.
       save_residuals: returns the logarithms of the softmax's denominators, too: (B..., N, T) in
         float32.
-      **how: `mask`, `is_causal` and `interpret`; see `_kernel`.
+      **how: `mask`, `window` and `interpret`; see `_kernel`.
     """
     lengths = _lengths(query, key)
     kernel = _kernel(lengths, query.shape[-1], save_residuals=save_residuals, **how)
     with _as_written():
-        found = jax.vmap(kernel)(_scaled(query), *map(_heads_first, (key, value)))
+        attend = lambda inputs, segments: kernel(*inputs, **segments)  # noqa: E731
+        inputs = (_scaled(query), *map(_heads_first, (key, value)))
+        found = jax.vmap(attend)(inputs, _segments(ids))
         if not save_residuals:
             return [_heads_last(found, query)]
         out, (log_sum,) = found
@@ -317,7 +421,14 @@ def _forward(
 
 
 def _backward_kernel(
-    query: Array, key: Array, value: Array, out: Array, log_sum: Array, cotangent: Array, **how: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    log_sum: Array,
+    cotangent: Array,
+    *ids: Array,
+    **how: Any,
 ) -> Three:
     """Computes the cotangents of queries, keys and values, from the results of
     `_forward`.
@@ -327,7 +438,8 @@ def _backward_kernel(
         inputs = [_scaled(query), _heads_first(key), _heads_first(value)]
         log_sum = log_sum.reshape(-1, *log_sum.shape[-2:])
         outs, cotangents = _heads_first(out), _heads_first(cotangent)
-        grads = jax.vmap(functools.partial(_pullback, kernel))(inputs, outs, log_sum, cotangents)
+        pull = functools.partial(_pullback, kernel)
+        grads = jax.vmap(pull)(inputs, _segments(ids), outs, log_sum, cotangents)
         d_query = (grads[0].astype(jnp.float32) * _scale(query)).astype(query.dtype)
         return _heads_last(d_query, query), _heads_last(grads[1], key), _heads_last(grads[2], value)
 
@@ -335,6 +447,7 @@ def _backward_kernel(
 def _pullback(
     kernel: Callable[..., Array],
     inputs: Sequence[Array],
+    segments: dict[str, Any],
     out: Array,
     log_sum: Array,
     cotangent: Array,
@@ -346,11 +459,12 @@ def _pullback(
       NotImplementedError: JAX's kernel has other residuals.
     """
     program, shapes = jax.make_jaxpr(
-        lambda *operands: jax.vjp(kernel, *operands), return_shape=True
-    )(*inputs)
+        lambda inputs, segments: jax.vjp(lambda *x: kernel(*x, **segments), *inputs),
+        return_shape=True,
+    )(inputs, segments)
     jaxpr: Any = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= dict(zip(jaxpr.invars, jax.tree.leaves((inputs, segments)), strict=True))
     known[jaxpr.outvars[0]] = out
     leaves = []
     for atom in jaxpr.outvars[1:]:
@@ -386,6 +500,15 @@ def _heads_last(x: Array, like: Array) -> Array:
     return jnp.swapaxes(x, 1, 2).reshape(like.shape)
 
 
+def _segments(ids: Sequence[Array]) -> dict[str, Any]:
+    """Returns the ids of (B..., T) and (B..., S) as JAX's kernel takes them, of (B, T), (B, S)."""
+    if not ids:
+        return {}
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return {"segment_ids": splash.SegmentIds(*(x.reshape(-1, x.shape[-1]) for x in ids))}
+
+
 def _lengths(query: Array, key: Array) -> tuple[int, int, int]:
     return query.shape[-2], query.shape[-3], key.shape[-3]  # (N, T, S)
 
@@ -396,7 +519,7 @@ def _kernel(
     width: int,
     *,
     mask: StaticMask | None,
-    is_causal: bool,
+    window: Window,
     interpret: bool,
     save_residuals: bool = False,
 ) -> Callable[..., Any]:
@@ -407,15 +530,16 @@ def _kernel(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     heads, queries, keys = lengths
-    if mask is None:
-        one = splash.CausalMask((queries, keys)) if is_causal else splash.FullMask((queries, keys))
-        masks = [one] * heads
+    if mask is not None:
+        masks = [splash.NumpyMask(each) for each in np.broadcast_to(mask.array, lengths)]
+    elif window == (None, None):
+        masks = [splash.FullMask((queries, keys))] * heads
+    elif window == _CAUSAL:
+        masks = [splash.CausalMask((queries, keys))] * heads
     else:
-        allowed = mask.array
-        if is_causal:
-            allowed = np.logical_and(allowed, np.tri(queries, keys, dtype=bool))
-        masks = [splash.NumpyMask(each) for each in np.broadcast_to(allowed, lengths)]
-    sizes = _block_sizes(queries, keys, width, is_full=mask is None and not is_causal)
+        masks = [splash.LocalMask((queries, keys), window, 0)] * heads
+    is_full = mask is None and window == (None, None)
+    sizes = _block_sizes(queries, keys, width, is_full=is_full)
     with jax.ensure_compile_time_eval(), _as_written():
         made = splash.make_splash_mha_single_device(
             splash.MultiHeadMask(masks),

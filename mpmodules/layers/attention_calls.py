@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec
 
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
@@ -46,6 +47,7 @@ class AttentionCall:
       module: the module whose `sow` stores the weights before dropout in `collection`; or None.
       einsum: computes the logits, and `values_einsum` the sum of the values, instead of ours.
       wide_weights: whether the weights stay in reduction_dtype.
+      attention_axes: the mesh axes of queries; None for those of the policy's scope.
     """
 
     bias: Array | None
@@ -61,6 +63,7 @@ class AttentionCall:
     einsum: Callable[..., Array] | None = None
     values_einsum: Callable[..., Array] | None = None
     wide_weights: bool = False
+    attention_axes: PartitionSpec | None = None
 
     def weights(self, query: Array, key: Array) -> Array:
         """Computes attention weights (B..., N, T, S) in reduction_dtype, rounds and sows them, and
@@ -111,14 +114,20 @@ class AttentionCall:
             "a custom einsum": bool(self.einsum or self.values_einsum),
             "force_fp32_for_softmax without a policy": self.wide_weights,
         }
-        kernel = fused_kernel(
-            implementation, query, key, value, **self._options, obstacles=obstacles
+        choice = fused_kernel(
+            implementation,
+            query,
+            key,
+            value,
+            **self._options,
+            attention_axes=self.attention_axes,
+            obstacles=obstacles,
         )
         if upstream is not None:
             return upstream()
         attention.check_shapes(query, key, value)
-        if kernel is not None:
-            return kernel(query, key, value)
+        if choice.attend is not None:
+            return choice.attend(query, key, value)
         if not any(obstacles.values()):
             return attention.dot_product_attention(query, key, value, **self._options)
         weights = self.weights(query, key)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from policy.core.arrays import cast_floating, is_inexact, require_available
@@ -91,6 +92,7 @@ class Scope:
       in_full_precision: True inside a `full_precision` block, where compute_dtype is
         reduction_dtype.
       backend: the platform and kind of the devices to trace for, if they are not the default ones.
+      attention_axes: the axes of a mesh that split attention's queries, or None.
       options: other values that change the traces of a model under the policy; used as a key only.
       source: the provenance of the policy, for summaries. It is no part of the key.
     """
@@ -102,6 +104,7 @@ class Scope:
     keeps_own_code: bool = False
     in_full_precision: bool = False
     backend: tuple[str, str] | None = None
+    attention_axes: PartitionSpec | None = None
     options: Hashable = None
     source: Source = dataclasses.field(default=Source("global"), compare=False)
 
@@ -203,6 +206,28 @@ def require_usable(policy: Policy) -> Policy:
     return policy
 
 
+def require_attention_axes(axes: PartitionSpec | None) -> PartitionSpec | None:
+    """Returns `axes`, or raises where they split more than the batch and the heads of queries.
+
+    Raises:
+      TypeError: they are no `PartitionSpec`.
+      ValueError: they split the length or the width of heads, or have more than four entries.
+    """
+    if axes is None:
+        return None
+    if not isinstance(axes, PartitionSpec):
+        raise TypeError(
+            "attention_axes should be the jax.sharding.PartitionSpec of queries, (batch, length, "
+            f"heads, width), but got {axes!r}."
+        )
+    if len(axes) > 4 or any(entry is not None for entry in (*axes[1:2], *axes[3:4])):
+        raise ValueError(
+            f"attention_axes={axes} should name axes of the batch and the heads alone, as in "
+            'PartitionSpec("data", None, "model"): a kernel attends to whole sequences.'
+        )
+    return axes
+
+
 class use_policy(Block):
     """Puts a policy and rules in force for a block, or as a decorator for each call.
 
@@ -227,17 +252,27 @@ class use_policy(Block):
     Args:
       policy: a Policy, its text form, or None.
       rules: `PolicyRules`, or an argument for their constructor.
+      attention_axes: the `PartitionSpec` of attention's queries, (batch, length, heads, width),
+        over the automatic axes of the mesh. It lets fused kernels run in programs that XLA
+        partitions. Length and width have to be None. Without it an inner block keeps the outer one.
 
     Raises:
-      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
-        disabled.
+      ValueError, TypeError: the policy, the rules or `attention_axes` are malformed, or ask for
+        float64 while x64 is disabled.
       RuntimeError: a block is entered in an async function.
     """
 
     _name = "use_policy"
 
-    def __init__(self, policy: Policy | str | None, rules: RulesLike | None = None):
+    def __init__(
+        self,
+        policy: Policy | str | None,
+        rules: RulesLike | None = None,
+        *,
+        attention_axes: PartitionSpec | None = None,
+    ):
         self._policy, self._rules = _checked(policy, rules)
+        self._axes = require_attention_axes(attention_axes)
         self._is_used = False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,7 +282,8 @@ class use_policy(Block):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._is_used = True
-        return use_policy, (self._policy, self._rules)
+        make = functools.partial(use_policy, attention_axes=self._axes)
+        return make, (self._policy, self._rules)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
@@ -260,18 +296,30 @@ class use_policy(Block):
 
     def _opened(self) -> contextlib.AbstractContextManager[Policy | None]:
         self._is_used = True
-        return _in_force(self._policy, self._rules)
+        return _in_force(self._policy, self._rules, self._axes)
 
 
 @contextlib.contextmanager
-def _in_force(policy: Policy | None, rules: PolicyRules | None) -> Iterator[Policy | None]:
+def _in_force(
+    policy: Policy | None, rules: PolicyRules | None, attention_axes: PartitionSpec | None
+) -> Iterator[Policy | None]:
     outer = current_scope()
-    scope = dataclasses.replace(outer, policy=policy, rules=outer.rules if rules is None else rules)
+    scope = dataclasses.replace(
+        outer,
+        policy=policy,
+        rules=outer.rules if rules is None else rules,
+        attention_axes=outer.attention_axes if attention_axes is None else attention_axes,
+    )
     with enter(scope, Source("scope")):
         yield policy
 
 
-def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> None:
+def set_policy(
+    policy: Policy | str | None,
+    rules: RulesLike | None = None,
+    *,
+    attention_axes: PartitionSpec | None = None,
+) -> None:
     """Sets the global policy and rules, in force in every thread outside of `use_policy` blocks.
 
     ``set_policy(None)`` removes them. Jitted functions are retraced where the policy changed.
@@ -285,16 +333,18 @@ def set_policy(policy: Policy | str | None, rules: RulesLike | None = None) -> N
     Args:
       policy: a Policy, its text form, or None.
       rules: `PolicyRules`, or an argument for their constructor.
+      attention_axes: see `use_policy`.
 
     Raises:
-      ValueError, TypeError: the policy or the rules are malformed, or ask for float64 while x64 is
-        disabled.
+      ValueError, TypeError: the policy, the rules or `attention_axes` are malformed, or ask for
+        float64 while x64 is disabled.
     """
     policy, rules = _checked(policy, rules)
+    axes = require_attention_axes(attention_axes)
     # The method is public since jax 0.10.1; before that it belongs to the wrapped object.
     holder: Any = _context
     holder = holder if hasattr(holder, "set_global") else holder._obj
-    holder.set_global(Scope(policy, rules))
+    holder.set_global(Scope(policy, rules, attention_axes=axes))
 
 
 # --------------------------------------------------------------------------------------------------

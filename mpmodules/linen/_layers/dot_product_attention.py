@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import PrecisionLike
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
@@ -100,6 +101,7 @@ def dot_product_attention(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     implementation: Literal["xla", "cudnn", "splash"] | None = None,
+    attention_axes: PartitionSpec | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype.
 
@@ -111,6 +113,8 @@ def dot_product_attention(
         own function takes equal ones only).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
+      attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
+        that of `policy.use_policy`.
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with
@@ -155,6 +159,7 @@ def dot_product_attention(
         einsum=qk_attn_weights_einsum or of_dots,
         values_einsum=attn_weights_value_einsum or of_dots,
         wide_weights=forced,
+        attention_axes=attention_axes,
     )
     return call.attend(implementation, query, key, value, upstream)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype as _flax_promote_dtype
 from flax.typing import PrecisionLike
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
@@ -36,6 +37,7 @@ def dot_product_attention(
     is_causal: bool = False,
     *,
     implementation: Literal["xla", "cudnn", "splash"] | None = None,
+    attention_axes: PartitionSpec | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
@@ -48,6 +50,8 @@ def dot_product_attention(
       key, value: (batch..., keys, key heads, width).
       implementation: "cudnn" and "splash" are the fused kernels of NVIDIA GPUs and TPUs, "xla" is
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
+      attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
+        that of `policy.use_policy`.
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
@@ -74,5 +78,14 @@ def dot_product_attention(
             flax_nnx.dot_product_attention, query, key, value, bias, mask, *dropout, *how
         )
     collection = flax_nnx.Intermediate
-    call = AttentionCall(bias, mask, *dropout, precision, module, collection, is_causal)
+    call = AttentionCall(
+        bias,
+        mask,
+        *dropout,
+        precision,
+        module,
+        collection,
+        is_causal,
+        attention_axes=attention_axes,
+    )
     return call.attend(implementation, query, key, value, upstream)

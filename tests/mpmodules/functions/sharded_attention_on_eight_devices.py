@@ -1,0 +1,222 @@
+"""Fused attention over a mesh of eight devices, in Pallas's interpreter, beside XLA's formula."""
+
+import functools
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mpmodules import linen, nnx
+from mpmodules.functions import splash_attention
+from policy import use_policy
+
+RNG = np.random.default_rng(0)
+WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AXES = P(("data", "fsdp"), None, "model")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(splash_attention, "INTERPRET", True)
+
+
+def mesh_of(*kinds: AxisType) -> Any:
+    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=kinds)
+
+
+def qkv(heads=4, key_heads=2, batch=(4,), length=128, width=16) -> Any:
+    shapes = ((*batch, length, heads, width), *[(*batch, length, key_heads, width)] * 2)
+    return tuple(jnp.asarray(RNG.normal(size=shape), "bfloat16") for shape in shapes)
+
+
+def value_and_gradients(attend):
+    def loss(*operands):
+        return jnp.sum(jnp.square(attend(*operands).astype(jnp.float32)))
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+def assert_agree(found: Any, wanted: Any) -> None:
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = float(np.abs(np.asarray(plain, np.float32)).max())
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(plain, np.float32), atol=0.02 * scale
+        )
+
+
+def both(attend: Any, operands: Any, **options: Any) -> Any:
+    """Returns what the kernel and the formula compute."""
+    run = (
+        value_and_gradients(functools.partial(attend, implementation=name, **options))
+        for name in ("splash", "xla")
+    )
+    return [each(*operands) for each in run]
+
+
+SHARDED: dict[str, tuple[dict[str, Any], P]] = {
+    "by batch": ({}, P(("data", "fsdp"))),
+    "by batch and heads": ({}, AXES),
+    "by heads": ({}, P(None, None, ("data", "model"))),
+    "one key head": ({"key_heads": 1}, AXES),
+    "several batch axes": ({"batch": (4, 2)}, P(("data", "fsdp"))),
+}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+@pytest.mark.parametrize("wing", WINGS)
+def test_automatic_axes_are_named_in_a_scope(wing, how):
+    shapes, axes = SHARDED[how]
+    operands = qkv(**shapes)
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=axes):
+        operands = jax.device_put(operands, P(("data", "fsdp")))
+        mask = np.tri(128, dtype=bool)
+        assert_agree(*both(WINGS[wing].dot_product_attention, operands, mask=mask))
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_automatic_axes_are_named_by_an_argument_and_by_flaxs_logical_rules(wing):
+    operands, attend = qkv(), WINGS[wing].dot_product_attention
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)):
+        assert_agree(*both(attend, operands, attention_axes=AXES))
+        rules = (("batch", ("data", "fsdp")), ("heads", "model"), ("embed", "fsdp"))
+        with flax.linen.logical_axis_rules(rules):
+            assert_agree(*both(attend, operands))
+        with pytest.raises(ValueError, match="automatic axes 'data', 'fsdp', 'model' of the mesh"):
+            both(attend, operands)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "spec", "axes"),
+    [
+        ((EXPLICIT, EXPLICIT, EXPLICIT), AXES, None),
+        ((EXPLICIT, EXPLICIT, EXPLICIT), P(None, None, "model"), None),
+        ((EXPLICIT, AUTO, AUTO), P("data"), AXES),
+    ],
+)
+def test_explicit_axes_are_read(kinds, spec, axes):
+    with jax.set_mesh(mesh_of(*kinds)):
+        operands = jax.device_put(qkv(), spec)
+        kernel, formula = both(nnx.dot_product_attention, operands, attention_axes=axes)
+        assert_agree(kernel, formula)
+        assert jax.typeof(kernel[1][0]).sharding.spec == jax.typeof(operands[0]).sharding.spec
+
+
+def test_axes_that_shard_map_made_manual_are_left_out():
+    operands = qkv()
+    attend = functools.partial(nnx.dot_product_attention, attention_axes=AXES)
+
+    def run(implementation):
+        own = lambda *x: attend(*x, implementation=implementation)  # noqa: E731
+        return value_and_gradients(
+            jax.shard_map(own, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        )
+
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)):
+        assert_agree(*[run(name)(*operands) for name in ("splash", "xla")])
+
+
+def test_segments_windows_and_empty_rows_are_those_of_the_formula():
+    operands = qkv()
+    lengths, ids = jnp.asarray([128, 7, 100, 0]), jnp.asarray(RNG.integers(1, 4, (4, 128)))
+    ids = jnp.sort(ids, axis=-1)
+
+    def masked(implementation, kind, lengths, ids, *operands):
+        position = jnp.arange(128)
+        valid = position[None] < lengths[:, None]
+        masks = {
+            "padding": linen.make_attention_mask(valid, valid),
+            "keys": valid[:, None, None, :],
+            "packing": linen.make_attention_mask(ids, ids, jnp.equal),
+            "all": linen.combine_masks(
+                linen.make_causal_mask(ids, dtype=bool),
+                linen.make_attention_mask(valid, valid, dtype=bool),
+                linen.make_attention_mask(ids, ids, jnp.equal, dtype=bool),
+                dtype=bool,
+            ),
+            "window": (abs(position[:, None] - position[None]) <= 9)[None, None],
+        }
+        attend = functools.partial(
+            nnx.dot_product_attention, mask=masks[kind], implementation=implementation
+        )
+        return value_and_gradients(attend)(*operands)
+
+    run = jax.jit(masked, static_argnums=(0, 1))
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=AXES):
+        for kind in ("padding", "keys", "packing", "all", "window"):
+            assert_agree(*[run(name, kind, lengths, ids, *operands) for name in ("splash", "xla")])
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_layers_run_it_under_scan_remat_and_vmap(wing):
+    attend = functools.partial(WINGS[wing].dot_product_attention, implementation="splash")
+    formula = functools.partial(WINGS[wing].dot_product_attention, implementation="xla")
+    operands = qkv(key_heads=4)
+
+    def stacked(attend, *operands):
+        query, key, value = operands
+        policy = jax.checkpoint_policies.save_only_these_names("attention")
+        block = jax.checkpoint(lambda x: attend(x, key, value, mask=jnp.tril(jnp.ones((128, 128)))))
+        saved = jax.checkpoint(lambda x: attend(x, key, value), policy=policy)
+        out, _ = jax.lax.scan(lambda x, _: (saved(block(x)), None), query, None, 2)
+        return out
+
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=AXES):
+        both = [
+            value_and_gradients(functools.partial(stacked, each))(*operands)
+            for each in (attend, formula)
+        ]
+        assert_agree(*both)
+        mapped = [
+            jax.jit(jax.vmap(each, in_axes=(1, 1, 1)))(*qkv(batch=(4, 3)))
+            for each in (attend, formula)
+        ]
+    assert mapped[0].shape == mapped[1].shape
+
+
+REFUSED: dict[str, tuple[dict[str, Any], P]] = {
+    "a batch of 3 over 4 devices": ({"batch": (3,)}, AXES),
+    "3 heads and 3 key heads over 2 devices": ({"heads": 3, "key_heads": 3}, AXES),
+    "6 heads and 3 key heads over 4 devices": (
+        {"heads": 6, "key_heads": 3},
+        P(None, None, ("data", "model")),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_divide_is_refused_by_name_where_insisted_on_and_left_to_xla_else(what):
+    shapes, axes = REFUSED[what]
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), use_policy(None, attention_axes=axes):
+        operands = qkv(**shapes)
+        nnx.dot_product_attention(*operands)
+        with pytest.raises(ValueError, match=what):
+            nnx.dot_product_attention(*operands, implementation="splash")
+
+
+def test_operands_sharded_in_other_ways_are_refused():
+    with jax.set_mesh(mesh_of(EXPLICIT, EXPLICIT, EXPLICIT)):
+        attend = functools.partial(nnx.dot_product_attention, implementation="splash")
+        positions = jax.device_put(qkv(), P("data", "model"))
+        with pytest.raises(ValueError, match="sharded over positions"):
+            attend(*positions)
+        query, key, value = qkv()
+        with pytest.raises(ValueError, match="sharded differently"):
+            attend(jax.device_put(query, P("data")), key, value)
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused():
+    text = "names 'tensor', but the axes of the mesh"
+    with jax.set_mesh(mesh_of(AUTO, AUTO, AUTO)), pytest.raises(ValueError, match=text):
+        nnx.dot_product_attention(*qkv(), attention_axes=P("tensor"))
+
+
+def test_arrays_of_a_mesh_that_is_not_set_are_split_where_their_axes_are_named():
+    sharding = NamedSharding(mesh_of(AUTO, AUTO, AUTO), P(("data", "fsdp")))
+    operands = jax.device_put(qkv(), sharding)
+    assert_agree(*both(nnx.dot_product_attention, operands, attention_axes=AXES))
