@@ -144,7 +144,7 @@ def decoder_of(nn: Any) -> Any:
         remat: Callable[..., Any] | None = None
 
         @nn.compact
-        def __call__(self, tokens: jax.Array) -> jax.Array:
+        def __call__(self, tokens: jax.Array, head: bool = True) -> jax.Array:
             size = self.size
             threaded = {} if self.dtype is None else {"dtype": self.dtype}
             x = nn.Embed(size.vocabulary, size.width, name="embed", **threaded)(tokens)
@@ -155,7 +155,9 @@ def decoder_of(nn: Any) -> Any:
                 length=size.layers,
             )
             x = layers(size, self.dtype, name="layers")(split(x), None)[0]
-            x = nn.RMSNorm(epsilon=1e-5, name="norm", **threaded)(x)
+            x = split(nn.RMSNorm(epsilon=1e-5, name="norm", **threaded)(x))
+            if not head:
+                return x
             return split(nn.Dense(size.vocabulary, use_bias=False, name="head", **threaded)(x))
 
     return Decoder

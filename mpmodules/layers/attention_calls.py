@@ -5,8 +5,10 @@ a kernel.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,14 @@ from jax.sharding import PartitionSpec
 from mpmodules.calls.boundary import Crossing
 from mpmodules.functions import attention
 from mpmodules.functions.fused_attention import fused_kernel
-from policy.core.scope import current_policy
+from policy.core.arrays import cast_array
+from policy.core.scope import current_policy, current_scope, enter
+from policy.programs import marks
 
 Array = jax.Array
+F = TypeVar("F", bound=Callable[..., Any])
 
+_OPERANDS = {"query", "key", "value"}
 
 # An attention layer's mask is left uncast, so that backward keeps one mask for all layers that are
 # given it.
@@ -31,6 +37,31 @@ def reduction_dtype() -> np.dtype:
     """Returns the reduction_dtype of the policy in force; float32 where none is."""
     policy = current_policy()
     return jnp.dtype(jnp.float32) if policy is None else policy.reduction_dtype
+
+
+def layer_in_own_code(function: F) -> F:
+    """Makes an attention function a layer inside of a trace of a user's own code.
+
+    The trace is in float32. There the function casts its operands to compute_dtype of the policy in
+    force, and returns float32 to the code around it. A call with a `dtype=` is left alone.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        scope, policy = current_scope(), current_policy()
+        if not scope.traces_own_code or policy is None or policy.compute_dtype.itemsize >= 4:
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("dtype") is not None:
+            return function(*args, **kwargs)
+        for name in _OPERANDS & given.keys():
+            given[name] = cast_array(given[name], policy.compute_dtype)
+        with enter(dataclasses.replace(scope, traces_own_code=False)), marks.layer():
+            out = function(**given)
+        return marks.returned(out)
+
+    return wrapped  # pyright: ignore[reportReturnType]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,17 +154,19 @@ class AttentionCall:
             attention_axes=self.attention_axes,
             obstacles=obstacles,
         )
-        if upstream is not None:
-            return upstream()
-        attention.check_shapes(query, key, value)
-        if choice.attend is not None:
-            return choice.attend(query, key, value)
-        if not any(obstacles.values()):
-            return attention.dot_product_attention(query, key, value, **self._options)
-        weights = self.weights(query, key)
-        if self.values_einsum is not None:
-            return self.values_einsum("...hqk,...khd->...qhd", weights, value)
-        return attention.weighted_values(weights, value, precision=self.precision)
+        program = choice.reason if choice.attend else f"XLA: {choice.reason}"
+        with marks.attention(program):
+            if upstream is not None:
+                return upstream()
+            attention.check_shapes(query, key, value)
+            if choice.attend is not None:
+                return choice.attend(query, key, value)
+            if not any(obstacles.values()):
+                return attention.dot_product_attention(query, key, value, **self._options)
+            weights = self.weights(query, key)
+            if self.values_einsum is not None:
+                return self.values_einsum("...hqk,...khd->...qhd", weights, value)
+            return attention.weighted_values(weights, value, precision=self.precision)
 
     @property
     def _drops(self) -> bool:

@@ -46,6 +46,8 @@ RETURNED = f"{REGION}returned"  # its result, for the code around it
 KEPT = f"{REGION}kept"  # a parameter that no policy casts
 _COMPUTE = f"{REGION}computes_in_"
 _CALL = f"{REGION}call_"
+_ATTENTION = f"{REGION}attention_"
+_attentions: dict[str, int] = {}  # the texts, and their numbers in order
 _computes_in: dict[str, tuple[np.dtype, Any, str | None]] = {}
 
 
@@ -75,6 +77,18 @@ def computes_in(
 def numbered_call(number: int) -> contextlib.AbstractContextManager[Any]:
     """Marks the equations of one call, which no name on the stack tells from others."""
     return jax.named_scope(f"{_CALL}{number}")
+
+
+def attention(program: str) -> contextlib.AbstractContextManager[Any]:
+    """Marks an attention with the program that computes it, or the reason why no kernel does."""
+    number = _attentions.setdefault(program, len(_attentions))
+    return jax.named_scope(f"{_ATTENTION}{number}")
+
+
+def attention_of(name_stack: Any) -> str | None:
+    """Returns what the innermost `attention` mark on a name stack says, or None."""
+    found = re.findall(rf"{_ATTENTION}(\d+)", str(name_stack)) if _attentions else ()
+    return [*_attentions][int(found[-1])] if found else None
 
 
 @functools.cache

@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_half
-from mpmodules.layers.attention_calls import AttentionCall
+from mpmodules.layers.attention_calls import AttentionCall, layer_in_own_code
 from policy.core.scope import current_policy
 
 
+@layer_in_own_code
 def dot_product_attention_weights(
     query: jax.Array,
     key: jax.Array,
@@ -82,6 +83,7 @@ def dot_product_attention_weights(
     return call.weights(query, key)
 
 
+@layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,

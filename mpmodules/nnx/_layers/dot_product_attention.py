@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions import attention
 from mpmodules.functions.functional import is_wider
-from mpmodules.layers.attention_calls import AttentionCall, reduction_dtype
+from mpmodules.layers.attention_calls import AttentionCall, layer_in_own_code, reduction_dtype
 from policy.core.scope import current_policy
 
 
+@layer_in_own_code
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,

@@ -17,8 +17,10 @@ from policy.inspect.audit.flow import Flow, Lost, State, noticing, states_of
 from policy.inspect.audit.operations import operations_of
 from policy.inspect.audit.report import Audit
 from policy.inspect.traced.call import checked_policy, checked_rules, short_text, traced_call
-from policy.programs.paths import naming
+from policy.programs.marks import attention_of
+from policy.programs.paths import naming, spelled
 from policy.programs.reading.graph import Graph
+from policy.programs.reading.walk import walk
 
 _CHECKS = (
     sums.low_precision_reductions,
@@ -119,7 +121,19 @@ def audit(
         in_force = short_text(asked.policy)
     with naming(node.site.path for node in graph.nodes):
         findings = findings_of(graph, lost, states_of(traced), asked)
-        return Audit(operations_of(graph), findings, function_name(fn), in_force)
+        attention = _attention_of(traced.jaxpr)
+        return Audit(operations_of(graph), findings, function_name(fn), in_force, attention)
+
+
+def _attention_of(jaxpr: Any) -> dict[str, str]:
+    """Returns the programs of attention by module path, in program order."""
+    found: dict[str, list[str]] = {}
+    for site in walk(jaxpr):
+        program = attention_of(site.equation.source_info.name_stack)
+        programs = found.setdefault(spelled(site.path), []) if program else []
+        if program and program not in programs:
+            programs.append(program)
+    return {path: "; ".join(programs) for path, programs in found.items()}
 
 
 def findings_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from policy.inspect.audit.findings import Finding
@@ -92,18 +92,27 @@ def operations_of(graph: Graph) -> tuple[Operation, ...]:
     return tuple(Operation(*key[:-1], *total, precision=key[-1]) for key, total in totals.items())
 
 
+def attention_programs(audit: AuditFigures) -> dict[str, list[str]]:
+    """Returns the paths of the modules that attend, by program."""
+    found: dict[str, list[str]] = {}
+    for path, program in audit.attention.items():
+        found.setdefault(program, []).append(path or "outside of modules")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class AuditFigures:
     """Operations and findings, and their totals: an audit, or a part of one.
 
     Attributes:
-      operations, findings, name, policy: those of `policy.Audit`.
+      operations, findings, name, policy, attention: those of `policy.Audit`.
     """
 
     operations: tuple[Operation, ...]
     findings: tuple[Finding, ...] = ()
     name: str = ""
     policy: str = ""
+    attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def flops_by_dtype(self) -> dict[str, int]:

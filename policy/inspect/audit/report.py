@@ -16,7 +16,7 @@ from policy.inspect.audit.render.text import text
 from policy.inspect.render.text import shows_colour
 
 _TOTALS = "flops_by_dtype bytes_by_dtype matmul_flops_by_dtype f32_matmul_share"
-_FIGURES = f"name policy {_TOTALS} eight_bit_matmul_share".split()
+_FIGURES = f"name policy attention {_TOTALS} eight_bit_matmul_share".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +37,18 @@ class Audit(AuditFigures):
       name: of the function.
       policy: the policy in force around the call, in its short form; "of modules" if modules or
         parts of it obey their own policies; "" if none was in force.
+      attention: of each module that attends by this library's functions, the program that computes
+        it: ``"splash"`` or ``"cudnn"``, else ``"XLA: "`` and what keeps a kernel from running.
     """
 
     def to_json(self, *, indent: int | None = 1) -> str:
         """Returns the audit as JSON: one object.
 
         Its members are ``version`` (1: names and meanings stay within a version), ``name``,
-        ``policy``, ``flops_by_dtype``, ``bytes_by_dtype`` and ``matmul_flops_by_dtype`` (objects,
-        the largest first), ``f32_matmul_share`` and ``eight_bit_matmul_share`` (numbers from 0 to
-        1), and ``findings`` and ``operations``: lists of
-        objects with the attributes of `Finding` and `Operation`. Dtypes have their full names;
+        ``policy``, ``attention`` (an object by path), ``flops_by_dtype``, ``bytes_by_dtype`` and
+        ``matmul_flops_by_dtype`` (objects, the largest first), ``f32_matmul_share`` and
+        ``eight_bit_matmul_share`` (numbers from 0 to 1), and ``findings`` and ``operations``: lists
+        of objects with the attributes of `Finding` and `Operation`. Dtypes have their full names;
         FLOPs and bytes are whole numbers.
         """
         return json.dumps(

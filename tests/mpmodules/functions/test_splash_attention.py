@@ -4,6 +4,7 @@ programs for TPUs.
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from mpmodules import linen, nnx
 from mpmodules.functions import splash_attention as _splash_attention
 from policy import audit, use_policy
 from tests.benchmarks.accelerators import target
+from tests.eight_devices import run_tests_on_eight_devices
 
 RNG = np.random.default_rng(0)
 WINGS: dict[str, Any] = {"linen": linen, "nnx": nnx}
@@ -78,6 +80,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one key head": ({"key_heads": 1, "width": 128}, {"is_causal": True}),
     "a mask": ({"keys": 256}, {"mask": RANDOM_MASK}),
     "a mask for each head": ({}, {"mask": HEADS_MASK}),
+    "a window": ({"keys": 256}, {"mask": abs(np.arange(128)[:, None] - np.arange(256)) < 9}),
     "several blocks": (
         {"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)},
         {"is_causal": True},
@@ -157,11 +160,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "100 queries and 128 keys (both should be multiples of 128)": ({"queries": 100}, {}),
     "heads of width 257 (at most 256)": ({"width": 257}, {}),
     "a bias": ({}, {"bias": jnp.zeros((1, 1, 128, 128), "bfloat16")}),
-    "a mask that is traced, or differs within the batch": (
+    "a mask that is not known while tracing, or differs within the batch": (
         {},
-        {"mask": np.ones((2, 1, 1, 128), bool)},
+        {"mask": np.random.default_rng(3).random((2, 1, 1, 128)) > 0.5},
     ),
-    "a mask that hides all keys from a query": ({}, {"mask": np.tri(128, k=-1, dtype=bool)}),
     "a precision": ({}, {"precision": "highest"}),
     "dropout": ({}, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}),
 }
@@ -186,7 +188,8 @@ def test_the_kernel_is_picked_for_what_it_can_do(wing):
     assert is_picked(attend, *qkv(heads=4, width=80, batch=(2, 3)), mask=np.tri(128, dtype=bool))
     assert is_picked(attend, *qkv(), mask=jnp.ones((1, 1, 1, 128), bool))
     assert not is_picked(attend, *qkv(), implementation="xla")
-    assert not is_picked(lambda q, k, v: attend(q, k, v, mask=jnp.sum(q) > 0), *qkv())
+    by_pair = lambda q, k, v: attend(q, k, v, mask=q[:, None, :, :1, 0] > k[:, None, None, :, 0, 0])  # noqa: E731
+    assert not is_picked(by_pair, *qkv())
     text = r"implementation='splash' is a kernel for TPUs\. Leave it out"
     with pytest.raises(ValueError, match=text):
         attend(*qkv(heads=3, key_heads=3), implementation="splash")
@@ -284,11 +287,40 @@ def test_under_automatic_sharding_xlas_program_stays_and_within_shard_map_the_ke
 
 
 @needs_one_device
+def test_where_axes_are_named_the_kernel_is_there_once_for_a_scanned_and_rematerialised_layer(
+    topology,
+):
+    mesh = topology.mesh({"data": 2, "model": 2})
+    sharding = NamedSharding(mesh, P("data"))
+    saved = jax.checkpoint_policies.save_only_these_names("attention")
+
+    def gradients(policy, *operands):
+        def block(x, _):
+            mask = linen.make_causal_mask(x[..., 0, 0], dtype=bool)
+            return linen.dot_product_attention(x, *operands[1:], mask=mask), None
+
+        def loss(x):
+            remat = jax.checkpoint(block, policy=policy, prevent_cse=False)
+            return jnp.sum(jax.lax.scan(remat, x, None, 3)[0].astype(jnp.float32))
+
+        return jax.grad(loss)(operands[0])
+
+    with jax.set_mesh(mesh), use_policy(None, attention_axes=P("data", None, "model")):
+        # forward, its second run for backward, and backward
+        for policy, kernels in ((None, 3), (saved, 2)):
+            text = compiled(functools.partial(gradients, policy), sharding)
+            assert text.count(CALL) == kernels
+            assert not re.search(r"= \S+ (all-|reduce-scatter|collective)", text)
+
+
+@needs_one_device
 def test_where_only_the_lowered_program_tells_of_several_devices_it_has_no_kernel(topology):
     sharding = NamedSharding(topology.mesh(), P("data"))
     assert CALL not in compiled(value_and_gradients(), None, in_shardings=sharding)
     text = r"a kernel that XLA can't partition\. Call it within jax.shard_map"
     with pytest.raises(ValueError, match=text):
+        program(value_and_gradients("splash"), None, in_shardings=sharding)
+    with pytest.raises(ValueError, match="attention_axes= does not name"):
         program(value_and_gradients("splash"), sharding)
 
 
@@ -305,6 +337,10 @@ def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
         assert_close(ours, plain)
 
 
+def test_over_eight_devices_the_kernel_computes_what_xlas_formula_does():
+    run_tests_on_eight_devices(Path(__file__).with_name("sharded_on_eight_devices.py"))
+
+
 @needs_one_device
 def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
     x = jnp.ones((2, 128, 32))
@@ -313,3 +349,30 @@ def test_an_audit_has_no_finding_where_the_kernel_is_for_tpus():
     loss = lambda variables: jnp.sum(jnp.square(jnp.asarray(layer.apply(variables, x))))  # noqa: E731
     report = audit(jax.grad(loss), variables)
     assert not report.findings
+    assert report.attention == {"MultiHeadDotProductAttention:": "splash"}
+
+
+class Attends(linen.Module):
+    @linen.compact
+    def __call__(self, x, tokens):
+        causal = linen.make_causal_mask(tokens)
+        for i in range(2):
+            x = x + linen.MultiHeadDotProductAttention(2, name=f"block_{i}")(x, mask=causal)
+        traced = x[:, None, :, :1] > x[:, None, None, :, 0]
+        x = linen.MultiHeadDotProductAttention(2, name="last")(x, mask=traced)
+        heads = x.reshape(*x.shape[:-1], 2, 16)
+        return linen.dot_product_attention(heads, heads, heads, mask=causal)
+
+
+@needs_one_device
+def test_an_audit_names_the_program_of_each_attention_and_what_keeps_a_kernel_from_running():
+    x, tokens = jnp.ones((2, 128, 32)), jnp.ones((2, 128), jnp.int32)
+    model = Attends()
+    with use_policy("mixed_bfloat16"):
+        variables = jax.eval_shape(model.init, jax.random.key(0), x, tokens)
+        report = audit(lambda v: model.apply(v, x, tokens), variables)
+    unknown = "XLA: a mask that is not known while tracing, or differs within the batch"
+    names = {"block_0": "splash", "block_1": "splash", "last": unknown, "Attends:": "splash"}
+    assert report.attention == names
+    assert "  attention by splash: block_[0-1], Attends:" in str(report)
+    assert unknown in str(report) and unknown in report.to_html()

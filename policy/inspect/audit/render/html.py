@@ -65,6 +65,10 @@ def _sections(
         shares.append(bar("FLOPs of matmuls", audit.matmul_flops_by_dtype, amount))
     shares.append(bar("Bytes", audit.bytes_by_dtype, bytes_text))
     yield section("shares", "Shares by dtype", *shares)
+    if audit.attention:
+        rows = [(link(path, tree.ids()), program) for path, program in audit.attention.items()]
+        items = [tag("li", path, " by ", program) for path, program in rows]
+        yield section("attention", "Attention", tag("ul", *items))
     unfold = tag("button", "Unfold all", type="button", data_fold="open")
     fold = tag("button", "Fold all", type="button", data_fold="closed")
     buttons = tag("p", unfold, " ", fold, class_="buttons")

@@ -15,6 +15,7 @@ from policy.inspect.audit.operations import (
     Finding,
     ModuleNode,
     Operation,
+    attention_programs,
     is_matmul_operation,
     operation_name,
     tree_of,
@@ -60,6 +61,8 @@ def _summary(audit: AuditFigures, paint: Paint) -> Iterator[str]:
         yield f"  matmuls in 8 bits: {share:.1%} of their FLOPs ({each})"
     if any(map(is_matmul_operation, audit.operations)):
         yield f"  matmuls in float32 or wider: {audit.f32_matmul_share:.1%} of their FLOPs"
+    for program, paths in attention_programs(audit).items():
+        yield f"  attention by {program}: {folded_pattern(paths)}"
 
 
 def _shares(amounts: Mapping[str, int]) -> str:

@@ -107,7 +107,7 @@ def test_the_docs_list_every_kind_of_finding_in_this_order():
 def test_json_has_everything_and_keeps_its_names(report):
     read = json.loads(report.to_json())
     figures = "flops_by_dtype bytes_by_dtype matmul_flops_by_dtype f32_matmul_share"
-    named = f"version name policy {figures} eight_bit_matmul_share findings operations"
+    named = f"version name policy attention {figures} eight_bit_matmul_share findings operations"
     assert list(read) == named.split()
     assert read["version"] == 1 and read["name"] == "network"
     assert read["operations"][0] == json.loads(json.dumps(dataclasses.asdict(report.operations[0])))
