@@ -11,7 +11,8 @@ Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.sc
 texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
 mesh, the batch over both axes; activations are constrained to be split by batch, params and state
 are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
-`mixed_precision(optax.adamw)`, which skips steps that are not finite. By hand is Flax's linen with
+`mixed_precision(optax.adamw)`, which skips steps that are not finite; attention is JAX's splash
+kernel, and its results are saved for backward beside each layer's input. By hand is Flax's linen with
 `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
@@ -134,7 +135,9 @@ FEW = 0.01  # what norms and the loss add to the exchanges of kernels and tables
 
 def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
     """Returns a variant's params, as shapes, and its function from params and tokens to logits."""
-    threaded = {"dtype": jnp.bfloat16} if variant.policy is None else {}
+    threaded: dict[str, Any] = {"dtype": jnp.bfloat16} if variant.policy is None else {}
+    if variant.policy is not None:
+        threaded["remat"] = jax.checkpoint_policies.save_only_these_names("attention")
     if variant.wing == "linen":
         nn: Any = (
             flax.linen if variant.policy is None else mpmodules.linen
@@ -144,7 +147,7 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
             lambda tokens: model.init(jax.random.key(0), tokens)["params"], tokens
         )
         return params, lambda params, tokens: model.apply({"params": params}, tokens)
-    options = threaded if variant.policy is None else {"dtype_policy": variant.policy}
+    options = threaded if variant.policy is None else {**threaded, "dtype_policy": variant.policy}
     nnx: Any = flax_nnx if variant.policy is None else mpmodules.nnx
     built = flax_nnx.eval_shape(lambda: nnx_decoder_of(nnx)(size, flax_nnx.Rngs(0), **options))
     graph, params = flax_nnx.split(built, flax_nnx.Param)
@@ -155,7 +158,12 @@ def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
     """Lowers a whole train step for the place's chips."""
     target = Target(place.target)
     mesh = target.mesh(dict(zip(AXES, place.mesh, strict=True)))
-    scope = contextlib.nullcontext() if variant.policy is None else use_policy(variant.policy)
+    axes = PartitionSpec(AXES)  # of attention's queries: the batch
+    scope = (
+        contextlib.nullcontext()
+        if variant.policy is None
+        else use_policy(variant.policy, attention_axes=axes)
+    )
     with jax.set_mesh(mesh), scope:
         rows = NamedSharding(mesh, PartitionSpec(AXES))
         tokens = jax.ShapeDtypeStruct((batch, size.length), jnp.int32, sharding=rows)

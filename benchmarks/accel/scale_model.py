@@ -193,12 +193,13 @@ def nnx_decoder_of(nnx: Any) -> Any:
     class Decoder(nnx.Module):
         """(B, T) tokens -> (B, T, vocabulary) logits."""
 
-        def __init__(self, size: Size, rngs: Any, **threaded: Any):
+        def __init__(self, size: Size, rngs: Any, remat: Any = None, **threaded: Any):
             @nnx.split_rngs(splits=size.layers)
             @nnx.vmap(in_axes=0, out_axes=0)
             def stacked(rngs: Any) -> Block:
                 return Block(size, rngs, **threaded)
 
+            self.remat = remat
             self.embed = nnx.Embed(size.vocabulary, size.width, rngs=rngs, **threaded)
             self.layers = stacked(rngs)
             self.norm = nnx.RMSNorm(size.width, epsilon=1e-5, rngs=rngs, **threaded)
@@ -208,7 +209,7 @@ def nnx_decoder_of(nnx: Any) -> Any:
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            @functools.partial(nnx.remat, prevent_cse=False)
+            @functools.partial(nnx.remat, prevent_cse=False, policy=self.remat)
             def run(block: Block, x: jax.Array) -> jax.Array:
                 return block(x)
 

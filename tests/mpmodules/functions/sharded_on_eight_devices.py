@@ -220,3 +220,35 @@ def test_arrays_of_a_mesh_that_is_not_set_are_split_where_their_axes_are_named()
     sharding = NamedSharding(mesh_of(AUTO, AUTO, AUTO), P(("data", "fsdp")))
     operands = jax.device_put(qkv(), sharding)
     assert_agree(*both(nnx.dot_product_attention, operands, attention_axes=AXES))
+
+
+class Device:
+    platform, compute_capability = "gpu", "9.0"
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnns_kernel_runs_on_each_shard(monkeypatch, kind, masked):
+    """JAX's XLA implementation plays the kernel."""
+    shapes, plain = [], jax.nn.dot_product_attention
+
+    def kernel(query, key, value, *, mask, bias, is_causal, implementation):
+        assert implementation == "cudnn"
+        shapes.append([x.shape for x in (query, key, value, mask, bias) if x is not None])
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return plain(query, key, value, bias, mask, is_causal=is_causal)
+
+    operands = qkv()
+    options: dict[str, Any] = {"is_causal": True}
+    if masked:
+        options["mask"] = jnp.asarray(RNG.random((4, 1, 1, 128)) > 0.5).at[..., 0].set(True)
+        options["bias"] = jnp.asarray(RNG.normal(size=(4, 128, 128)), "bfloat16")
+    with jax.set_mesh(mesh_of(kind, kind, kind)), use_policy(None, attention_axes=AXES):
+        operands = jax.device_put(operands, AXES)
+        attend = functools.partial(nnx.dot_product_attention, **options)
+        formula = value_and_gradients(functools.partial(attend, implementation="xla"))(*operands)
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+        monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+        assert_agree(value_and_gradients(attend)(*operands), formula)
+    assert shapes[0][:2] == [(1, 128, 2, 16), (1, 128, 1, 16)]
+    assert shapes[0][3:] == ([(1, 1, 128, 128), (1, 2, 128, 128)] if masked else [])
