@@ -11,8 +11,8 @@ Llama 3's shape with its layers scanned and rematerialised (`benchmarks.accel.sc
 texts of 4096 tokens. Params, their moments and remainders are split over the `fsdp` axis of the
 mesh, the batch over both axes; activations are constrained to be split by batch, params and state
 are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
-`mixed_precision(optax.adamw)`, which skips steps that are not finite; attention is JAX's splash
-kernel, and its results are saved for backward beside each layer's input. By hand is Flax's linen with
+`mixed_precision(optax.adamw)`, which skips steps that are not finite. Attention is JAX's splash
+kernel, whose results are kept for backward beside each layer's input. By hand is Flax's linen with
 `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it

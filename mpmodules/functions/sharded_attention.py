@@ -68,7 +68,12 @@ class Shards:
             axis_names=set(self.names),
             check_vma=checks,
         )
-        return mapped(*map(_resharded, arrays, specs))
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+        return mapped(
+            *(_resharded(x, spec, explicit) for x, spec in zip(arrays, specs, strict=True))
+        )
 
     def _spec_of(self, x: Array | Bias) -> PartitionSpec:
         if not isinstance(x, Bias):
@@ -175,11 +180,8 @@ def _names(entry: Any) -> Names:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _resharded(x: Array, spec: PartitionSpec) -> Array:
-    """Gives an array of explicit axes the sharding that `jax.shard_map` is to be called with."""
-    mesh = jax.typeof(x).sharding.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+def _resharded(x: Array, spec: PartitionSpec, explicit: Collection[str]) -> Array:
+    """Gives an array the sharding by explicit axes that `jax.shard_map` is to be called with."""
     if not explicit:
         return x
     kept = [tuple(n for n in _names(entry) if n in explicit) or None for entry in spec]
