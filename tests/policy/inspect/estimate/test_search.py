@@ -211,6 +211,8 @@ def test_attention_in_one_kernel_counts_all_pairs_forward_and_twice_backward(is_
     )
     assert counted(attend, *[shape] * 3) == 2 * 2 * pairs * 128
     assert counted(grad, *[shape] * 3) == 3 * 2 * 2 * pairs * 128
+    x = ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert set(policy.audit(grad, x, x, x).matmul_flops_by_dtype) == {"bfloat16"}
 
 
 # --------------------------------------------------------------------------------------------------
