@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ _LARGEST = 12  # module paths that are stored
 def measured(run: Run) -> dict[str, Any]:
     """Compiles the step of a run, and returns its estimate as JSON: one row, with the module paths
     that take the most time.
+
+    libtpu reads its flags when it is loaded: call it in a process for each run.
     """
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(run.flags)
     found = policy.estimate(
         example,
         policies={run.name: (run.policy, {"run": run.name})},

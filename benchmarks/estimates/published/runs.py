@@ -55,6 +55,7 @@ class Run:
       mesh: the axes of the devices.
       policy: the policy of the row.
       make: returns the step of another model from the number of images of a device and the mesh.
+      flags: of libtpu.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Run:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     policy: str = "mixed_bfloat16"
     make: Callable[..., Any] | None = None
+    flags: tuple[str, ...] = ()
 
 
 def maxtext_flops(size: Size, batch: int) -> float:
@@ -131,12 +133,43 @@ LLAMA3_70B = dataclasses.replace(LLAMA2_70B, vocabulary=128256, length=8192)
 MISTRAL_7B = dataclasses.replace(LLAMA3_8B, vocabulary=32000)
 
 QKV = ("query", "key", "value")
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
+
+# Flags of libtpu: those of MaxText's scripts for v5e and v5p, and of the recipes for v6e (MaxText,
+# benchmarks/xla_flags_library.py) but for the offloading of exchanges and of host copies.
+ASYNC = (
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+)
+REDUCES = (
+    "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
+    "--xla_tpu_data_parallel_opt_different_sized_ops=true",
+)
+PIPELINED = (
+    "--xla_tpu_megacore_fusion_allow_ags=false",
+    "--xla_enable_async_collective_permute=true",
+    "--xla_tpu_enable_ag_backward_pipelining=true",
+)
+VMEM = ("--xla_tpu_scoped_vmem_limit_kib=98304",)
+LAYOUTS = (
+    "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
+    "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
+    "--xla_tpu_assign_all_reduce_scatter_layout=true",
+)
+NO_COLLECTIVE_MATMUL = ("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",)
+
 EPOCH = 1_281_167  # images of ImageNet's training split
 
 # What estimates leave out, in the words that docs/estimates.md explains.
-OVERLAP = "overlap"
-HOST = "overlap, host copies"
-FUSED = "overlap, fused attention, launches, caches"
+LINKS = "links"
+HOST = "links, host copies"
+FUSED = "fused attention, launches, caches"
 ROOFLINE = "launches, caches"
 INPUT = "evaluation, input"
 
@@ -149,7 +182,7 @@ def _v5e(name: str, model: str, size: Size, batch: int, rate: float) -> Run:
     return _maxtext(
         name, model, size, target="v5e:16x16", devices=256, batch=batch, mesh={"fsdp": 256},
         figure=Figure(rate, "TFLOP/s"), url=f"{MAXTEXT_2024}v5e/README.md",
-        settings="nothing saved", left_out=OVERLAP,
+        settings="nothing saved", left_out=LINKS, flags=(*ASYNC, *REDUCES),
     )  # fmt: skip
 
 
@@ -158,20 +191,21 @@ def _v5p(name: str, model: str, size: Size, batch: int, rate: float) -> Run:
         name, model, size, target="v5p:4x4x4", devices=64, batch=batch,
         mesh={"fsdp": 16, "tensor": 4}, remat=MINIMAL, figure=Figure(rate, "TFLOP/s"),
         url=f"{MAXTEXT_2024}v5p/README.md",
-        settings="projections saved, tensor=4", left_out=OVERLAP,
+        settings="projections saved, tensor=4", left_out=LINKS,
+        flags=(*ASYNC, *REDUCES, *PIPELINED),
     )  # fmt: skip
 
 
 def _v6e(
     name: str, model: str, size: Size, shape: str, batch: int, seconds: float,
-    offloaded: tuple[str, ...], recipe: str,
+    offloaded: tuple[str, ...], recipe: str, flags: tuple[str, ...],
 ) -> Run:  # fmt: skip
     rows, columns = map(int, shape.split("x"))
     devices = rows * columns
     return Run(
         name, model, f"v6e:{shape}", devices, batch, Figure(seconds), "Google, TPU recipes",
         f"{RECIPES}trillium/{recipe}", f"{', '.join(offloaded)} offloaded", HOST, size,
-        Remat(offloaded=offloaded), {"fsdp": devices},
+        Remat(offloaded=offloaded), {"fsdp": devices}, flags=(*VMEM, *ASYNC, *flags),
     )  # fmt: skip
 
 
@@ -179,26 +213,29 @@ RUNS = (
     _v5e("16b-v5e-256", "16B", SCALE_16, 6, 120),
     _v5e("32b-v5e-256", "32B", SCALE_32, 4, 132),
     _v5e("64b-v5e-256", "64B", SCALE_64, 2, 118),
-    _v5p("32b-v5p-128", "32B", SCALE_32, 7, 328),
+    _v5p("32b-v5p-128", "32B", SCALE_32, 6, 328),  # of its script's 7 texts a GiB does not fit
     _v5p("64b-v5p-128", "64B", SCALE_64, 3, 323),
     _maxtext(
         "llama2-70b-v5p-512", "Llama 2 70B", LLAMA2_70B, target="v5p:8x8x8", devices=512, batch=4,
         mesh={"fsdp": 512}, remat=Remat(saved=(*QKV, "out", "down")),
         figure=Figure(692, "tokens/s"), url=f"{MAXTEXT}main/docs/reference/models/tiering.md",
-        settings="projections but gate and up saved", left_out=OVERLAP,
+        settings="projections but gate and up saved", left_out=LINKS,
+        flags=(*ASYNC, *REDUCES, *PIPELINED),
     ),
     _v6e("llama3-8b-v6e-8", "Llama 3.1 8B", LLAMA3_8B, "2x4", 3, 3.443,
-         ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-8"),
+         ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-8",
+         (*LAYOUTS, *REDUCES, *NO_COLLECTIVE_MATMUL)),
     _v6e("mistral-7b-v6e-8", "Mistral 7B", MISTRAL_7B, "2x4", 6, 6.320,
-         ("input", "out", *QKV), "Mistral-7B-MaxText"),
+         ("input", "out", *QKV), "Mistral-7B-MaxText",
+         (*LAYOUTS, *REDUCES, *NO_COLLECTIVE_MATMUL)),
     _v6e("llama3-8b-v6e-256", "Llama 3.1 8B", LLAMA3_8B, "16x16", 4, 4.546,
-         ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-256"),
+         ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-256", (*LAYOUTS, *REDUCES)),
     _v6e("llama3-70b-v6e-64", "Llama 3.1 70B", LLAMA3_70B, "8x8", 2, 18.688,
-         ("input", *QKV), "Llama3.1-70B-MaxText/v6e-64"),
+         ("input", *QKV), "Llama3.1-70B-MaxText/v6e-64", (*LAYOUTS, *REDUCES)),
     _v6e("llama3-70b-v6e-256", "Llama 3.1 70B", LLAMA3_70B, "16x16", 5, 42.656,
-         ("input", *QKV), "Llama3.1-70B-MaxText/v6e-256"),
+         ("input", *QKV), "Llama3.1-70B-MaxText/v6e-256", (*LAYOUTS, *REDUCES)),
     _v6e("llama2-70b-v6e-256", "Llama 2 70B", LLAMA2_70B, "16x16", 2, 9.052,
-         QKV, "Llama2-70B-MaxText"),
+         QKV, "Llama2-70B-MaxText", ()),
     Run(
         "llama2-7b-h100-8", "Llama 2 7B", "h100:8", 8, 2, Figure(0.721), "NVIDIA, JAX-Toolbox",
         f"{TOOLBOX}docs/frameworks/maxtext/README.md", "projections and attention saved", FUSED,
