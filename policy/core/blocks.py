@@ -65,7 +65,8 @@ class Block:
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `func` so that each call, or each step of it, runs in a block of its own."""
         if isinstance(func, (classmethod, staticmethod)):
-            return type(func)(self(func.__func__))
+            method: Any = type(func)(self(func.__func__))
+            return method
         require_function(func, f"@{self._name}(...)")
         if inspect.isasyncgenfunction(func):
             return _async_generator(self, func)

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from policy.core.dtypes import INT8, ScaledMatmul, backend, preferred
 from policy.core.messages import warn_once
+from policy.core.reverse_mode import in_reverse_mode
 from policy.programs.thread import during, thread
 
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
@@ -184,7 +185,13 @@ class ScaledOperation:
         raise NotImplementedError
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+_NO_FORWARD_MODE = (
+    "An 8-bit matmul or convolution has no derivative in forward mode (jax.jvp, jax.jacfwd, "
+    "jax.linearize, jax.hessian). Take it in reverse mode (jax.grad, jax.jacrev), under a policy "
+    "without m=, or exclude the layer with a rule."
+)
+
+
 def in_8_bits(
     operation: ScaledOperation, lhs: Array, rhs: Array, lhs_codes: Quantised, rhs_codes: Quantised
 ) -> Array:
@@ -193,6 +200,14 @@ def in_8_bits(
     Backward runs in 8 bits too, and can't be differentiated again. Its residuals are the codes and
     scales. The scale of an operand, which is along other axes there, is folded into the cotangent.
     """
+    lhs, rhs = (in_reverse_mode(_NO_FORWARD_MODE, x) for x in (lhs, rhs))
+    return _in_8_bits(operation, lhs, rhs, lhs_codes, rhs_codes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_8_bits(
+    operation: ScaledOperation, lhs: Array, rhs: Array, lhs_codes: Quantised, rhs_codes: Quantised
+) -> Array:
     del lhs, rhs
     product = operation.product(lhs_codes.codes, rhs_codes.codes)
     scales = [operation.beside_result(x.scale, i) for i, x in enumerate((lhs_codes, rhs_codes))]
@@ -226,7 +241,7 @@ def _backward(operation: ScaledOperation, saved: Any, cotangent: Array) -> tuple
     return *cast, None, None
 
 
-in_8_bits.defvjp(_forward, _backward)
+_in_8_bits.defvjp(_forward, _backward)
 
 
 @jax.custom_jvp

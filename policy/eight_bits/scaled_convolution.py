@@ -105,7 +105,7 @@ def scaled_conv(
       **options: others of `OPTIONS`, as of `jax.lax.conv_general_dilated`.
 
     Raises:
-      NotImplementedError: the gradient is differentiated again.
+      NotImplementedError: the gradient is differentiated again, or forward mode is evaluated.
     """
     warn_if_emulated(by, "convolutions")
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)

@@ -152,7 +152,7 @@ def scaled_dot_general(
       out_sharding: of the result, as in `jax.lax.dot_general`.
 
     Raises:
-      NotImplementedError: the gradient is differentiated again.
+      NotImplementedError: the gradient is differentiated again, or forward mode is evaluated.
     """
     warn_if_emulated(by)
     contracted, batch = ((tuple(pair[0]), tuple(pair[1])) for pair in dimension_numbers)

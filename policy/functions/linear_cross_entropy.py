@@ -95,6 +95,7 @@ def linear_softmax_cross_entropy(
     Raises:
       TypeError: `x` or `kernel` is not floating, or `labels` are not integers.
       ValueError: shapes that don't fit, or an option out of range.
+      NotImplementedError: it is differentiated in forward mode.
     """
     x, kernel, labels = jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(labels)
     bias = None if bias is None else jnp.asarray(bias)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
 from policy.core.dtypes import ScaledMatmul
+from policy.core.reverse_mode import in_reverse_mode
 from policy.eight_bits.scaled_matmul import scaled_dot_general
 
 _FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
@@ -67,18 +68,26 @@ def loss_of(options: Options, x: Array, labels: Array, weight: Array, *parameter
       weight: (...), in the accumulators' dtype.
       *parameters: the kernel, and the bias if there is one.
     """
-    x, *parameters = alike_varying(x, *parameters)  # type: ignore[assignment]
+    operands = alike_varying(x, *parameters)
+    x, *operands = (in_reverse_mode(_NO_FORWARD_MODE, one) for one in operands)
     shape, count = labels.shape, labels.size
     padding = (0, options.chunks * options.parts * options.size - count)
     x = jnp.pad(x.reshape(count, x.shape[-1]), (padding, (0, 0)))
     labels, weight = (jnp.pad(a.reshape(count), padding) for a in (labels, weight))
-    loss: Any = _loss(options, x, labels, weight, *parameters)
+    loss: Any = _loss(options, x, labels, weight, *operands)
     return loss if options.reduces else loss[:count].reshape(shape)
 
 
 # --------------------------------------------------------------------------------------------------
 # The derivative rule
 # --------------------------------------------------------------------------------------------------
+
+
+_NO_FORWARD_MODE = (
+    "linear_softmax_cross_entropy has no derivative in forward mode (jax.jvp, jax.jacfwd, "
+    "jax.linearize, jax.hessian). Take it in reverse mode (jax.grad, jax.jacrev), or compute the "
+    "logits and take policy.losses.softmax_cross_entropy_with_integer_labels."
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -112,8 +112,15 @@ def test_second_derivatives_and_forward_mode_are_refused(made, kind):
     for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
         with pytest.raises(NotImplementedError, match="can't be differentiated again, because onl"):
             jax.grad(lambda w, gradient=gradient: jnp.sum(gradient(w)))(w)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (w,), (w,))
+    for forward in (loss, jax.jit(loss), jax.checkpoint(loss), jax.grad(loss)):
+        with pytest.raises(
+            NotImplementedError, match=r"in forward mode .*reverse mode.*without m="
+        ):
+            jax.jvp(forward, (w,), (w,))
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        jax.linearize(loss, w)[1](w)
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        jax.jit(jax.jacfwd(loss))(w)
 
 
 @kinds

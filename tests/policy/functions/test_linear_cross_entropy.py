@@ -49,6 +49,17 @@ def test_second_derivatives_are_those_of_the_logits():
     near(jax.grad(lambda x: penalty(ours, x))(X), jax.grad(lambda x: penalty(theirs, x))(X))
 
 
+def test_forward_mode_is_refused_with_the_way_out():
+    def loss(x):
+        return chunked(x, KERNEL, LABELS, BIAS, chunk_size=16)
+
+    for forward in (loss, jax.jit(loss)):
+        with pytest.raises(
+            NotImplementedError, match=r"in forward mode .*reverse mode.*_integer_l"
+        ):
+            jax.jvp(forward, (X,), (X,))
+
+
 @pytest.mark.parametrize("reduction", ["mean", None])
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("mixed_bfloat16", 1.5 * 2**-8), ("mixed_float16", 2**-11)]

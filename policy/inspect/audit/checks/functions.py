@@ -95,7 +95,9 @@ def _power(node: Node) -> int:
     """Returns the integer that a node raises its operand to, or 1."""
     if node.name == "integer_pow":
         return node.params["y"]
-    is_square = node.name == "square" or (node.name == "mul" and are_equal(*node.inputs))
+    is_square = node.name == "square" or (
+        node.name == "mul" and are_equal(node.inputs[0], node.inputs[1])
+    )
     return 2 if is_square else 1
 
 
