@@ -172,8 +172,8 @@ def scaled_dot_general(
         sharding=out_sharding,
         shardings=(explicit_sharding(jax.typeof(lhs)), explicit_sharding(jax.typeof(rhs))),
     )
-    product: Any = in_8_bits(matmul, *alike_varying(lhs, rhs), *codes)
-    return product.astype(dtype)
+    lhs, rhs = alike_varying(lhs, rhs)
+    return in_8_bits(matmul, lhs, rhs, *codes).astype(dtype)
 
 
 def scaled_einsum(
