@@ -160,12 +160,11 @@ def estimate(
                 error.add_note(f"This is the row {row.name!r} of an estimate on {target.name}.")
                 raise
     placement, costs = found[0][1], tuple(one.cost for _, _, one in found)
-    has_one_mesh = all(cost.mesh == costs[0].mesh for cost in costs)
     return Estimate(
         name=function_name(fn),
         target=target.name,
         devices=placement.devices,
-        mesh=costs[0].mesh if has_one_mesh else {},
+        mesh=costs[0].mesh if all(cost.mesh == costs[0].mesh for cost in costs) else {},
         capacity=placement.capacity,
         clock=target.chip.clock,
         timing=target.timing,
