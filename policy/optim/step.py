@@ -262,6 +262,7 @@ class Stepper:
         inner = StoredInner(state.inner, state.moment_scales)
         operands = Operands(params, gradients, inner, state.masters)
         branches = self._branches(given, updates, norm)
+        tpu_selects = as_updates or not any(mode.is_master for mode in modes)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
@@ -271,22 +272,20 @@ class Stepper:
             else:
                 finite = fusion_barrier(jnp.isfinite(norm))
             finite = finite if belongs is True else finite & belongs
-            if as_updates:
-                results = cond_or_select(finite, *branches, operands)
-            else:
-                results = unpacked_cond(finite, updates, *branches, operands)
+            results = cond_or_select(finite, *branches, operands, tpu_selects=tpu_selects)
         elif belongs is not True or any(mode.is_packed for mode in modes):
             # always True where the state belongs, which XLA can't know; known before the step, so
             # that a select costs no pass of its own
             finite = state.count >= 0 if belongs is True else belongs
             if any(mode.stores for mode in modes):
-                results = unpacked_cond(finite, updates, *branches, operands)
+                results = cond_or_select(finite, *branches, operands, tpu_selects=tpu_selects)
             else:
                 results = selected(finite, *(branch(operands) for branch in branches))
         else:
             finite = jnp.array(True)
             results = branches[0](operands)
         encoded, inner = results
+        # a packed pair is taken apart here: in a branch XLA:CPU would compute each half in a pass
         new = [d.result(e, p) for d, e, p in zip(updates, encoded, leaves, strict=True)]
         after = state._replace(
             inner=inner.state,
@@ -429,58 +428,30 @@ Branch: TypeAlias = Callable[[Operands], Results]
 
 
 def cond_or_select(
-    flag: jax.Array, apply_step: Branch, skip_step: Branch, operands: Operands
-) -> Results:
-    """Computes `lax.cond`, or on TPUs a select of the results of both branches.
-
-    A TPU's compiler fuses the selects, and the addition of the updates that follows, into the step
-    itself. It would write the results of a branch, and read them again for the addition. XLA:CPU
-    would compute the step once for each result of a select.
-    """
-    apply_step = jax.jit(apply_step)  # traced once for both
-    return lax.platform_dependent(
-        flag,
-        operands,
-        tpu=lambda flag, of: selected(flag, apply_step(of), skip_step(of)),
-        default=lambda flag, of: lax.cond(flag, apply_step, skip_step, of),
-    )
-
-
-def unpacked_cond(
     flag: jax.Array,
-    updates: list[ParamUpdate],
     apply_step: Branch,
     skip_step: Branch,
     operands: Operands,
+    *,
+    tpu_selects: bool,
 ) -> Results:
-    """Computes `lax.cond`, and takes packed pairs apart after it; on TPUs in the branches.
+    """Computes `lax.cond` on CPUs, elsewhere a select of the results of both branches.
 
-    A TPU's compiler takes them apart in the kernel that makes them. XLA:CPU would compute each half
-    in a pass of its own over the moments.
+    XLA fuses the selects into the step, which updates each leaf in place. For a conditional,
+    XLA:GPU copies params and moments once more and replicates sharded results, and XLA:TPU holds
+    packed pairs beside the params. XLA:CPU would compute the step once for each result of a select,
+    and XLA:TPU once for a param and once for its full master: there `tpu_selects` is False.
     """
-    if not any(each.is_packed for each in updates):
-        return lax.cond(flag, apply_step, skip_step, operands)
     apply_step = jax.jit(apply_step, inline=True)  # traced once for both
 
-    def unpacked(results: Results) -> Results:
-        encoded, inner = results
-        return [d.unpacked(e) for d, e in zip(updates, encoded, strict=True)], inner
+    def select(flag: jax.Array, of: Operands) -> Results:
+        return selected(flag, apply_step(of), skip_step(of))
 
-    def apply_unpacked(operands: Operands) -> Results:
-        encoded, inner = apply_step(operands)
-        return unpacked(([lax.optimization_barrier(each) for each in encoded], inner))
+    def cond(flag: jax.Array, of: Operands) -> Results:
+        return lax.cond(flag, apply_step, skip_step, of)
 
-    def skip_unpacked(operands: Operands) -> Results:
-        same = zip(updates, *operands.leaves(), skip_step(operands)[0], strict=True)
-        pairs: list[Encoded] = [(p, kept) if d.is_packed else e for d, p, kept, e in same]
-        return pairs, operands.inner
-
-    return lax.platform_dependent(
-        flag,
-        operands,
-        tpu=lambda flag, of: lax.cond(flag, apply_unpacked, skip_unpacked, of),
-        default=lambda flag, of: unpacked(lax.cond(flag, apply_step, skip_step, of)),
-    )
+    tpu = select if tpu_selects else cond
+    return lax.platform_dependent(flag, operands, cpu=cond, tpu=tpu, default=select)
 
 
 def selected(flag: jax.Array, new: T, old: T) -> T:

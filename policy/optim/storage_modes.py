@@ -402,11 +402,6 @@ class ParamUpdate:
         """True where the param is its own float32 value; its update is the inner transform's."""
         return self.dtype == working_dtype(self.dtype)
 
-    @property
-    def is_packed(self) -> bool:
-        """True where a branch returns the param packed with its stored array."""
-        return self.mode.is_packed and not self.as_update
-
     def applied(
         self, param: jax.Array, value: jax.Array, update: jax.Array, key: jax.Array | None
     ) -> Encoded:
@@ -429,17 +424,13 @@ class ParamUpdate:
         new, stored = encoded
         return _difference(new, param), stored
 
-    def unpacked(self, encoded: Encoded) -> Encoded:
-        """Takes a branch's result apart where it is a packed param."""
-        return self.mode.decode(encoded, self.dtype) if self.is_packed else encoded
-
-    def result(self, unpacked: Encoded, param: jax.Array) -> tuple[jax.Array, Stored]:
-        """Returns the param, or its update, and its stored array, from an `unpacked` result."""
-        if not self.mode.is_packed or self.is_packed:
-            new, stored = unpacked
+    def result(self, encoded: Encoded, param: jax.Array) -> tuple[jax.Array, Stored]:
+        """Returns the param, or its update, and its stored array, from a branch's result."""
+        if not self.mode.is_packed:
+            new, stored = encoded
             return new, stored
-        new, stored = self.mode.decode(unpacked, self.dtype)
-        return _difference(new, param), stored
+        new, stored = self.mode.decode(encoded, self.dtype)
+        return _difference(new, param) if self.as_update else new, stored
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
