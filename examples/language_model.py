@@ -223,7 +223,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """(batch, length) tokens -> (batch, length, vocab_size) logits.
+    """(batch, length) tokens -> (batch, length, vocab_size) logits, or with `hidden` the inputs of
+    the layer that makes them, (batch, length, width): for `losses.linear_softmax_cross_entropy`,
+    which holds no logits of a large vocabulary.
 
     The inputs are shifted right, so that the logits at position i are those of token i, given the
     tokens before it. With `decode` nothing is shifted: the one token given (batch, 1) is the last
@@ -235,7 +237,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, *, train: bool = False, decode: bool = False
+        self, tokens: jax.Array, *, train: bool = False, decode: bool = False, hidden: bool = False
     ) -> jax.Array:
         config = self.config
         embed = nn.Embed(
@@ -251,6 +253,8 @@ class Decoder(nn.Module):
         for layer in range(config.layers):
             x = Block(config, name=f"layer_{layer}")(x, mask, train, decode)
         x = nn.LayerNorm(name="norm")(x)
+        if hidden:
+            return x
         if config.tied:
             return embed.attend(x) / math.sqrt(config.width)
         return nn.Dense(

@@ -37,13 +37,14 @@ ELEMENTS = LEAVES * SHAPE[0] * SHAPE[1]
 BOUNDS = {
     "f32 / bf16, no skipping": 1.01,
     SAME_AS_PEERS: 1.25,
-    "f32 / bf16, clipped": 1.365,
+    "f32 / bf16, clipped": 1.37,
     "f32 / bf16, tx.update + apply_updates": 1.5,
     "full masters, bf16 / bf16": 1.35,
     "full masters, bf16 / bf16, no skipping": 1.11,
     "full masters, tx.update": 1.5,
-    "remainder, bf16 / bf16": 1.6,
-    "kahan": 1.6,
+    # one kernel writes the halves and one the moments, and no packed pair is held between them
+    "remainder, bf16 / bf16": 1.8,
+    "kahan": 1.8,
     "stochastic": 1.2,
     "int8 moments, f32 / bf16": 2.85,
     "float8 moments, f32 / bf16": 2.85,

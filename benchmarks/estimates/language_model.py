@@ -3,7 +3,8 @@
     python -m policy estimate benchmarks/estimates/language_model.py:example --on v5e
 
 Six layers of width 512, a vocabulary of 30000, 49.7 million params in linen; 32 texts of 128 tokens
-a device. Each device holds all params and moments; the batch is split over all devices.
+a device. Each device holds all params and moments; the batch is split over all devices. The loss
+holds no logits: it is `losses.linear_softmax_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
-from examples.language_model import Config, Decoder, cross_entropy
+from examples.language_model import Config, Decoder
+from policy import losses
 from policy.optim.storage_modes import MasterWeights
 
 LM1B = Config(
@@ -52,7 +54,8 @@ def example(
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
     def loss_fn(params: Any, batch_stats: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        logits: Any = model.apply({"params": params}, tokens, train=True)
-        return cross_entropy(logits, tokens), batch_stats
+        hidden: Any = model.apply({"params": params}, tokens, train=True, hidden=True)
+        kernel, bias = params["head"]["kernel"], params["head"]["bias"]
+        return losses.linear_softmax_cross_entropy(hidden, kernel, tokens, bias), batch_stats
 
     return train_step(loss_fn, adamw(master_weights, moment_dtype), params, (), tokens, mesh)

@@ -262,7 +262,7 @@ class Stepper:
         inner = StoredInner(state.inner, state.moment_scales)
         operands = Operands(params, gradients, inner, state.masters)
         branches = self._branches(given, updates, norm)
-        tpu_selects = as_updates or not any(mode.is_master for mode in modes)
+        tpu_selects = as_updates or all(d.mode.is_packed or d.is_wide for d in updates)
         if belongs is not True and varying_axes(belongs):
             belongs = agreed(belongs, gradients, self.axis_name)
         if self.skip_nonfinite:
@@ -440,7 +440,7 @@ def cond_or_select(
     XLA fuses the selects into the step, which updates each leaf in place. For a conditional,
     XLA:GPU copies params and moments once more and replicates sharded results, and XLA:TPU holds
     packed pairs beside the params. XLA:CPU would compute the step once for each result of a select,
-    and XLA:TPU once for a param and once for its full master: there `tpu_selects` is False.
+    as XLA:TPU would for rounded params that are not packed: there `tpu_selects` is False.
     """
     apply_step = jax.jit(apply_step, inline=True)  # traced once for both
 
