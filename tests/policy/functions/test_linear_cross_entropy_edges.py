@@ -170,7 +170,7 @@ class Tied(linen.Module):
 class NnxTied(nnx.Module):
     def __init__(self, dense: bool, rngs: nnx.Rngs):
         self.embed, self.norm = nnx.Embed(50, 16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)
-        self.head = nnx.Linear(16, 50, rngs=rngs) if dense else None
+        self.head: Any = nnx.Linear(16, 50, rngs=rngs) if dense else None
 
     def __call__(self, tokens: Any, labels: Any) -> jax.Array:
         x = self.norm(self.embed(tokens))

@@ -110,34 +110,40 @@ def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
         assert found == expected
 
 
-def _last_layer(mode: AxisType | None, check_vma: bool = True):
+KERNEL_48 = np.ascontiguousarray(KERNEL[:, :48])  # divides over eight devices
+
+
+def _last_layer(mode: AxisType | None, check_vma: bool = True, kernel_spec: Any = (None, "model")):
     """Returns the loss of a last layer on a mesh: examples over one axis, classes over the other.
 
     Args:
       mode: of the mesh's axes; None is manual, inside `jax.shard_map`.
+      kernel_spec: the axes that the kernel (d, K) is split over.
     """
     kinds = (AxisType.Auto if mode is None else mode,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    examples, columns = PartitionSpec("data"), PartitionSpec(None, "model")
-    options: dict[str, Any] = OPTIONS[1] | {"chunk_size": 8}
+    examples, columns = PartitionSpec("data"), PartitionSpec(*kernel_spec)
+    options: dict[str, Any] = OPTIONS[1] | {"chunk_size": 2}
+    all_labels = LABELS % 48
 
     def loss(x, kernel):
-        return linear_softmax_cross_entropy(x, kernel, LABELS, **options)
+        return linear_softmax_cross_entropy(x, kernel, all_labels, **options)
 
     def local(x, kernel, labels):
         split = linear_softmax_cross_entropy(x, kernel, labels, axis_name="model", **options)
         return lax.pmean(split, "data")
 
-    def placed(x, kernel):
+    def placed(x, kernel, collect=None):
         with jax.set_mesh(mesh):
             pairs = (x, examples), (kernel, columns)
             operands = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in pairs]
             if mode is not None:
-                return jax.jit(jax.value_and_grad(loss, (0, 1)))(*operands)
+                step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+                return step(*operands) if collect is None else collect(step, *operands)
             in_specs = (examples, columns, examples)
             kinds = {"in_specs": in_specs, "out_specs": PartitionSpec(), "check_vma": check_vma}
             mapped = jax.shard_map(local, **kinds)
-            return jax.jit(jax.value_and_grad(mapped, (0, 1)))(*operands, LABELS)
+            return jax.jit(jax.value_and_grad(mapped, (0, 1)))(*operands, all_labels)
 
     return placed, loss
 
@@ -151,3 +157,17 @@ def test_a_last_layer_split_over_examples_and_classes_has_one_devices_loss(mode,
     found, truth = placed(X, KERNEL), jax.value_and_grad(loss, (0, 1))(X, KERNEL)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kernel_spec", [("data",), (None, "model"), ("data", "model")])
+def test_a_kernel_that_is_split_along_its_width_is_gathered_once(mode, kernel_spec):
+    placed, loss = _last_layer(mode, kernel_spec=kernel_spec)
+    found, truth = placed(X, KERNEL_48), jax.value_and_grad(loss, (0, 1))(X, KERNEL_48)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6)
+    exchanged = placed(X, KERNEL_48, collectives_of)
+    gathers = [c for c in exchanged if c.operation == "all-gather"]
+    of_kernel = [c for c in gathers if len(c.shape) == 2 and c.shape[0] == len(KERNEL_48)]
+    assert [c.axes for c in of_kernel] == [("data",)] * (kernel_spec[0] == "data")
+    assert not any("while" in c.path for c in of_kernel)
