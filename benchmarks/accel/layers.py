@@ -20,6 +20,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from benchmarks import layers
 from benchmarks.accel.program import Figures, measure, placed
 from benchmarks.accel.report import rows_of
@@ -58,8 +61,17 @@ def cases() -> list[Case]:
             layers.NORM,
         ),
         dataclasses.replace(embed, integers=True),
+        layer("avg_pool beside float32", IMAGE, _pool, _pool, layers.POOL),
         layer("attention in XLA", SEQUENCE, _linen_attention, _nnx_attention, layers.ATTENTION),
     ]
+
+
+# By hand in float32 it computes the same: the sums of `avg_pool` by hand are in bfloat16.
+def _pool(wing: Any, rngs: Any = None, **options: Any) -> Any:
+    def by_hand(x: jax.Array) -> jax.Array:
+        return wing.avg_pool(x.astype(jnp.float32), (2, 2), (2, 2)).astype(x.dtype)
+
+    return by_hand if "dtype" in options else lambda x: wing.avg_pool(x, (2, 2), (2, 2))
 
 
 # Where attention is one kernel its cycles are a roofline: without it the bound is to hold as well.
