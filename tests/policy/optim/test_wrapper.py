@@ -360,3 +360,25 @@ def test_an_inner_transform_may_branch_on_numbers_that_it_is_given(value):
     tx, params = mixed_precision(inner, "float32"), jnp.ones(3)
     new, _ = stepped(tx, params, tx.init(params), jnp.full(3, 0.5), value=value)
     np.testing.assert_array_equal(new, 1.5)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+@pytest.mark.parametrize("master_weights", ["float32 params", "remainder", "full", "stochastic"])
+def test_a_step_on_an_accelerator_is_a_select_where_that_takes_less_memory(
+    platform, master_weights
+):
+    is_wide = master_weights == "float32 params"
+    mode: Any = "auto" if is_wide else master_weights
+    key = jax.random.key(0) if mode == "stochastic" else None
+    tx = mixed_precision(optax.adamw(1e-3), "float32", master_weights=mode, key=key)
+    params = {"w": jnp.ones((8, 4), jnp.float32 if is_wide else jnp.bfloat16)}
+
+    def step(params, state, gradients):
+        return apply_gradients(tx, params, state, gradients)[:2]
+
+    def conditionals(platform):  # those of platforms among them
+        traced = jax.jit(step).trace(params, tx.init(params), params)
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.case")
+
+    is_conditional = platform == "tpu" and master_weights in ("full", "stochastic")
+    assert conditionals(platform) == conditionals("cpu") - (not is_conditional)
