@@ -53,10 +53,9 @@ def linear_softmax_cross_entropy(
     softmax, and the sums of both gradients over the chunks are in reduction_dtype. Without a
     policy, compute_dtype is that of `x`. With a `reduction`, forward computes the gradients, and
     differentiating costs the three matmuls of a linear layer; without one, backward multiplies the
-    logits again. Forward mode (`jax.jvp`, `jax.jacfwd`) is refused by JAX: differentiate
-    `softmax_cross_entropy_with_integer_labels` of the logits instead; `jax.grad` of `jax.grad`
-    works. References: Hsu et al. 2024, "Liger Kernel" (arXiv:2410.10989); Wijmans et al. 2024, "Cut
-    Your Losses" (arXiv:2411.09009).
+    logits again. Second derivatives are those of reverse mode alone: `jax.grad` of `jax.grad`.
+    References: Hsu et al. 2024, "Liger Kernel" (arXiv:2410.10989); Wijmans et al. 2024, "Cut Your
+    Losses" (arXiv:2411.09009).
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -108,12 +107,9 @@ def linear_softmax_cross_entropy(
         raise ValueError(f"soft_cap should be positive, but got {soft_cap!r}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size should be at least 1, but got {chunk_size!r}.")
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,) * (axis_name is not None)
-    for name in names:
-        is_typed(name)  # raises where it is not mapped
     policy, wide = current_policy(), reduction_dtype_of(x, kernel)
     sharding, mesh = explicit_sharding(jax.typeof(x)), jax.sharding.get_abstract_mesh()
-    is_on_mesh = not mesh.empty and {*mesh.axis_types} <= {AxisType.Auto, AxisType.Explicit}
+    is_on_mesh = sharding is not None or (not mesh.empty and {*mesh.axis_types} == {AxisType.Auto})
     matmul, reduces = None if policy is None else policy.matmul, reduction in ("mean", "sum")
     chunks, parts, size = _counts(labels.size, mesh.size if is_on_mesh else 1, chunk_size)
     if matmul:
@@ -123,7 +119,7 @@ def linear_softmax_cross_entropy(
         wide=wide,
         matmul=matmul,
         axis=axis % 2,
-        axis_names=names,
+        axis_names=_mapped(axis_name),
         smoothing=label_smoothing,
         z_loss=z_loss,
         soft_cap=soft_cap,
@@ -142,6 +138,14 @@ def linear_softmax_cross_entropy(
         spec = PartitionSpec(*(() if reduces else sharding.spec[:-1]))
         run = jax.sharding.auto_axes(run, axes=sharding.mesh.axis_names, out_sharding=spec)
     return run(x, labels, weight, kernel, *([] if bias is None else [bias]))
+
+
+def _mapped(axis_name: Any) -> tuple[Any, ...]:
+    """Returns the names of mapped axes; raises ValueError if one is not mapped."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,) * (axis_name is not None)
+    for name in names:
+        is_typed(name)
+    return names
 
 
 def _counts(examples: int, devices: int, chunk_size: int | None) -> tuple[int, int, int]:
