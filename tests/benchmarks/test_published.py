@@ -108,7 +108,6 @@ def by_hand(params, tokens):
     return losses.mean()
 
 
-@pytest.mark.slow
 def test_the_loss_is_that_of_logits_and_no_remat_changes_its_gradients():
     tokens = jax.random.randint(jax.random.key(1), (3, SMALL.length), 0, SMALL.vocabulary)
     with use_policy("float32"), jax.default_matmul_precision("float32"):
