@@ -214,7 +214,7 @@ RUNS = (
     _v5e("32b-v5e-256", "32B", SCALE_32, 4, 132),
     _v5e("64b-v5e-256", "64B", SCALE_64, 2, 118),
     _v5p("32b-v5p-128", "32B", SCALE_32, 6, 328),  # of its script's 7 texts a GiB does not fit
-    _v5p("64b-v5p-128", "64B", SCALE_64, 3, 323),
+    dataclasses.replace(_v5p("64b-v5p-128", "64B", SCALE_64, 3, 323), left_out=f"{LINKS}, flags"),
     _maxtext(
         "llama2-70b-v5p-512", "Llama 2 70B", LLAMA2_70B, target="v5p:8x8x8", devices=512, batch=4,
         mesh={"fsdp": 512}, remat=Remat(saved=(*QKV, "out", "down")),
@@ -222,9 +222,12 @@ RUNS = (
         settings="projections but gate and up saved", left_out=LINKS,
         flags=(*ASYNC, *REDUCES, *PIPELINED),
     ),
-    _v6e("llama3-8b-v6e-8", "Llama 3.1 8B", LLAMA3_8B, "2x4", 3, 3.443,
-         ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-8",
-         (*LAYOUTS, *REDUCES, *NO_COLLECTIVE_MATMUL)),
+    dataclasses.replace(
+        _v6e("llama3-8b-v6e-8", "Llama 3.1 8B", LLAMA3_8B, "2x4", 3, 3.443,
+             ("input", "out", *QKV), "Llama3.1-8B-MaxText/v6e-8",
+             (*LAYOUTS, *REDUCES, *NO_COLLECTIVE_MATMUL)),
+        left_out=f"{HOST}, flags",
+    ),
     _v6e("mistral-7b-v6e-8", "Mistral 7B", MISTRAL_7B, "2x4", 6, 6.320,
          ("input", "out", *QKV), "Mistral-7B-MaxText",
          (*LAYOUTS, *REDUCES, *NO_COLLECTIVE_MATMUL)),
