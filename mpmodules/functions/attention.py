@@ -66,6 +66,16 @@ def operand_dtype(dtype: DTypeLike | None, *operands: Array) -> DTypeLike | None
     return None if current_policy() is not None and complex_input(operands) is not None else dtype
 
 
+def check_soft_cap(soft_cap: float | None) -> None:
+    """Refuses a soft cap that is not positive.
+
+    Example:
+      >>> attention.check_soft_cap(50.0)
+    """
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap should be a positive number, or None, but got {soft_cap!r}.")
+
+
 def adding_indices(decoding: bool) -> contextlib.AbstractContextManager[Any]:
     """Allows promotion while Flax decodes in x64 mode, where it adds its int32 counter to int64
     indices.
@@ -87,6 +97,7 @@ def dot_product_attention(
     is_causal: bool = False,
     precision: PrecisionLike = None,
     reduction_dtype: DTypeLike = jnp.float32,
+    soft_cap: float | None = None,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) v where the weights themselves are not needed.
 
@@ -98,7 +109,8 @@ def dot_product_attention(
     Args:
       query: (B..., T, N, H), half precision.
       key: (B..., S, K, H), `value`: (B..., S, K, any width); the same dtype.
-      bias, mask, is_causal, precision, reduction_dtype: as in `dot_product_attention_weights`.
+      bias, mask, is_causal, precision, reduction_dtype, soft_cap: as in
+        `dot_product_attention_weights`.
 
     Returns:
       (B..., T, N, width of `value`) in the values' dtype.
@@ -114,6 +126,7 @@ def dot_product_attention(
         is_causal=is_causal,
         precision=precision,
         reduction_dtype=jnp.dtype(reduction_dtype),
+        soft_cap=soft_cap,
     )
     heads, key_heads = query.shape[-2], key.shape[-2]
     is_each_or_all = all(
@@ -152,11 +165,13 @@ def _attention(
     is_causal: bool,
     precision: PrecisionLike,
     reduction_dtype: DTypeLike,
+    soft_cap: float | None,
 ) -> Array:
     """Computes attention of as many query heads as key heads, or of any number by XLA's grouped
     matmuls.
     """
-    logits = _logits(query, key, bias, mask, is_causal, precision, None, reduction_dtype)
+    options = (is_causal, precision, None, reduction_dtype, soft_cap)
+    logits = _logits(query, key, bias, mask, *options)
     if not key.shape[-3]:  # no exponential to divide by
         return weighted_values(jnp.zeros(logits.shape, value.dtype), value, precision=precision)
     return cached_inline_jit(_attend, precision)(logits, value)
@@ -229,6 +244,7 @@ def dot_product_attention_weights(
     precision: PrecisionLike = None,
     einsum: Callable[..., Array] | None = None,
     reduction_dtype: DTypeLike = jnp.float32,
+    soft_cap: float | None = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
     """Computes softmax(q k^T / sqrt(H) + bias) over the keys, in `reduction_dtype` from the
@@ -248,6 +264,8 @@ def dot_product_attention_weights(
       precision: as in `jax.lax`.
       einsum: computes the logits instead of ours, `einsum(subscripts, query, key)`.
       reduction_dtype: the dtype of logits and softmax; at least float32.
+      soft_cap: limits the logits before the bias to +-soft_cap, ``soft_cap * tanh(logits /
+        soft_cap)``, as Gemma 2 does (arXiv:2408.00118, section 2); None does not.
       dtype: of the weights; None is `reduction_dtype`. Backward keeps the weights in it, nothing
         else of their size.
 
@@ -261,7 +279,8 @@ def dot_product_attention_weights(
       ((2, 4, 5, 5), dtype('float32'))
     """
     check_shapes(query, key)
-    logits = _logits(query, key, bias, mask, is_causal, precision, einsum, reduction_dtype)
+    options = (is_causal, precision, einsum, reduction_dtype, soft_cap)
+    logits = _logits(query, key, bias, mask, *options)
     if dtype is None or logits.dtype == dtype:
         return jax.nn.softmax(logits, axis=-1)
     return cached_inline_jit(_rounded_softmax, jnp.dtype(dtype))(logits)
@@ -276,6 +295,7 @@ def _logits(
     precision: PrecisionLike,
     einsum: Callable[..., Array] | None,
     reduction_dtype: DTypeLike,
+    soft_cap: float | None,
 ) -> Array:
     """Computes q k^T / sqrt(H) + bias, masked: (B..., N, T, S), the matmul's accumulator in
     `reduction_dtype`.
@@ -283,6 +303,7 @@ def _logits(
     heads, key_heads = query.shape[-2], key.shape[-2]
     scale = 1 / math.sqrt(query.shape[-1])
     is_bare = einsum is None and bias is None and mask is None and not is_causal
+    is_bare = is_bare and soft_cap is None
     if is_bare and _is_scaled_ahead(scale, query, key):
         query, scale = query * np.asarray(scale, query.dtype), 1.0
     if einsum is not None:
@@ -296,6 +317,9 @@ def _logits(
         logits = logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])  # (B..., N, T, S)
     if scale != 1:
         logits = logits * np.asarray(scale, logits.dtype)
+    if soft_cap is not None:
+        cap = np.asarray(soft_cap, logits.dtype)
+        logits = jnp.tanh(logits / cap) * cap
     if bias is not None:
         logits = logits + jnp.asarray(bias, logits.dtype)
     if mask is not None or is_causal:

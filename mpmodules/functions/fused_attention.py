@@ -59,6 +59,7 @@ def fused_kernel(
     is_causal: bool,
     reduction_dtype: DTypeLike,
     precision: PrecisionLike = None,
+    soft_cap: float | None = None,
     attention_axes: PartitionSpec | None = None,
     obstacles: dict[str, bool],
 ) -> Choice:
@@ -81,6 +82,7 @@ def fused_kernel(
       is_causal: masks out the keys after each query.
       reduction_dtype: the dtype of logits and softmax.
       precision: None, which alone the kernels have.
+      soft_cap: limits the logits, or None; cuDNN's kernel has none.
       attention_axes: the mesh axes of queries, (B, T, N, H); None for those of the policy's scope.
       obstacles: other features that no kernel has, by name, and whether each is asked for.
 
@@ -119,10 +121,11 @@ def fused_kernel(
     shards, obstacle = shards_of(query, key, value, axes)
     obstacles = {**obstacles, obstacle: bool(obstacle)}
     if implementation == "cudnn":
-        _refuse("cudnn", obstacles)
+        _refuse("cudnn", {**obstacles, "a soft cap": soft_cap is not None})
         return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
     insists = implementation == "splash"
-    if not (insists or any(obstacles.values())) and _fits_cudnn(query, key, value, bias, mask):
+    may_be_cudnn = not (insists or soft_cap is not None or any(obstacles.values()))
+    if may_be_cudnn and _fits_cudnn(query, key, value, bias, mask):
         return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
     obstacles |= _splash_obstacles(query, key, value, bias)
     pairs = KnownMask(None, None)
@@ -138,7 +141,7 @@ def fused_kernel(
         _refuse("splash", obstacles)
     if any(obstacles.values()):
         return Choice(None, _listed(obstacles))
-    return Choice(_splash(pairs, insists, shards), "splash")
+    return Choice(_splash(pairs, insists, soft_cap, shards), "splash")
 
 
 def _listed(obstacles: dict[str, bool]) -> str:
@@ -158,9 +161,11 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splash(pairs: KnownMask, insists: bool, shards: Shards | None) -> Attention:
+def _splash(
+    pairs: KnownMask, insists: bool, soft_cap: float | None, shards: Shards | None
+) -> Attention:
     """Returns splash attention of the pairs that are kept."""
-    how = Splash.of(pairs.static, insists, shards)
+    how = Splash.of(pairs.static, insists, soft_cap, shards)
     kernel = _kernel_with_uniform_rows if _may_hide_all_keys(pairs) else splash_attention
     run: Any = functools.partial(kernel, how)
     if not insists:

@@ -79,21 +79,30 @@ class Splash:
         for all of them. It applies beside `mask`, and the kernel computes it.
       insists: lowers to the kernel or not at all, rather than to XLA's formula where the kernel
         can't be partitioned.
+      soft_cap: limits the logits, or None; as in
+        `mpmodules.functions.attention.dot_product_attention_weights`.
       shards: how the operands are split over a mesh, or None where they are whole.
     """
 
     mask: StaticMask | None
     window: Window
     insists: bool
+    soft_cap: float | None = None
     shards: Shards | None = None
 
     @classmethod
-    def of(cls, allowed: np.ndarray | None, insists: bool, shards: Shards | None) -> Splash:
+    def of(
+        cls,
+        allowed: np.ndarray | None,
+        insists: bool,
+        soft_cap: float | None,
+        shards: Shards | None,
+    ) -> Splash:
         """Returns the parameters of a mask (1 or N, T, S), or of none."""
         window: Window | None = (None, None) if allowed is None else _window_of(allowed)
         if allowed is None or window is not None:
-            return cls(None, window or (None, None), insists, shards)
-        return cls(StaticMask.of(allowed), (None, None), insists, shards)
+            return cls(None, window or (None, None), insists, soft_cap, shards)
+        return cls(StaticMask.of(allowed), (None, None), insists, soft_cap, shards)
 
     def formula(self, query: Array, key: Array, value: Array, *ids: Array) -> Array:
         """Computes the same attention by XLA's operations.
@@ -107,7 +116,13 @@ class Splash:
         is_whole = how.mask is None and how.window == (None, None) and not ids
         mask: Any = None if is_whole else how.allowed(query, key, *ids)
         return dot_product_attention(
-            query, key, value, mask=mask, is_causal=is_causal, reduction_dtype=jnp.float32
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            reduction_dtype=jnp.float32,
+            soft_cap=self.soft_cap,
         )
 
     def allowed(self, query: Array, key: Array, *ids: Array) -> Array:
@@ -263,7 +278,9 @@ def _program(
     It is traced in a thread of its own, where no context of the caller's holds: within `shard_map`,
     JAX's kernel does not say over which axes its outputs vary. Its `_kernel_avals` here do.
     """
-    run = functools.partial(_STAGES[stage], mask=how.mask, window=how.window, interpret=interpret)
+    run = functools.partial(
+        _STAGES[stage], mask=how.mask, window=how.window, soft_cap=how.soft_cap, interpret=interpret
+    )
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(jax.make_jaxpr(run), *operands).result()
 
@@ -406,7 +423,7 @@ def _forward(
       ids: of queries (B..., T) and of keys (B..., S), or nothing.
       save_residuals: returns the logarithms of the softmax's denominators, too: (B..., N, T) in
         float32.
-      **how: `mask`, `window` and `interpret`; see `_kernel`.
+      **how: `mask`, `window`, `soft_cap` and `interpret`; see `_kernel`.
     """
     lengths = _lengths(query, key)
     kernel = _kernel(lengths, query.shape[-1], save_residuals=save_residuals, **how)
@@ -520,6 +537,7 @@ def _kernel(
     *,
     mask: StaticMask | None,
     window: Window,
+    soft_cap: float | None,
     interpret: bool,
     save_residuals: bool = False,
 ) -> Callable[..., Any]:
@@ -544,6 +562,7 @@ def _kernel(
         made = splash.make_splash_mha_single_device(
             splash.MultiHeadMask(masks),
             block_sizes=sizes,
+            attn_logits_soft_cap=soft_cap,
             save_residuals=save_residuals,
             interpret=interpret,
         )

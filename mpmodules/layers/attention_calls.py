@@ -79,6 +79,7 @@ class AttentionCall:
       einsum: computes the logits, and `values_einsum` the sum of the values, instead of ours.
       wide_weights: whether the weights stay in reduction_dtype.
       attention_axes: the mesh axes of queries; None for those of the policy's scope.
+      soft_cap: limits the logits, or None.
     """
 
     bias: Array | None
@@ -95,6 +96,7 @@ class AttentionCall:
     values_einsum: Callable[..., Array] | None = None
     wide_weights: bool = False
     attention_axes: PartitionSpec | None = None
+    soft_cap: float | None = None
 
     def weights(self, query: Array, key: Array) -> Array:
         """Computes attention weights (B..., N, T, S) in reduction_dtype, rounds and sows them, and
@@ -154,6 +156,7 @@ class AttentionCall:
             attention_axes=self.attention_axes,
             obstacles=obstacles,
         )
+        attention.check_soft_cap(self.soft_cap)
         program = choice.reason if choice.attend else f"XLA: {choice.reason}"
         with marks.attention(program):
             if upstream is not None:
@@ -174,6 +177,6 @@ class AttentionCall:
 
     @property
     def _options(self) -> dict[str, Any]:
-        names = ("bias", "mask", "is_causal", "precision")
+        names = ("bias", "mask", "is_causal", "precision", "soft_cap")
         options = {name: getattr(self, name) for name in names}
         return options | {"reduction_dtype": reduction_dtype()}

@@ -104,6 +104,7 @@ def dot_product_attention(
     *,
     implementation: Literal["xla", "cudnn", "splash"] | None = None,
     attention_axes: PartitionSpec | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """`flax.linen.dot_product_attention`, with logits and softmax in reduction_dtype.
 
@@ -117,6 +118,8 @@ def dot_product_attention(
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
       attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
         that of `policy.use_policy`.
+      soft_cap: limits the logits before the bias to +-soft_cap by tanh, as Gemma 2 does; None does
+        not.
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`); with
@@ -138,7 +141,7 @@ def dot_product_attention(
     dtype = attention.operand_dtype(dtype, query, key, value)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     upstream = None
-    if _is_flaxs(query, key):
+    if _is_flaxs(query, key) and soft_cap is None:
         how = (dtype, precision, module, force_fp32_for_softmax, einsum_dot_general, *einsums)
         upstream = functools.partial(
             flax_nn.dot_product_attention, query, key, value, bias, mask, *dropout, *how
@@ -162,6 +165,7 @@ def dot_product_attention(
         values_einsum=attn_weights_value_einsum or of_dots,
         wide_weights=forced,
         attention_axes=attention_axes,
+        soft_cap=soft_cap,
     )
     return call.attend(implementation, query, key, value, upstream)
 

@@ -39,6 +39,7 @@ def dot_product_attention(
     *,
     implementation: Literal["xla", "cudnn", "splash"] | None = None,
     attention_axes: PartitionSpec | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """`flax.nnx.dot_product_attention`, with logits and softmax in reduction_dtype on every path.
 
@@ -53,6 +54,8 @@ def dot_product_attention(
         neither; None chooses (`mpmodules.functions.fused_attention.fused_kernel` says when).
       attention_axes: the `PartitionSpec` of queries over the automatic axes of the mesh; None for
         that of `policy.use_policy`.
+      soft_cap: limits the logits before the bias to +-soft_cap by tanh, as Gemma 2 does; None does
+        not.
 
     Returns:
       (batch..., queries, heads, width) in the inputs' dtype (or `dtype`).
@@ -73,6 +76,7 @@ def dot_product_attention(
     upstream = None
     # Flax's computes logits in float32 for float64 too.
     is_ours = current_policy() is not None and query.dtype == jnp.float64
+    is_ours = is_ours or soft_cap is not None
     if not (is_ours or is_wider(reduction_dtype(), query.dtype)):
         how = (dtype, precision, module, promote_dtype, is_causal)
         upstream = functools.partial(
@@ -88,5 +92,6 @@ def dot_product_attention(
         collection,
         is_causal,
         attention_axes=attention_axes,
+        soft_cap=soft_cap,
     )
     return call.attend(implementation, query, key, value, upstream)

@@ -97,6 +97,28 @@ def test_shapes_that_do_not_fit_are_refused(message, change):
         attention.check_shapes(*change(*qkv("float32")))
 
 
+@pytest.mark.parametrize("wing", ["linen", "nnx"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_soft_cap_limits_the_logits_before_the_bias(wing, dtype):
+    attend = WINGS[wing].dot_product_attention
+    query, key, value = (4 * x for x in qkv(dtype))
+    bias = jnp.asarray(RNG.normal(size=(2, 4, 3, 5)), dtype)
+    found = attend(query, key, value, bias, soft_cap=2.0)
+    q, k, v, b = (np.asarray(x, np.float64) for x in (query, key, value, bias))
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    weights = np.exp(2 * np.tanh(logits / 2) + b)
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("bhqk,bkhd->bqhd", weights, v)
+    error = np.abs(np.asarray(found, np.float64) - wanted).max() / np.abs(wanted).max()
+    assert error <= (2 if dtype == "bfloat16" else 8) * float(jnp.finfo(dtype).eps)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="soft_cap should be a positive number"):
+            attend(query, key, value, soft_cap=wrong)
+    with pytest.raises(ValueError, match="a soft cap"):
+        half = (x.astype("bfloat16") for x in (query, key, value))
+        attend(*half, soft_cap=2.0, implementation="cudnn")
+
+
 def test_dropout_keeps_the_mean_and_checks_its_arguments():
     weights = jnp.ones((2, 4, 64, 64), jnp.bfloat16)
 

@@ -35,17 +35,22 @@ def qkv(queries=128, keys=128, heads=2, key_heads=2, width=16, batch=(2,), dtype
     return tuple(jnp.asarray(RNG.normal(size=shape), dtype) for shape in shapes)
 
 
-def exact(operands, cotangent, allowed=None):
+def exact(operands, cotangent, allowed=None, soft_cap=None):
     """Attention, and the cotangents of its operands, in float64."""
     q, k, v, ct = (np.asarray(x, np.float64) for x in (*operands, cotangent))
     groups, scale = q.shape[-2] // k.shape[-2], 1 / np.sqrt(q.shape[-1])
     k, v = (np.repeat(x, groups, axis=-2) for x in (k, v))
     logits = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    slope = 1.0
+    if soft_cap is not None:
+        capped = np.tanh(logits / soft_cap)
+        logits, slope = soft_cap * capped, 1 - capped**2
     logits = logits if allowed is None else np.where(allowed, logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = np.einsum("bqhd,bkhd->bhqk", ct, v)
-    d_logits = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * scale
+    d_logits = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True))
+    d_logits *= slope * scale
     out = np.einsum("bhqk,bkhd->bqhd", weights, v)
     d_query = np.einsum("bhqk,bkhd->bqhd", d_logits, k)
     d_key, d_value = (np.einsum("bhqk,bqhd->bkhd", *of) for of in ((d_logits, q), (weights, ct)))
@@ -81,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a mask": ({"keys": 256}, {"mask": RANDOM_MASK}),
     "a mask for each head": ({}, {"mask": HEADS_MASK}),
     "a window": ({"keys": 256}, {"mask": abs(np.arange(128)[:, None] - np.arange(256)) < 9}),
+    "a soft cap": ({"keys": 256}, {"soft_cap": 0.5}),
     "several blocks": (
         {"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)},
         {"is_causal": True},
@@ -98,9 +104,10 @@ def test_the_kernel_is_exact_to_its_inputs_dtype_forward_and_backward(interprete
         allowed = np.tri(operands[0].shape[1], operands[1].shape[1], dtype=bool)
     attend: Any = functools.partial(nnx.dot_product_attention, implementation="splash", **options)
     out, pullback = jax.vjp(attend, *operands)
-    results = (out, *pullback(cotangent)), exact(operands, cotangent, allowed)
-    for found, wanted in zip(*results, strict=True):
-        assert_close(found, wanted)
+    wanted = exact(operands, cotangent, allowed, options.get("soft_cap"))
+    results = (out, *pullback(cotangent)), wanted
+    for found, true in zip(*results, strict=True):
+        assert_close(found, true)
     if case == "full":
         assert_close(attend(*operands), out)  # without residuals
 
