@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 import mpmodules.linen
 import mpmodules.nnx
+from policy.losses import linear_softmax_cross_entropy
 
 FLAX = flax.linen, flax_nnx
 OURS = mpmodules.linen, mpmodules.nnx
@@ -58,16 +59,20 @@ def rotary(x: jax.Array, base: float = 500000.0) -> jax.Array:
     )
 
 
-def split(x: jax.Array) -> jax.Array:
-    """Constrains activations to be split by batch only, over every axis of the mesh that XLA shards
-    over. Without a mesh they stay as they are.
+def batch_spec() -> PartitionSpec | None:
+    """Returns the spec of a batch over every axis of the mesh that XLA shards over; None without a
+    mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto)
-    return lax.with_sharding_constraint(x, PartitionSpec(axes, *[None] * (x.ndim - 1)))
+    return None if mesh.empty else PartitionSpec(axes)
+
+
+def split(x: jax.Array) -> jax.Array:
+    """Constrains activations to be split by batch only. Without a mesh they stay as they are."""
+    spec = batch_spec()
+    return x if spec is None else lax.with_sharding_constraint(x, spec)
 
 
 def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
@@ -85,10 +90,23 @@ def param_spec(shape: Sequence[int], size: Size) -> PartitionSpec:
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Averages the cross entropy of all tokens but the first: (B, T, vocabulary), (B, T) -> ()."""
-    labels = jnp.roll(tokens, -1, axis=1)
-    weights = (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1).astype(jnp.float32)
+    labels, weights = targets(tokens)
     each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return jnp.mean(each * weights[None])
+    return jnp.mean(each * weights)
+
+
+def cross_entropy_of_states(x: jax.Array, kernel: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Averages the same from (B, T, width) and the head's kernel, without logits in memory."""
+    labels, weights = targets(tokens)
+    total = linear_softmax_cross_entropy(x, kernel, labels, weights=weights, reduction="sum")
+    return total / tokens.size
+
+
+def targets(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the token after each, and 1 for each but the last; both are (B, T)."""
+    weights = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
+    weights = jnp.broadcast_to(weights.astype(jnp.float32)[None], tokens.shape)
+    return jnp.roll(tokens, -1, axis=1), weights
 
 
 def causal(nn: Any) -> Callable[..., jax.Array]:
@@ -100,11 +118,13 @@ def causal(nn: Any) -> Callable[..., jax.Array]:
     """
     if nn in FLAX:
         return functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    if nn is mpmodules.nnx:
-        return functools.partial(nn.dot_product_attention, is_causal=True)
-    return lambda query, key, value: nn.dot_product_attention(
-        query, key, value, mask=nn.make_causal_mask(query[:1, :, 0, 0])
-    )
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        is_nnx = nn is mpmodules.nnx
+        causal = {"is_causal": True} if is_nnx else {"mask": nn.make_causal_mask(query[..., 0, 0])}
+        return nn.dot_product_attention(query, key, value, **causal, attention_axes=batch_spec())
+
+    return attend
 
 
 @functools.cache
@@ -191,7 +211,7 @@ def nnx_decoder_of(nnx: Any) -> Any:
             return split(x + self.down(nnx.silu(self.gate(h)) * self.up(h)))
 
     class Decoder(nnx.Module):
-        """(B, T) tokens -> (B, T, vocabulary) logits."""
+        """(B, T) tokens -> (B, T, vocabulary) logits, or without the head (B, T, width)."""
 
         def __init__(self, size: Size, rngs: Any, remat: Any = None, **threaded: Any):
             @nnx.split_rngs(splits=size.layers)
@@ -207,12 +227,13 @@ def nnx_decoder_of(nnx: Any) -> Any:
                 size.width, size.vocabulary, use_bias=False, rngs=rngs, **threaded
             )
 
-        def __call__(self, tokens: jax.Array) -> jax.Array:
+        def __call__(self, tokens: jax.Array, head: bool = True) -> jax.Array:
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
             @functools.partial(nnx.remat, prevent_cse=False, policy=self.remat)
             def run(block: Block, x: jax.Array) -> jax.Array:
                 return block(x)
 
-            return split(self.head(self.norm(run(self.layers, split(self.embed(tokens))))))
+            x = split(self.norm(run(self.layers, split(self.embed(tokens)))))
+            return split(self.head(x)) if head else x
 
     return Decoder

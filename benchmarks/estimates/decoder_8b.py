@@ -20,11 +20,12 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 import mpmodules.linen
-from benchmarks.accel.scale_model import Size, cross_entropy, decoder_of, param_spec
+from benchmarks.accel.scale_model import Size, cross_entropy_of_states, decoder_of, param_spec
 from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from policy.optim.storage_modes import MasterWeights
 
 LLAMA = Size()
+KEPT = jax.checkpoint_policies.save_only_these_names("attention")
 
 QUICK = {
     "size": Size(
@@ -59,7 +60,7 @@ def example(
     moment_dtype: str | None = None,
     size: Size = LLAMA,
     batch: int | None = None,
-    remat: Callable[..., Any] | None = None,
+    remat: Callable[..., Any] | None = KEPT,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns the step under the policy in force, and the shapes that it is called with.
 
@@ -68,7 +69,8 @@ def example(
       master_weights, moment_dtype: see `adamw`.
       size: of the model.
       batch: the number of texts of a step; None for one on each device.
-      remat: the checkpoint policy of a layer; None saves its input alone.
+      remat: the checkpoint policy of a layer; None saves its input alone, the default what backward
+        needs of attention as well.
     """
     nn: Any = mpmodules.linen
     model = decoder_of(nn)(size, remat=remat)
@@ -76,7 +78,8 @@ def example(
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
     def loss_fn(params: Any, batch_stats: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return cross_entropy(model.apply({"params": params}, tokens), tokens), batch_stats
+        x = model.apply({"params": params}, tokens, head=False)
+        return cross_entropy_of_states(x, params["head"]["kernel"], tokens), batch_stats
 
     def spec_of(shape: tuple[int, ...]) -> PartitionSpec:
         axis = "fsdp" if mesh is None else mesh.axis_names[-1]
