@@ -109,6 +109,16 @@ def programs_are_dropped() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def a_loss_scale_was_used() -> None:
+    """Warnings of a forgotten loss scale are the same in any order of the tests: those of a traced
+    step are for processes that used none.
+    """
+    from policy.grads.loss_scale import note_use
+
+    note_use()
+
+
 @pytest.fixture(autouse=True)
 def no_global_policy():
     """Every test starts, and leaves, with no global policy."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx as flax_nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -148,10 +149,11 @@ def decoder_of(nn: Any) -> Any:
             query = rotary(heads((size.heads, size.head_width), name="query")(h))
             key = rotary(heads((size.key_heads, size.head_width), name="key")(h))
             value = heads((size.key_heads, size.head_width), name="value")(h)
-            h = attend(query, key, value)
+            h = attend(*(checkpoint_name(x, "projections") for x in (query, key, value)))
             x = split(x + heads(size.width, axis=(-2, -1), name="out")(h))
             h = norm(name="mlp_norm")(x)
-            h = nn.silu(dense(size.mlp_width, name="gate")(h)) * dense(size.mlp_width, name="up")(h)
+            gate = checkpoint_name(dense(size.mlp_width, name="gate")(h), "gate")
+            h = nn.silu(gate) * dense(size.mlp_width, name="up")(h)
             return split(x + dense(size.width, name="down")(h)), None
 
     class Decoder(nn.Module):
@@ -205,10 +207,12 @@ def nnx_decoder_of(nnx: Any) -> Any:
         def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, width)
             x = split(x)
             h = self.attention_norm(x)
-            h = attend(rotary(self.query(h)), rotary(self.key(h)), self.value(h))
+            operands = rotary(self.query(h)), rotary(self.key(h)), self.value(h)
+            h = attend(*(checkpoint_name(x, "projections") for x in operands))
             x = split(x + self.out(h))
             h = self.mlp_norm(x)
-            return split(x + self.down(nnx.silu(self.gate(h)) * self.up(h)))
+            gate = checkpoint_name(self.gate(h), "gate")
+            return split(x + self.down(nnx.silu(gate) * self.up(h)))
 
     class Decoder(nnx.Module):
         """(B, T) tokens -> (B, T, vocabulary) logits, or without the head (B, T, width)."""

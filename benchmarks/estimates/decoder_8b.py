@@ -25,7 +25,7 @@ from benchmarks.estimates.training import adamw, devices_of, int32, train_step
 from policy.optim.storage_modes import MasterWeights
 
 LLAMA = Size()
-KEPT = jax.checkpoint_policies.save_only_these_names("attention")
+KEPT = jax.checkpoint_policies.save_only_these_names("attention", "projections", "gate")
 
 QUICK = {
     "size": Size(
@@ -69,8 +69,8 @@ def example(
       master_weights, moment_dtype: see `adamw`.
       size: of the model.
       batch: the number of texts of a step; None for one on each device.
-      remat: the checkpoint policy of a layer; None saves its input alone, the default what backward
-        needs of attention as well.
+      remat: the checkpoint policy of a layer; None saves its input alone. The default saves as well
+        what backward needs of attention, and the gate's result.
     """
     nn: Any = mpmodules.linen
     model = decoder_of(nn)(size, remat=remat)

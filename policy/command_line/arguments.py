@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from policy.inspect.estimate.estimate import DEFAULT
-from policy.inspect.estimate.search import REMATS, remat_policy
+from policy.inspect.estimate.search import CHECKPOINT_POLICIES, remat_policy
 from policy.inspect.estimate.steps import are_results, example_call, required_arguments
 from policy.inspect.hlo.text import numpy_name
 from policy.inspect.traced.call import checked_policy
@@ -314,7 +314,7 @@ def remats_of(text: str | None) -> list[str] | None:
     found: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         is_saved = found and found[-1].startswith("names:") and ":" not in part
-        if is_saved and part not in REMATS:
+        if is_saved and part not in CHECKPOINT_POLICIES:
             found[-1] += f",{part}"
         else:
             found.append(part)

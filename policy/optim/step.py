@@ -27,6 +27,7 @@ from policy.grads.loss_scale import (
     LossScale,
     NoOpLossScale,
     ScaledGradients,
+    StaticLossScale,
     require_positive,
     warn_if_forgotten,
 )
@@ -220,7 +221,9 @@ class Stepper:
         if isinstance(gradients, ScaledGradients):
             gradients, scale = gradients.tree, gradients.scale
         check_gradients(gradients, state, params)
-        if not isinstance(self.loss_scale, NoOpLossScale):
+        ours = self.loss_scale
+        is_one = isinstance(ours, StaticLossScale) and ours.loss_scale == 1
+        if not (is_one or isinstance(ours, NoOpLossScale)):
             current = state.loss_scale.loss_scale
             warn_if_forgotten(gradients, current, carry_scale=scale is not None)
         whole = params, gradients

@@ -116,7 +116,7 @@ def _cost(
     row: Candidate, step: Step, program: CompiledStep, placement: Placement, shared: int
 ) -> PolicyCost:
     """Returns the memory and the FLOPs of a row; `shared` bytes of arguments are given twice."""
-    graph = Graph(step.traced.jaxpr)
+    graph = Graph(step.traced.jaxpr, platform=placement.target.platform)
     written = Audit(operations_of(graph), ())
     use = program.memory
     arguments, temporaries = use.arguments - shared, use.temporaries + program.scratch

@@ -13,7 +13,7 @@ from policy.core.policy import get_policy
 from policy.inspect.hlo.memory import Buffer as Buffer
 from policy.inspect.traced.call import short_text
 
-Place = tuple[float, float]  # two costs
+Point = tuple[float, float]  # two costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ class EstimateRows:
         Time is that of an example if `compares_examples`, else that of a step; rows of unknown time
         are left out.
         """
-        places: dict[str, Place] = {}
+        places: dict[str, Point] = {}
         for row in self.rows:
             seconds = row.seconds_per_example if self.compares_examples else row.seconds
             if seconds is not None and row.fits is not False:
@@ -241,7 +241,7 @@ class EstimateRows:
         return json.dumps(found, indent=indent, allow_nan=False)
 
 
-def is_beaten(place: Place, others: Iterable[Place]) -> bool:
+def is_beaten(place: Point, others: Iterable[Point]) -> bool:
     """Returns whether another place is better in one of its numbers, and worse in neither."""
     return any(other != place and other[0] <= place[0] and other[1] <= place[1] for other in others)
 

@@ -22,7 +22,7 @@ MOST_COMPILES = 24
 Mesh = Mapping[str, int]
 
 # What `jax.checkpoint(policy=...)` takes, by name.
-REMATS: dict[str, Callable[..., Any]] = {
+CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
@@ -48,16 +48,16 @@ def remat_policy(name: str) -> Callable[..., Any]:
     Raises:
       ValueError: there is no such name.
     """
-    if isinstance(name, str) and name in REMATS:
-        return REMATS[name]
+    if isinstance(name, str) and name in CHECKPOINT_POLICIES:
+        return CHECKPOINT_POLICIES[name]
     if isinstance(name, str) and name.startswith(_NAMES) and all(saved := _saved(name)):
         return jax.checkpoint_policies.save_only_these_names(*saved)
-    near = difflib.get_close_matches(str(name), REMATS, 1)
+    near = difflib.get_close_matches(str(name), CHECKPOINT_POLICIES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"remat has no value {name!r}.{hint} Values: {', '.join(REMATS)}, and names:a,b for values "
-        "that checkpoint_name names. Another checkpoint policy goes to the example in a row's "
-        "options: ('bfloat16', {'remat': policy})."
+        f"remat has no value {name!r}.{hint} Values: {', '.join(CHECKPOINT_POLICIES)}, and "
+        "names:a,b for values that checkpoint_name names. Another checkpoint policy goes to the "
+        "example in a row's options: ('bfloat16', {'remat': policy})."
     )
 
 
@@ -89,7 +89,7 @@ def require_names(row: Candidate, jaxpr: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class SearchSpace:
     """Values to combine with policies; none leaves an option to the example.
 
     Attributes:
@@ -109,7 +109,7 @@ class Search:
         return {name: values for name, values in given.items() if values}
 
 
-def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> Search:
+def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> SearchSpace:
     """Returns the values that `policy.estimate` is given.
 
     Raises:
@@ -138,7 +138,7 @@ def search_of(batch: Any, remat: Any, mesh: Any, target: Target) -> Search:
         twice = next((one for i, one in enumerate(values) if one in values[:i]), None)
         if twice is not None:
             raise ValueError(f"{name} has {twice!r} twice: drop one.")
-    return Search(batches, remats, meshes)
+    return SearchSpace(batches, remats, meshes)
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ def require_parameters(fn: Any, is_example: bool, options: Sequence[str]) -> Non
 
 
 def rows_of_search(
-    candidates: Sequence[Candidate], search: Search, max_compiles: int
+    candidates: Sequence[Candidate], search: SearchSpace, max_compiles: int
 ) -> tuple[Candidate, ...]:
     """Returns each candidate with each batch, each checkpoint policy and each mesh.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.core.rules import PolicyRules
-from policy.inspect.estimate.rows import Place, is_beaten
+from policy.inspect.estimate.rows import Point, is_beaten
 from policy.inspect.render.plots import new_figure
 from policy.inspect.suggest.patterns import code_of
 
@@ -63,7 +63,7 @@ class FrontPoint:
         return self.seconds is not None and not self.missing
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Point:
         """Its cost and error."""
         return (self.seconds or 0.0, self.error) if self.fits else (math.inf, math.inf)
 
@@ -77,7 +77,7 @@ def unbeaten(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
 
     Of points that are alike in error and cost, the first stays.
     """
-    first: dict[Place, FrontPoint] = {}
+    first: dict[Point, FrontPoint] = {}
     for point in points:
         if point.fits:
             first.setdefault(point.place, point)

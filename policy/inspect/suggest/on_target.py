@@ -16,7 +16,7 @@ from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.estimate.costing import CompiledRow, compiled_row
 from policy.inspect.estimate.placement import Placement, placement_of
-from policy.inspect.estimate.rows import Place, is_beaten
+from policy.inspect.estimate.rows import Point, is_beaten
 from policy.inspect.estimate.steps import Candidate, MadeCall, Step, traced_step
 from policy.inspect.estimate.targets import Target
 from policy.inspect.suggest.applied import (
@@ -34,7 +34,7 @@ from policy.inspect.traced.call import short_text
 from policy.programs.paths import Path, spelled
 
 RuledRow = tuple[PolicyRules, CompiledRow]
-_Places = dict[WideModules, Place]
+_Places = dict[WideModules, Point]
 _MOST_SUBSETS = 6  # the largest number of candidates of which all sets are measured
 # A module that costs less than this share of the program is taken to cost so much.
 _LEAST_SHARE = 1e-4

@@ -94,6 +94,7 @@ class Graph:
     Args:
       jaxpr: the program. An open one may lack its constants.
       inside: the primitives whose programs a rewriter enters; None stands for all.
+      platform: of `jax.lax.platform_dependent` only the branch for it is read; None reads all.
 
     Attributes:
       nodes: those that have effects, or that a result depends on.
@@ -101,7 +102,10 @@ class Graph:
       arguments, outputs: of the program.
     """
 
-    def __init__(self, jaxpr: Any, inside: Collection[str] | None = None):
+    def __init__(
+        self, jaxpr: Any, inside: Collection[str] | None = None, platform: str | None = None
+    ):
+        self._platform = platform
         self.nodes: list[Node] = []
         self._effects: list[Node] = []
         self._inside = inside
@@ -186,6 +190,8 @@ class Graph:
         return [self._node(site, name, [v]).makes([x])[0] for v, x in pairs]
 
     def _branches(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
+        if (chosen := self._branch_of_platform(inputs[0])) is not None:
+            return self._call(site, inner[chosen], inner[chosen].given(inputs))
         around, each = self._branch, []
         for i, one in enumerate(inner):
             self._branch = (*around, (id(site.equation), i))
@@ -195,6 +201,13 @@ class Graph:
             self._node(site, "branch", [inputs[0], *choices]).makes([variable])[0]
             for variable, *choices in zip(site.equation.outvars, *each, strict=True)
         ]
+
+    def _branch_of_platform(self, index: Value) -> int | None:
+        if self._platform is None or index.maker is None or index.maker.name != "platform_index":
+            return None
+        named = index.maker.params["platforms"]
+        taken = (i for i, names in enumerate(named) if names is None or self._platform in names)
+        return next(taken, None)
 
     def _unknown(self, site: Site, inner: list[Subprogram], inputs: list[Value]) -> list[Value]:
         """Reads programs whose operands only their primitive knows, each by itself."""

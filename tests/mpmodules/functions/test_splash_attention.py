@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from mpmodules import linen, nnx
 from mpmodules.functions import splash_attention as _splash_attention
 from policy import audit, use_policy
+from policy.inspect.estimate.costing import model_flops
+from policy.programs.reading.graph import Graph
 from tests.benchmarks.accelerators import target
 from tests.eight_devices import run_tests_on_eight_devices
 
@@ -342,6 +344,22 @@ def test_a_program_for_several_platforms_holds_the_kernel_and_xlas_formula():
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for ours, plain in zip(gradients, slopes, strict=True):
         assert_close(ours, plain)
+
+
+@needs_one_device
+def test_the_model_flops_of_an_attention_are_those_of_one_platform_with_and_without_remat():
+    def loss(x):
+        attend = lambda x: nnx.dot_product_attention(x, x, x, is_causal=True)  # noqa: E731
+        step = jax.checkpoint(attend)
+        out, _ = jax.lax.scan(lambda carry, _: (step(carry), None), x, None, 3)
+        return jnp.sum(out.astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    matmul = 2 * 2 * 4 * 128 * 128 * 64
+    for function, matmuls in ((loss, 2), (jax.grad(loss), 6)):
+        program = jax.make_jaxpr(function)(x)
+        for platform in ("tpu", "cuda"):
+            assert model_flops(Graph(program, platform=platform)) == 3 * matmuls * matmul
 
 
 def test_over_eight_devices_the_kernel_computes_what_xlas_formula_does():

@@ -1,0 +1,262 @@
+"""Values of tracers that are known while tracing, read from the equations that made them.
+
+What a traced program computes from shapes and constants alone is computed here, in NumPy. What it
+computes of traced arrays is known as far as a mask goes: as arrays along some of its axes, and
+comparisons of two of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+Array = jax.Array
+Shape = tuple[int, ...]
+
+_MOST_ELEMENTS = 2**28  # of an array that is computed while tracing
+_MOST_EQUATIONS = 256  # that are read for one
+
+
+def known_terms(x: Any) -> tuple[Term, ...]:
+    """Returns terms that are all true (or nonzero) exactly where an array is.
+
+    Args:
+      x: an array or a tracer.
+
+    Returns:
+      NumPy arrays, of size 1 along the axes that the array is the same along; traced arrays along
+      some of its axes; and comparisons of two of these. Of an array of which nothing is known it is
+      the array itself.
+    """
+    with np.errstate(all="ignore"):
+        return _Reader().read(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """A traced array along some axes of a mask, and the same along the others.
+
+    Attributes:
+      array: traced.
+      axes: of each axis of the mask, the array's axis, or None.
+    """
+
+    array: Array
+    axes: tuple[int | None, ...]
+
+    @property
+    def used(self) -> frozenset[int]:
+        return frozenset(at for at, axis in enumerate(self.axes) if axis is not None)
+
+    def moved(self, source: Sequence[int | None]) -> Along:
+        return Along(self.array, tuple(None if at is None else self.axes[at] for at in source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal:
+    """A comparison of two traced arrays along different axes."""
+
+    left: Along
+    right: Along
+
+
+# A NumPy array has size 1 along the axes that it is the same along. A value of one array is its
+# number; a value of several terms, or of a comparison, says only where all of them are true.
+Term: TypeAlias = np.ndarray | Along | Equal
+Value: TypeAlias = tuple[Term, ...]
+_TRUE = np.ones((), bool)
+
+
+class _Reader:
+    """Reads the values of tracers, each once."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, Value] = {}
+
+    def read(self, x: Any) -> Value:
+        if not isinstance(x, Tracer):
+            # An array of several processes has no value here.
+            is_here = getattr(x, "is_fully_addressable", True)
+            return (np.asarray(x),) if is_here else _leaf(x)
+        if id(x) not in self._read:
+            self._read[id(x)] = self._computed(x) or _leaf(x)
+        return self._read[id(x)]
+
+    def _computed(self, x: Any) -> Value | None:
+        # The equation that made a tracer is known to the traces of `jax.jit` alone.
+        equation = getattr(x, "parent", None)
+        if equation is None:
+            lowered = x.full_lower() if hasattr(x, "full_lower") else x
+            return None if isinstance(lowered, Tracer) else self.read(lowered)
+        if len(self._read) > _MOST_EQUATIONS or not hasattr(equation, "in_tracers"):
+            return None
+        name, shape = equation.primitive.name, x.shape
+        self._read[id(x)] = _leaf(x)  # counts it
+        if name not in _KNOWN:
+            return None
+        inputs = [self.read(operand) for operand in equation.in_tracers]
+        shapes = [np.shape(operand) for operand in equation.in_tracers]
+        if name in _CALLS:
+            place = [var is x.val for var in equation.outvars].index(True)
+            results = _run(equation.params["jaxpr"], inputs)
+            return None if results is None else results[place]
+        return _apply(name, equation.params, inputs, shapes, shape)
+
+
+def _leaf(x: Any) -> Value:
+    return (Along(x, tuple(at if size != 1 else None for at, size in enumerate(x.shape))),)
+
+
+def _run(closed: Any, inputs: Sequence[Value]) -> list[Value] | None:
+    """Evaluates the program of a jitted function; None where it holds an unknown equation."""
+    jaxpr, constants = closed.jaxpr, [(np.asarray(x),) for x in closed.consts]
+    values: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def value_of(atom: Any) -> Value:
+        return (np.asarray(atom.val),) if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [value_of(atom) for atom in equation.invars]
+        name, shapes = equation.primitive.name, [atom.aval.shape for atom in equation.invars]
+        if name in _CALLS:
+            results = _run(equation.params["jaxpr"], operands)
+        else:
+            made = _apply(name, equation.params, operands, shapes, equation.outvars[0].aval.shape)
+            results = made and [made]
+        if results is None:
+            return None
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _apply(
+    name: str, params: Any, inputs: Sequence[Value], shapes: Sequence[Shape], shape: Shape
+) -> Value | None:
+    """Evaluates an equation; None where it is not known how."""
+    if name in _MOVES:
+        source = _MOVES[name](params, shapes[0], shape)
+        if source is not None:
+            return tuple(moved(_of_rank(term, len(shapes[0])), source) for term in inputs[0])
+    numbers = [value[0] for value in inputs if len(value) == 1]
+    arrays = [number for number in numbers if isinstance(number, np.ndarray)]
+    if len(arrays) == len(inputs):
+        return _computed(name, params, arrays, shapes, shape)
+    if name == "eq":
+        pair = [number for number in numbers if isinstance(number, Along)]
+        is_pair = len(pair) == 2 and pair[0].used - pair[1].used and pair[1].used - pair[0].used
+        return (Equal(*pair),) if is_pair else None
+    rank = len(shape)
+    if name in ("and", "mul"):
+        return tuple(_of_rank(term, rank) for value in inputs for term in value)
+    if name == "ne" and len(inputs[1]) == 1 and _is_false(inputs[1][0]):
+        return (_TRUE.reshape((1,) * rank), *inputs[0])
+    if name == "convert_element_type":
+        is_number = len(numbers) == 1 and not isinstance(numbers[0], Equal)
+        return None if is_number else inputs[0]
+    if name == "select_n" and len(inputs) == 3 and len(inputs[1]) == 1 and _is_false(inputs[1][0]):
+        return tuple(_of_rank(term, rank) for value in (inputs[0], inputs[2]) for term in value)
+    return None
+
+
+def _is_false(term: Term) -> bool:
+    return isinstance(term, np.ndarray) and not term.any()
+
+
+def _computed(
+    name: str, params: Any, arrays: Sequence[np.ndarray], shapes: Sequence[Shape], shape: Shape
+) -> Value | None:
+    if name == "iota":
+        along = [1] * len(shape)
+        along[params["dimension"]] = -1
+        return (np.arange(shape[params["dimension"]], dtype=params["dtype"]).reshape(along),)
+    if name == "reshape":
+        if math.prod(shape) > _MOST_ELEMENTS:
+            return None
+        return (np.broadcast_to(arrays[0], shapes[0]).reshape(shape),)
+    if name == "convert_element_type":
+        return (arrays[0].astype(params["new_dtype"]),)
+    if name not in _NUMPY or math.prod(np.broadcast_shapes(*(x.shape for x in arrays))) > (
+        _MOST_ELEMENTS
+    ):
+        return None
+    return (np.asarray(_NUMPY[name](*arrays)),)
+
+
+def _of_rank(term: Term, rank: int) -> Term:
+    """Gives a scalar among arrays the rank of the others."""
+    if isinstance(term, np.ndarray) and term.ndim < rank:
+        return term.reshape((1,) * (rank - term.ndim) + term.shape)
+    return term
+
+
+def moved(term: Term, source: Sequence[int | None]) -> Term:
+    """Returns a term with other axes: of each new axis, the old one, or None for a size of 1."""
+    if isinstance(term, Equal):
+        return Equal(term.left.moved(source), term.right.moved(source))
+    if isinstance(term, Along):
+        return term.moved(source)
+    order = [at for at in source if at is not None]
+    dropped = [at for at in range(term.ndim) if at not in order]  # of size 1
+    shape = [1 if at is None else term.shape[at] for at in source]
+    return term.transpose(*dropped, *order).reshape(shape)
+
+
+def _broadcast(params: Any, _: Shape, shape: Shape) -> list[int | None]:
+    places = params["broadcast_dimensions"]
+    return [places.index(at) if at in places else None for at in range(len(shape))]
+
+
+def _reshaped(_: Any, old: Shape, shape: Shape) -> list[int | None] | None:
+    """Returns the old axis of each new one, where only axes of size 1 come and go."""
+    kept = [at for at, size in enumerate(old) if size != 1]
+    if [old[at] for at in kept] != [size for size in shape if size != 1]:
+        return None
+    order = iter(kept)
+    return [None if size == 1 else next(order) for size in shape]
+
+
+def _truncated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    quotient = left / right
+    is_whole = np.issubdtype(left.dtype, np.integer)
+    return np.trunc(quotient).astype(left.dtype) if is_whole else quotient
+
+
+_CALLS = ("jit", "pjit")
+_MOVES: dict[str, Callable[[Any, Shape, Shape], list[int | None] | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "transpose": lambda params, *_: list(params["permutation"]),
+    **dict.fromkeys(("pvary", "copy"), lambda _, old, __: list(range(len(old)))),
+}
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "rem": np.fmod,
+    "div": _truncated,
+    "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
+}
+_KNOWN = {*_CALLS, *_MOVES, *_NUMPY, "iota", "convert_element_type"}
