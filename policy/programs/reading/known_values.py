@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -70,7 +71,6 @@ class Equal:
 # number; a value of several terms, or of a comparison, says only where all of them are true.
 Term: TypeAlias = np.ndarray | Along | Equal
 Value: TypeAlias = tuple[Term, ...]
-_TRUE = np.ones((), bool)
 
 
 class _Reader:
@@ -96,7 +96,7 @@ class _Reader:
             return None if isinstance(lowered, Tracer) else self.read(lowered)
         if len(self._read) > _MOST_EQUATIONS or not hasattr(equation, "in_tracers"):
             return None
-        name, shape = equation.primitive.name, x.shape
+        name = equation.primitive.name
         self._read[id(x)] = _leaf(x)  # counts it
         if name not in _KNOWN:
             return None
@@ -106,7 +106,7 @@ class _Reader:
             place = [var is x.val for var in equation.outvars].index(True)
             results = _run(equation.params["jaxpr"], inputs)
             return None if results is None else results[place]
-        return _apply(name, equation.params, inputs, shapes, shape)
+        return _apply(name, equation.params, inputs, shapes, x.aval)
 
 
 def _leaf(x: Any) -> Value:
@@ -128,7 +128,7 @@ def _run(closed: Any, inputs: Sequence[Value]) -> list[Value] | None:
         if name in _CALLS:
             results = _run(equation.params["jaxpr"], operands)
         else:
-            made = _apply(name, equation.params, operands, shapes, equation.outvars[0].aval.shape)
+            made = _apply(name, equation.params, operands, shapes, equation.outvars[0].aval)
             results = made and [made]
         if results is None:
             return None
@@ -137,54 +137,22 @@ def _run(closed: Any, inputs: Sequence[Value]) -> list[Value] | None:
 
 
 def _apply(
-    name: str, params: Any, inputs: Sequence[Value], shapes: Sequence[Shape], shape: Shape
+    name: str, params: Any, inputs: Sequence[Value], shapes: Sequence[Shape], aval: Any
 ) -> Value | None:
     """Evaluates an equation; None where it is not known how."""
     if name in _MOVES:
-        source = _MOVES[name](params, shapes[0], shape)
+        source = _MOVES[name](params, shapes[0], aval.shape)
         if source is not None:
             return tuple(moved(_of_rank(term, len(shapes[0])), source) for term in inputs[0])
     numbers = [value[0] for value in inputs if len(value) == 1]
     arrays = [number for number in numbers if isinstance(number, np.ndarray)]
-    if len(arrays) == len(inputs):
-        return _computed(name, params, arrays, shapes, shape)
-    if name == "eq":
-        pair = [number for number in numbers if isinstance(number, Along)]
-        is_pair = len(pair) == 2 and pair[0].used - pair[1].used and pair[1].used - pair[0].used
-        return (Equal(*pair),) if is_pair else None
-    rank = len(shape)
-    if name in ("and", "mul"):
-        return tuple(_of_rank(term, rank) for value in inputs for term in value)
-    if name == "ne" and len(inputs[1]) == 1 and _is_false(inputs[1][0]):
-        return (_TRUE.reshape((1,) * rank), *inputs[0])
-    if name == "convert_element_type":
-        is_number = len(numbers) == 1 and not isinstance(numbers[0], Equal)
-        return None if is_number else inputs[0]
-    if name == "select_n" and len(inputs) == 3 and len(inputs[1]) == 1 and _is_false(inputs[1][0]):
-        return tuple(_of_rank(term, rank) for value in (inputs[0], inputs[2]) for term in value)
-    return None
-
-
-def _is_false(term: Term) -> bool:
-    return isinstance(term, np.ndarray) and not term.any()
-
-
-def _computed(
-    name: str, params: Any, arrays: Sequence[np.ndarray], shapes: Sequence[Shape], shape: Shape
-) -> Value | None:
-    if name == "iota":
-        along = [1] * len(shape)
-        along[params["dimension"]] = -1
-        return (np.arange(shape[params["dimension"]], dtype=params["dtype"]).reshape(along),)
-    if name == "reshape":
-        if math.prod(shape) > _MOST_ELEMENTS:
-            return None
-        return (np.broadcast_to(arrays[0], shapes[0]).reshape(shape),)
-    if name == "convert_element_type":
-        return (arrays[0].astype(params["new_dtype"]),)
-    if name not in _NUMPY or math.prod(np.broadcast_shapes(*(x.shape for x in arrays))) > (
-        _MOST_ELEMENTS
-    ):
+    if len(arrays) < len(inputs):
+        return _TRUTHS[name](inputs, aval) if name in _TRUTHS else None
+    size = math.prod(np.broadcast_shapes(*(x.shape for x in arrays)))
+    if name in _MAKERS:
+        size = math.prod(aval.shape) if name in _MOVES else size
+        return None if size > _MOST_ELEMENTS else (_MAKERS[name](params, arrays, shapes, aval),)
+    if name not in _NUMPY or size > _MOST_ELEMENTS:
         return None
     return (np.asarray(_NUMPY[name](*arrays)),)
 
@@ -208,6 +176,55 @@ def moved(term: Term, source: Sequence[int | None]) -> Term:
     return term.transpose(*dropped, *order).reshape(shape)
 
 
+# --------------------------------------------------------------------------------------------------
+# Where a result is true
+# --------------------------------------------------------------------------------------------------
+
+
+def _all_of(inputs: Sequence[Value], aval: Any) -> Value:
+    return tuple(_of_rank(term, len(aval.shape)) for value in inputs for term in value)
+
+
+def _all_of_booleans(inputs: Sequence[Value], aval: Any) -> Value | None:
+    return _all_of(inputs, aval) if aval.dtype == bool else None  # of integers it is by bits
+
+
+def _equal(inputs: Sequence[Value], _: Any) -> Value | None:
+    pair = [value[0] for value in inputs if len(value) == 1 and isinstance(value[0], Along)]
+    is_pair = len(pair) == 2 and pair[0].used - pair[1].used and pair[1].used - pair[0].used
+    return (Equal(*pair),) if is_pair else None
+
+
+def _not_zero(inputs: Sequence[Value], aval: Any) -> Value | None:
+    whole = np.ones((1,) * len(aval.shape), bool)
+    return (whole, *inputs[0]) if _is_false(inputs[1]) else None
+
+
+def _converted(inputs: Sequence[Value], aval: Any) -> Value | None:
+    (value,) = inputs
+    if len(value) == 1 and not isinstance(value[0], Equal):
+        return None  # a number
+    floats = (
+        t for t in value if isinstance(t, Along) and jnp.issubdtype(t.array.dtype, np.floating)
+    )
+    return None if jnp.issubdtype(aval.dtype, np.integer) and any(floats) else value  # truncated
+
+
+def _selected(inputs: Sequence[Value], aval: Any) -> Value | None:
+    which, *cases = inputs
+    is_conjunction = len(cases) == 2 and _is_false(cases[0])
+    return _all_of([which, cases[1]], aval) if is_conjunction else None
+
+
+def _is_false(value: Value) -> bool:
+    return len(value) == 1 and isinstance(value[0], np.ndarray) and not value[0].any()
+
+
+# --------------------------------------------------------------------------------------------------
+# Primitives
+# --------------------------------------------------------------------------------------------------
+
+
 def _broadcast(params: Any, _: Shape, shape: Shape) -> list[int | None]:
     places = params["broadcast_dimensions"]
     return [places.index(at) if at in places else None for at in range(len(shape))]
@@ -222,6 +239,12 @@ def _reshaped(_: Any, old: Shape, shape: Shape) -> list[int | None] | None:
     return [None if size == 1 else next(order) for size in shape]
 
 
+def _iota(params: Any, aval: Any) -> np.ndarray:
+    along = [1] * len(aval.shape)
+    along[params["dimension"]] = -1
+    return np.arange(aval.shape[params["dimension"]], dtype=aval.dtype).reshape(along)
+
+
 def _truncated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     quotient = left / right
     is_whole = np.issubdtype(left.dtype, np.integer)
@@ -234,7 +257,8 @@ _MOVES: dict[str, Callable[[Any, Shape, Shape], list[int | None] | None]] = {
     "reshape": _reshaped,
     "squeeze": _reshaped,
     "transpose": lambda params, *_: list(params["permutation"]),
-    **dict.fromkeys(("pvary", "copy"), lambda _, old, __: list(range(len(old)))),
+    "pvary": lambda _, old, __: list(range(len(old))),
+    "copy": lambda _, old, __: list(range(len(old))),
 }
 _NUMPY: dict[str, Callable[..., Any]] = {
     "eq": np.equal,
@@ -259,4 +283,17 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "div": _truncated,
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
 }
-_KNOWN = {*_CALLS, *_MOVES, *_NUMPY, "iota", "convert_element_type"}
+_MAKERS: dict[str, Callable[[Any, Any, Any, Any], np.ndarray]] = {
+    "iota": lambda params, _, __, aval: _iota(params, aval),
+    "reshape": lambda _, arrays, old, aval: np.broadcast_to(arrays[0], old[0]).reshape(aval.shape),
+    "convert_element_type": lambda params, arrays, _, __: arrays[0].astype(params["new_dtype"]),
+}
+_TRUTHS: dict[str, Callable[[Sequence[Value], Any], Value | None]] = {
+    "eq": _equal,
+    "and": _all_of_booleans,
+    "mul": _all_of,
+    "ne": _not_zero,
+    "convert_element_type": _converted,
+    "select_n": _selected,
+}
+_KNOWN = {*_CALLS, *_MOVES, *_NUMPY, *_MAKERS}

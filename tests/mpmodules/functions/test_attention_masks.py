@@ -81,6 +81,10 @@ UNKNOWN: dict[str, Any] = {
     ),
     "either of two": lambda t: (t > 0)[:, None, None, :] | CAUSAL,
     "ids of floats": lambda t: flax.linen.make_attention_mask(t / 2, t / 2, jnp.equal),
+    "bits of integers": lambda t: (t[:, None, :, None] & t[:, None, None, :]) > 0,
+    "numbers that are truncated": lambda t: flax.linen.make_attention_mask(t / 2, t / 2).astype(
+        int
+    ),
     "different examples": lambda t: np.stack([CAUSAL, ~CAUSAL])[:, None],
 }
 
