@@ -43,14 +43,15 @@ QUICK = {
 
 def flops_by_hand(size: Size = LLAMA) -> float:
     """Returns the FLOPs of a device's matmuls: 6 for each token and weight of the blocks and the
-    head, 12 for each pair of positions and each of the width, and a third more of both in the
-    blocks, which run forward twice, but for their last matmul.
+    head, 12 for each pair of positions and each of the width. Of a block attention, whose operands
+    are kept, and the two matmuls around what is kept of its second half run forward twice.
     """
     heads = size.head_width * (size.heads + size.key_heads)
     last = size.mlp_width * size.width
     block = 2 * size.width * heads + 3 * last
+    repeated = size.width * size.heads * size.head_width + last
     pairs = size.heads * size.head_width * size.length
-    layers = size.layers * (8.0 * block - 2.0 * last + 16.0 * pairs)
+    layers = size.layers * (6.0 * block + 2.0 * repeated + 16.0 * pairs)
     return size.length * (layers + 6.0 * size.width * size.vocabulary)
 
 
