@@ -100,13 +100,7 @@ def linear_softmax_cross_entropy(
     bias = None if bias is None else jnp.asarray(bias)
     _check(x, kernel, labels, bias, axis)
     check_weights(label_smoothing, z_loss)
-    if reduction not in ("mean", "sum", "none", None):
-        expected = "'mean', 'sum', 'none' or None"
-        raise ValueError(f"reduction should be {expected}, but got {reduction!r}.")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap should be positive, but got {soft_cap!r}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size should be at least 1, but got {chunk_size!r}.")
+    _check_options(reduction, soft_cap, chunk_size)
     policy, wide = current_policy(), reduction_dtype_of(x, kernel)
     sharding, mesh = explicit_sharding(jax.typeof(x)), jax.sharding.get_abstract_mesh()
     is_on_mesh = sharding is not None or (not mesh.empty and {*mesh.axis_types} == {AxisType.Auto})
@@ -138,6 +132,16 @@ def linear_softmax_cross_entropy(
         spec = PartitionSpec(*(() if reduces else sharding.spec[:-1]))
         run = jax.sharding.auto_axes(run, axes=sharding.mesh.axis_names, out_sharding=spec)
     return run(x, labels, weight, kernel, *([] if bias is None else [bias]))
+
+
+def _check_options(reduction: Any, soft_cap: float | None, chunk_size: int | None) -> None:
+    if reduction not in ("mean", "sum", "none", None):
+        expected = "'mean', 'sum', 'none' or None"
+        raise ValueError(f"reduction should be {expected}, but got {reduction!r}.")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap should be positive, but got {soft_cap!r}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size should be at least 1, but got {chunk_size!r}.")
 
 
 def _mapped(axis_name: Any) -> tuple[Any, ...]:

@@ -230,7 +230,8 @@ class Device:
 @pytest.mark.parametrize("masked", [False, True])
 def test_cudnns_kernel_runs_on_each_shard(monkeypatch, kind, masked):
     """JAX's XLA implementation plays the kernel."""
-    shapes, plain = [], jax.nn.dot_product_attention
+    shapes: list[Any] = []
+    plain: Any = jax.nn.dot_product_attention
 
     def kernel(query, key, value, *, mask, bias, is_causal, implementation):
         assert implementation == "cudnn"
