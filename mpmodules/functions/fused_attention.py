@@ -20,7 +20,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from mpmodules.functions.attention_masks import KnownMask, known_mask
+from mpmodules.functions.attention_masks import KnownMask, Segments, known_mask
 from mpmodules.functions.sharded_attention import Bias, Shards, shards_of
 from mpmodules.functions.splash_attention import LANES, Splash, splash_attention
 from policy.core.scope import current_scope, require_attention_axes
@@ -130,7 +130,7 @@ def fused_kernel(
     obstacles |= _splash_obstacles(query, key, value, bias)
     pairs = KnownMask(None, None)
     if not any(obstacles.values()):  # else without a look at the mask, which may be on a device
-        found = _known_pairs(query, key, mask, is_causal)
+        found = pairs if mask is None else known_mask(mask, query, key)
         unknown = "a mask that is not known while tracing, or differs within the batch"
         obstacles[unknown] = found is None
         pairs = found or pairs
@@ -141,7 +141,12 @@ def fused_kernel(
         _refuse("splash", obstacles)
     if any(obstacles.values()):
         return Choice(None, _listed(obstacles))
-    return Choice(_splash(pairs, insists, soft_cap, shards), "splash")
+    how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
+    lengths = query.shape[-3], key.shape[-3]
+    kernel = _kernel_with_uniform_rows
+    if not _may_hide_all_keys(how, pairs.segments, *lengths):
+        kernel = splash_attention
+    return Choice(_splash(kernel, how, pairs.segments), "splash")
 
 
 def _listed(obstacles: dict[str, bool]) -> str:
@@ -161,21 +166,17 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splash(
-    pairs: KnownMask, insists: bool, soft_cap: float | None, shards: Shards | None
-) -> Attention:
+def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None) -> Attention:
     """Returns splash attention of the pairs that are kept."""
-    how = Splash.of(pairs.static, insists, soft_cap, shards)
-    kernel = _kernel_with_uniform_rows if _may_hide_all_keys(pairs) else splash_attention
     run: Any = functools.partial(kernel, how)
-    if not insists:
+    if not how.insists:
         run = cached_inline_jit(_on_tpu, kernel, how)
-    segments = pairs.segments
     ids = () if segments is None else (segments.query, segments.key)
+    repeats = 1 if how.shards is None else how.shards.repeats
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        if shards is not None and shards.repeats > 1:
-            key, value = (jnp.repeat(x, shards.repeats, axis=-2) for x in (key, value))
+        if repeats > 1:
+            key, value = (jnp.repeat(x, repeats, axis=-2) for x in (key, value))
         return run(query, key, value, *ids)
 
     return attend
@@ -202,25 +203,17 @@ def _kernel_with_uniform_rows(
     return jnp.where(has_key, splash_attention(how, query, key, value, *ids), mean)
 
 
-def _known_pairs(query: Array, key: Array, mask: Any, is_causal: bool) -> KnownMask | None:
-    """Returns the pairs that a mask and causality keep; None where the mask is not known."""
-    known = KnownMask(None, None) if mask is None else known_mask(mask, query, key)
-    if known is None or not is_causal:
-        return known
-    causal = np.tri(query.shape[-3], key.shape[-3], dtype=bool)[None]
-    static = causal if known.static is None else np.logical_and(known.static, causal)
-    return dataclasses.replace(known, static=static)
-
-
-def _may_hide_all_keys(pairs: KnownMask) -> bool:
+def _may_hide_all_keys(how: Splash, segments: Segments | None, queries: int, keys: int) -> bool:
     """Returns whether a query may have no key left."""
-    static, segments = pairs.static, pairs.segments
+    static, before = None if how.mask is None else how.mask.array, how.window[0]
     if static is not None and not static.any(-1).all():
+        return True
+    if before is not None and queries - before > keys:
         return True
     if segments is None:
         return False
     has_own = static is None or bool(np.diagonal(static, axis1=1, axis2=2).all())
-    return not (segments.reflexive and has_own)
+    return not (segments.reflexive and has_own)  # a window keeps a query's own position
 
 
 def _splash_obstacles(

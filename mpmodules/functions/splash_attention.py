@@ -94,15 +94,20 @@ class Splash:
     def of(
         cls,
         allowed: np.ndarray | None,
+        is_causal: bool,
         insists: bool,
         soft_cap: float | None,
         shards: Shards | None,
     ) -> Splash:
-        """Returns the parameters of a mask (1 or N, T, S), or of none."""
-        window: Window | None = (None, None) if allowed is None else _window_of(allowed)
-        if allowed is None or window is not None:
-            return cls(None, window or (None, None), insists, soft_cap, shards)
-        return cls(StaticMask.of(allowed), (None, None), insists, soft_cap, shards)
+        """Returns the parameters of a mask (1 or N, T, S), or of none, and of causality."""
+        if allowed is None:
+            return cls(None, _CAUSAL if is_causal else (None, None), insists, soft_cap, shards)
+        if is_causal:
+            causal = np.tri(*allowed.shape[-2:], dtype=bool)
+            allowed = np.logical_and(allowed, causal)
+        window = _window_of(allowed)
+        mask = StaticMask.of(allowed) if window is None else None
+        return cls(mask, window or (None, None), insists, soft_cap, shards)
 
     def formula(self, query: Array, key: Array, value: Array, *ids: Array) -> Array:
         """Computes the same attention by XLA's operations.

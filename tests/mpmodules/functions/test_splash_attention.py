@@ -47,12 +47,12 @@ def exact(operands, cotangent, allowed=None, soft_cap=None):
     if soft_cap is not None:
         capped = np.tanh(logits / soft_cap)
         logits, slope = soft_cap * capped, 1 - capped**2
-    logits = logits if allowed is None else np.where(allowed, logits, -np.inf)
+    logits = logits if allowed is None else np.where(allowed, logits, -1e30)  # or a uniform row
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = np.einsum("bqhd,bkhd->bhqk", ct, v)
     d_logits = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True))
-    d_logits *= slope * scale
+    d_logits *= slope * scale * (1.0 if allowed is None else allowed)
     out = np.einsum("bhqk,bkhd->bqhd", weights, v)
     d_query = np.einsum("bhqk,bkhd->bqhd", d_logits, k)
     d_key, d_value = (np.einsum("bhqk,bqhd->bkhd", *of) for of in ((d_logits, q), (weights, ct)))
@@ -88,6 +88,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a mask": ({"keys": 256}, {"mask": RANDOM_MASK}),
     "a mask for each head": ({}, {"mask": HEADS_MASK}),
     "a window": ({"keys": 256}, {"mask": abs(np.arange(128)[:, None] - np.arange(256)) < 9}),
+    "a window and queries after all keys": (
+        {"queries": 256},
+        {"mask": np.arange(256)[:, None] - np.arange(128) < 9},
+    ),
     "a soft cap": ({"keys": 256}, {"soft_cap": 0.5}),
     "several blocks": (
         {"queries": 640, "keys": 640, "heads": 1, "key_heads": 1, "batch": (1,)},
