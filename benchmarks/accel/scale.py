@@ -12,9 +12,9 @@ texts of 4096 tokens. Params, their moments and remainders are split over the `f
 mesh, the batch over both axes; activations are constrained to be split by batch, params and state
 are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
 `mixed_precision(optax.adamw)`, which skips steps that are not finite. Attention is JAX's splash
-kernel, and the loss is `linear_softmax_cross_entropy`. Kept for backward are each layer's input,
-the operands and results of attention, and the gate's result. By hand is Flax's linen with
-`dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
+kernel; kept for backward are each layer's input, the operands and results of attention, and the
+gate's result. By hand is Flax's linen with `dtype=bfloat16`, `jax.value_and_grad` and plain
+`optax.adamw`, which skips none.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
             has;
@@ -55,7 +55,6 @@ from benchmarks.accel.report import rows_of
 from benchmarks.accel.scale_model import (
     Size,
     cross_entropy,
-    cross_entropy_of_states,
     decoder_of,
     nnx_decoder_of,
     param_spec,
@@ -137,7 +136,7 @@ FEW = 0.01  # what norms and the loss add to the exchanges of kernels and tables
 
 
 def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
-    """Returns a variant's params, as shapes, and its loss of params and tokens."""
+    """Returns a variant's params, as shapes, and its function from params and tokens to logits."""
     is_ours = variant.policy is not None
     threaded: dict[str, Any] = {"remat": KEPT} if is_ours else {"dtype": jnp.bfloat16}
     if variant.wing == "linen":
@@ -146,34 +145,12 @@ def model_of(variant: Variant, size: Size, tokens: Any) -> tuple[Any, Any]:
         params = jax.eval_shape(
             lambda tokens: model.init(jax.random.key(0), tokens)["params"], tokens
         )
-
-        def linen_loss(params: Any, tokens: jax.Array) -> jax.Array:
-            outputs = model.apply({"params": params}, tokens, head=not is_ours)
-            kernel = params["head"]["kernel"]
-            return loss_of(variant, outputs, kernel, tokens)
-
-        return params, linen_loss
+        return params, lambda params, tokens: model.apply({"params": params}, tokens)
     nnx: Any = mpmodules.nnx if is_ours else flax_nnx
     options = {**threaded, "dtype_policy": variant.policy} if is_ours else threaded
     built = flax_nnx.eval_shape(lambda: nnx_decoder_of(nnx)(size, flax_nnx.Rngs(0), **options))
     graph, params = flax_nnx.split(built, flax_nnx.Param)
-
-    def nnx_loss(params: Any, tokens: jax.Array) -> jax.Array:
-        model = flax_nnx.merge(graph, params)
-        outputs, kernel = model(tokens, head=not is_ours), model.head.kernel[...]
-        return loss_of(variant, outputs, kernel, tokens)
-
-    return params, nnx_loss
-
-
-def loss_of(variant: Variant, outputs: Any, kernel: Any, tokens: jax.Array) -> jax.Array:
-    """Returns the loss of logits by hand, of the last layer's inputs and its kernel in ours."""
-    by_hand = variant.policy is None
-    return (
-        cross_entropy(outputs, tokens)
-        if by_hand
-        else cross_entropy_of_states(outputs, kernel, tokens)
-    )
+    return params, lambda params, tokens: flax_nnx.merge(graph, params)(tokens)
 
 
 def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
@@ -184,13 +161,16 @@ def lowered(place: Place, variant: Variant, size: Size, batch: int) -> Any:
     with jax.set_mesh(mesh), scope:
         rows = NamedSharding(mesh, PartitionSpec(AXES))
         tokens = jax.ShapeDtypeStruct((batch, size.length), jnp.int32, sharding=rows)
-        params, loss_fn = model_of(variant, size, tokens)
+        params, apply = model_of(variant, size, tokens)
         params = jax.tree.map(
             lambda x: _split(x, NamedSharding(mesh, param_spec(x.shape, size))), params
         )
         adamw = optax.adamw(1e-3)
         tx = adamw if variant.policy is None else mixed_precision(adamw, variant.policy)
         state = jax.tree.map(_split, jax.eval_shape(tx.init, params), state_shardings(tx, params))
+
+        def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+            return cross_entropy(apply(params, tokens), tokens)
 
         step = (
             by_hand(loss_fn, tx)

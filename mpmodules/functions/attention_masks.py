@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.programs.reading.known_values import Along, Equal, known_terms, moved
+from policy.programs.reading.known_values import Along, Equal, known_terms, with_axes
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -72,7 +72,7 @@ def known_mask(mask: Any, query: Array, key: Array) -> KnownMask | None:
         return None
     added = rank - np.ndim(mask)
     source = (*[None] * added, *range(np.ndim(mask)))
-    terms = tuple(moved(term, source) for term in known_terms(mask))
+    terms = tuple(with_axes(term, source) for term in known_terms(mask))
     arrays = [term != 0 for term in terms if isinstance(term, np.ndarray)]
     first = [array[(slice(1),) * len(batch)] for array in arrays]
     segments = _segments([term for term in terms if not isinstance(term, np.ndarray)], rank)

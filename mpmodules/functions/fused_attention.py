@@ -38,6 +38,10 @@ class Choice:
       attend: `attend(query, key, value)`, a kernel, or on a TPU the kernel and elsewhere XLA's
         formula; None where it is XLA's formula on every platform.
       reason: the kernel's name, "cudnn" or "splash"; else the features that no kernel has.
+
+    Example:
+      >>> fused_attention.Choice(None, "float32 queries").attend is None
+      True
     """
 
     attend: Attention | None

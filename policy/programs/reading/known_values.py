@@ -55,7 +55,7 @@ class Along:
     def used(self) -> frozenset[int]:
         return frozenset(at for at, axis in enumerate(self.axes) if axis is not None)
 
-    def moved(self, source: Sequence[int | None]) -> Along:
+    def with_axes(self, source: Sequence[int | None]) -> Along:
         return Along(self.array, tuple(None if at is None else self.axes[at] for at in source))
 
 
@@ -70,16 +70,16 @@ class Equal:
 # A NumPy array has size 1 along the axes that it is the same along. A value of one array is its
 # number; a value of several terms, or of a comparison, says only where all of them are true.
 Term: TypeAlias = np.ndarray | Along | Equal
-Value: TypeAlias = tuple[Term, ...]
+Terms: TypeAlias = tuple[Term, ...]
 
 
 class _Reader:
     """Reads the values of tracers, each once."""
 
     def __init__(self) -> None:
-        self._read: dict[int, Value] = {}
+        self._read: dict[int, Terms] = {}
 
-    def read(self, x: Any) -> Value:
+    def read(self, x: Any) -> Terms:
         if not isinstance(x, Tracer):
             # An array of several processes has no value here.
             is_here = getattr(x, "is_fully_addressable", True)
@@ -88,7 +88,7 @@ class _Reader:
             self._read[id(x)] = self._computed(x) or _leaf(x)
         return self._read[id(x)]
 
-    def _computed(self, x: Any) -> Value | None:
+    def _computed(self, x: Any) -> Terms | None:
         # The equation that made a tracer is known to the traces of `jax.jit` alone.
         equation = getattr(x, "parent", None)
         if equation is None:
@@ -109,17 +109,17 @@ class _Reader:
         return _apply(name, equation.params, inputs, shapes, x.aval)
 
 
-def _leaf(x: Any) -> Value:
+def _leaf(x: Any) -> Terms:
     return (Along(x, tuple(at if size != 1 else None for at, size in enumerate(x.shape))),)
 
 
-def _run(closed: Any, inputs: Sequence[Value]) -> list[Value] | None:
+def _run(closed: Any, inputs: Sequence[Terms]) -> list[Terms] | None:
     """Evaluates the program of a jitted function; None where it holds an unknown equation."""
     jaxpr, constants = closed.jaxpr, [(np.asarray(x),) for x in closed.consts]
-    values: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values: dict[Any, Terms] = dict(zip(jaxpr.constvars, constants, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def value_of(atom: Any) -> Value:
+    def value_of(atom: Any) -> Terms:
         return (np.asarray(atom.val),) if hasattr(atom, "val") else values[atom]
 
     for equation in jaxpr.eqns:
@@ -137,13 +137,13 @@ def _run(closed: Any, inputs: Sequence[Value]) -> list[Value] | None:
 
 
 def _apply(
-    name: str, params: Any, inputs: Sequence[Value], shapes: Sequence[Shape], aval: Any
-) -> Value | None:
+    name: str, params: Any, inputs: Sequence[Terms], shapes: Sequence[Shape], aval: Any
+) -> Terms | None:
     """Evaluates an equation; None where it is not known how."""
     if name in _MOVES:
         source = _MOVES[name](params, shapes[0], aval.shape)
         if source is not None:
-            return tuple(moved(_of_rank(term, len(shapes[0])), source) for term in inputs[0])
+            return tuple(with_axes(_of_rank(term, len(shapes[0])), source) for term in inputs[0])
     numbers = [value[0] for value in inputs if len(value) == 1]
     arrays = [number for number in numbers if isinstance(number, np.ndarray)]
     if len(arrays) < len(inputs):
@@ -164,12 +164,12 @@ def _of_rank(term: Term, rank: int) -> Term:
     return term
 
 
-def moved(term: Term, source: Sequence[int | None]) -> Term:
+def with_axes(term: Term, source: Sequence[int | None]) -> Term:
     """Returns a term with other axes: of each new axis, the old one, or None for a size of 1."""
     if isinstance(term, Equal):
-        return Equal(term.left.moved(source), term.right.moved(source))
+        return Equal(term.left.with_axes(source), term.right.with_axes(source))
     if isinstance(term, Along):
-        return term.moved(source)
+        return term.with_axes(source)
     order = [at for at in source if at is not None]
     dropped = [at for at in range(term.ndim) if at not in order]  # of size 1
     shape = [1 if at is None else term.shape[at] for at in source]
@@ -181,26 +181,26 @@ def moved(term: Term, source: Sequence[int | None]) -> Term:
 # --------------------------------------------------------------------------------------------------
 
 
-def _all_of(inputs: Sequence[Value], aval: Any) -> Value:
+def _all_of(inputs: Sequence[Terms], aval: Any) -> Terms:
     return tuple(_of_rank(term, len(aval.shape)) for value in inputs for term in value)
 
 
-def _all_of_booleans(inputs: Sequence[Value], aval: Any) -> Value | None:
+def _all_of_booleans(inputs: Sequence[Terms], aval: Any) -> Terms | None:
     return _all_of(inputs, aval) if aval.dtype == bool else None  # of integers it is by bits
 
 
-def _equal(inputs: Sequence[Value], _: Any) -> Value | None:
+def _equal(inputs: Sequence[Terms], _: Any) -> Terms | None:
     pair = [value[0] for value in inputs if len(value) == 1 and isinstance(value[0], Along)]
     is_pair = len(pair) == 2 and pair[0].used - pair[1].used and pair[1].used - pair[0].used
     return (Equal(*pair),) if is_pair else None
 
 
-def _not_zero(inputs: Sequence[Value], aval: Any) -> Value | None:
+def _not_zero(inputs: Sequence[Terms], aval: Any) -> Terms | None:
     whole = np.ones((1,) * len(aval.shape), bool)
     return (whole, *inputs[0]) if _is_false(inputs[1]) else None
 
 
-def _converted(inputs: Sequence[Value], aval: Any) -> Value | None:
+def _converted(inputs: Sequence[Terms], aval: Any) -> Terms | None:
     (value,) = inputs
     if len(value) == 1 and not isinstance(value[0], Equal):
         return None  # a number
@@ -210,13 +210,13 @@ def _converted(inputs: Sequence[Value], aval: Any) -> Value | None:
     return None if jnp.issubdtype(aval.dtype, np.integer) and any(floats) else value  # truncated
 
 
-def _selected(inputs: Sequence[Value], aval: Any) -> Value | None:
+def _selected(inputs: Sequence[Terms], aval: Any) -> Terms | None:
     which, *cases = inputs
     is_conjunction = len(cases) == 2 and _is_false(cases[0])
     return _all_of([which, cases[1]], aval) if is_conjunction else None
 
 
-def _is_false(value: Value) -> bool:
+def _is_false(value: Terms) -> bool:
     return len(value) == 1 and isinstance(value[0], np.ndarray) and not value[0].any()
 
 
@@ -288,7 +288,7 @@ _MAKERS: dict[str, Callable[[Any, Any, Any, Any], np.ndarray]] = {
     "reshape": lambda _, arrays, old, aval: np.broadcast_to(arrays[0], old[0]).reshape(aval.shape),
     "convert_element_type": lambda params, arrays, _, __: arrays[0].astype(params["new_dtype"]),
 }
-_TRUTHS: dict[str, Callable[[Sequence[Value], Any], Value | None]] = {
+_TRUTHS: dict[str, Callable[[Sequence[Terms], Any], Terms | None]] = {
     "eq": _equal,
     "and": _all_of_booleans,
     "mul": _all_of,

@@ -182,7 +182,7 @@ def test_what_tpus_run_is_the_step(monkeypatch, dtype, mode, through_optax):
         return [np.asarray(x, np.float64) for x in leaves]
 
     expected = run()
-    monkeypatch.setattr(lax, "platform_dependent", lambda *operands, tpu, default: tpu(*operands))
+    monkeypatch.setattr(lax, "platform_dependent", lambda *operands, tpu, **_: tpu(*operands))
     got = run()
     assert_same(got[1], expected[1])
     for found, truth in zip(numbers(got[0]), numbers(expected[0]), strict=True):
