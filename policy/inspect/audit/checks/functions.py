@@ -77,8 +77,9 @@ def _reason(node: Node, dtype: str) -> str:
         limit = (
             f"overflow above {int(65504 ** (1 / power))}" if is_narrow else "lose all but 8 bits"
         )
-        what = "squares" if power == 2 else f"powers of {power}"
-        return f"{what} in {dtype} {limit}, and these are summed. Cast to float32 before."
+        is_square = power == 2
+        what, by = ("squares", "squaring") if is_square else (f"powers of {power}", "multiplying")
+        return f"{what} in {dtype} {limit}, and these are summed. Cast to float32 before {by}."
     return ""
 
 
