@@ -12,9 +12,8 @@ texts of 4096 tokens. Params, their moments and remainders are split over the `f
 mesh, the batch over both axes; activations are constrained to be split by batch, params and state
 are donated. Ours is mixed_bfloat16 with `value_and_grad` and `apply_gradients` of
 `mixed_precision(optax.adamw)`, which skips steps that are not finite. Attention is JAX's splash
-kernel; kept for backward are each layer's input, the operands and results of attention, and the
-gate's result. By hand is Flax's linen with `dtype=bfloat16`, `jax.value_and_grad` and plain
-`optax.adamw`, which skips none.
+kernel; kept for backward are each layer's input and the results of attention. By hand is Flax's
+linen with `dtype=bfloat16`, `jax.value_and_grad` and plain `optax.adamw`, which skips none.
 
 memory      bytes of a chip that arguments, temporaries and new results take, beside those that it
             has;
@@ -66,7 +65,7 @@ from policy.optim import state_shardings
 from policy.sharding import all_reduce, vary
 
 AXES = ("data", "fsdp")
-KEPT = jax.checkpoint_policies.save_only_these_names("attention", "projections", "gate")
+KEPT = jax.checkpoint_policies.save_only_these_names("attention")
 SUMS = ("all-reduce", "reduce-scatter")
 BATCH = 256
 
