@@ -42,11 +42,11 @@ def value_and_gradients(attend):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
 
 
-def assert_agree(found: Any, wanted: Any) -> None:
+def assert_agree(found: Any, wanted: Any, tolerance: float = 0.02) -> None:
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         scale = float(np.abs(np.asarray(plain, np.float32)).max())
         np.testing.assert_allclose(
-            np.asarray(ours, np.float32), np.asarray(plain, np.float32), atol=0.02 * scale
+            np.asarray(ours, np.float32), np.asarray(plain, np.float32), atol=tolerance * scale
         )
 
 
@@ -171,7 +171,7 @@ def test_layers_run_it_under_scan_remat_and_vmap(wing):
             value_and_gradients(functools.partial(stacked, each))(*operands)
             for each in (attend, formula)
         ]
-        assert_agree(*both)
+        assert_agree(*both, tolerance=0.05)  # four layers, each rounded to bfloat16
         mapped = [
             jax.jit(jax.vmap(each, in_axes=(1, 1, 1)))(*qkv(batch=(4, 3)))
             for each in (attend, formula)
