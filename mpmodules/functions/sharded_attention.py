@@ -30,7 +30,7 @@ class Bias:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How attention's operands are split over the axes of a mesh.
+    """The axes of a mesh that split attention's operands.
 
     Attributes:
       mesh: the mesh of arrays with explicit axes; None is that of the context.

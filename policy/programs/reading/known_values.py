@@ -182,6 +182,7 @@ def with_axes(term: Term, source: Sequence[int | None]) -> Term:
 
 
 def _all_of(inputs: Sequence[Terms], aval: Any) -> Terms:
+    """Returns where all inputs are true. A product of masks is taken not to overflow or vanish."""
     return tuple(_of_rank(term, len(aval.shape)) for value in inputs for term in value)
 
 
@@ -204,10 +205,10 @@ def _converted(inputs: Sequence[Terms], aval: Any) -> Terms | None:
     (value,) = inputs
     if len(value) == 1 and not isinstance(value[0], Equal):
         return None  # a number
-    floats = (
-        t for t in value if isinstance(t, Along) and jnp.issubdtype(t.array.dtype, np.floating)
-    )
-    return None if jnp.issubdtype(aval.dtype, np.integer) and any(floats) else value  # truncated
+    traced = [term.array for term in value if isinstance(term, Along)]
+    has_floats = any(jnp.issubdtype(array.dtype, np.floating) for array in traced)
+    is_truncated = has_floats and jnp.issubdtype(aval.dtype, np.integer)
+    return None if is_truncated else value
 
 
 def _selected(inputs: Sequence[Terms], aval: Any) -> Terms | None:
