@@ -43,8 +43,8 @@ def value_and_gradients(attend):
 
 
 def assert_agree(found: Any, wanted: Any, tolerance: float = 0.02) -> None:
-    """Within `tolerance` of the largest number. Kernel and formula round the weights, the result and
-    the logits' cotangents to bfloat16 at different places, each to 2^-9 of a number.
+    """Within `tolerance` of the largest number: kernel and formula round the weights, the result
+    and the logits' cotangents to bfloat16 at different places, each to 2^-9 of a number.
     """
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         scale = float(np.abs(np.asarray(plain, np.float32)).max())

@@ -60,9 +60,10 @@ def test_forward_mode_is_refused_with_the_way_out():
             jax.jvp(forward, (X,), (X,))
 
 
+# The formula of float32 logits is off by 1.09 x 2^-8 and 0.97 x 2^-11, this by 1.06 and 0.88.
 @pytest.mark.parametrize("reduction", ["mean", None])
 @pytest.mark.parametrize(
-    ("policy", "tolerance"), [("mixed_bfloat16", 1.5 * 2**-8), ("mixed_float16", 2**-11)]
+    ("policy", "tolerance"), [("mixed_bfloat16", 1.1 * 2**-8), ("mixed_float16", 2**-11)]
 )
 def test_three_matmuls_run_in_half_and_all_else_in_float32(policy, tolerance, reduction):
     def loss(x, kernel):
