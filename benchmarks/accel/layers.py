@@ -37,7 +37,7 @@ BOUNDS: dict[str, float | None] = {"cycles": 1.05}
 # A repair that costs: v5e's reduce-window takes 56 thousand cycles in float32 and 22 in bfloat16,
 # whose mean of 128x128 ones is 0.25; by hand reads the input ahead besides, which the compiler
 # gives no cycles for.
-DEARER: dict[str, dict[str, float | None]] = {"avg_pool": {"cycles": 1.32}}
+DEARER: dict[str, dict[str, float | None]] = {"avg_pool": {"cycles": 1.13}}
 ROWS, IMAGE, SEQUENCE = (16384, 256), (64, 56, 56, 16), (32, 512, 256)
 SMALL = ("Dense", "LayerNorm", "BatchNorm", "avg_pool")
 

@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 
 from mpmodules.functions.attention_masks import KnownMask, Segments, known_mask
 from mpmodules.functions.sharded_attention import Bias, Shards, shards_of
-from mpmodules.functions.splash_attention import LANES, Splash, splash_attention
+from mpmodules.functions.splash_attention import Splash, splash_attention
+from mpmodules.functions.splash_kernel import LANES
 from policy.core.scope import current_scope, require_attention_axes
 from policy.functions.checkpointing import cached_inline_jit
 
