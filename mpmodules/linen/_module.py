@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import flax.linen as flax_nn
+from flax.errors import InvalidInstanceModuleError
 from flax.linen.kw_only_dataclasses import KW_ONLY
 from flax.linen.module import module_field
 from jax.typing import DTypeLike
@@ -199,6 +200,7 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         @flax_nn.nowrap
         @functools.wraps(flax_nn.Module.init_with_output)
         def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+            _require_instance(self)
             made = super().init_with_output(*args, **kwargs)
             if calls.recorded is None:  # a summary's init makes no parameters
                 note_policy(self)
@@ -207,9 +209,15 @@ class Module(flax_nn.Module, metaclass=_ModuleMeta):
         @flax_nn.nowrap
         @functools.wraps(flax_nn.Module.apply)
         def apply(self, *args: Any, **kwargs: Any) -> Any:
+            _require_instance(self)
             if current_scope().policy is None:
                 warn_where_missing(self)
             return super().apply(*args, **kwargs)
+
+
+def _require_instance(module: Any) -> None:
+    if not isinstance(module, flax_nn.Module):
+        raise InvalidInstanceModuleError()  # ``Net.apply(variables, x)``, of the class
 
 
 Module.__annotations__["dtype_policy"] = (

@@ -78,9 +78,8 @@ def value_and_grad(
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, **options)
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
-            "The loss should take the model as an argument, but got the bound method "
-            f"{f.__qualname__}, whose model would get no gradients. Pass a function: "
-            "lambda model, ...: model.loss(...)."
+            "The loss should take the model as an argument, and bound methods do not: "
+            f"{f.__qualname__} would give no gradients. Pass a function: lambda model, ...: model.loss(...)."
         )
     finish = Finish(policy, loss_scale, grads)
     differentiated = _with_float32_sums(

@@ -9,6 +9,7 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+from flax.errors import InvalidInstanceModuleError
 
 from mpmodules import linen as nn
 from mpmodules import nnx, use_policy
@@ -128,6 +129,9 @@ def merged(*tables: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 
 LINEN_ALONE = {
+    InvalidInstanceModuleError: {
+        "on an instance": [lambda: Net.init_with_output(KEY, X), lambda: Net.apply({}, X)],
+    },
     TypeError: {
         "class attribute": lambda: Net(keep_inputs=("x",)),
         "Module.apply … (": lambda: nn.apply_policy(Plain().apply, "bf16"),
