@@ -79,7 +79,8 @@ def value_and_grad(
     if isinstance(getattr(f, "__self__", None), nnx.Module):
         raise ValueError(
             "The loss should take the model as an argument, and bound methods do not: "
-            f"{f.__qualname__} would give no gradients. Pass a function: lambda model, ...: model.loss(...)."
+            f"{f.__qualname__} would give no gradients. Pass a function: "
+            "lambda model, ...: model.loss(...)."
         )
     finish = Finish(policy, loss_scale, grads)
     differentiated = _with_float32_sums(
