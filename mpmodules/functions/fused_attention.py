@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from mpmodules.functions.attention_masks import KnownMask, Segments, known_mask
+from mpmodules.functions.cudnn_attention import cudnn_attention, widest_head
 from mpmodules.functions.sharded_attention import Bias, Shards, shards_of
 from mpmodules.functions.splash_attention import Splash, splash_attention
-from mpmodules.functions.splash_kernel import LANES
+from mpmodules.functions.splash_kernel import CAUSAL, LANES
 from policy.core.scope import current_scope, require_attention_axes
 from policy.functions.checkpointing import cached_inline_jit
 
@@ -74,7 +75,8 @@ def fused_kernel(
     kernel takes these shapes and dtypes. Over several devices it runs in `jax.shard_map` over the
     axes of batch and heads; see `mpmodules.functions.sharded_attention.shards_of`.
 
-    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process.
+    - On an NVIDIA GPU, cuDNN's: float16 and bfloat16, with the device of this process, or the one
+      that `policy.estimate` traces for.
     - On a TPU, splash attention: bfloat16, lengths that are multiples of 128, no bias. A mask other
       than causality must be known while tracing; see
       `mpmodules.functions.attention_masks.known_mask`. The platform is the one that the program is
@@ -127,11 +129,11 @@ def fused_kernel(
     obstacles = {**obstacles, obstacle: bool(obstacle)}
     if implementation == "cudnn":
         _refuse("cudnn", {**obstacles, "a soft cap": soft_cap is not None})
-        return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
+        return Choice(_cudnn(query, key, bias, mask, is_causal, shards), "cudnn")
     insists = implementation == "splash"
     may_be_cudnn = not (insists or soft_cap is not None or any(obstacles.values()))
     if may_be_cudnn and _fits_cudnn(query, key, value, bias, mask):
-        return Choice(_cudnn(query.ndim, bias, mask, is_causal, shards), "cudnn")
+        return Choice(_cudnn(query, key, bias, mask, is_causal, shards), "cudnn")
     obstacles |= _splash_obstacles(query, key, value, bias)
     pairs = KnownMask(None, None)
     if not any(obstacles.values()):  # else without a look at the mask, which may be on a device
@@ -250,18 +252,16 @@ def _varies_over(x: Array) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# cuDNN's kernel for NVIDIA GPUs, through `jax.nn.dot_product_attention`
+# cuDNN's kernel for NVIDIA GPUs
 # --------------------------------------------------------------------------------------------------
 
 
 def _fits_cudnn(
     query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
 ) -> bool:
-    """Returns whether the kernel takes these shapes and dtypes on this process's device, forward
-    and backward.
-    """
+    """Returns whether the kernel takes these shapes and dtypes, forward and backward."""
     width, lengths = query.shape[-1], (query.shape[-3], key.shape[-3])
-    if width > _widest_head() or width % 8 or value.shape[-1] != width:
+    if width > widest_head() or width % 8 or value.shape[-1] != width:
         return False
     if 0 in query.shape + key.shape:
         return False
@@ -270,26 +270,23 @@ def _fits_cudnn(
     return (bias is None and mask is None) or not any(length % 2 for length in lengths)
 
 
-def _widest_head() -> int:
-    """Returns the widest head that the kernel takes on this process's device.
-
-    0 where there is no such kernel.
-
-    Source: cuDNN's documentation, "Fused flash attention": compute capability 8.0 and later, 256
-    from 9.0 on.
-    """
-    device = jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or not capability.replace(".", "").isdigit():  # ROCm's are names
-        return 0
-    major = int(capability.split(".")[0])
-    return 256 if major >= 9 else 128 if major >= 8 else 0
-
-
 def _cudnn(
-    rank: int, bias: Array | None, mask: Any, is_causal: bool, shards: Shards | None
+    query: Array,
+    key: Array,
+    bias: Array | None,
+    mask: Any,
+    is_causal: bool,
+    shards: Shards | None,
 ) -> Attention:
-    """Returns cuDNN's attention of queries of `rank` axes."""
+    """Returns cuDNN's attention. A mask that is known while tracing to be causality is given as
+    such: the kernel then skips blocks, where it adds other masks to all logits.
+    """
+    rank = query.ndim
+    pairs = None if mask is None else known_mask(mask, query, key)
+    if pairs is not None and pairs.segments is None:
+        how = Splash.of(pairs.static, is_causal, False, None, None)
+        if how.mask is None and how.window in (CAUSAL, (None, None)):
+            mask, is_causal = None, how.window == CAUSAL
     given = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     arrays = [
         jnp.asarray(x).reshape((1,) * (rank - np.ndim(x)) + np.shape(x)) for x in given.values()
@@ -297,7 +294,7 @@ def _cudnn(
 
     def kernel(query: Array, key: Array, value: Array, *arrays: Array) -> Array:
         options = {"bias": None, "mask": None, **dict(zip(given, arrays, strict=True))}
-        return _cudnn_attention(query, key, value, **options, is_causal=is_causal)
+        return cudnn_attention(query, key, value, **options, is_causal=is_causal)
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         if shards is None:
@@ -309,45 +306,3 @@ def _cudnn(
         return shards.map(kernel, operands, query.ndim, checks=False)
 
     return attend
-
-
-def _of_rank(x: Array, rank: int) -> Array:
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
-
-
-def _cudnn_attention(
-    query: Array, key: Array, value: Array, *, bias: Array | None, mask: Any, is_causal: bool
-) -> Array:
-    """Computes softmax(q k^T / sqrt(H) + bias) v in one kernel.
-
-    Args:
-      query: (B..., T, N, H); `key` and `value`: (B..., S, K, H), half precision.
-      bias: added to the logits; broadcastable to (B..., N, T, S).
-      mask: False (or 0) masks a pair out; broadcastable to (B..., N, T, S).
-      is_causal: masks out the keys after each query.
-
-    Returns:
-      (B..., T, N, H) in the queries' dtype.
-    """
-    batch, lengths = query.shape[:-3], (query.shape[-3], key.shape[-3])
-    if mask is not None:
-        mask = _four_axes(jnp.asarray(mask).astype(bool), batch, lengths)
-    if bias is not None:
-        bias = _four_axes(bias, batch, lengths)
-    out = jax.nn.dot_product_attention(
-        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        implementation="cudnn",
-    )
-    return out.reshape(query.shape)
-
-
-def _four_axes(x: Any, batch: Sequence[int], lengths: tuple[int, int]) -> Array:
-    """Broadcasts a bias or mask to (B, N, T, S); only B and N may stay 1."""
-    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
-    x = jnp.broadcast_to(x, (*x.shape[:-2], *lengths))
-    if all(size == 1 for size in x.shape[:-3]):
-        return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(int(np.prod(batch)), *x.shape[-3:])

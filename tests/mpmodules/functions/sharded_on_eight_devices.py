@@ -226,7 +226,7 @@ def test_arrays_of_a_mesh_that_is_not_set_are_split_where_their_axes_are_named()
 
 
 class Device:
-    platform, compute_capability = "gpu", "9.0"
+    platform, device_kind, compute_capability = "gpu", "GPU", "9.0"
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])

@@ -3,6 +3,8 @@
 Truth of derivatives is the formula in numpy, differentiated by central differences."""
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from flax import nnx as flax_nnx
 
 from mpmodules import linen, nnx
-from mpmodules.functions import attention
+from mpmodules.functions import attention, cudnn_attention
 from policy import use_policy
+from policy.core.scope import traced_for
 
 HALVES = ["bfloat16", "float16"]
 RNG, KEY = np.random.default_rng(0), jax.random.key(0)
@@ -176,7 +179,7 @@ def test_no_keys_give_zeros_and_one_key_gives_its_value(wing, dtype):
 
 
 class Device:
-    platform = "gpu"
+    platform, device_kind = "gpu", "GPU"
 
     def __init__(self, compute_capability):
         self.compute_capability = compute_capability
@@ -283,6 +286,43 @@ def test_an_attention_layer_uses_the_kernel_and_its_attention_fn_overrides_it(ke
         assert len(kernel) == 1
         call(attention_fn=lambda *args, **kwargs: function(*args, **kwargs, implementation="xla"))
     assert len(kernel) == 1
+
+
+def kernels_of(wing, device, **shape):
+    """Counts the kernels in a gradient that is traced for a device, attention's results kept."""
+    options: dict[str, Any] = {"is_causal": True}
+    if wing == "linen":
+        options = {"mask": linen.make_causal_mask(jnp.ones((2, shape["length"])))}
+    x = jax.ShapeDtypeStruct((2, shape["length"], 4, shape["width"]), "bfloat16")
+
+    def loss(query, key, value):
+        attend = functools.partial(WINGS[wing].dot_product_attention, **options)
+        kept = jax.checkpoint_policies.save_only_these_names("attention")
+        return jnp.sum(jax.checkpoint(attend, policy=kept)(query, key, value).astype("float32"))
+
+    with traced_for(device):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return Counter(re.findall(r"(?<=__cudnn\$fmha)\w+|CAUSAL|NO_MASK", program))
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_cudnns_kernel_is_traced_for_a_gpu_that_is_not_there(monkeypatch, wing):
+    found = kernels_of(wing, Device("9.0"), length=256, width=64)
+    assert found == {"Softmax": 1, "SoftmaxBackward": 1, "CAUSAL": 2}
+    assert not kernels_of(wing, Device("7.5"), length=256, width=64)
+    assert not kernels_of(wing, Device("9.0"), length=256, width=136)  # JAX asks the process's GPU
+    monkeypatch.setattr(cudnn_attention, "_ahead_of_time", lambda: None)  # a JAX without the name
+    assert not kernels_of(wing, Device("9.0"), length=256, width=64)
+
+
+def test_a_mask_is_given_to_the_kernel_as_causality_where_it_is_no_other(kernel):
+    x = jax.ShapeDtypeStruct((2, 6, 4, 8), "bfloat16")
+    causal = linen.make_causal_mask(jnp.ones((2, 6)))
+    for mask in (causal, causal.at[0, 0, 5, 0].set(0.0), jnp.ones((1, 1, 6, 6), bool)):
+        jax.eval_shape(functools.partial(linen.dot_product_attention, mask=mask), x, x, x)
+    given = [(call["is_causal"], call["mask"] is None) for call in kernel]
+    assert given == [(True, True), (False, False), (False, True)]
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

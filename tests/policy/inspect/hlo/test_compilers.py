@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import policy
 from mpmodules import nnx
+from policy.core.scope import traced_for
 from policy.inspect.estimate.costing import compiled_step
 from policy.inspect.estimate.targets import compute_seconds, kernel_time
 from policy.inspect.hlo.costs import Costs, costs_of, turns
@@ -90,6 +91,19 @@ def test_cublass_matmuls_count_as_tritons_do():
     on = on_first("h100", ARGUMENTS)
     found = costs("h100", STEP, *on, xla_gpu_enable_triton_gemm=False)
     assert found.flops == costs("h100", STEP, *on).flops
+
+
+@pytest.mark.parametrize("name", ("h100", "a100"))
+def test_attention_runs_in_cudnns_kernel_for_gpus_that_are_not_there(name):
+    def loss(query, key, value):
+        return jnp.sum(nnx.dot_product_attention(query, key, value, is_causal=True).astype(F32))
+
+    operands = on_first(name, [ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 3)
+    with traced_for(target(name).devices[0]):
+        found = costs(name, jax.grad(loss, (0, 1, 2)), *operands)
+    pairs, matmuls = 256 * 257 // 2, 2 + 5
+    assert found.flops == {"bfloat16": 2 * matmuls * 2 * 4 * pairs * 64}
+    assert found.kernels < 6 and not found.uncounted
 
 
 @pytest.mark.parametrize(
