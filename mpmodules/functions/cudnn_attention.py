@@ -142,7 +142,9 @@ def _ahead_of_time() -> Callable[..., Array] | None:
         given: dict[str, Any] = {
             **fixed,
             **dict.fromkeys(absent, unused),
-            "query": query, "key": key, "value": value,
+            "query": query,
+            "key": key,
+            "value": value,
             "bias": unused if bias is None else bias,
             "scale": 1.0 / np.sqrt(query.shape[-1]),
             "variadic_args": (bias is not None,) * 2,  # there is a bias, and its gradient
