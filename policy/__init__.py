@@ -26,6 +26,7 @@ from policy.core.scope import (
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
+from policy.inspect.monitor.run_log import RunLog
 from policy.grads.finiteness import all_finite, select_tree
 from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from policy.grads.loss_scale import ScaledGradients
@@ -54,6 +55,7 @@ __all__ = [
     "Policy",
     "PolicyCost",
     "PolicyRules",
+    "RunLog",
     "ScaledGradients",
     "ScaledMatmul",
     "StaticLossScale",

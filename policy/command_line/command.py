@@ -1,4 +1,4 @@
-"""Audits, suggestions and estimates from the shell: ``python -m policy``."""
+"""Audits, suggestions, estimates and runs from the shell: ``python -m policy``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,6 +33,7 @@ from policy.command_line.arguments import (
     shardings_of,
     target_of,
 )
+from policy.command_line.watch import show_run
 from policy.core.policy import Policy
 from policy.core.rules import PolicyRules
 from policy.inspect.audit.audit import audit
@@ -40,6 +41,7 @@ from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.search import MOST_COMPILES
 from policy.inspect.estimate.targets import Target
+from policy.inspect.monitor.advice import ADVICE_KINDS
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.on_target import require_timed
 from policy.inspect.suggest.suggest import POINTS, suggest
@@ -52,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-      The exit status: 0; 1 for findings with --fail-on-findings, or a row that lacks memory with
-      --fail-on-oom; 2 for an error; 141 where the reader of the output has left.
+      The exit status: 0; 1 for findings with --fail-on-findings, a row that lacks memory with
+      --fail-on-oom, or advice with --fail-on-advice; 2 for an error; 141 where the reader of the
+      output has left.
     """
     options = _parser().parse_args(argv)
     try:
@@ -94,6 +97,10 @@ def _switch(text: str) -> dict[str, Any]:
 
 
 _CALL = {
+    "target": _option(
+        "module:function",
+        "the name of a module or a .py file, and the name of a function in it",
+    ),
     "--arg": _repeatable(
         "ARG",
         "an argument: a shape (bf16[8,128], i32[4], f32[]), 'key', a Python number or string, or "
@@ -178,31 +185,42 @@ _ESTIMATE = {
     "--fail-on-oom": _switch("exit with 1 if a row does not fit in memory"),
     "--quiet": _switch("show no progress"),
 }
+_WATCH = {
+    "file": _option("FILE", "the log that policy.RunLog writes"),
+    "--html": _option("FILE", "write the run as one HTML page; - for standard output"),
+    "--follow": _switch("print it again when the file has grown, until an interrupt"),
+    "--fail-on-advice": _switch("exit with 1 if there is advice"),
+}
+
+
+def _kinds(title: str, kinds: Mapping[str, str]) -> str:
+    return "\n".join([f"{title}:", *(f"  {kind:25}{text}" for kind, text in kinds.items())])
+
+
+_EPILOGS = {
+    "audit": _kinds("kinds of findings", FINDING_KINDS),
+    "watch": _kinds("kinds of advice", ADVICE_KINDS),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m policy", description="Dtype policies for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    kinds = "\n".join(f"  {kind:25}{text}" for kind, text in FINDING_KINDS.items())
     for run, options, text in (
         (_audit, _AUDIT, "the dtypes that a function runs in, found without running it"),
         (_suggest, _SUGGEST, "rules that keep a function within a given error of float32"),
         (_estimate, _ESTIMATE, "memory, traffic and time of a step on devices you need not have"),
+        (_watch, _WATCH, "the numbers of a training run, and advice, from the log of its monitor"),
     ):
         name = run.__name__.removeprefix("_")
         command = commands.add_parser(
             name,
             help=text,
             description=inspect.getdoc(run),
-            epilog=f"kinds of findings:\n{kinds}" if name == "audit" else None,
+            epilog=_EPILOGS.get(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument(
-            "target",
-            metavar="module:function",
-            help="the name of a module or a .py file, and the name of a function in it",
-        )
-        for flag, given in (_CALL | options).items():
+        for flag, given in (options if run is _watch else _CALL | options).items():
             command.add_argument(flag, **given)
         command.set_defaults(run=run)
     return parser
@@ -361,6 +379,19 @@ def _estimate(options: argparse.Namespace) -> int:
                 found.plot(plot)
         is_lacking |= any(row.fits is False for row in found.rows)
     return int(bool(options.fail_on_oom and is_lacking))
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """The command ``watch``: what the numbers of a training run do, and advice, from its log.
+
+        python -m policy watch run.jsonl --follow
+        python -m policy watch run.jsonl --html run.html --fail-on-advice
+
+    The file is what policy.RunLog writes of the snapshots of policy.monitor. It may still grow.
+    """
+    _require_outputs(options.html, None)
+    advice = show_run(options.file, options.html, follow=options.follow)
+    return int(bool(options.fail_on_advice and advice))
 
 
 def _asked_of_estimate(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What a training run's numbers do, step by step: statistics, a log of them, and advice."""
