@@ -129,10 +129,9 @@ def fused_kernel(
     obstacles = {**obstacles, obstacle: bool(obstacle)}
     if implementation == "cudnn":
         _refuse("cudnn", {**obstacles, "a soft cap": soft_cap is not None})
-        return Choice(_cudnn(query, key, bias, mask, is_causal, shards), "cudnn")
     insists = implementation == "splash"
     may_be_cudnn = not (insists or soft_cap is not None or any(obstacles.values()))
-    if may_be_cudnn and _fits_cudnn(query, key, value, bias, mask):
+    if may_be_cudnn and (implementation == "cudnn" or _fits_cudnn(query, key, value, bias, mask)):
         return Choice(_cudnn(query, key, bias, mask, is_causal, shards), "cudnn")
     obstacles |= _splash_obstacles(query, key, value, bias)
     pairs = KnownMask(None, None)
@@ -150,9 +149,8 @@ def fused_kernel(
         return Choice(None, _listed(obstacles))
     how = Splash.of(pairs.static, is_causal, insists, soft_cap, shards)
     lengths = query.shape[-3], key.shape[-3]
-    kernel = _kernel_with_uniform_rows
-    if not _may_hide_all_keys(how, pairs.segments, *lengths):
-        kernel = splash_attention
+    hides = _may_hide_all_keys(how, pairs.segments, *lengths)
+    kernel = _kernel_with_uniform_rows if hides else splash_attention
     return Choice(_splash(kernel, how, pairs.segments), "splash")
 
 

@@ -125,7 +125,7 @@ class Block(nn.Module):
         query = linear((size.heads, size.head_width), "query", h)
         key = linear((size.key_heads, size.head_width), "key", h)
         value = linear((size.key_heads, size.head_width), "value", h)
-        h = checkpoint_name(attention(rotary(query), rotary(key), value), "context")
+        h = attention(rotary(query), rotary(key), value)
         x = split(x + linear(size.width, "out", h, (-2, -1)))
         h = norm(name="mlp_norm")(x)
         h = nn.silu(linear(size.mlp_width, "gate", h)) * linear(size.mlp_width, "up", h)
