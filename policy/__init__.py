@@ -38,6 +38,8 @@ from policy.optim.wrapper import MixedPrecision, apply_gradients, mixed_precisio
 from policy.core.policy import Policy, get_policy
 from policy.core.messages import DtypePolicyWarning
 from policy.core.rules import PolicyRules
+from policy.inspect.monitor.monitor import monitor
+from policy.inspect.monitor.snapshot import Snapshot
 from policy.inspect.suggest.suggest import suggest
 from policy.inspect.suggest.suggestion import Suggestion
 
@@ -58,6 +60,7 @@ __all__ = [
     "RunLog",
     "ScaledGradients",
     "ScaledMatmul",
+    "Snapshot",
     "StaticLossScale",
     "Suggestion",
     "all_finite",
@@ -80,6 +83,7 @@ __all__ = [
     "losses",
     "master_params",
     "mixed_precision",
+    "monitor",
     "optim",
     "output_dtype",
     "param_dtype",

@@ -14,18 +14,22 @@ from jax.typing import DTypeLike
 from policy.inspect.compare import statistics
 from policy.inspect.compare.statistics import NAMES, is_measurable
 from policy.inspect.traced.call import Program
+from policy.inspect.traced.module_values import (
+    ModuleValue,
+    ModuleValueInterpreter,
+    ValueOrigin,
+    passes,
+    places_around,
+)
 from policy.programs.dtypes import F32
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
-from policy.programs.marks import AUTOCAST, BOUNDARY
-from policy.programs.paths import Path
 from policy.programs.primitives import CATEGORY_OF, INLINED, MATMULS
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
-from policy.programs.reading.walk import is_by_layers, layer_of, source_of, walk
+from policy.programs.reading.walk import walk
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
 from policy.programs.rewriting.upcast import (
     Device,
     ModulePass,
-    PlacedInterpreter,
     PlacedValue,
     Upcast,
     depends,
@@ -43,30 +47,15 @@ _IS_ZERO = np.uint16(0x7FC1)  # of a difference: a NaN that no arithmetic return
 
 
 @dataclasses.dataclass(eq=False)
-class Measurement:
+class Measurement(ModuleValue):
     """A measured value.
 
     Attributes:
-      key: the key of its numbers among the notes of a run; keys increase in program order.
-      primitive, source: the operation that computed it, and its source line.
-      dtype: its dtype in the program that is compared.
-      made: the place that computed it.
-      bodies: the enclosing programs, outermost first.
-      left: the paths that it leaves: it was computed inside them and is read outside.
-      entered: the paths that it enters: it was computed outside them and is read inside.
       output: its index among the outputs of the program, or None.
       returned: the paths that it leaves as an output.
       numbers: after the run, (..., len(NAMES)), with an axis for each enclosing scan.
     """
 
-    key: int
-    primitive: str
-    source: str
-    dtype: DTypeLike
-    made: ModulePass
-    bodies: tuple[Any, ...] = ()
-    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
-    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     output: int | None = None
     returned: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
     numbers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(NAMES)))
@@ -88,17 +77,14 @@ class Measurement:
 
 
 @dataclasses.dataclass(eq=False)
-class Origin:
-    """The origin of a value, and its measurement once it was read in another module.
+class Origin(ValueOrigin):
+    """The origin of a value.
 
     `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
     `coded` is the dtype of the first array, if that is encoded: see `_encoded`. `is_inner` tells
     whether it is a code or a scale of a matmul in 8 bits, which is not measured.
     """
 
-    place: ModulePass
-    primitive: str = ""
-    source: str = ""
     measurement: Measurement | None = None
     made: tuple[Any, list[PlacedValue], int] | None = None
     coded: Any = None
@@ -118,7 +104,7 @@ class Log:
     codes: list[tuple[QuantisedOperand, DTypeLike]] = dataclasses.field(default_factory=list)
 
 
-class Paired(PlacedInterpreter):
+class Paired(ModuleValueInterpreter):
     """Runs a program on values of one array or two.
 
     A value that does not depend on half precision is one array. Any other value is two: the
@@ -139,12 +125,6 @@ class Paired(PlacedInterpreter):
         self.passes = {id(site.equation) for site in sites if is_in_passes(site.equation)}
         self.apart = frozenset(self.reference.constants) | self.codes.ids | self.passes
         self.again: dict[int, tuple[PlacedValue, Any]] = {}
-        self._line_around = ""  # the source line of the enclosing equation
-
-    def inside(self, equation: Equation) -> Self:
-        inner = super().inside(equation)
-        inner._line_around = source_of(equation) or self._line_around
-        return inner
 
     def tracing(self, program: Any) -> Self:
         inner = super().tracing(program)
@@ -182,30 +162,13 @@ class Paired(PlacedInterpreter):
             given = [PlacedValue([widen(value.arrays[-1])]) for value in values]
             references = wide.equation(equation, given)
             lanes = [[o, r.arrays[0]] for o, r in zip(outputs, references, strict=True)]
-        name, source = self._made_by(equation, place, values)
+        name, source = self.made_by(equation, place, values)
         made = [(equation, values, i) if _is_cheap(equation) else None for i in range(len(lanes))]
         is_inner = at in self.codes.inner
         return [
             PlacedValue(lane, Origin(place, name, source, made=m, is_inner=is_inner))
             for lane, m in zip(lanes, made, strict=True)
         ]
-
-    def _made_by(
-        self, equation: Equation, place: ModulePass, values: Sequence[PlacedValue]
-    ) -> tuple[str, str]:
-        """Returns the user's operation that made a result, and its source line.
-
-        The result of a cast of this library was made by the operation before.
-        """
-        stack = str(equation.source_info.name_stack)
-        origin = values[0].origin if len(values) == 1 else None
-        is_cast = equation.primitive.name == "convert_element_type" and (
-            BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)
-        )
-        if is_cast and origin and origin.source:
-            return origin.primitive, origin.source
-        source = source_of(equation) or self._line_around
-        return equation.primitive.name, source or layer_of(equation, place.path)
 
     def with_constants(
         self, equation: Equation, values: Sequence[PlacedValue], found: Mapping[int, Any]
@@ -220,15 +183,13 @@ class Paired(PlacedInterpreter):
     def _read(self, value: PlacedValue, reader: ModulePass, dtype: DTypeLike) -> None:
         """Measures a value when it is first read outside of the path that computed it."""
         origin = value.origin
-        if origin is None or origin.place.path == reader.path or not is_measurable(dtype):
+        if not passes(value, reader) or not is_measurable(dtype):
             return
         if origin.is_inner or (statistics.is_discrete(dtype) and len(value.arrays) == 1):
             return  # both programs have the same array
-        if reader.direction != origin.place.direction or reader.direction == "again":
-            return  # saved for the backward pass, where it is read in its own module
         measurement = origin.measurement or self._measured(value, origin, dtype)
-        measurement.left.update(_around(origin.place, reader.path))
-        measurement.entered.update(_around(reader, origin.place.path))
+        measurement.left.update(places_around(origin.place, reader.path))
+        measurement.entered.update(places_around(reader, origin.place.path))
 
     def _measured(self, value: PlacedValue, origin: Origin, dtype: DTypeLike) -> Measurement:
         key = len(self.log.measurements)
@@ -309,7 +270,7 @@ class Paired(PlacedInterpreter):
             assert origin.measurement is not None
             origin.measurement.output = i
             if value.origin is not None:
-                left = _around(origin.place, ()) or {origin.place: None}
+                left = places_around(origin.place, ()) or {origin.place: None}
                 origin.measurement.returned.update(left)
 
     # Bodies ---------------------------------------------------------------------------------------
@@ -319,7 +280,7 @@ class Paired(PlacedInterpreter):
     ) -> list[PlacedValue]:
         pairs = depends(equation, [len(value.arrays) > 1 for value in values], self.apart)
         place = self.place_of(equation)
-        origin = Origin(place, *self._made_by(equation, place, values))
+        origin = Origin(place, *self.made_by(equation, place, values))
         stacked = sum(scan_arity(equation)[1:]) if equation.primitive.name == "scan" else len(pairs)
         kinds = [PlacedValue([None] * (1 + pair), dataclasses.replace(origin)) for pair in pairs]
         for kind, variable in zip(kinds[stacked:], equation.outvars[stacked:], strict=True):
@@ -380,12 +341,6 @@ def _unlimited(value: PlacedValue) -> PlacedValue:
             return value
         (value,) = whole
     return value
-
-
-def _around(place: ModulePass, other: Path) -> dict[ModulePass, None]:
-    """Returns the places around one that are not around another path, outermost first."""
-    paths = (place.path[:n] for n in range(1, len(place.path) + 1))
-    return {place._replace(path=p): None for p in paths if p != other[: len(p)]}
 
 
 # --------------------------------------------------------------------------------------------------

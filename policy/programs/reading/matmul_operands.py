@@ -175,9 +175,9 @@ def codes_of(jaxpr: Any, params: Collection[int] = ()) -> Codes:
         kind: CodedSide = "weight" if on == PARAMETER else "input"
         kind = "cotangent" if on & COTANGENT else kind
         if paths := _multiplied_at(node, kind == "cotangent"):
-            operands[_at(node.site)] = QuantisedOperand(kind, paths)
+            operands[place_of_site(node.site)] = QuantisedOperand(kind, paths)
         if node.out.dtype == "int8" and _is_of_ours(node.site):
-            roundings |= {_at(node.site), *_roundings_behind(node.inputs[0])}
+            roundings |= {place_of_site(node.site), *_roundings_behind(node.inputs[0])}
     return Codes(operands, frozenset(roundings), frozenset(_inner(graph)))
 
 
@@ -189,10 +189,10 @@ def _multiplied_at(cast: Node, is_backward: bool) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(module_path(site.path, site.is_backward) for site in of_pass))
 
 
-def _at(site: Site) -> CastPlace:
+def place_of_site(site: Site) -> CastPlace:
     if site.around is None:
         return (), id(site.equation)
-    above, equation = _at(site.around)
+    above, equation = place_of_site(site.around)
     return (*above, equation), id(site.equation)
 
 
@@ -209,7 +209,7 @@ def _roundings_behind(value: Value) -> Iterator[CastPlace]:
     while value.maker is not None:
         maker = value.maker
         if maker.name in primitives.ROUNDINGS:
-            yield _at(maker.site)
+            yield place_of_site(maker.site)
         elif maker.name not in _BETWEEN:
             return
         whole = [one for one in maker.inputs if one.shape == value.shape and not one.is_literal]
@@ -228,7 +228,7 @@ def _inner(graph: Graph) -> Iterator[CastPlace]:
         if scales or node.name in _PRODUCTS:
             products.update(map(id, node.outputs))
         else:
-            yield _at(node.site)
+            yield place_of_site(node.site)
 
 
 def is_eight_bit_matmul(equation: Equation) -> bool:

@@ -1,0 +1,154 @@
+"""A traced train step: its program, its params, and what its optimizer tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from policy.autocasting.parameters import ParamsArgument, parameters
+from policy.inspect.audit.flow import states_of
+from policy.inspect.monitor.updates import Param
+from policy.inspect.traced.call import Call, input_paths
+from policy.programs.jaxprs import opened
+from policy.programs.rewriting.parts import inlined, made_before
+from policy.programs.tracing.trace import Traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A traced train step.
+
+    Attributes:
+      call: the call.
+      shape: the shape of its result.
+      jaxpr: the program.
+      paths: the path of each array among its arguments.
+      carried: the places of the outputs that are the next values of arguments, by theirs.
+      params: the params.
+      flags: the outputs that tell whether the step is finite: floating scalars, and the flag of
+        `mixed_precision`. They depend on no new param.
+    """
+
+    call: Call
+    shape: Any
+    jaxpr: Any
+    paths: tuple[str, ...]
+    carried: Mapping[int, int]
+    params: tuple[Param, ...]
+    flags: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
+    ) -> Step:
+        """Traces a call.
+
+        Raises:
+          ValueError: none of its arguments is a param of which it returns a new value.
+        """
+        call = Call.of(fn, args, kwargs, params)
+        jaxpr, shape = call.traced()
+        called = None if call.lowered else fn
+        traced = Traced(jaxpr, shape, call.arguments, called)
+        paths = tuple(_named_paths(call, called))
+        carried = {state.argument: state.output for state in states_of(traced)}
+        found = tuple(_params(call, called, paths, carried))
+        if not found:
+            raise ValueError(
+                "monitor found no params: the step should take floating params, and return new "
+                "ones under the same keys. Name the argument, as in params='weights'."
+            )
+        jaxpr, flags = _flags(jaxpr, paths, carried)
+        return cls(call, shape, jaxpr, paths, carried, found, flags)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays among the arguments."""
+        return list(self.call.arguments.arrays)
+
+    def result(self, results: Sequence[Any]) -> Any:
+        """Returns the result of the call, from those of the program."""
+        out = jax.tree.unflatten(jax.tree.structure(self.shape), results)
+        return out if self.call.lowered is None else self.call.lowered.finish(out)
+
+    def optimizer(self, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the loss scale of the step, () float32, NaN without one; and whether it was
+        finite, by `mixed_precision`'s flag, () bool.
+        """
+        scale, finite = jnp.float32(jnp.nan), jnp.array(True)
+        for i, array in enumerate(arrays):
+            if _is_state(self.paths[i], "loss_scale") and not array.shape:
+                scale = array.astype(jnp.float32)
+            if _is_state(self.paths[i], "finite") and i in self.carried:
+                finite = finite & jnp.all(results[self.carried[i]])
+        return scale, finite
+
+
+def _named_paths(call: Call, called: Any) -> list[str]:
+    """Returns the path of each array; that of a bare argument is its name."""
+    paths = input_paths(call.arguments, call.lowered is not None)
+    names = list(inspect.signature(called).parameters) if callable(called) else []
+    bare = {f"args[{i}]": name for i, name in enumerate(names)}
+    return [bare.get(path, path) for path in paths]
+
+
+def _is_state(path: str, name: str) -> bool:
+    """Returns whether a path is that of a field of `mixed_precision`'s state."""
+    return path == name or path.endswith(f"/{name}")
+
+
+def _params(
+    call: Call, called: Any, paths: Sequence[str], carried: Mapping[int, int]
+) -> list[Param]:
+    args, kwargs = call.arguments.filled(call.arguments.arrays)
+    named = call.params
+    if named is None and called is not None and "params" in inspect.signature(called).parameters:
+        named = "params"
+    marks = parameters(call.fn, named, args, kwargs)
+    places = [
+        i for i, mark in enumerate(itertools.compress(marks, call.arguments.is_array)) if mark
+    ]
+    of_state = [i for i in places if paths[i].startswith("params/")]
+    stored = {path: i for i, path in enumerate(paths) if "masters/" in path and i in carried}
+    return [
+        Param(i, carried[i], _beside(paths[i], stored))
+        for i in of_state or places
+        if i in carried and jnp.issubdtype(call.arguments.arrays[i].dtype, jnp.inexact)
+    ]
+
+
+def _beside(path: str, stored: Mapping[str, int]) -> int | None:
+    """Returns the place of the array that `mixed_precision` stores beside a param."""
+    ends = {path, path.partition("/")[2]}
+    return next((i for each, i in stored.items() if each.split("masters/", 1)[1] in ends), None)
+
+
+def _flags(
+    jaxpr: Any, paths: Sequence[str], carried: Mapping[int, int]
+) -> tuple[Any, tuple[int, ...]]:
+    """Returns a program, and those of its outputs that tell whether the step is finite.
+
+    Functions of `jax.jit` that compute both them and new params are inlined.
+    """
+    outputs = [atom.aval for atom in opened(jaxpr)[0].outvars]
+    finite = {
+        carried[i] for i, path in enumerate(paths) if _is_state(path, "finite") and i in carried
+    }
+    scalars = [
+        i
+        for i, aval in enumerate(outputs)
+        if i in finite or (aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating))
+    ]
+    arrays = [i for i in carried.values() if outputs[i].shape]
+    found = made_before(jaxpr, scalars, arrays)
+    if len(found) < len(scalars):
+        flat = inlined(jaxpr)
+        more = made_before(flat, scalars, arrays)
+        jaxpr, found = (flat, more) if len(more) > len(found) else (jaxpr, found)
+    return jaxpr, tuple(found)

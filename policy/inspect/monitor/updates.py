@@ -1,0 +1,210 @@
+"""Finds the gradients and updates of params in the program of a step."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policy.inspect.monitor.tensor_statistics import bits_of
+from policy.optim.storage_modes import STORAGE_MODES, StorageMode
+from policy.programs.primitives import EXACT, MOVES_DATA
+from policy.programs.reading.graph import Graph, Node, Value, is_joint
+from policy.programs.reading.matmul_operands import CastPlace, is_cotangent, place_of_site
+
+_ADDS = ("add", "sub", "add_any")
+
+
+class ArrayRead(NamedTuple):
+    """A gradient or an update where an equation reads it.
+
+    Attributes:
+      kind: which of them.
+      leaf: the place of the param among the arrays of the step.
+      operand: the operand of the equation.
+      dtype: the param's.
+      mode: the storage of the param's float32 value, None where roundings are by chance.
+    """
+
+    kind: Literal["gradient", "update"]
+    leaf: int
+    operand: int
+    dtype: Any
+    mode: StorageMode | None
+
+
+class Param(NamedTuple):
+    """A param of a step.
+
+    Attributes:
+      leaf: its place among the arrays of the step.
+      output: that of its new value among the outputs.
+      stored: the place of the array that `mixed_precision` stores beside it, or None.
+    """
+
+    leaf: int
+    output: int
+    stored: int | None
+
+
+def reads_of(jaxpr: Any, params: Iterable[Param]) -> dict[CastPlace, list[ArrayRead]]:
+    """Returns the gradients and updates of params, by the equation that reads them."""
+    graph = Graph(jaxpr)
+    loops = {id(n.site.equation) for n in graph.nodes if n.name in ("carry", "row", "rows")}
+    backward = {id(eqn) for n in graph.nodes if is_cotangent(n) for eqn in _around(n)} & loops
+    found: dict[CastPlace, list[ArrayRead]] = {}
+    for param in params:
+        for node, read in _reads(graph, param, backward):
+            at = found.setdefault(place_of_site(node.site), [])
+            if read not in at:
+                at.append(read)
+    return found
+
+
+def _reads(
+    graph: Graph, param: Param, backward: Collection[int]
+) -> Iterator[tuple[Node, ArrayRead]]:
+    held = [graph.arguments[param.leaf]]
+    held += [] if param.stored is None else [graph.arguments[param.stored]]
+    dtype = np.dtype(held[0].aval.dtype)
+    mode: StorageMode | None = STORAGE_MODES["none"]
+    if param.stored is not None:
+        stored = np.dtype(held[1].aval.dtype)
+        mode = next(
+            each
+            for each in STORAGE_MODES.values()
+            if each.stored_dtype is not None and each.stored_dtype(dtype) == stored
+        )
+    adds, seen = _additions(graph.outputs[param.output], held)
+    if any(node.name in ("iota", "random_bits", "random_wrap") for node in seen):
+        mode = None
+    for node, operand in adds:
+        yield node, ArrayRead("update", param.leaf, operand, dtype, mode)
+    for node, operand in _gradients([(node, operand) for node, operand in adds], backward):
+        yield node, ArrayRead("gradient", param.leaf, operand, dtype, mode)
+
+
+def _additions(new: Value, held: Sequence[Value]) -> tuple[list[tuple[Node, int]], list[Node]]:
+    """Returns the equations that add an update to a param, with its place among the operands.
+
+    And the nodes after them. Conditionals hold one for each branch.
+    """
+    waiting, met, found, after = collections.deque([new]), {id(new)}, [], []
+    while waiting:
+        value = waiting.popleft()
+        node = value.maker
+        if node is None:
+            continue
+        is_sum = node.name in _ADDS and value.is_float and len(node.inputs) == 2
+        sides = [i for i, one in enumerate(node.inputs) if is_sum and _holds(one, held)]
+        if is_sum and len(sides) == 1 and not (node.name == "sub" and sides[0] == 1):
+            found.append((node, 1 - sides[0]))
+            continue
+        after.append(node)
+        for one in _alike(node, value):
+            if id(one) not in met:
+                met.add(id(one))
+                waiting.append(one)
+    return found, after
+
+
+def _alike(node: Node, value: Value) -> Iterator[Value]:
+    """Yields the operands of a node that have the shape of its result, or may in a `shard_map`."""
+    for one in node.inputs:
+        if one.shape == value.shape or (one.maker is None and len(one.shape) == len(value.shape)):
+            yield one
+
+
+def _holds(value: Value, held: Sequence[Value], depth: int = 24) -> bool:
+    """Returns whether a value is a param, widened, or joined with what is stored beside it."""
+    met, waiting = {id(value)}, [value]
+    while waiting:
+        one = waiting.pop()
+        if any(one is each for each in held):
+            return True
+        node = one.maker
+        is_exact = node is not None and (
+            is_joint(node)
+            or node.name in _JOINS
+            or (not one.is_float and node.name in ("add", "sub", "or", "and", "xor"))
+        )
+        if node is None or not is_exact or is_cotangent(node):
+            continue
+        for each in _alike(node, one):
+            if id(each) not in met:
+                met.add(id(each))
+                waiting.append(each)
+    return False
+
+
+_JOINS = (MOVES_DATA | EXACT) - {"max", "min"} | {
+    *("convert_element_type", "bitcast_convert_type", "select_n", "optimization_barrier"),
+    *("shift_left", "shift_right_logical", "and", "or", "xor", "reduce_precision", "copy"),
+}
+
+
+def _gradients(
+    starts: Sequence[tuple[Node, int]], backward: Collection[int]
+) -> Iterator[tuple[Node, int]]:
+    """Yields where the optimizer reads a gradient: it is made in the backward pass, or by a loop
+    with one.
+    """
+    waiting, met = collections.deque(starts), set()
+    while waiting:
+        node, operand = waiting.popleft()
+        value = node.inputs[operand]
+        maker = value.maker
+        if maker is None or value.shape != node.outputs[0].shape:
+            continue
+        inner = set(map(id, _around(maker))) - set(map(id, _around(node)))
+        if (is_cotangent(maker) or inner & set(backward)) and not is_joint(node):
+            yield node, operand
+            continue
+        if id(maker) not in met and not is_cotangent(maker):
+            met.add(id(maker))
+            waiting += [(maker, i) for i in range(len(maker.inputs))]
+
+
+def _around(node: Node) -> Iterator[Any]:
+    """Yields the equations around a node, and its own if it is a joint."""
+    site = node.site if is_joint(node) else node.site.around
+    while site is not None:
+        yield site.equation
+        site = site.around
+
+
+def is_lost(read: ArrayRead, before: Any, after: Any, update: Any) -> Any:
+    """Returns where an update is not 0, and what is stored of the param doesn't change.
+
+    Args:
+      read: the update.
+      before, after: the float32 value of the param, or of its dtype if that is wider.
+      update: what was added.
+    """
+    mode = read.mode
+    if mode is None:
+        return jnp.zeros(update.shape, bool)
+
+    def stored(value: Any) -> list[Any]:
+        if jnp.dtype(value.dtype).itemsize <= read.dtype.itemsize:
+            return [value]
+        if value.dtype != jnp.float32:
+            return [value.astype(read.dtype)]
+        param, beside = mode.split(value, read.dtype)
+        return [param, beside] if mode.stores else [param]
+
+    same = [_bits(x) == _bits(y) for x, y in zip(stored(before), stored(after), strict=True)]
+    return functools.reduce(operator.and_, same, bits_of(update).numbers > 0)
+
+
+def _bits(array: Any) -> Any:
+    """Returns an array as integers, as subnormal numbers may be equal to 0."""
+    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+    unsigned = f"uint{8 * array.dtype.itemsize}"
+    return array if is_integer else lax.bitcast_convert_type(array, unsigned)

@@ -1,0 +1,105 @@
+"""Values that pass from one module to another, as an interpreter of a program finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+from jax.typing import DTypeLike
+
+from policy.programs.jaxprs import Equation
+from policy.programs.marks import AUTOCAST, BOUNDARY
+from policy.programs.paths import Path
+from policy.programs.reading.walk import is_by_layers, layer_of, source_of
+from policy.programs.rewriting.upcast import (
+    NO_REFERENCE,
+    ModulePass,
+    PlacedInterpreter,
+    PlacedValue,
+    Reference,
+)
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleValue:
+    """A value that is read in another module than the one that computed it.
+
+    Attributes:
+      key: the key of its numbers among the notes of a run; keys increase in program order.
+      primitive, source: the operation that computed it, and its source line.
+      dtype: its dtype in the program.
+      made: the place that computed it.
+      bodies: the enclosing programs, outermost first.
+      left: the paths that it leaves: it was computed inside them and is read outside.
+      entered: the paths that it enters: it was computed outside them and is read inside.
+    """
+
+    key: int
+    primitive: str
+    source: str
+    dtype: DTypeLike
+    made: ModulePass
+    bodies: tuple[Any, ...] = ()
+    left: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+    entered: dict[ModulePass, None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class ValueOrigin:
+    """The origin of a value, and its record once it was read in another module."""
+
+    place: ModulePass
+    primitive: str = ""
+    source: str = ""
+    measurement: Any = None
+
+
+class ModuleValueInterpreter(PlacedInterpreter):
+    """An interpreter that finds the values that pass from one module to another."""
+
+    def __init__(self, reference: Reference = NO_REFERENCE):
+        super().__init__(reference)
+        self._line_around = ""  # the source line of the enclosing equation
+
+    def inside(self, equation: Equation) -> Self:
+        inner = super().inside(equation)
+        inner._line_around = source_of(equation) or self._line_around
+        return inner
+
+    def made_by(
+        self, equation: Equation, place: ModulePass, values: Sequence[PlacedValue]
+    ) -> tuple[str, str]:
+        """Returns the user's operation that made a result, and its source line.
+
+        The result of a cast of this library was made by the operation before.
+        """
+        stack = str(equation.source_info.name_stack)
+        origin = values[0].origin if len(values) == 1 else None
+        is_cast = equation.primitive.name == "convert_element_type" and (
+            BOUNDARY in stack or AUTOCAST in stack or is_by_layers(equation)
+        )
+        if is_cast and origin and origin.source:
+            return origin.primitive, origin.source
+        source = source_of(equation) or self._line_around
+        return equation.primitive.name, source or layer_of(equation, place.path)
+
+
+def passes(value: PlacedValue, reader: ModulePass) -> bool:
+    """Returns whether a value is read in another module than the one that computed it.
+
+    Values that are saved for the backward pass are read in their own module there.
+    """
+    origin = value.origin
+    return (
+        origin is not None
+        and origin.place.path != reader.path
+        and reader.direction == origin.place.direction
+        and reader.direction != "again"
+    )
+
+
+def places_around(place: ModulePass, other: Path) -> dict[ModulePass, None]:
+    """Returns the places around one that are not around another path, outermost first."""
+    paths = (place.path[:n] for n in range(1, len(place.path) + 1))
+    return {place._replace(path=p): None for p in paths if p != other[: len(p)]}
