@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import re
 import time
 import warnings
 from collections import Counter
@@ -50,6 +51,7 @@ _SCRATCH = (
     "Temporaries include the largest copy that the processor's library kernels may make of their "
     "inputs, which XLA does not plan."
 )
+_WORKSPACE = "Attention runs in cuDNN's kernel, whose workspace is not known without its library."
 # Without its autotuner, XLA for GPUs may fail on a matmul that it has chosen Triton for, and not
 # cuBLAS.
 _NO_TILES = "Couldn't find output tile sizes"
@@ -99,6 +101,8 @@ def compiled_row(
     is_final = program.text and not program.is_exhausted
     cost = _cost(row, step, program, placement, sum(_bytes_of(placed[i]) for i in step.repeated))
     notes = [*notes, *([_SCRATCH] if program.scratch else [])]
+    if re.search(r"u8\[0\]\S*\) custom-call\(.*__cudnn\$fmha", program.text):
+        notes.append(_WORKSPACE)
     if not is_final:
         return CompiledRow(cost, {}, notes)
     costs = costs_of(program.text, kernel_time(target.chip), exchange_time(target.chip))

@@ -104,6 +104,9 @@ def test_attention_runs_in_cudnns_kernel_for_gpus_that_are_not_there(name):
     pairs, matmuls = 256 * 257 // 2, 2 + 5
     assert found.flops == {"bfloat16": 2 * matmuls * 2 * 4 * pairs * 64}
     assert found.kernels < 6 and not found.uncounted
+    row = policy.estimate(loss, *operands, policies=[None], on=name, backward=True)
+    assert row.rows[0].model_flops == 6 * 2 * 2 * 4 * 256 * 256 * 64  # of the whole square
+    assert [note for note in row.notes if "cuDNN's kernel, whose workspace is not known" in note]
 
 
 @pytest.mark.parametrize(
