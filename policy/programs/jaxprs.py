@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import jax.extend.core as jex_core
+from jax.interpreters import partial_eval
 
 from policy.programs.primitives import COMBINES, ELEMENTWISE, KERNELS, REMATS
 
@@ -262,6 +263,13 @@ def with_consts_as_arguments(jaxpr: Any) -> tuple[Any, list[Any]]:
         return body, []
     merged = {"consts": ()} if body is jaxpr else {}  # jax 0.12: an open jaxpr holds them
     return body.replace(**merged, constvars=(), invars=(*body.constvars, *body.invars)), consts
+
+
+def live_part(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr without the equations that no output needs, with its arguments."""
+    body: Any = opened(jaxpr)[0]
+    live, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
+    return jex_core.ClosedJaxpr(live, opened(jaxpr)[1])
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:

@@ -86,6 +86,11 @@ INSPECTION = {
         "float32[4] … backward=True": lambda: compare(
             lambda p: p["b"], P, policy=BF16, backward=True
         ),
+        "beside= … a policy, a function or (function, *args) … dict": lambda: compare(
+            loss_fn, P, beside={"other": loss_fn}
+        ),
+        "beside= … (function, *args) … tuple": lambda: compare(loss_fn, P, beside=()),
+        "beside= … the class Net … an instance": lambda: compare(loss_fn, P, beside=Net),
         "args … tuple … a dict": lambda: assert_dots_in(loss_fn, P, "bf16"),
         "dtype … 'fp16' … 'bf16'": lambda: assert_dots_in(loss_fn, (P,), "fp16"),
     },
@@ -93,6 +98,19 @@ INSPECTION = {
         "backward=True … floating": lambda: audit(lambda n: n * 2.0, jnp.arange(3), backward=True),
         "'audit.txt' … .html or .json": lambda: audit(loss_fn, P).save("audit.txt"),
         "'fp16' … f16": lambda: compare(loss_fn, P, policy="fp16"),
+        "'fp8' … mixed_float8": lambda: compare(loss_fn, P, beside="fp8"),
+        f"policy='{BF16}' … loss_fn … Leave policy= out … use_policy": lambda: compare(
+            loss_fn, P, policy=BF16, beside=loss_fn
+        ),
+        "output (result) is [] of loss_fn and none of <lambda> … log-probs": lambda: compare(
+            loss_fn, P, beside=lambda p: (loss_fn(p), p)
+        ),
+        "output b is [4] of <lambda> and [2, 4] … one shape": lambda: compare(
+            lambda p: p, P, beside=lambda p: {**p, "b": X}
+        ),
+        "gradient b … none": lambda: compare(
+            loss_fn, P, backward=True, beside=(lambda x: x.sum(), X)
+        ),
         "budget … error=0.02 … on='v5e:1x1'": lambda: suggest(loss_fn, P, policy=BF16),
         "error … '1%' … number": lambda: suggest(loss_fn, P, policy=BF16, error="1%"),
         f"policy='{BF16}' … half": lambda: suggest(loss_fn, P, error=0.1),

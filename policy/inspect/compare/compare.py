@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,14 @@ from policy.core.policy import Policy
 from policy.core.rules import RulesLike
 from policy.inspect.compare.comparison import Comparison, OperandCodes, Row, RowKind
 from policy.inspect.compare.dual_interpreter import Log, Measurement, Paired
-from policy.inspect.compare.statistics import NAMES, is_discrete, limit_of
+from policy.inspect.compare.recording import Recording
+from policy.inspect.compare.statistics import NAMES, has_nan, is_discrete, limit_of
+from policy.inspect.compare.two_programs import (
+    Reference,
+    beside_each_other,
+    name_of,
+    require_alike,
+)
 from policy.inspect.traced.call import (
     Call,
     Program,
@@ -47,9 +55,12 @@ def compare(
     params: ParamsArgument = None,
     loss_scale: float = 1.0,
     on: Device | None = None,
+    beside: Policy | str | Callable[..., Any] | tuple[Any, ...] | None = None,
     **kwargs: Any,
 ) -> Comparison:
     """Compares a call under `policy` with the same call in float32, module by module.
+
+    With `beside`, the reference is another call instead.
 
     The reference is the same program in float32, with the constants of the function traced in
     float32, which are not rounded. Both run in one compiled program, equation by equation. Values
@@ -84,6 +95,11 @@ def compare(
         errors.
       on: "tpu" or "gpu": the program's float32 matmuls below the highest precision are multiplied
         as these devices do, in passes of bfloat16 or in TF32. None multiplies float32.
+      beside: the reference, in place of float32: another policy for the same call; another function
+        of the same arguments; or ``(function, *args)``, with `kwargs` too. Both run by themselves,
+        and each value that a module returns is compared with that of the module of the same path. A
+        scan over tokens may stand for an axis: a sampler's steps, (T, B, 1, ...), are compared with
+        a trainer's (B, T, ...). With a function, each follows its own policies and the scope.
 
     Returns:
       The rows for each path; see `Comparison`.
@@ -93,7 +109,8 @@ def compare(
         select arguments; with `backward`, there is no loss.
       ValueError: the policy is malformed, or can't be honoured here; `rules` without `policy`;
         `loss_scale` is not positive, or `on` is no device; `params` names arguments where modules
-        hold the parameters; with `backward`, there is no floating argument.
+        hold the parameters; with `backward`, there is no floating argument; `beside` is a function
+        and `policy` is given; the two functions return other trees or shapes.
     """
     rules = checked_rules(rules, policy)
     policy = checked_policy(policy)
@@ -102,11 +119,69 @@ def compare(
     if not isinstance(loss_scale, (int, float)) or not (0 < loss_scale < float("inf")):
         raise ValueError(f"loss_scale should be a positive number, but got {loss_scale!r}.")
     scale = float(loss_scale) if backward else None
-    program = program_of(Call.measured("compare", fn, args, kwargs, params, scale), policy, rules)
+    call = Call.measured("compare", fn, args, kwargs, params, scale)
+    if beside is None:
+        found = _beside_float32(program_of(call, policy, rules), on)
+    else:
+        other = Reference.of(beside, fn, args, kwargs, policy, params, scale)
+        found = _beside_another(call.under(policy, rules), other, name_of(fn), on)
+    return _comparison(found, name_of(fn), "" if policy is None else short_text(policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """A program that was measured against another one.
+
+    Attributes:
+      program: the program.
+      findings: its places and measurements.
+      codes: the operands of matmuls in 8 bits.
+      inputs: the names of the inputs that contain NaN.
+      beside: the name of the other program; "" for float32.
+      alone: for the name of each program, its modules that have no counterpart in the other.
+    """
+
+    program: Program
+    findings: Findings
+    codes: Sequence[OperandCodes]
+    inputs: Sequence[str]
+    beside: str = ""
+    alone: Mapping[str, Sequence[ModulePass]] = dataclasses.field(default_factory=dict)
+
+
+def _beside_float32(program: Program, on: Device | None) -> _Measured:
     log, arrays = Log(), program.arguments.arrays
-    numbers, undefined = jax.device_get(program.compiled(paired(program, log, on))(*arrays))
-    findings = Findings(log, numbers, program)
-    with naming(place.path for place in findings.places):
+    numbers, has_nan = jax.device_get(program.compiled(paired(program, log, on))(*arrays))
+    inputs = list(itertools.compress(program.arguments.names(), has_nan))
+    codes = tuple(_codes(log, numbers))
+    return _Measured(program, Findings(log, numbers, program), codes, inputs)
+
+
+def _beside_another(program: Program, other: Reference, name: str, on: Device | None) -> _Measured:
+    programs = program, other.program()
+    names = name, other.name()
+    require_alike(*programs, names)
+    recordings = [Recording(one, on) for one in programs]
+    log, numbers, alone = beside_each_other(*recordings)
+    inputs = [
+        name
+        for one, recording in zip(programs, recordings, strict=True)
+        for name in itertools.compress(one.arguments.names(), jax.device_get(recording.has_nan))
+    ]
+    return _Measured(
+        program,
+        Findings(log, numbers, *programs),
+        (),
+        list(dict.fromkeys(inputs)),
+        names[1],
+        dict(zip(names, alone, strict=True)),
+    )
+
+
+def _comparison(found: _Measured, name: str, policy: str) -> Comparison:
+    program, findings = found.program, found.findings
+    alone = [place for places in found.alone.values() for place in places]
+    with naming(place.path for place in (*findings.places, *alone)):
         jump, step = findings.first_jump()
         rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
         unpaired = tuple(dict.fromkeys(map(spelled, program.reference.unpaired)))
@@ -114,17 +189,19 @@ def compare(
             tuple(rows),
             None if jump is None else spelled(jump.path),
             step,
-            tuple(_notes(program, rows, unpaired, undefined)),
-            getattr(fn, "__name__", type(fn).__name__),
-            "" if policy is None else short_text(policy),
+            tuple(_notes(found, rows, unpaired)),
+            name,
+            policy,
             program.route,
             unpaired,
-            tuple(_codes(log, numbers)),
+            tuple(found.codes),
+            found.beside,
+            tuple(dict.fromkeys(spelled(place.path) for place in alone)),
         )
 
 
 def paired(program: Program, log: Log, on: Device | None = None) -> Any:
-    """Returns the function of the program's arrays that runs both programs.
+    """Returns the function of the program's arrays that runs it and its float32 counterpart.
 
     It returns the measurements, and for each input whether it contains NaN.
     """
@@ -135,14 +212,9 @@ def paired(program: Program, log: Log, on: Device | None = None) -> Any:
         given = [[PlacedValue([array]) for array in each] for each in (consts, arrays)]
         outputs = both.run(body, *given)
         both.returned(outputs, body.outvars)
-        return both.notes, [_has_nan(array) for array in arrays]
+        return both.notes, [has_nan(array) for array in arrays]
 
     return run
-
-
-def _has_nan(array: Any) -> Any:
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    return jnp.any(jnp.isnan(array)) if is_float else np.False_
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,6 +225,7 @@ def _has_nan(array: Any) -> Any:
 JUMP = 8.0
 # A sum this much smaller than its terms is zero except for float32 rounding.
 _ZERO = 1e-5
+_LISTED = 8  # paths in a note
 _KINDS = ("activation", "gradient", "parameter", "output")
 _ERROR, _UNDERFLOW = NAMES.index("error"), NAMES.index("underflow")
 _LARGEST, _REFERENCE = NAMES.index("largest"), NAMES.index("reference_largest")
@@ -164,7 +237,7 @@ class Findings:
     The path prefixes that JAX has dropped are restored.
     """
 
-    def __init__(self, log: Log, notes: dict[int, Any], program: Program):
+    def __init__(self, log: Log, notes: Mapping[int, Any], *programs: Program):
         places = _with_prefixes(log.places)
         is_backward = any(place.direction == "backward" for place in places)
         lost = lost_prefixes(place.path for place in places) if is_backward else {}
@@ -189,9 +262,12 @@ class Findings:
             place: [one for one in self.measurements if _enters(one, place)]
             for place in self.places
         }
-        halves = {dtype for dtype in dtypes_of(opened(program.jaxpr)[0]) if is_half(dtype)}
-        # The error of one rounding: smaller errors can't be distinguished.
-        self.floor = max(float(jnp.finfo(dtype).eps) for dtype in halves or {F32})
+        dtypes = [dtype for one in programs for dtype in dtypes_of(opened(one.jaxpr)[0])]
+        halves = set(filter(is_half, dtypes))
+        # The error of one rounding: smaller errors can't be distinguished. Two programs may sum in
+        # other orders.
+        others = [_ZERO / JUMP] if len(programs) > 1 else []
+        self.floor = max(*others, *(float(jnp.finfo(dtype).eps) for dtype in halves or {F32}), 0)
 
     def leaving(self, place: ModulePass) -> list[Measurement]:
         """Returns the values that leave a place, and gradients of parameters only if there are
@@ -344,6 +420,7 @@ def _row(
         culprit.primitive,
         culprit.source,
         is_jump,
+        of["rms"],
     )
 
 
@@ -351,9 +428,43 @@ def _nested(values: Any) -> Any:
     return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
-def _notes(
-    program: Program, rows: Sequence[Row], unpaired: Sequence[str], has_nan: Sequence[Any]
-) -> Iterable[str]:
+def _notes(found: _Measured, rows: Sequence[Row], unpaired: Sequence[str]) -> Iterable[str]:
+    program, against = found.program, found.beside or "float32"
+    if not found.beside:
+        yield from _notes_on_float32(program, unpaired)
+    for name, places in found.alone.items():
+        paths = list(dict.fromkeys(repr(spelled(place.path)) for place in places))
+        if paths:
+            more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+            yield f"Without a counterpart, in {name} alone: {', '.join(paths[:_LISTED])}{more}."
+    if found.inputs:
+        names = ", ".join(found.inputs)
+        yield f"NaN in the inputs: {names}. Values that depend on it can't be compared."
+    undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
+    if undefined:
+        yield (
+            f"{against} itself is infinite or NaN in {len(undefined)} rows; the first is "
+            f"{undefined[0]!r}."
+        )
+    gradients = [row for row in rows if row.kind == "parameter"]
+    least = _ZERO * max((row.reference_largest for row in gradients), default=0.0)
+    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < least]
+    if zero:
+        yield (
+            f"These gradients are zero up to rounding in {against} too, so their errors mean "
+            f"nothing: {', '.join(zero)}."
+        )
+    missing = len(program.outputs) - sum(row.kind == "output" for row in rows)
+    if not rows:
+        yield "Nothing was measured: neither a module nor the function returns numbers."
+    elif not any(row.error or row.undefined for row in rows) and missing:
+        yield f"No measured value differs from {against}; {missing} outputs were not measured."
+    elif not any(row.error or row.undefined for row in rows):
+        reason = "" if found.beside else ": the policy changes nothing here"
+        yield f"Nothing differs from {against}{reason}."
+
+
+def _notes_on_float32(program: Program, unpaired: Sequence[str]) -> Iterable[str]:
     if program.refused:
         yield (
             f"The function can't be traced in float32 ({program.refused}). The reference is the "
@@ -366,27 +477,3 @@ def _notes(
         )
     if note := program.note_on_draws():
         yield note
-    names = [name for name, nan in zip(program.arguments.names(), has_nan, strict=True) if nan]
-    if names:
-        yield f"NaN in the inputs: {', '.join(names)}. Values that depend on it can't be compared."
-    undefined = [row.path for row in rows if row.undefined and row.kind == "activation"]
-    if undefined:
-        yield (
-            f"float32 itself is infinite or NaN in {len(undefined)} rows; the first is "
-            f"{undefined[0]!r}."
-        )
-    gradients = [row for row in rows if row.kind == "parameter"]
-    least = _ZERO * max((row.reference_largest for row in gradients), default=0.0)
-    zero = [row.path for row in gradients if row.error > 1 and row.reference_largest < least]
-    if zero:
-        yield (
-            "These gradients are zero up to rounding in float32 too, so their errors mean nothing: "
-            f"{', '.join(zero)}."
-        )
-    missing = len(program.outputs) - sum(row.kind == "output" for row in rows)
-    if not rows:
-        yield "Nothing was measured: neither a module nor the function returns numbers."
-    elif not any(row.error or row.undefined for row in rows) and missing:
-        yield f"No measured value differs from float32; {missing} outputs were not measured."
-    elif not any(row.error or row.undefined for row in rows):
-        yield "Nothing differs from float32: the policy changes nothing here."

@@ -23,6 +23,8 @@ RowKind = Literal["activation", "gradient", "parameter", "output"]
 class Row:
     """Distance of the values at one place from float32's, with the worst figures of all values.
 
+    With `beside`, "float32" stands below for the function or policy that is the reference.
+
     >>> import jax.numpy as jnp
     >>> import policy
     >>> comparison = policy.compare(jnp.square, jnp.array([1e-4], jnp.float16))
@@ -53,6 +55,8 @@ class Row:
         that computed the worst value; and the line of the user's code, or the module's path and
         class if no user code called it.
       is_jump: whether the error is made here: see `Comparison.first_jump`.
+      rms: root mean square of the difference, in the unit of the values: nats for log-probs.
+        Infinite if a value overflowed; 0 for integers and booleans.
     """
 
     path: str
@@ -72,6 +76,7 @@ class Row:
     primitive: str = ""
     source: str = ""
     is_jump: bool = False
+    rms: float = 0.0
 
     @property
     def headroom(self) -> float:
@@ -107,6 +112,8 @@ class OperandCodes:
 class Comparison:
     """A function under a policy compared with itself in float32; returned by `policy.compare`.
 
+    With `beside`, it is compared with another function, or with itself under another policy.
+
     >>> import jax.numpy as jnp
     >>> import policy
     >>> fn = lambda x: jnp.square(x) / x
@@ -130,7 +137,9 @@ class Comparison:
       unpaired: the paths with constants that have no counterpart in the function's float32 trace.
         They keep their rounding to half precision in the reference. `notes` says so too.
       codes: the operands of matmuls in 8 bits, in program order. Of several in a module, and in the
-        steps of a loop, the largest shares.
+        steps of a loop, the largest shares; () with `beside`.
+      beside: the name of the reference; "" for float32.
+      alone: with `beside`, the modules of either that have no counterpart of their shape.
     """
 
     rows: tuple[Row, ...]
@@ -142,6 +151,8 @@ class Comparison:
     route: str = "as written"
     unpaired: tuple[str, ...] = ()
     codes: tuple[OperandCodes, ...] = ()
+    beside: str = ""
+    alone: tuple[str, ...] = ()
 
     def _of(self, kind: RowKind) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.kind == kind)
@@ -170,6 +181,11 @@ class Comparison:
     def error(self) -> float:
         """The worst error of the function's outputs; of integers, the share that differs."""
         return max((row.error for row in self.outputs), default=0.0)
+
+    @property
+    def rms(self) -> float:
+        """The largest root mean square of the outputs' differences: in nats for log-probs."""
+        return max((row.rms for row in self.outputs), default=0.0)
 
     def __getitem__(self, path: str) -> Row:
         """Returns the first row of a path: activations, otherwise gradients, parameters, outputs.
@@ -225,7 +241,7 @@ _TITLES = {
     "parameter": "gradients of parameters",
     "output": "outputs",
 }
-_HEADS = ("error", "cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
+_HEADS = ("cosine", "underflow", "subnormal", "overflow", "largest", "of limit")
 
 
 def _table(comparison: Comparison) -> str:
@@ -236,16 +252,18 @@ def _table(comparison: Comparison) -> str:
         comparison.route
     ]
     policy = f" under {comparison.policy}" if comparison.policy else ""
+    heads = ("error", *["rms"][: bool(comparison.beside)], *_HEADS)
     lines = [
-        f"{comparison.name or 'function'}{policy} (by {how}) against float32",
+        f"{comparison.name or 'function'}{policy} (by {how}) against "
+        f"{comparison.beside or 'float32'}",
         f"The error jumps {_jump(comparison)}.",
         *comparison.notes,
     ]
     for kind, title in _TITLES.items():
         of_kind = [row for row in rows if row.kind == kind]
         if of_kind:
-            lines += ["", f"{title:<{width}}" + "".join(f"{head:>11}" for head in _HEADS)]
-            lines += [_line(row, width) for row in of_kind]
+            lines += ["", f"{title:<{width}}" + "".join(f"{head:>11}" for head in heads)]
+            lines += [_line(row, width, "rms" in heads) for row in of_kind]
     return "\n".join([*lines, *_codes(comparison.codes)])
 
 
@@ -276,7 +294,7 @@ def _name(row: Row) -> str:
     return row.path or ("(result)" if row.kind == "output" else OUTSIDE)
 
 
-def _line(row: Row, width: int) -> str:
+def _line(row: Row, width: int, has_rms: bool) -> str:
     mark = "  <- jumps" if row.is_jump else ""
     if is_discrete(np.dtype(row.dtype)):
         return (
@@ -285,6 +303,7 @@ def _line(row: Row, width: int) -> str:
         )
     cells = (
         _number(row.error),
+        *[_number(row.rms)][:has_rms],
         f"{row.cosine:.6f}",
         _share(row.underflow),
         _share(row.subnormal),
@@ -344,7 +363,7 @@ def _svg(comparison: Comparison) -> str:
         share = (math.log10(error) - low) / max(high - low, 1) if error > 0 else 0.0
         return _LEFT + finite * min(max(share, 0.0), 1.0)
 
-    title = f"{comparison.name}: error against float32 {comparison.policy}"
+    title = f"{comparison.name}: error against {comparison.beside or 'float32'} {comparison.policy}"
     ground = tag("rect", width=width, height=height, fill="white")
     parts = [tag("title", title), ground, tag("text", title, x=8, y=18, font_size=14)]
     for i, (name, colour) in enumerate(s for s in _SERIES if getattr(comparison, s[0])):
@@ -407,7 +426,8 @@ def _figure(comparison: Comparison) -> Any:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(low, high)
-    axes.set_xlabel("relative error against float32; at the right edge: it overflowed")
+    against = comparison.beside or "float32"
+    axes.set_xlabel(f"relative error against {against}; at the right edge: it overflowed")
     axes.set_title(f"{comparison.name} {comparison.policy}", fontsize=9)
     if comparison.first_jump in paths:
         place = paths.index(comparison.first_jump)

@@ -23,11 +23,14 @@ NAMES = (
     "largest",
     "reference_largest",
     "undefined",
+    "rms",
 )
 
 
 def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
-    """Returns `NAMES` of an array against a float32 (or wider) reference, as a float32 vector.
+    """Returns `NAMES` of an array against a reference, as a float32 vector.
+
+    Half precision is widened to float32.
 
     A complex array is measured as its real and imaginary parts. For integers and booleans, error
     and distance are the share of the elements that differ, and nothing underflows or overflows.
@@ -42,6 +45,7 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
         largest            the largest magnitude, infinite if there is a NaN or an infinity.
         reference_largest  the largest finite magnitude of the reference.
         undefined          share of the elements where the reference itself is infinite or NaN.
+        rms                root mean square of the difference; infinite where a value overflows.
 
     Args:
       value, reference: arrays of one shape.
@@ -54,7 +58,9 @@ def measured(value: Any, reference: Any, axes: Sequence[str] = ()) -> Any:
             jnp.stack([lax.real(array), lax.imag(array)]) for array in (value, reference)
         )
     tiny = float(jnp.finfo(value.dtype).tiny)
-    sums, largest = _reduced(value.astype(reference.dtype), reference, tiny)
+    dtypes = np.dtype(np.float32), value.dtype, reference.dtype
+    wide = max(dtypes, key=lambda dtype: dtype.itemsize)
+    sums, largest = _reduced(value.astype(wide), reference.astype(wide), tiny)
     if axes:
         sums, largest = lax.psum(sums, tuple(axes)), lax.pmax(largest, tuple(axes))
     return _named(sums, largest)
@@ -87,6 +93,7 @@ def _reduced(x: Any, reference: Any, tiny: float) -> tuple[Any, Any]:
     difference = jnp.where(counts, x - reference, zero)
     x_kept, kept = jnp.where(counts, x, zero), jnp.where(counts, reference, zero)
     masks = (
+        counts,
         (x == 0) & (reference != 0),
         (x != 0) & (magnitude < tiny),
         was_finite & ~is_finite,
@@ -132,8 +139,10 @@ def _largest(array: Any) -> Any:
 
 
 def _named(sums: Any, largest: Any) -> Any:
-    difference, kept, own, underflow, subnormal, overflow, undefined, size = sums
+    difference, kept, own, counted, underflow, subnormal, overflow, undefined, size = sums
     size = jnp.maximum(size, 1)
+    rms = jnp.sqrt(difference / jnp.maximum(counted, 1))
+    rms = jnp.where((overflow > 0) | jnp.isnan(rms), jnp.inf, rms)
     error = jnp.where(difference == 0, 0, jnp.sqrt(difference / kept))
     # Squares of numbers below 1e-22 are zero: then the largest elements stand for all.
     is_tiny = (kept == 0) & (largest[1] > 0) & (largest[1] < 1e-18)
@@ -147,7 +156,7 @@ def _named(sums: Any, largest: Any) -> Any:
     distance = jnp.where(overflow > 0, 1, jnp.clip(distance, 0, 2))
     shares = [count / size for count in (underflow, subnormal, overflow)]
     own_largest = jnp.where((overflow > 0) | jnp.isnan(largest[0]), jnp.inf, largest[0])
-    return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size])
+    return jnp.stack([error, distance, *shares, own_largest, largest[1], undefined / size, rms])
 
 
 def shares_of_codes(codes: Any, source: Any) -> Any:
@@ -180,3 +189,9 @@ def is_discrete(dtype: DTypeLike) -> bool:
 def is_measurable(dtype: DTypeLike) -> bool:
     """Returns whether arrays of a dtype can be compared: numbers and booleans, not random keys."""
     return dtype is not None and (is_discrete(dtype) or bool(jnp.issubdtype(dtype, jnp.inexact)))
+
+
+def has_nan(array: Any) -> Any:
+    """Returns whether a floating array contains NaN."""
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return jnp.any(jnp.isnan(array)) if is_float else np.False_

@@ -1,0 +1,264 @@
+"""Two programs beside each other: the values that leave their modules, paired by module path."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from policy.autocasting.parameters import ParamsArgument
+from policy.core.messages import require_function
+from policy.core.policy import Policy
+from policy.inspect.compare.dual_interpreter import Log, Measurement
+from policy.inspect.compare.recording import NotedValue, Recording, is_float
+from policy.inspect.compare.statistics import measured
+from policy.inspect.traced.call import Call, Program, checked_policy, short_text
+from policy.programs.jaxprs import opened
+from policy.programs.rewriting.upcast import ModulePass, dtype_of
+
+_TAKES = "a policy, a function or (function, *args)"
+
+
+class Pair(NamedTuple):
+    """A value of each program, and how an axis of its scans becomes one of its own, if it does."""
+
+    ours: NotedValue
+    theirs: NotedValue
+    moves: tuple[Move | None, Move | None]
+
+
+class Move(NamedTuple):
+    """The axis of a scan becomes axis `place` of a value, instead of one of size 1 or between two.
+
+    A sampler that scans tokens so returns (T, B, 1, ...), where a trainer has (B, T, ...).
+    """
+
+    axis: int
+    place: int
+    replaces: bool
+
+    def __call__(self, array: Any, scans: int) -> Any:
+        """Returns an array, whose first axes are those of scans, with the axis moved."""
+        array = jnp.squeeze(array, scans + self.place) if self.replaces else array
+        return jnp.moveaxis(array, self.axis, scans - 1 + self.place)
+
+    def shape(self, shape: Sequence[int], scans: int) -> Sequence[int]:
+        """Returns the shape of the result for an array of a shape."""
+        left = list(shape)
+        if self.replaces:
+            del left[scans + self.place]
+        left.insert(scans - 1 + self.place, left.pop(self.axis))
+        return tuple(left)
+
+
+class Beside(NamedTuple):
+    """Values of one program beside those of another.
+
+    Attributes:
+      log: the places of the first, and its values that have a partner.
+      numbers: of each such value against its partner, by its key; see `statistics.measured`.
+      alone: the modules of each program that no value of a pair leaves.
+    """
+
+    log: Log
+    numbers: dict[int, Any]
+    alone: tuple[list[ModulePass], list[ModulePass]]
+
+
+def beside_each_other(ours: Recording, theirs: Recording) -> Beside:
+    """Pairs the values of two programs, and measures each pair on the first one's devices."""
+    pairs = list(_pairs(ours, theirs))
+    numbers = jax.device_get([_numbers(pair, ours, theirs) for pair in pairs])
+    kept = {pair.ours.key: _common(pair, ours, theirs) for pair in pairs}
+    log = Log(ours.log.places, [kept[one.key] for one in ours.log.measurements if one.key in kept])
+    shown = {name for one in kept.values() for name in ours.left(one)}
+    alone = [[p for p in each.places if each.name_of(p) not in shown] for each in (ours, theirs)]
+    return Beside(log, dict(zip(kept, numbers, strict=True)), (alone[0], alone[1]))
+
+
+def _common(pair: Pair, ours: Recording, theirs: Recording) -> Measurement:
+    """Returns the first value of a pair, which leaves the modules that both leave."""
+    names = theirs.left(pair.theirs)
+    left, returned = (
+        {place: None for place in places if ours.name_of(place) in names}
+        for places in (pair.ours.left, pair.ours.returned)
+    )
+    return dataclasses.replace(pair.ours, left=left, returned=returned)
+
+
+def _numbers(pair: Pair, ours: Recording, theirs: Recording) -> Any:
+    value, other = ours.notes[pair.ours.key], theirs.notes[pair.theirs.key]
+    scans = value.ndim - pair.ours.rank, other.ndim - pair.theirs.rank
+    return _measured(value, jax.device_put(other, value.sharding), pair.moves, scans)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _measured(
+    value: Any, other: Any, moves: tuple[Move | None, Move | None], scans: tuple[int, int]
+) -> Any:
+    sides = zip((value, other), moves, scans, strict=True)
+    arrays = [array if move is None else move(array, count) for array, move, count in sides]
+    measure: Callable[..., Any] = measured
+    for _ in range(min(scans)):
+        measure = jax.vmap(measure)
+    return measure(*arrays)
+
+
+# --------------------------------------------------------------------------------------------------
+# Partners
+# --------------------------------------------------------------------------------------------------
+
+
+def _pairs(ours: Recording, theirs: Recording) -> Iterator[Pair]:
+    """Yields the outputs; then the values of one module, in order, whose shapes agree.
+
+    First those that a module computes, then the others that leave it.
+    """
+    for output, one in ours.outputs.items():
+        yield Pair(one, theirs.outputs[output], (None, None))
+    mine, others = (
+        {one.key: one for one in each.values if one.output is None} for each in (ours, theirs)
+    )
+    for names_of in (lambda each, one: (each.name_of(one.made),), Recording.left):
+        partners = collections.defaultdict[ModulePass, list[NotedValue]](list)
+        for other in others.values():
+            for name in names_of(theirs, other):
+                partners[name].append(other)
+        for one in list(mine.values()):
+            found = (
+                Pair(one, other, moves)
+                for name in names_of(ours, one)
+                for other in partners[name]
+                if other.key in others and (moves := _moves(one, other, ours, theirs))
+            )
+            if pair := next(found, None):
+                del mine[one.key], others[pair.theirs.key]
+                yield pair
+
+
+def _moves(
+    one: NotedValue, other: NotedValue, ours: Recording, theirs: Recording
+) -> tuple[Move | None, Move | None] | None:
+    """Returns the moves that give two values one shape, or None if they can't be compared."""
+    if one.dtype != other.dtype and not (is_float(one.dtype) and is_float(other.dtype)):
+        return None
+    shape, wanted = ours.notes[one.key].shape, theirs.notes[other.key].shape
+    scans = len(shape) - one.rank, len(wanted) - other.rank
+    if scans[0] == scans[1]:
+        return (None, None) if shape == wanted else None
+    if scans[0] == scans[1] + 1 and (move := _move(shape, scans[0], wanted)):
+        return move, None
+    if scans[1] == scans[0] + 1 and (move := _move(wanted, scans[1], shape)):
+        return None, move
+    return None
+
+
+def _move(shape: Sequence[int], scans: int, wanted: Sequence[int]) -> Move | None:
+    """Returns the one move that makes a shape another; None for none, and for several."""
+    found = [
+        Move(axis, place, replaces)
+        for axis in range(scans)
+        for place in range(len(shape) - scans + 1)
+        for replaces in (False, True)
+        if not replaces or shape[scans + place : scans + place + 1] == (1,)
+    ]
+    right = [move for move in found if move.shape(shape, scans) == wanted]
+    is_one = len(right) == 1 or (right and all(shape[move.axis] == 1 for move in right))
+    return right[0] if is_one else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The call that is the reference
+# --------------------------------------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """The call that another is compared with, and the name of its function.
+
+    `policy` is what it runs under; None for a function that follows its own.
+    """
+
+    call: Call
+    function: str
+    policy: Policy | None
+
+    @classmethod
+    def of(
+        cls,
+        beside: Any,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | None,
+        params: ParamsArgument,
+        scale: float | None,
+    ) -> Reference:
+        """Returns the call that `compare` is given as `beside`, with the arguments of its own.
+
+        Raises:
+          TypeError: it is neither a policy nor a function; or as `Call.measured` raises.
+          ValueError: it is a function, and there is a policy; or no policy has such a text.
+        """
+        under = None
+        if isinstance(beside, (str, Policy)):
+            under, beside = checked_policy(beside), (fn, *args)
+        elif isinstance(beside, tuple) and not callable(beside):
+            require_function(beside[0] if beside else beside, "compare's beside=", takes=_TAKES)
+        else:
+            require_function(beside, "compare's beside=", takes=_TAKES)
+            beside = (beside, *args)
+        second, *rest = beside
+        if under is None and policy is not None:
+            raise ValueError(
+                f"policy={short_text(policy)!r} and the function {name_of(second)} in beside=: is "
+                "the policy for both or for the first? Leave policy= out: open "
+                "policy.use_policy(...) around compare for both, or wrap one, as in "
+                "policy.autocast(function, ...)."
+            )
+        call = Call.measured("compare", second, tuple(rest), kwargs, params, scale)
+        return cls(call, name_of(second), under)
+
+    def program(self) -> Program:
+        """Returns the program of the call."""
+        return self.call.under(self.policy)
+
+    def name(self) -> str:
+        """Returns the name of the policy, or of the function that follows its own."""
+        return self.function if self.policy is None else short_text(self.policy)
+
+
+def name_of(fn: Any) -> str:
+    """Returns the name of a function or module."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def require_alike(ours: Program, theirs: Program, names: tuple[str, str]) -> None:
+    """Raises unless two programs have the same outputs, and the same gradients.
+
+    Raises:
+      ValueError: an output or gradient is in one alone, or has another shape.
+    """
+    shapes = [_shapes(program) for program in (ours, theirs)]
+    for name in dict.fromkeys((*shapes[0], *shapes[1])):
+        found = [one.get(name, "none") for one in shapes]
+        if found[0] != found[1]:
+            raise ValueError(
+                f"compare needs the same results of both functions, but {name} is {found[0]} of "
+                f"{names[0]} and {found[1]} of {names[1]}. Return one tree from both, its leaves "
+                "of one shape: such as the log-probs of the same tokens."
+            )
+
+
+def _shapes(program: Program) -> dict[str, str]:
+    """Returns the shape of each output and gradient, after its dtype if that is no float."""
+    names = [f"output {name or '(result)'}" for name in program.outputs]
+    names += [f"gradient {name}" for name in program.gradients]
+    atoms = opened(program.jaxpr)[0].outvars
+    dtypes = ["" if is_float(dtype_of(atom)) else str(dtype_of(atom)) for atom in atoms]
+    shapes = [dtype + str(list(atom.aval.shape)) for dtype, atom in zip(dtypes, atoms, strict=True)]
+    return dict(zip(names, shapes, strict=True))
