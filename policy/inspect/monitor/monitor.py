@@ -15,9 +15,9 @@ from jax import lax
 from policy.autocasting.parameters import ParamsArgument, require_params
 from policy.core.messages import require_function
 from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.observing import Log, observed
+from policy.inspect.monitor.observing import StepLog, observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
-from policy.inspect.monitor.step import Step
+from policy.inspect.monitor.step import TrainStep
 from policy.programs.rewriting.parts import TwoParts
 
 
@@ -86,7 +86,7 @@ def monitor(
     @functools.wraps(fn, updated=())
     def monitored(step: Any, *args: Any, **kwargs: Any) -> tuple[Any, Snapshot]:
         number = _checked_number(step)
-        traced = Step.of(fn, args, kwargs, params)
+        traced = TrainStep.of(fn, args, kwargs, params)
         results, snapshot = _run(traced, number, every, Keep(keep), on_nonfinite)
         return traced.result(results), snapshot
 
@@ -108,14 +108,14 @@ def _checked_number(step: Any) -> jax.Array:
 
 
 def _run(
-    traced: Step, number: jax.Array, every: int, keep: Keep, on_nonfinite: bool
+    traced: TrainStep, number: jax.Array, every: int, keep: Keep, on_nonfinite: bool
 ) -> tuple[list[Any], Snapshot]:
     """Returns the results of a step's program, and the snapshot.
 
     The equations that tell whether the step is finite run first. Then the snapshot is taken, of
     arguments that the rest of the program may overwrite afterwards.
     """
-    log, arrays = Log(), traced.arrays
+    log, arrays = StepLog(), traced.arrays
     program, notes = jax.make_jaxpr(observed(traced, log, keep), return_shape=True)(*arrays)
     keep.check()
     layout = log.layout(traced, notes)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.snapshot import KINDS, Kind, Layout, Row, Span
-from policy.inspect.monitor.step import Step
-from policy.inspect.monitor.tensor_statistics import measured
+from policy.inspect.monitor.snapshot import KINDS, Kind, SnapshotRow, SnapshotRows, Span
+from policy.inspect.monitor.step import TrainStep
+from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
     ModuleValue,
@@ -30,7 +30,7 @@ from policy.programs.rewriting.interpreter import CONTROL_FLOW
 from policy.programs.rewriting.upcast import ModulePass, PlacedValue, dtype_of, lost_prefixes
 
 
-class Shape(NamedTuple):
+class NumbersPlace(NamedTuple):
     """The place of a measured value's numbers.
 
     Attributes:
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass
-class Log:
+class StepLog:
     """The values that were measured.
 
     Attributes:
@@ -54,14 +54,14 @@ class Log:
     """
 
     values: list[ModuleValue] = dataclasses.field(default_factory=list)
-    shapes: dict[int, Shape] = dataclasses.field(default_factory=dict)
+    shapes: dict[int, NumbersPlace] = dataclasses.field(default_factory=dict)
     keys: dict[tuple[Kind, int], int] = dataclasses.field(default_factory=dict)
     dtypes: dict[tuple[Kind, int], Any] = dataclasses.field(default_factory=dict)
 
     def new_key(self) -> int:
         return len(self.values) + len(self.keys)
 
-    def layout(self, step: Step, notes: Mapping[int, Any]) -> Layout:
+    def layout(self, step: TrainStep, notes: Mapping[int, Any]) -> SnapshotRows:
         """Returns the rows of the arrays `notes`, joined in the order of their keys."""
         spans, start = {}, 0
         for key in sorted(notes):
@@ -85,14 +85,16 @@ class Log:
                 dtype = str(np.dtype(self.dtypes[kind, leaf]))
                 rows[step.paths[leaf], kind, dtype] = "", {spans[key]: None}
         ordered = sorted(rows.items(), key=lambda item: KINDS.index(item[0][1]))
-        return Layout(tuple(Row(*row, line, tuple(of)) for row, (line, of) in ordered))
+        return SnapshotRows(
+            tuple(SnapshotRow(*row, line, tuple(of)) for row, (line, of) in ordered)
+        )
 
 
 def _kind_of(made: ModulePass) -> Kind:
     return "cotangent" if made.direction == "backward" else "activation"
 
 
-def observed(step: Step, log: Log, keep: Keep) -> Callable[..., dict[int, Any]]:
+def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[int, Any]]:
     """Returns the function of a step's arrays that measures them, and the values in the step."""
     body, consts = opened(step.jaxpr)
     params = {param.leaf for param in step.params}
@@ -124,7 +126,7 @@ class Observer(ModuleValueInterpreter):
 
     def __init__(
         self,
-        log: Log,
+        log: StepLog,
         reads: Mapping[CastPlace, Sequence[ArrayRead]],
         keep: Keep,
         paths: Sequence[str],
@@ -184,8 +186,8 @@ class Observer(ModuleValueInterpreter):
 
     def _note(self, key: int, array: Any, lost: Any = None) -> None:
         parts = 2 if jnp.issubdtype(array.dtype, jnp.complexfloating) else 1
-        self.log.shapes[key] = Shape(parts * array.size * self.devices, self.is_layers)
-        self.notes[key] = measured(array, self.axes, lost)
+        self.log.shapes[key] = NumbersPlace(parts * array.size * self.devices, self.is_layers)
+        self.notes[key] = statistics_of(array, self.axes, lost)
 
     def measure_leaf(self, kind: Kind, leaf: int, array: Any, lost: Any = None) -> None:
         """Measures an array of a leaf of the arguments."""

@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SnapshotRow:
     """The values that a row of a record is about.
 
     Attributes: those of a record's row, and the places of its values.
@@ -74,7 +74,7 @@ class Row:
         named = _of_codes if self.kind == "codes" else statistics.named
         of = named(every, sizes, np.dtype(self.dtype))
         if self.kind == "update":
-            of["lost"] = statistics.share_of("lost", every, sizes)
+            of["lost"] = statistics.share_of_count("lost", every, sizes)
         return {
             "path": self.path,
             "kind": self.kind,
@@ -98,10 +98,10 @@ def _json(number: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class SnapshotRows:
     """The static part of a snapshot: the rows that its numbers are of."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[SnapshotRow, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Snapshot:
     loss_scale: jax.Array
     skipped: jax.Array
     numbers: jax.Array
-    layout: Layout
+    layout: SnapshotRows
 
     def record(self) -> dict[str, Any] | None:
         """Returns the snapshot for JSON, a line of the log; None unless it was taken.

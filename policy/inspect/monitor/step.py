@@ -21,7 +21,7 @@ from policy.programs.tracing.trace import Traced
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TrainStep:
     """A traced train step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Step:
     @classmethod
     def of(
         cls, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: ParamsArgument
-    ) -> Step:
+    ) -> TrainStep:
         """Traces a call.
 
         Raises:

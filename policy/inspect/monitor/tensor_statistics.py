@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-NAMES = (
+STATISTICS = (
     *("largest", "inverse_smallest", "squares", "zeros", "nan", "inf", "below", "above"),
     *("below_float16", "above_float16", "below_float8_e4m3fn", "above_float8_e4m3fn"),
     *("below_float8_e5m2", "above_float8_e5m2", "below_int8", "lost"),
 )
-"""The numbers of an array, in the order of `measured`."""
-_PLACES = {name: i for i, name in enumerate(NAMES)}
+"""The numbers of an array, in the order of `statistics_of`."""
+_PLACES = {name: i for i, name in enumerate(STATISTICS)}
 _MAXIMA = 2  # of them, at the start
 
 
@@ -68,15 +68,15 @@ def limits(dtype: DTypeLike) -> tuple[float, float]:
 
 
 def narrower(dtype: DTypeLike) -> tuple[str, ...]:
-    """Returns the float dtypes of `NAMES` with a narrower range than a dtype."""
+    """Returns the float dtypes of `STATISTICS` with a narrower range than a dtype."""
     if np.dtype(dtype).itemsize == 1:
         return ()
     eight_bits = ("float8_e4m3fn", "float8_e5m2")
     return eight_bits if dtype == np.float16 else ("float16", *eight_bits)
 
 
-def measured(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any:
-    """Returns `NAMES` of an array, as a float32 vector, float64 for float64.
+def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any:
+    """Returns `STATISTICS` of an array, as a float32 vector, float64 for float64.
 
     A complex array is measured as its real and imaginary parts.
 
@@ -118,7 +118,7 @@ def measured(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any:
         sums = lax.psum(sums, tuple(axes))
     places = dict(zip(("squares", *masks), sums, strict=True))
     zero = jnp.zeros((), bits.wide)
-    return jnp.stack([*maxima, *(places.get(name, zero) for name in NAMES[_MAXIMA:])])
+    return jnp.stack([*maxima, *(places.get(name, zero) for name in STATISTICS[_MAXIMA:])])
 
 
 def _masks(dtype: Any, bits: Bits, largest: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, n
     """Returns the numbers of a row by the names that records have.
 
     Args:
-      found: (values, ..., len(NAMES)), of the values of a row.
+      found: (values, ..., len(STATISTICS)), of the values of a row.
       sizes: (values,), their numbers of elements.
       dtype: of the values.
 
@@ -166,7 +166,7 @@ def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, n
       arrays (...) of float64, of all values together.
     """
     found = np.moveaxis(np.asarray(found, np.float64), -1, 0)
-    of = dict(zip(NAMES, found, strict=True))
+    of = dict(zip(STATISTICS, found, strict=True))
     sizes = np.reshape(np.asarray(sizes, np.float64), (-1, *[1] * (found.ndim - 2)))
     total = np.maximum(sizes.sum(0), 1)
     wide = np.float64 if dtype in (np.float64, np.complex128) else np.float32
@@ -189,8 +189,8 @@ def _smallest(inverse: np.ndarray, wide: Any) -> np.ndarray:
     return np.where(inverse > 0, bits.view(wide).astype(np.float64), 0.0)
 
 
-def share_of(name: str, found: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the share of the elements that a count of `NAMES` is of; arguments as in `named`."""
+def share_of_count(name: str, found: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Returns the share of the elements of a count; arguments as in `named`."""
     counts = np.asarray(found, np.float64)[..., _PLACES[name]]
     sizes = np.reshape(np.asarray(sizes, np.float64), (-1, *[1] * (counts.ndim - 1)))
     return counts.sum(0) / np.maximum(sizes.sum(0), 1)
