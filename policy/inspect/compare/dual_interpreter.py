@@ -20,11 +20,12 @@ from policy.inspect.traced.module_values import (
     ValueOrigin,
     passes,
     places_around,
+    unlimited,
 )
 from policy.programs.dtypes import F32
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, scan_arity
 from policy.programs.primitives import CATEGORY_OF, INLINED, MATMULS
-from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand
+from policy.programs.reading.matmul_operands import QuantisedOperand
 from policy.programs.reading.walk import walk
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
 from policy.programs.rewriting.upcast import (
@@ -78,15 +79,13 @@ class Measurement(ModuleValue):
 
 @dataclasses.dataclass(eq=False)
 class Origin(ValueOrigin):
-    """The origin of a value.
+    """The origin of a value. It notes what may be rematerialised.
 
-    `made` is the equation, its operands, and the index of the result, if it may be rematerialised.
     `coded` is the dtype of the first array, if that is encoded: see `_encoded`. `is_inner` tells
     whether it is a code or a scale of a matmul in 8 bits, which is not measured.
     """
 
     measurement: Measurement | None = None
-    made: tuple[Any, list[PlacedValue], int] | None = None
     coded: Any = None
     is_inner: bool = False
 
@@ -223,7 +222,7 @@ class Paired(ModuleValueInterpreter):
         """Measures the codes of an operand of a matmul in 8 bits."""
         if place.direction == "again":
             return
-        note = statistics.shares_of_codes(codes, _unlimited(value).arrays[0])
+        note = statistics.shares_of_codes(codes, unlimited(value).arrays[0])
         key = -1 - len(self.log.codes)
         self.notes[key] = lax.pmean(note, self.axes) if self.axes else note
         self.log.codes.append((of, codes.dtype))
@@ -327,20 +326,6 @@ def _is_cheap(equation: Equation) -> bool:
     is_half_dot = name in MATMULS and is_half(dtype_of(equation.outvars[0]))
     is_opaque = CATEGORY_OF.get(name) in (None, "opaque", "control")
     return not (name in CONTROL_FLOW or is_half_dot or equation.effects or is_opaque)
-
-
-def _unlimited(value: PlacedValue) -> PlacedValue:
-    """Returns what a value was before it was limited and rounded for a cast to 8 bits."""
-    while value.origin is not None and value.origin.made is not None:
-        equation, operands, _ = value.origin.made
-        if equation.primitive.name not in LIMITS_CODES:
-            return value
-        shape = value.arrays[0].shape
-        whole = [one for one in operands if one.origin and one.arrays[0].shape == shape]
-        if len(whole) != 1:
-            return value
-        (value,) = whole
-    return value
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from jax import lax
 from policy.autocasting.parameters import ParamsArgument, require_params
 from policy.core.messages import require_function
 from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.observing import StepLog, observed
+from policy.inspect.monitor.observing import observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
 from policy.inspect.monitor.step import TrainStep
+from policy.inspect.monitor.step_log import StepLog
 from policy.programs.rewriting.parts import TwoParts
 
 
@@ -120,7 +121,8 @@ def _run(
     keep.check()
     layout = log.layout(traced, notes)
     keys = sorted(notes)
-    dtype = jnp.result_type(jnp.float32, *(notes[key].dtype for key in keys))
+    is_wide = any(notes[key].dtype == jnp.float64 for key in keys)
+    dtype = jnp.float64 if is_wide else jnp.float32
     count = sum(notes[key].size for key in keys)
 
     def taken(arrays: list[Any]) -> jax.Array:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
+from policy.inspect.compare.statistics import shares_of_codes
+from policy.inspect.monitor import nonfinite
 from policy.inspect.monitor.keep import Keep
-from policy.inspect.monitor.snapshot import KINDS, Kind, SnapshotRow, SnapshotRows, Span
+from policy.inspect.monitor.snapshot import Kind
 from policy.inspect.monitor.step import TrainStep
+from policy.inspect.monitor.step_log import NumbersPlace, StepLog, kind_of
 from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
@@ -20,96 +24,41 @@ from policy.inspect.traced.module_values import (
     ValueOrigin,
     passes,
     places_around,
+    unlimited,
 )
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, equations_within, opened, programs_of
-from policy.programs.paths import naming, spelled
 from policy.programs.primitives import HOST, INLINED
-from policy.programs.reading.matmul_operands import CastPlace
+from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand, codes_of
 from policy.programs.reading.walk import source_of
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
-from policy.programs.rewriting.upcast import ModulePass, PlacedValue, dtype_of, lost_prefixes
+from policy.programs.rewriting.upcast import ModulePass, PlacedValue, dtype_of
 
 
-class NumbersPlace(NamedTuple):
-    """The place of a measured value's numbers.
-
-    Attributes:
-      size: elements of the value, on all devices.
-      is_layers: for each scan around it, whether its steps are layers.
+@dataclasses.dataclass(eq=False)
+class _Origin(ValueOrigin):
+    """The origin of a value. `code` is that of its worst number, see `nonfinite.code_of`; None if
+    it is not known yet.
     """
 
-    size: int
-    is_layers: tuple[bool, ...]
-
-
-@dataclasses.dataclass
-class StepLog:
-    """The values that were measured.
-
-    Attributes:
-      values: those that leave modules, in program order.
-      shapes: the place of the numbers of each key.
-      keys: the key of each array of a leaf, of a kind.
-      dtypes: of those arrays.
-    """
-
-    values: list[ModuleValue] = dataclasses.field(default_factory=list)
-    shapes: dict[int, NumbersPlace] = dataclasses.field(default_factory=dict)
-    keys: dict[tuple[Kind, int], int] = dataclasses.field(default_factory=dict)
-    dtypes: dict[tuple[Kind, int], Any] = dataclasses.field(default_factory=dict)
-
-    def new_key(self) -> int:
-        return len(self.values) + len(self.keys)
-
-    def layout(self, step: TrainStep, notes: Mapping[int, Any]) -> SnapshotRows:
-        """Returns the rows of the arrays `notes`, joined in the order of their keys."""
-        spans, start = {}, 0
-        for key in sorted(notes):
-            *steps, width = notes[key].shape
-            size, is_layers = self.shapes[key]
-            spans[key] = Span(start, width, tuple(steps), is_layers, size)
-            start += notes[key].size
-        rows: dict[tuple[str, Kind, str], tuple[str, dict[Span, None]]] = {}
-        measured = [value for value in self.values if value.key in spans]
-        lost = lost_prefixes(place.path for value in measured for place in value.left)
-        with naming(place.path for value in measured for place in value.left):
-            for value in measured:
-                kind = _kind_of(value.made)
-                for place in value.left:
-                    path = spelled(lost.get(place.path, place.path))
-                    row = path, kind, str(np.dtype(value.dtype))
-                    line = value.source.partition(" (")[0]
-                    rows.setdefault(row, (line, {}))[1][spans[value.key]] = None
-        for (kind, leaf), key in self.keys.items():
-            if key in spans:
-                dtype = str(np.dtype(self.dtypes[kind, leaf]))
-                rows[step.paths[leaf], kind, dtype] = "", {spans[key]: None}
-        ordered = sorted(rows.items(), key=lambda item: KINDS.index(item[0][1]))
-        return SnapshotRows(
-            tuple(SnapshotRow(*row, line, tuple(of)) for row, (line, of) in ordered)
-        )
-
-
-def _kind_of(made: ModulePass) -> Kind:
-    return "cotangent" if made.direction == "backward" else "activation"
+    code: Any = None
 
 
 def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[int, Any]]:
     """Returns the function of a step's arrays that measures them, and the values in the step."""
     body, consts = opened(step.jaxpr)
     params = {param.leaf for param in step.params}
-    reads = reads_of(step.jaxpr, step.params)
 
     def run(*arrays: Any) -> dict[int, Any]:
-        observer = Observer(log, reads, keep, step.paths)
+        observer = Observer(log, step, keep)
         for i, array in enumerate(arrays):
             kind: Kind = "param" if i in params else "input"
             if (i in params or i not in step.carried) and is_measured(array.dtype):
                 observer.measure_leaf(kind, i, array)
-        given = [[PlacedValue([array]) for array in each] for each in (consts, arrays)]
-        outputs = observer.run(body, *given)
-        observer.returned(outputs, body.outvars)
-        return observer.notes
+        given = [PlacedValue([array], _Origin(ModulePass())) for array in arrays]
+        observer.body(body, list(map(observer.constant, consts)), given)
+        codes = [jnp.int32(nonfinite.code_of(array)) for array in arrays]
+        log.entered = log.new_key(NumbersPlace((), ()))
+        return observer.notes | {log.entered: jnp.stack(codes)}
 
     return run
 
@@ -119,30 +68,40 @@ class Observer(ModuleValueInterpreter):
 
     Args:
       log: the record to write.
-      reads: gradients and updates by the equation that reads them.
+      step: the step.
       keep: the choice of what is measured.
-      paths: of the arrays of the step.
     """
 
-    def __init__(
-        self,
-        log: StepLog,
-        reads: Mapping[CastPlace, Sequence[ArrayRead]],
-        keep: Keep,
-        paths: Sequence[str],
-    ) -> None:
+    def __init__(self, log: StepLog, step: TrainStep, keep: Keep):
         super().__init__()
-        self.log, self.reads, self.keep, self.paths = log, reads, keep, paths
-        self.is_layers: tuple[bool, ...] = ()
-        self.devices = 1
+        self.log, self.keep, self.paths = log, keep, step.paths
+        self.reads = reads_of(step.jaxpr, step.params)
+        self.codes = codes_of(step.jaxpr, [param.leaf for param in step.params])
+        self.place_of_numbers = NumbersPlace((), ())
+        self.sizes: dict[str, int] = {}  # of the mesh axes around
+        self.flags: list[nonfinite.Flag] = []
+        batch = (array for i, array in enumerate(step.arrays) if i not in step.carried)
+        lengths = collections.Counter(array.shape[0] for array in batch if array.ndim)
+        self.examples = max(lengths, key=lengths.__getitem__, default=0)
 
     def inside(self, equation: Equation) -> Self:
         inner = super().inside(equation)
         if equation.primitive.name == "scan":
-            inner.is_layers = (*self.is_layers, not _differentiates(equation))
+            is_layers, is_reverse, *_ = self.place_of_numbers
+            inner.place_of_numbers = NumbersPlace(
+                (*is_layers, not _differentiates(equation)),
+                (*is_reverse, bool(equation.params["reverse"])),
+            )
         for axis in inner.axes[len(self.axes) :]:
-            inner.devices *= int(dict(equation.params["mesh"].shape)[axis])
+            inner.sizes = inner.sizes | {axis: int(dict(equation.params["mesh"].shape)[axis])}
         return inner
+
+    def tracing(self, program: Any) -> Self:
+        inner = super().tracing(program)
+        inner.flags = []
+        return inner
+
+    # Equations ------------------------------------------------------------------------------------
 
     def equation(self, equation: Equation, values: list[PlacedValue]) -> list[PlacedValue]:
         name = equation.primitive.name
@@ -156,10 +115,40 @@ class Observer(ModuleValueInterpreter):
             return CONTROL_FLOW[name](self, equation, values)
         arrays = [value.arrays[0] for value in values]
         outputs = bind(equation, arrays)
-        for read in self.reads.get((self.chain, id(equation)), ()):
+        at = self.chain, id(equation)
+        for read in self.reads.arrays.get(at, ()):
             self._measure_read(read, arrays, outputs)
-        origin = ValueOrigin(place, *self.made_by(equation, place, values))
+        if at in self.codes.operands:
+            self._quantised(self.codes.operands[at], place, values[0], outputs[0])
+        operation, line = self.made_by(equation, place, values)
+        code = self._code_of_results(equation, values, outputs, (operation, line))
+        origin = _Origin(place, operation, line, code=code)
+        if name in LIMITS_CODES:
+            origin.made = equation, values, 0
         return [PlacedValue([output], dataclasses.replace(origin)) for output in outputs]
+
+    def _code_of_results(
+        self,
+        equation: Equation,
+        values: Sequence[PlacedValue],
+        outputs: Sequence[Any],
+        made_by: tuple[str, str],
+    ) -> Any:
+        """Returns the worst number of an equation's results, and flags it if that is new."""
+        if not any(is_measured(dtype_of(variable)) for variable in equation.outvars):
+            return nonfinite.FINITE
+        before = nonfinite.worst_of(map(_code, values))
+        if nonfinite.keeps_finite(equation):
+            return before
+        after = nonfinite.worst_of(map(nonfinite.code_of, outputs))
+        place = self.place_of(equation)
+        if place.direction != "again":
+            leaf = self.reads.leaves.get((self.chain, id(equation)))
+            where = place if leaf is None else self.paths[leaf]
+            self.flags.append(nonfinite.Flag(len(self.log.operations), after > before))
+            operation, line = made_by
+            self.log.operations.append((where, operation, line.partition(" (")[0]))
+        return after
 
     # Measurements ---------------------------------------------------------------------------------
 
@@ -170,7 +159,7 @@ class Observer(ModuleValueInterpreter):
     def _leaves(self, value: PlacedValue, left: Mapping[ModulePass, None], dtype: Any) -> None:
         """Measures a value that leaves modules for the first time."""
         origin, (array,) = value.origin, value.arrays
-        kind = _kind_of(origin.place)
+        kind = kind_of(origin.place)
         if not is_measured(dtype):
             return
         kept = {place: None for place in left if self.keep(place.path, kind)}
@@ -178,26 +167,33 @@ class Observer(ModuleValueInterpreter):
             return
         if origin.measurement is None:
             origin.measurement = ModuleValue(
-                self.log.new_key(), origin.primitive, origin.source, dtype, origin.place
+                self._new_key(array), origin.primitive, origin.source, dtype, origin.place
             )
             self.log.values.append(origin.measurement)
-            self._note(origin.measurement.key, array)
+            self.notes[origin.measurement.key] = statistics_of(array, self.axes)
         origin.measurement.left.update(kept)
 
-    def _note(self, key: int, array: Any, lost: Any = None) -> None:
+    def _new_key(self, array: Any) -> int:
+        """Returns a key for the numbers of an array."""
         parts = 2 if jnp.issubdtype(array.dtype, jnp.complexfloating) else 1
-        self.log.shapes[key] = NumbersPlace(parts * array.size * self.devices, self.is_layers)
-        self.notes[key] = statistics_of(array, self.axes, lost)
+        devices = 1
+        for size in self.sizes.values():
+            devices *= size
+        is_batch = parts == 1 and not self.axes and array.ndim and array.shape[0] == self.examples
+        return self.log.new_key(
+            self.place_of_numbers._replace(
+                size=parts * array.size * devices, examples=self.examples if is_batch else 0
+            )
+        )
 
     def measure_leaf(self, kind: Kind, leaf: int, array: Any, lost: Any = None) -> None:
         """Measures an array of a leaf of the arguments."""
-        which = kind, leaf
         if not self.keep.of_leaf(self.paths[leaf], kind):
             return
-        if which not in self.log.keys:
-            self.log.keys[which] = self.log.new_key()
-        self.log.dtypes[which] = array.dtype
-        self._note(self.log.keys[which], array, lost)
+        if (kind, leaf) not in self.log.leaves:
+            self.log.leaves[kind, leaf] = self._new_key(array), array.dtype
+        key, _ = self.log.leaves[kind, leaf]
+        self.notes[key] = statistics_of(array, self.axes, lost)
 
     def _measure_read(self, read: ArrayRead, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         array, lost = arrays[read.operand], None
@@ -206,11 +202,17 @@ class Observer(ModuleValueInterpreter):
             lost = is_lost(read, arrays[1 - read.operand], outputs[0], array)
         self.measure_leaf(read.kind, read.leaf, array, lost)
 
-    def returned(self, values: Sequence[PlacedValue], atoms: Sequence[Any]) -> None:
-        """Measures the outputs of the program, which leave every path."""
-        for value, atom in zip(values, atoms, strict=True):
-            if value.origin is not None:
-                self._leaves(value, places_around(value.origin.place, ()), dtype_of(atom))
+    def _quantised(
+        self, of: QuantisedOperand, place: ModulePass, value: PlacedValue, codes: Any
+    ) -> None:
+        """Measures the codes of an operand of a matmul in 8 bits."""
+        paths = [path for path in of.paths if self.keep(path, "codes")]
+        if place.direction == "again" or not paths:
+            return
+        key = self._new_key(codes)
+        note = shares_of_codes(codes, unlimited(value).arrays[0])
+        self.notes[key] = lax.pmean(note, self.axes) if self.axes else note
+        self.log.codes[key] = paths[0], of.operand, str(codes.dtype)
 
     # Bodies ---------------------------------------------------------------------------------------
 
@@ -218,20 +220,39 @@ class Observer(ModuleValueInterpreter):
         self, equation: Equation, values: Sequence[PlacedValue], branches: Sequence[Any] = ()
     ) -> list[PlacedValue]:
         place = self.place_of(equation)
-        origin = ValueOrigin(place, *self.made_by(equation, place, values))
+        origin = _Origin(place, *self.made_by(equation, place, values))
         return [PlacedValue([None], dataclasses.replace(origin)) for _ in equation.outvars]
 
     def body(
         self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
     ) -> list[PlacedValue]:
         """Runs a body, whose measurements are known only inside it."""
-        args = [
-            PlacedValue(arg.arrays, arg.origin and dataclasses.replace(arg.origin)) for arg in args
-        ]
-        outputs = super().body(jaxpr, consts, args)
+        outputs = super().body(jaxpr, consts, list(map(self._entering, args)))
         for value, atom in zip(outputs, jaxpr.outvars, strict=True):
             self._read(value, self.place, dtype_of(atom))
-        return outputs
+        if self.flags:
+            key = self.log.new_key(self.place_of_numbers)
+            self.log.firsts.append(key)
+            self.notes[key] = nonfinite.first_made(self.flags, self.sizes)
+        return [PlacedValue(value.arrays, _without_code(value.origin)) for value in outputs]
+
+    def _entering(self, value: PlacedValue) -> PlacedValue:
+        origin = _Origin(self.place) if value.origin is None else _without_code(value.origin)
+        return PlacedValue(value.arrays, origin)
+
+
+def _without_code(origin: Any) -> Any:
+    """Returns an origin for another trace, which has no traced values of this one."""
+    return origin and dataclasses.replace(origin, code=None, made=None)
+
+
+def _code(value: PlacedValue) -> Any:
+    """Returns the worst number of a value."""
+    if value.origin is None or value.origin.code is None:
+        code = nonfinite.code_of(value.arrays[0])
+        value.origin = value.origin or _Origin(ModulePass())
+        value.origin.code = code
+    return value.origin.code
 
 
 def is_measured(dtype: Any) -> bool:

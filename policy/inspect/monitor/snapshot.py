@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from policy.inspect.monitor import tensor_statistics as statistics
+from policy.inspect.monitor.nonfinite import FirstSpan, Operation
 
 Kind = Literal["activation", "cotangent", "gradient", "param", "update", "codes", "input"]
 KINDS: tuple[Kind, ...] = (
@@ -28,6 +29,7 @@ class Span(NamedTuple):
       steps: lengths of these scans, outermost first.
       is_layers: for each of them, whether its steps are layers; those of microbatches are not.
       size: elements of the value in one step.
+      examples: the length of its first axis if that is the batch's, else 0.
     """
 
     start: int
@@ -35,6 +37,7 @@ class Span(NamedTuple):
     steps: tuple[int, ...]
     is_layers: tuple[bool, ...]
     size: int
+    examples: int
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the numbers, (repetitions, *layers, width).
@@ -99,9 +102,51 @@ def _json(number: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotRows:
-    """The static part of a snapshot: the rows that its numbers are of."""
+    """The static part of a snapshot: what its numbers are of.
 
-    rows: tuple[SnapshotRow, ...] = ()
+    Attributes:
+      rows: the rows.
+      operations: those that may make infinities, in program order.
+      firsts: the numbers of the first of them that did.
+      entered: the codes of the step's arguments.
+      paths: of these arguments.
+    """
+
+    rows: tuple[SnapshotRow, ...]
+    operations: tuple[Operation, ...]
+    firsts: tuple[FirstSpan, ...]
+    entered: Span
+    paths: tuple[str, ...]
+
+    def first(self, numbers: np.ndarray) -> dict[str, Any] | None:
+        """Returns the first value of a step that is not finite, for JSON; None if there is none.
+
+        An operation that makes infinities counts if one leaves a module, is in a gradient, a param
+        or an update, or was given to the step.
+        """
+        spans = sorted({span for row in self.rows for span in row.spans if row.kind != "codes"})
+        bad = [span for span in spans if span.of(numbers)[..., statistics.NOT_FINITE].any()]
+        codes = self.entered.of(numbers).ravel()
+        entered = [path for path, code in zip(self.paths, codes, strict=True) if code]
+        made = [found for span in self.firsts if (found := span.found(numbers))]
+        if (not bad and not entered) or not (made or entered):
+            return None
+        if entered:
+            operation = Operation(entered[0], "forward", "argument", "")
+            layer = devices = None
+        else:
+            number, layer, devices = min(made, key=lambda found: found[0])
+            operation = self.operations[number]
+        of_batch = [span for span in bad if span.examples]
+        examples = None
+        if of_batch:
+            examples = statistics.examples_of(of_batch[0].of(numbers), of_batch[0].examples)
+        return operation._asdict() | {
+            "layer": layer,
+            "examples": examples,
+            "devices": devices,
+            "entered": entered[0] if entered else None,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +214,7 @@ class Snapshot:
                     "reason": REASONS[int(reason)],
                     "loss_scale": None if np.isnan(loss_scale) else float(loss_scale),
                     "skipped": bool(skipped),
-                    "first": None,
+                    "first": self.layout.first(numbers),
                     "rows": [
                         row.record(numbers)
                         for row in self.layout.rows

@@ -16,13 +16,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 STATISTICS = (
-    *("largest", "inverse_smallest", "squares", "zeros", "nan", "inf", "below", "above"),
+    *("largest", "inverse_smallest", "examples_left", "last_example"),
+    *("squares", "zeros", "nan", "inf", "below", "above"),
     *("below_float16", "above_float16", "below_float8_e4m3fn", "above_float8_e4m3fn"),
     *("below_float8_e5m2", "above_float8_e5m2", "below_int8", "lost"),
 )
 """The numbers of an array, in the order of `statistics_of`."""
 _PLACES = {name: i for i, name in enumerate(STATISTICS)}
-_MAXIMA = 2  # of them, at the start
+NOT_FINITE = [_PLACES["nan"], _PLACES["inf"]]
+_MAXIMA = 4  # of them, at the start
 
 
 class Bits(NamedTuple):
@@ -83,6 +85,9 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
         largest            the largest finite magnitude.
         inverse_smallest   the bits of infinity minus those of the least non-zero magnitude, as a
                            number; 0 if there is none. It is larger for a smaller one.
+        examples_left      the number of rows, along the first axis, from the first with a number
+                           that is not finite.
+        last_example       the place of the last such row, from 1; 0 if there is none.
         squares            sum of the squares of the finite values over `largest`, at least the
                            least normal number of the dtype.
         zeros, nan, inf    counts of elements.
@@ -103,10 +108,15 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     numbers, is_finite = bits.numbers, bits.numbers < infinite
     none = numbers.dtype.type(0)
     inverse = jnp.where((numbers > 0) & is_finite, infinite - numbers, none)
-    maxima = jnp.stack(_reduced([jnp.where(is_finite, numbers, none), inverse], lax.max))
+    rows = array.shape[0] if array.ndim else 1
+    place = lax.broadcasted_iota(numbers.dtype, array.shape, 0) if array.ndim else none
+    places = [jnp.where(is_finite, none, one) for one in (rows - place, place + none.dtype.type(1))]
+    found = [jnp.where(is_finite, numbers, none), inverse, *places]
+    maxima = jnp.stack(_reduced(found, lax.max))
     if axes:
         maxima = lax.pmax(maxima, tuple(axes))
-    maxima = lax.bitcast_convert_type(maxima, bits.wide)
+    places = [one.astype(bits.wide) for one in maxima[2:]]
+    maxima = [*lax.bitcast_convert_type(maxima[:2], bits.wide), *places]
     masks = _masks(array.dtype, bits, maxima[0])
     masks["lost"] = jnp.zeros(array.shape, bool) if lost is None else lost
     unit = jnp.maximum(maxima[0], np.finfo(bits.wide).tiny)
@@ -116,9 +126,9 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     sums = jnp.stack([one.astype(bits.wide) for one in found])
     if axes:
         sums = lax.psum(sums, tuple(axes))
-    places = dict(zip(("squares", *masks), sums, strict=True))
+    counts = dict(zip(("squares", *masks), sums, strict=True))
     zero = jnp.zeros((), bits.wide)
-    return jnp.stack([*maxima, *(places.get(name, zero) for name in STATISTICS[_MAXIMA:])])
+    return jnp.stack([*maxima, *(counts.get(name, zero) for name in STATISTICS[_MAXIMA:])])
 
 
 def _masks(dtype: Any, bits: Bits, largest: Any) -> dict[str, Any]:
@@ -187,6 +197,19 @@ def _smallest(inverse: np.ndarray, wide: Any) -> np.ndarray:
     whole = np.uint64 if wide is np.float64 else np.uint32
     bits = wide(np.inf).view(whole) - inverse.astype(wide).view(whole)
     return np.where(inverse > 0, bits.view(wide).astype(np.float64), 0.0)
+
+
+def examples_of(found: np.ndarray, rows: int) -> list[int] | None:
+    """Returns the first and last of the rows with a number that is not finite.
+
+    Args:
+      found: (..., len(STATISTICS)).
+      rows: their number.
+    """
+    left, last = (
+        int(found[..., _PLACES[name]].max()) for name in ("examples_left", "last_example")
+    )
+    return [rows - left, last - 1] if last else None
 
 
 def share_of_count(name: str, found: np.ndarray, sizes: np.ndarray) -> np.ndarray:

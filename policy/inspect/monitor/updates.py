@@ -53,23 +53,39 @@ class Param(NamedTuple):
     stored: int | None
 
 
-def reads_of(jaxpr: Any, params: Iterable[Param]) -> dict[CastPlace, list[ArrayRead]]:
-    """Returns the gradients and updates of params, by the equation that reads them."""
+class Reads(NamedTuple):
+    """Where an optimizer works on params.
+
+    Attributes:
+      arrays: gradients and updates, by the equation that reads them.
+      leaves: the param that an equation works on, by its place among the arrays of the step.
+    """
+
+    arrays: dict[CastPlace, list[ArrayRead]]
+    leaves: dict[CastPlace, int]
+
+
+def reads_of(jaxpr: Any, params: Iterable[Param]) -> Reads:
+    """Returns the gradients and updates of params, and the equations of their optimizer."""
     graph = Graph(jaxpr)
     loops = {id(n.site.equation) for n in graph.nodes if n.name in ("carry", "row", "rows")}
     backward = {id(eqn) for n in graph.nodes if is_cotangent(n) for eqn in _around(n)} & loops
-    found: dict[CastPlace, list[ArrayRead]] = {}
+    found = Reads({}, {})
     for param in params:
-        for node, read in _reads(graph, param, backward):
-            at = found.setdefault(place_of_site(node.site), [])
+        reads, nodes = _reads(graph, param, backward)
+        for node, read in reads:
+            at = found.arrays.setdefault(place_of_site(node.site), [])
             if read not in at:
                 at.append(read)
+        for node in nodes:
+            found.leaves.setdefault(place_of_site(node.site), param.leaf)
     return found
 
 
 def _reads(
     graph: Graph, param: Param, backward: Collection[int]
-) -> Iterator[tuple[Node, ArrayRead]]:
+) -> tuple[list[tuple[Node, ArrayRead]], list[Node]]:
+    """Returns the reads of a param's gradients and updates, and the nodes between."""
     held = [graph.arguments[param.leaf]]
     held += [] if param.stored is None else [graph.arguments[param.stored]]
     dtype = np.dtype(held[0].aval.dtype)
@@ -84,10 +100,10 @@ def _reads(
     adds, seen = _additions(graph.outputs[param.output], held)
     if any(node.name in ("iota", "random_bits", "random_wrap") for node in seen):
         mode = None
-    for node, operand in adds:
-        yield node, ArrayRead("update", param.leaf, operand, dtype, mode)
-    for node, operand in _gradients([(node, operand) for node, operand in adds], backward):
-        yield node, ArrayRead("gradient", param.leaf, operand, dtype, mode)
+    gradients, between = _gradients(adds, backward)
+    reads = [(node, ArrayRead("update", param.leaf, i, dtype, mode)) for node, i in adds]
+    reads += [(node, ArrayRead("gradient", param.leaf, i, dtype, mode)) for node, i in gradients]
+    return reads, [*between, *seen, *(node for node, _ in adds)]
 
 
 def _additions(new: Value, held: Sequence[Value]) -> tuple[list[tuple[Node, int]], list[Node]]:
@@ -151,11 +167,12 @@ _JOINS = (MOVES_DATA | EXACT) - {"max", "min"} | {
 
 def _gradients(
     starts: Sequence[tuple[Node, int]], backward: Collection[int]
-) -> Iterator[tuple[Node, int]]:
-    """Yields where the optimizer reads a gradient: it is made in the backward pass, or by a loop
-    with one.
+) -> tuple[list[tuple[Node, int]], list[Node]]:
+    """Returns where the optimizer reads a gradient, and the nodes after it.
+
+    A gradient is made in the backward pass, or by a loop with one.
     """
-    waiting, met = collections.deque(starts), set()
+    waiting, met, found = collections.deque(starts), {}, []
     while waiting:
         node, operand = waiting.popleft()
         value = node.inputs[operand]
@@ -164,11 +181,11 @@ def _gradients(
             continue
         inner = set(map(id, _around(maker))) - set(map(id, _around(node)))
         if (is_cotangent(maker) or inner & set(backward)) and not is_joint(node):
-            yield node, operand
-            continue
-        if id(maker) not in met and not is_cotangent(maker):
-            met.add(id(maker))
+            found.append((node, operand))
+        elif id(maker) not in met and not is_cotangent(maker):
+            met[id(maker)] = maker
             waiting += [(maker, i) for i in range(len(maker.inputs))]
+    return found, list(met.values())
 
 
 def _around(node: Node) -> Iterator[Any]:

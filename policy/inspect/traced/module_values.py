@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from policy.programs.jaxprs import Equation
 from policy.programs.marks import AUTOCAST, BOUNDARY
 from policy.programs.paths import Path
+from policy.programs.reading.matmul_operands import LIMITS_CODES
 from policy.programs.reading.walk import is_by_layers, layer_of, source_of
 from policy.programs.rewriting.upcast import (
     NO_REFERENCE,
@@ -47,12 +48,16 @@ class ModuleValue:
 
 @dataclasses.dataclass(eq=False)
 class ValueOrigin:
-    """The origin of a value, and its record once it was read in another module."""
+    """The origin of a value, and its record once it was read in another module.
+
+    `made` is the equation, its operands, and the index of the result, if an interpreter notes it.
+    """
 
     place: ModulePass
     primitive: str = ""
     source: str = ""
     measurement: Any = None
+    made: tuple[Any, list[PlacedValue], int] | None = None
 
 
 class ModuleValueInterpreter(PlacedInterpreter):
@@ -97,6 +102,20 @@ def passes(value: PlacedValue, reader: ModulePass) -> bool:
         and reader.direction == origin.place.direction
         and reader.direction != "again"
     )
+
+
+def unlimited(value: PlacedValue) -> PlacedValue:
+    """Returns what a value was before it was limited and rounded for a cast to 8 bits."""
+    while value.origin is not None and value.origin.made is not None:
+        equation, operands, _ = value.origin.made
+        if equation.primitive.name not in LIMITS_CODES:
+            return value
+        shape = value.arrays[0].shape
+        whole = [one for one in operands if one.origin and one.arrays[0].shape == shape]
+        if len(whole) != 1:
+            return value
+        (value,) = whole
+    return value
 
 
 def places_around(place: ModulePass, other: Path) -> dict[ModulePass, None]:
