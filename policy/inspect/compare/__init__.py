@@ -1,1 +1,1 @@
-"""Measures functions under a policy against the same functions in float32."""
+"""Measures functions against the same functions in float32, or against other functions."""

@@ -19,9 +19,9 @@ from policy.inspect.compare.dual_interpreter import Log, Measurement, Paired
 from policy.inspect.compare.recording import Recording
 from policy.inspect.compare.statistics import NAMES, has_nan, is_discrete, limit_of
 from policy.inspect.compare.two_programs import (
-    Reference,
     beside_each_other,
     name_of,
+    reference_of,
     require_alike,
 )
 from policy.inspect.traced.call import (
@@ -123,8 +123,8 @@ def compare(
     if beside is None:
         found = _beside_float32(program_of(call, policy, rules), on)
     else:
-        other = Reference.of(beside, fn, args, kwargs, policy, params, scale)
-        found = _beside_another(call.under(policy, rules), other, name_of(fn), on)
+        other = reference_of(beside, fn, args, kwargs, policy, params, scale)
+        found = _beside_another((call.under(policy, rules), name_of(fn)), other, on)
     return _comparison(found, name_of(fn), "" if policy is None else short_text(policy))
 
 
@@ -138,7 +138,7 @@ class _Measured:
       codes: the operands of matmuls in 8 bits.
       inputs: the names of the inputs that contain NaN.
       beside: the name of the other program; "" for float32.
-      alone: for the name of each program, its modules that have no counterpart in the other.
+      alone: the name of each program, and its modules that have no counterpart in the other.
     """
 
     program: Program
@@ -146,7 +146,7 @@ class _Measured:
     codes: Sequence[OperandCodes]
     inputs: Sequence[str]
     beside: str = ""
-    alone: Mapping[str, Sequence[ModulePass]] = dataclasses.field(default_factory=dict)
+    alone: Sequence[tuple[str, Sequence[ModulePass]]] = ()
 
 
 def _beside_float32(program: Program, on: Device | None) -> _Measured:
@@ -157,30 +157,21 @@ def _beside_float32(program: Program, on: Device | None) -> _Measured:
     return _Measured(program, Findings(log, numbers, program), codes, inputs)
 
 
-def _beside_another(program: Program, other: Reference, name: str, on: Device | None) -> _Measured:
-    programs = program, other.program()
-    names = name, other.name()
+def _beside_another(
+    ours: tuple[Program, str], theirs: tuple[Program, str], on: Device | None
+) -> _Measured:
+    programs, names = (ours[0], theirs[0]), (ours[1], theirs[1])
     require_alike(*programs, names)
-    recordings = [Recording(one, on) for one in programs]
+    recordings = [Recording(program, on) for program in programs]
     log, numbers, alone = beside_each_other(*recordings)
-    inputs = [
-        name
-        for one, recording in zip(programs, recordings, strict=True)
-        for name in itertools.compress(one.arguments.names(), jax.device_get(recording.has_nan))
-    ]
-    return _Measured(
-        program,
-        Findings(log, numbers, *programs),
-        (),
-        list(dict.fromkeys(inputs)),
-        names[1],
-        dict(zip(names, alone, strict=True)),
-    )
+    inputs = dict.fromkeys(name for one in recordings for name in one.inputs_with_nan)
+    findings, alone = Findings(log, numbers, *programs), list(zip(names, alone, strict=True))
+    return _Measured(programs[0], findings, (), list(inputs), names[1], alone)
 
 
 def _comparison(found: _Measured, name: str, policy: str) -> Comparison:
     program, findings = found.program, found.findings
-    alone = [place for places in found.alone.values() for place in places]
+    alone = [place for _, places in found.alone for place in places]
     with naming(place.path for place in (*findings.places, *alone)):
         jump, step = findings.first_jump()
         rows = sorted(_rows(program, findings), key=lambda row: _KINDS.index(row.kind))
@@ -432,7 +423,7 @@ def _notes(found: _Measured, rows: Sequence[Row], unpaired: Sequence[str]) -> It
     program, against = found.program, found.beside or "float32"
     if not found.beside:
         yield from _notes_on_float32(program, unpaired)
-    for name, places in found.alone.items():
+    for name, places in found.alone:
         paths = list(dict.fromkeys(repr(spelled(place.path)) for place in places))
         if paths:
             more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -181,7 +182,7 @@ class Recording:
     Attributes:
       log: its places and values.
       notes: the values by their keys, with an axis for each enclosing scan before their own.
-      has_nan: for each input, whether it contains NaN.
+      inputs_with_nan: the names of the inputs that contain NaN.
       values: the values in the order of their computation.
       outputs: the outputs among them, by their index.
       places: the modules that they leave, in program order.
@@ -199,7 +200,9 @@ class Recording:
             recorder.returned(recorder.run(body, *given), body.outvars)
             return recorder.notes, [has_nan(array) for array in arrays]
 
-        self.notes, self.has_nan = program.compiled(run)(*arrays)
+        self.notes, has_nans = program.compiled(run)(*arrays)
+        names = program.arguments.names()
+        self.inputs_with_nan = list(itertools.compress(names, jax.device_get(has_nans)))
         found: list[Any] = [one for one in self.log.measurements if one.key in self.notes]
         self.values = sorted(found, key=lambda one: one.order)
         self.outputs = {one.output: one for one in found if one.output is not None}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from policy.autocasting.parameters import ParamsArgument
 from policy.core.messages import require_function
@@ -20,8 +20,6 @@ from policy.inspect.compare.statistics import measured
 from policy.inspect.traced.call import Call, Program, checked_policy, short_text
 from policy.programs.jaxprs import opened
 from policy.programs.rewriting.upcast import ModulePass, dtype_of
-
-_TAKES = "a policy, a function or (function, *args)"
 
 
 class Pair(NamedTuple):
@@ -44,16 +42,10 @@ class Move(NamedTuple):
 
     def __call__(self, array: Any, scans: int) -> Any:
         """Returns an array, whose first axes are those of scans, with the axis moved."""
-        array = jnp.squeeze(array, scans + self.place) if self.replaces else array
-        return jnp.moveaxis(array, self.axis, scans - 1 + self.place)
-
-    def shape(self, shape: Sequence[int], scans: int) -> Sequence[int]:
-        """Returns the shape of the result for an array of a shape."""
-        left = list(shape)
-        if self.replaces:
-            del left[scans + self.place]
-        left.insert(scans - 1 + self.place, left.pop(self.axis))
-        return tuple(left)
+        array = array.squeeze(scans + self.place) if self.replaces else array
+        axes = list(range(array.ndim))
+        axes.insert(scans - 1 + self.place, axes.pop(self.axis))
+        return array.transpose(axes)
 
 
 class Beside(NamedTuple):
@@ -94,7 +86,9 @@ def _common(pair: Pair, ours: Recording, theirs: Recording) -> Measurement:
 def _numbers(pair: Pair, ours: Recording, theirs: Recording) -> Any:
     value, other = ours.notes[pair.ours.key], theirs.notes[pair.theirs.key]
     scans = value.ndim - pair.ours.rank, other.ndim - pair.theirs.rank
-    return _measured(value, jax.device_put(other, value.sharding), pair.moves, scans)
+    if other.sharding.device_set != value.sharding.device_set:
+        other = jax.device_get(other)
+    return _measured(value, other, pair.moves, scans)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -167,7 +161,8 @@ def _move(shape: Sequence[int], scans: int, wanted: Sequence[int]) -> Move | Non
         for replaces in (False, True)
         if not replaces or shape[scans + place : scans + place + 1] == (1,)
     ]
-    right = [move for move in found if move.shape(shape, scans) == wanted]
+    array = np.broadcast_to(0.0, shape)
+    right = [move for move in found if move(array, scans).shape == wanted]
     is_one = len(right) == 1 or (right and all(shape[move.axis] == 1 for move in right))
     return right[0] if is_one else None
 
@@ -177,59 +172,40 @@ def _move(shape: Sequence[int], scans: int, wanted: Sequence[int]) -> Move | Non
 # --------------------------------------------------------------------------------------------------
 
 
-class Reference(NamedTuple):
-    """The call that another is compared with, and the name of its function.
+def reference_of(
+    beside: Any,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | None,
+    params: ParamsArgument,
+    scale: float | None,
+) -> tuple[Program, str]:
+    """Returns the program that `compare` is given as `beside`, and its name.
 
-    `policy` is what it runs under; None for a function that follows its own.
+    The other arguments are those of `compare`.
+
+    Raises:
+      TypeError: it is neither a policy nor a function; or as `Call.measured` raises.
+      ValueError: it is a function, and there is a policy; or no policy has such a text.
     """
-
-    call: Call
-    function: str
-    policy: Policy | None
-
-    @classmethod
-    def of(
-        cls,
-        beside: Any,
-        fn: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        policy: Policy | None,
-        params: ParamsArgument,
-        scale: float | None,
-    ) -> Reference:
-        """Returns the call that `compare` is given as `beside`, with the arguments of its own.
-
-        Raises:
-          TypeError: it is neither a policy nor a function; or as `Call.measured` raises.
-          ValueError: it is a function, and there is a policy; or no policy has such a text.
-        """
-        under = None
-        if isinstance(beside, (str, Policy)):
-            under, beside = checked_policy(beside), (fn, *args)
-        elif isinstance(beside, tuple) and not callable(beside):
-            require_function(beside[0] if beside else beside, "compare's beside=", takes=_TAKES)
-        else:
-            require_function(beside, "compare's beside=", takes=_TAKES)
-            beside = (beside, *args)
-        second, *rest = beside
-        if under is None and policy is not None:
-            raise ValueError(
-                f"policy={short_text(policy)!r} and the function {name_of(second)} in beside=: is "
-                "the policy for both or for the first? Leave policy= out: open "
-                "policy.use_policy(...) around compare for both, or wrap one, as in "
-                "policy.autocast(function, ...)."
-            )
-        call = Call.measured("compare", second, tuple(rest), kwargs, params, scale)
-        return cls(call, name_of(second), under)
-
-    def program(self) -> Program:
-        """Returns the program of the call."""
-        return self.call.under(self.policy)
-
-    def name(self) -> str:
-        """Returns the name of the policy, or of the function that follows its own."""
-        return self.function if self.policy is None else short_text(self.policy)
+    if isinstance(beside, (str, Policy)):
+        under = checked_policy(beside)
+        assert under is not None
+        call = Call.measured("compare", fn, args, kwargs, params, scale)
+        return call.under(under), short_text(under)
+    if not isinstance(beside, tuple) or not beside or callable(beside):
+        beside = (beside, *args)
+    second, *given = beside
+    require_function(second, "compare's beside=", takes="a policy, a function or (function, *args)")
+    if policy is not None:
+        raise ValueError(
+            f"policy={short_text(policy)!r} and the function {name_of(second)} in beside=: is the "
+            "policy for both or for the first? Leave policy= out: open policy.use_policy(...) "
+            "around compare for both, or wrap one, as in policy.autocast(function, ...)."
+        )
+    call = Call.measured("compare", second, tuple(given), kwargs, params, scale)
+    return call.under(None), name_of(second)
 
 
 def name_of(fn: Any) -> str:

@@ -1,4 +1,4 @@
-"""Gradients across eight devices. `test_collectives.py` runs this file where there are eight."""
+"""Gradients and comparisons. `test_collectives.py` runs this file where there are eight devices."""
 
 import functools
 import os
@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import mixed_precision
+from policy import compare, mixed_precision
 from policy.losses import linear_softmax_cross_entropy
 from policy.sharding import all_reduce, collectives_of
 from tests.policy.functions.linear_operands import KERNEL, LABELS, OPTIONS, X
@@ -171,3 +171,11 @@ def test_a_kernel_that_is_split_along_its_width_is_gathered_once(mode, kernel_sp
     of_kernel = [c for c in gathers if len(c.shape) == 2 and c.shape[0] == len(KERNEL_48)]
     assert [c.axes for c in of_kernel] == [("data",)] * (kernel_spec[0] == "data")
     assert not any("while" in c.path for c in of_kernel)
+
+
+def test_a_program_on_eight_devices_is_compared_with_one_on_a_single_device():
+    params, batch = placed(F32, EVERYWHERE), placed(BATCH, SPLIT)
+    found = compare(f32_loss, params, batch, backward=True, beside=(f32_loss, F32, BATCH))
+    assert len(found.parameters) == 2 and max(row.error for row in found.rows) < 1e-6
+    half = compare(loss_fn, params, batch, beside=(f32_loss, F32, BATCH))
+    assert 1e-4 < half.error < 0.1
