@@ -26,12 +26,23 @@ from policy.inspect.traced.module_values import (
     places_around,
     unlimited,
 )
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, equations_within, opened, programs_of
+from policy.programs.jaxprs import (
+    Equation,
+    OpenJaxpr,
+    bind,
+    equations_of,
+    equations_within,
+    opened,
+    programs_of,
+    subprograms,
+)
 from policy.programs.primitives import HOST, INLINED
 from policy.programs.reading.matmul_operands import LIMITS_CODES, QuantisedOperand, codes_of
 from policy.programs.reading.walk import source_of
 from policy.programs.rewriting.interpreter import CONTROL_FLOW
 from policy.programs.rewriting.upcast import ModulePass, PlacedValue, dtype_of
+
+_PASSES = ("forward", "backward")
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,6 +88,10 @@ class Observer(ModuleValueInterpreter):
         self.log, self.keep, self.paths = log, keep, step.paths
         self.reads = reads_of(step.jaxpr, step.params)
         self.codes = codes_of(step.jaxpr, [param.leaf for param in step.params])
+        # the passes that read each output; others are new state, or residuals of the other pass
+        state = {*step.carried.values()}
+        self.readers = [() if i in state else ("forward",) for i in range(step.outputs)]
+        self.passes: dict[Any, set[str]] = {}  # by the variables of the program that runs
         self.place_of_numbers = NumbersPlace((), ())
         self.sizes: dict[str, int] = {}  # of the mesh axes around
         self.flags: list[nonfinite.Flag] = []
@@ -86,6 +101,11 @@ class Observer(ModuleValueInterpreter):
 
     def inside(self, equation: Equation) -> Self:
         inner = super().inside(equation)
+        carried = max((one.carried for one in subprograms(equation)), default=0)
+        inner.readers = [
+            _PASSES if i < carried else tuple(self.passes[variable])
+            for i, variable in enumerate(equation.outvars)
+        ]
         if equation.primitive.name == "scan":
             is_layers, is_reverse, *_ = self.place_of_numbers
             inner.place_of_numbers = NumbersPlace(
@@ -100,6 +120,19 @@ class Observer(ModuleValueInterpreter):
         inner = super().tracing(program)
         inner.flags = []
         return inner
+
+    def run(
+        self, jaxpr: OpenJaxpr, consts: Sequence[PlacedValue], args: Sequence[PlacedValue]
+    ) -> list[PlacedValue]:
+        self.passes = collections.defaultdict(set)
+        for equation in equations_of(jaxpr):
+            for atom in equation.invars:
+                if not hasattr(atom, "val"):
+                    self.passes[atom].add(self.place_of(equation).direction)
+        for atom, readers in zip(jaxpr.outvars, self.readers, strict=False):
+            if not hasattr(atom, "val"):
+                self.passes[atom].update(readers)
+        return super().run(jaxpr, consts, args)
 
     # Equations ------------------------------------------------------------------------------------
 
@@ -228,8 +261,10 @@ class Observer(ModuleValueInterpreter):
     ) -> list[PlacedValue]:
         """Runs a body, whose measurements are known only inside it."""
         outputs = super().body(jaxpr, consts, list(map(self._entering, args)))
-        for value, atom in zip(outputs, jaxpr.outvars, strict=True):
-            self._read(value, self.place, dtype_of(atom))
+        for value, atom, readers in zip(outputs, jaxpr.outvars, self.readers, strict=False):
+            if value.origin is not None and value.origin.place.direction in readers:
+                reader = self.place._replace(direction=value.origin.place.direction)
+                self._read(value, reader, dtype_of(atom))
         if self.flags:
             key = self.log.new_key(self.place_of_numbers)
             self.log.firsts.append(key)

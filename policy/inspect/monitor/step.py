@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters
-from policy.inspect.audit.flow import states_of
+from policy.inspect.audit.flow import State, states_of
 from policy.inspect.monitor.updates import Param
-from policy.inspect.traced.call import Call, input_paths
+from policy.inspect.traced.call import Call, input_paths, leaf_path
 from policy.programs.jaxprs import opened
 from policy.programs.rewriting.parts import inlined, made_before
 from policy.programs.tracing.trace import Traced
@@ -56,9 +56,10 @@ class TrainStep:
         jaxpr, shape = call.traced()
         called = None if call.lowered else fn
         traced = Traced(jaxpr, shape, call.arguments, called)
-        paths = tuple(_named_paths(call, called))
-        carried = {state.argument: state.output for state in states_of(traced)}
-        found = tuple(_params(call, called, paths, carried))
+        paths = tuple(_named_paths(call, fn))
+        states = states_of(traced)
+        carried = {state.argument: state.output for state in reversed(states)}
+        found = tuple(_params(call, called, paths, states))
         if not found:
             raise ValueError(
                 "monitor found no params: the step should take floating params, and return new "
@@ -66,6 +67,11 @@ class TrainStep:
             )
         jaxpr, flags = _flags(jaxpr, paths, carried)
         return cls(call, shape, jaxpr, paths, carried, found, flags)
+
+    @property
+    def outputs(self) -> int:
+        """The number of the program's outputs."""
+        return len(opened(self.jaxpr)[0].outvars)
 
     @property
     def arrays(self) -> list[Any]:
@@ -90,12 +96,35 @@ class TrainStep:
         return scale, finite
 
 
-def _named_paths(call: Call, called: Any) -> list[str]:
-    """Returns the path of each array; that of a bare argument is its name."""
-    paths = input_paths(call.arguments, call.lowered is not None)
-    names = list(inspect.signature(called).parameters) if callable(called) else []
-    bare = {f"args[{i}]": name for i, name in enumerate(names)}
-    return [bare.get(path, path) for path in paths]
+def _named_paths(call: Call, fn: Any) -> list[str]:
+    """Returns the path of each array; that of a bare argument is its name.
+
+    Paths of nnx's state begin below its module.
+    """
+    names = _argument_names(fn)
+    of = call.lowered
+    if of is None or not of.states:
+        bare = {f"args[{i}]": name for i, name in enumerate(names)}
+        return [bare.get(path, path) for path in input_paths(call.arguments, of is not None)]
+    tree = jax.tree.unflatten(call.arguments.treedef, call.arguments.is_array)
+    keys = [key for key, is_array in jax.tree_util.tree_leaves_with_path(tree) if is_array]
+    origins = itertools.compress(of.origins(), call.arguments.is_array)
+    found: list[str] = []
+    for key, origin in zip(keys, origins, strict=True):
+        is_state = key[1].idx < 2  # parameters, and other state, by the place of their module
+        path = leaf_path(key[3:]).removesuffix("/value") if is_state else ""
+        name = names[origin] if origin is not None and origin < len(names) else ""
+        full = "/".join(filter(None, (name, path)))
+        numbered = (f"{full}/{i}" for i in range(len(keys)))
+        found.append(next(one for one in (path, full, *numbered) if one and one not in found))
+    return found
+
+
+def _argument_names(fn: Any) -> list[str]:
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # of a class without a signature
+        return []
 
 
 def _is_state(path: str, name: str) -> bool:
@@ -103,23 +132,24 @@ def _is_state(path: str, name: str) -> bool:
     return path == name or path.endswith(f"/{name}")
 
 
-def _params(
-    call: Call, called: Any, paths: Sequence[str], carried: Mapping[int, int]
-) -> list[Param]:
+def _params(call: Call, called: Any, paths: Sequence[str], states: Sequence[State]) -> list[Param]:
+    outputs: dict[int, tuple[int, ...]] = {}
+    for state in states:
+        outputs[state.argument] = (*outputs.get(state.argument, ()), state.output)
     args, kwargs = call.arguments.filled(call.arguments.arrays)
     named = call.params
-    if named is None and called is not None and "params" in inspect.signature(called).parameters:
+    if named is None and called is not None and "params" in _argument_names(called):
         named = "params"
     marks = parameters(call.fn, named, args, kwargs)
     places = [
         i for i, mark in enumerate(itertools.compress(marks, call.arguments.is_array)) if mark
     ]
     of_state = [i for i in places if paths[i].startswith("params/")]
-    stored = {path: i for i, path in enumerate(paths) if "masters/" in path and i in carried}
+    stored = {path: i for i, path in enumerate(paths) if "masters/" in path and i in outputs}
     return [
-        Param(i, carried[i], _beside(paths[i], stored))
+        Param(i, outputs[i], _beside(paths[i], stored))
         for i in of_state or places
-        if i in carried and jnp.issubdtype(call.arguments.arrays[i].dtype, jnp.inexact)
+        if i in outputs and jnp.issubdtype(call.arguments.arrays[i].dtype, jnp.inexact)
     ]
 
 

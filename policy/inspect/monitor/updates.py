@@ -44,12 +44,12 @@ class Param(NamedTuple):
 
     Attributes:
       leaf: its place among the arrays of the step.
-      output: that of its new value among the outputs.
+      outputs: those of the outputs that may be its new value.
       stored: the place of the array that `mixed_precision` stores beside it, or None.
     """
 
     leaf: int
-    output: int
+    outputs: tuple[int, ...]
     stored: int | None
 
 
@@ -97,7 +97,8 @@ def _reads(
             for each in STORAGE_MODES.values()
             if each.stored_dtype is not None and each.stored_dtype(dtype) == stored
         )
-    adds, seen = _additions(graph.outputs[param.output], held)
+    each = [_additions(graph.outputs[output], held) for output in param.outputs]
+    adds, seen = next((one for one in each if one[0]), each[0])
     if any(node.name in ("iota", "random_bits", "random_wrap") for node in seen):
         mode = None
     gradients, between = _gradients(adds, backward)
