@@ -23,6 +23,7 @@ TABLES = {
     "step": training.STEPS,
     "wrapper": training.WRAPPER,
     "devices": training.DEVICES,
+    "monitor": training.MONITORS,
     "autocast": programs.AUTOCAST,
     "inspection": programs.INSPECTION,
     "losses": programs.LOSSES,

@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +23,7 @@ from policy import (
     loss_scale_of,
     master_params,
     mixed_precision,
+    monitor,
     select_tree,
     value_and_grad,
 )
@@ -236,5 +238,51 @@ DEVICES = {
         ),
         "dict … state_shardings(tx, params)": lambda: state_shardings(P, tx()),
         "collectives_of … a function": lambda: collectives_of(loss_fn(P)),
+    },
+}
+
+
+def sgd(params: Any, x: Any) -> Any:
+    loss, gradients = jax.value_and_grad(loss_fn)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def asking(params: Any, x: Any) -> Any:
+    rate = jax.experimental.io_callback(
+        lambda: np.float32(0.1), jax.ShapeDtypeStruct((), "float32")
+    )
+    return jax.tree.map(lambda p: p - rate, params), jnp.mean(x)
+
+
+MONITORS = {
+    TypeError: {
+        "sgd is jitted already … jax.jit(policy.monitor(sgd))": [
+            lambda: monitor(jax.jit(sgd)),
+            lambda: monitor(nnx.jit(sgd)),
+        ],
+        "monitor … a function": lambda: monitor(P),
+        "its number, an integer … float … step(i, *args)": lambda: monitor(sgd)(0.5, P, X),
+        "its number, an integer … float32[4, 4]": lambda: monitor(sgd)(P["w"], P, X),
+        "its number, an integer … dict": lambda: monitor(sgd)(P, X),
+        "keep … {'decoder/.*': … but got ['activation']": lambda: monitor(sgd, keep=["activation"]),
+        "params … positions or names": lambda: monitor(sgd, params=P),
+    },
+    ValueError: {
+        "every … positive … got 0": lambda: monitor(sgd, every=0),
+        "every … positive … got 2.5": lambda: monitor(sgd, every=2.5),
+        "keep['head'] … 'gradients' … Kinds are … gradient,": lambda: monitor(
+            sgd, keep={"head": "gradients"}
+        ),
+        "'haed' matched no module": lambda: monitor(sgd, keep={"haed": "param", ".*": "input"})(
+            0, P, X
+        ),
+        "no params … params='weights'": [
+            lambda: monitor(loss_fn)(0, P, X),
+            lambda: monitor(sgd, params=1)(0, P, X),
+        ],
+        "io_callback at training.py: … jax.pure_callback": lambda: monitor(asking)(0, P, X),
+        "holds 2 steps of a scan: call records()": lambda: jax.lax.scan(
+            lambda p, i: monitor(lambda p: jax.tree.map(jnp.negative, p))(i, p), P, jnp.arange(2)
+        )[1].record(),
     },
 }

@@ -88,8 +88,8 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
         examples_left      the number of rows, along the first axis, from the first with a number
                            that is not finite.
         last_example       the place of the last such row, from 1; 0 if there is none.
-        squares            sum of the squares of the finite values over `largest`, at least the
-                           least normal number of the dtype.
+        squares            sum of the squares of the finite values over `largest`, which is taken
+                           as one whose inverse is normal.
         zeros, nan, inf    counts of elements.
         below, above       counts of subnormal elements, and of those at the dtype's largest number.
         below_*, above_*   counts of finite elements that a cast would make zero, or infinite or
@@ -119,7 +119,7 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     maxima = [*lax.bitcast_convert_type(maxima[:2], bits.wide), *places]
     masks = _masks(array.dtype, bits, maxima[0])
     masks["lost"] = jnp.zeros(array.shape, bool) if lost is None else lost
-    unit = jnp.maximum(maxima[0], np.finfo(bits.wide).tiny)
+    unit = jnp.clip(maxima[0], *_units(bits.wide))
     shares = jnp.where(is_finite, lax.bitcast_convert_type(numbers, bits.wide) / unit, 0)
     count = jnp.int32 if math.prod(array.shape) < 2**31 else jnp.float32
     found = _reduced([shares * shares, *(mask.astype(count) for mask in masks.values())], lax.add)
@@ -129,6 +129,14 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     counts = dict(zip(("squares", *masks), sums, strict=True))
     zero = jnp.zeros((), bits.wide)
     return jnp.stack([*maxima, *(counts.get(name, zero) for name in STATISTICS[_MAXIMA:])])
+
+
+def _units(wide: np.dtype) -> tuple[Any, Any]:
+    """Returns the least and largest number that has a normal inverse: devices may multiply by it,
+    and flush it to 0.
+    """
+    tiny = np.finfo(wide).tiny
+    return tiny, wide.type(0.5) / tiny
 
 
 def _masks(dtype: Any, bits: Bits, largest: Any) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, n
     sizes = np.reshape(np.asarray(sizes, np.float64), (-1, *[1] * (found.ndim - 2)))
     total = np.maximum(sizes.sum(0), 1)
     wide = np.float64 if dtype in (np.float64, np.complex128) else np.float32
-    unit = np.maximum(of["largest"], float(np.finfo(wide).tiny))
+    unit = np.clip(of["largest"], *map(float, _units(np.dtype(wide))))
     finite = np.maximum((sizes - of["nan"] - of["inf"]).sum(0), 1)
     numbers = {
         "largest": of["largest"].max(0),

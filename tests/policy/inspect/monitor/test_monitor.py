@@ -57,3 +57,62 @@ def test_a_snapshot_of_a_scan_over_steps_has_a_record_for_each_step_that_was_tak
     assert [record["step"] for record in snapshot.records()] == [0, 2, 4]
     with pytest.raises(ValueError, match="holds 5 steps of a scan: call records"):
         snapshot.record()
+
+
+def test_a_step_that_is_not_finite_is_taken_whatever_every_is():
+    params, x = given()
+    record = jax.jit(policy.monitor(sgd))(7, params, x.at[1].set(jnp.inf))[1].record()
+    assert (record["step"], record["reason"]) == (7, "nonfinite")
+    assert record["first"]["entered"] == "x" and record["first"]["examples"] == [1, 1]
+    step = jax.jit(policy.monitor(sgd, on_nonfinite=False))
+    assert step(7, params, x.at[1].set(jnp.inf))[1].record() is None
+
+
+def test_kinds_are_kept_by_the_rule_of_each_module():
+    params, x = given()
+    keep = {"up": ("activation", "param"), "w|x": "input", "": "update"}
+    record = policy.monitor(sgd, keep=keep)(0, params, x)[1].record()
+    assert set(rows_of(record)) == {
+        ("up", "activation"),
+        ("up", "update"),  # an array of the root, whose path is empty
+        ("head", "update"),
+        ("x", "input"),
+    }
+
+
+def test_gradients_are_those_that_the_optimizer_reads():
+    params, x = given()
+    rows = rows_of(policy.monitor(sgd)(0, params, x)[1].record())
+
+    def loss_of(params):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["head"]) ** 2)
+
+    for name, gradient in jax.grad(loss_of)(params).items():
+        numbers = rows[name, "gradient"]["numbers"]
+        np.testing.assert_allclose(numbers["mean_square"], np.mean(gradient**2), rtol=1e-5)
+        numbers = rows[name, "update"]["numbers"]
+        np.testing.assert_allclose(
+            numbers["mean_square"], np.mean((0.1 * gradient) ** 2), rtol=1e-5
+        )
+    assert rows["up", "activation"]["line"].startswith("test_monitor.py:")
+
+
+def test_integers_and_keys_among_the_arguments_have_no_rows():
+    params, x = given()
+
+    def step(params, x, labels, key):
+        noise = jax.random.normal(key, x.shape)
+        new, loss = sgd({name: params[name] for name in ("up", "head")}, x + noise)
+        return {**new, "table": params["table"], "key": params["key"]}, loss, labels
+
+    params |= {"table": jnp.arange(3), "key": jax.random.key(0)}
+    args = params, x, jnp.arange(4), jax.random.key(1)
+    rows = rows_of(policy.monitor(step)(0, *args)[1].record())
+    assert {path for path, kind in rows if kind in ("param", "input")} == {"up", "head", "x"}
+
+
+def test_functions_that_the_step_jits_are_looked_into():
+    params, x = given()
+    step = jax.jit(sgd)
+    record = jax.jit(policy.monitor(lambda params, x: step(params, x)))(3, params, x * jnp.nan)[1]
+    assert record.record()["reason"] == "nonfinite"
