@@ -68,6 +68,7 @@ INNER: dict[str, str] = {
     "policy/inspect/audit/render": "the report as text and as an HTML page",
     "policy/inspect/compare": "a function beside itself in float32",
     "policy/inspect/estimate": "a policy's cost on devices that need not be there",
+    "policy/inspect/monitor": "the numbers of a training run, its log, and advice",
     "policy/inspect/suggest": "the cheapest rules within an error budget",
     "mpmodules/linen/_layers": "a file for each kind of layer",
     "mpmodules/nnx/_layers": "a file for each kind of layer",

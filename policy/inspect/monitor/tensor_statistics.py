@@ -188,7 +188,8 @@ def named(found: np.ndarray, sizes: np.ndarray, dtype: DTypeLike) -> dict[str, n
     sizes = np.reshape(np.asarray(sizes, np.float64), (-1, *[1] * (found.ndim - 2)))
     total = np.maximum(sizes.sum(0), 1)
     wide = np.float64 if dtype in (np.float64, np.complex128) else np.float32
-    unit = np.clip(of["largest"], *map(float, _units(np.dtype(wide))))
+    least, most = map(float, _units(np.dtype(wide)))
+    unit = np.clip(of["largest"], least, most)
     finite = np.maximum((sizes - of["nan"] - of["inf"]).sum(0), 1)
     numbers = {
         "largest": of["largest"].max(0),

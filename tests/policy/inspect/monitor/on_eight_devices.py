@@ -1,6 +1,7 @@
 """Snapshots on eight devices beside those on one, with one bad batch and one bad device."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,8 @@ def test_an_update_inside_of_a_shard_map_is_lost_alike():
     def step(params):
         def local(w):
             updates, _ = tx.update({"w": jnp.ones_like(w)}, tx.init({"w": w}))
-            return optax.apply_updates({"w": w}, updates)["w"]
+            new: Any = optax.apply_updates({"w": w}, updates)
+            return new["w"]
 
         spec = P("data")
         return {"w": jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=spec)(params["w"])}

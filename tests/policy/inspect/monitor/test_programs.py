@@ -193,7 +193,7 @@ def test_codes_of_matmuls_in_8_bits_have_rows():
 
     def step(params, state, x):
         def loss_of(params):
-            return jnp.mean(jnp.square(model.apply(params, x)))
+            return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
 
         loss, gradients = policy.value_and_grad(loss_of)(params)
         params, state, _ = policy.apply_gradients(tx, params, state, gradients)

@@ -1,5 +1,7 @@
 """Statistics of arrays beside NumPy's, in every dtype, with numbers at the ends of each range."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ def statistics(array):
     return {name: float(number) for name, number in numbers.items()}
 
 
-def reference(array):
+def reference(array: Any) -> dict[str, Any]:
     """Returns the same from float64 and casts of ml_dtypes in NumPy."""
-    given = np.asarray(array)
+    given: Any = np.asarray(array)
     if np.iscomplexobj(given):
         given = np.stack([given.real, given.imag])
     wide, info, size = given.astype(np.float64), jnp.finfo(given.dtype), max(given.size, 1)
