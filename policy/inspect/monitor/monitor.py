@@ -19,7 +19,6 @@ from policy.inspect.monitor.observing import observed
 from policy.inspect.monitor.snapshot import Kind, Snapshot
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import StepLog
-from policy.programs.rewriting.parts import TwoParts
 
 
 def monitor(
@@ -129,7 +128,7 @@ def _run(
         found = jex_core.jaxpr_as_fun(program)(*arrays)
         return jnp.concatenate([jnp.zeros(0, dtype), *(one.astype(dtype).ravel() for one in found)])
 
-    parts = TwoParts(traced.jaxpr, traced.flags if on_nonfinite else ())
+    parts = traced.parts(on_nonfinite)
     flags, between = parts.begin(arrays)
     is_finite = functools.reduce(jnp.logical_and, map(_is_finite, flags), jnp.array(True))
     is_taken = (number % every == 0) | ~is_finite

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import lax
 
+from policy.core.arrays import axes_of_leaves
 from policy.inspect.compare.statistics import shares_of_codes
 from policy.inspect.monitor import nonfinite
 from policy.inspect.monitor.keep import Keep
@@ -203,15 +205,18 @@ class Observer(ModuleValueInterpreter):
                 self._new_key(array), origin.primitive, origin.source, dtype, origin.place
             )
             self.log.values.append(origin.measurement)
-            self.notes[origin.measurement.key] = statistics_of(array, self.axes)
+            self.notes[origin.measurement.key] = statistics_of(array, self._axes_of(array))
         origin.measurement.left.update(kept)
+
+    def _axes_of(self, array: Any) -> tuple[str, ...]:
+        """Returns the mesh axes around over which devices have their own parts of an array."""
+        (own,) = axes_of_leaves([array], self.axes)
+        return tuple(axis for axis in self.axes if axis in own)
 
     def _new_key(self, array: Any) -> int:
         """Returns a key for the numbers of an array."""
         parts = 2 if jnp.issubdtype(array.dtype, jnp.complexfloating) else 1
-        devices = 1
-        for size in self.sizes.values():
-            devices *= size
+        devices = math.prod(self.sizes[axis] for axis in self._axes_of(array))
         is_batch = parts == 1 and not self.axes and array.ndim and array.shape[0] == self.examples
         return self.log.new_key(
             self.place_of_numbers._replace(
@@ -226,7 +231,7 @@ class Observer(ModuleValueInterpreter):
         if (kind, leaf) not in self.log.leaves:
             self.log.leaves[kind, leaf] = self._new_key(array), array.dtype
         key, _ = self.log.leaves[kind, leaf]
-        self.notes[key] = statistics_of(array, self.axes, lost)
+        self.notes[key] = statistics_of(array, self._axes_of(array), lost)
 
     def _measure_read(self, read: ArrayRead, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         array, lost = arrays[read.operand], None

@@ -16,7 +16,7 @@ from policy.inspect.audit.flow import State, states_of
 from policy.inspect.monitor.updates import Param
 from policy.inspect.traced.call import Call, input_paths, leaf_path
 from policy.programs.jaxprs import opened
-from policy.programs.rewriting.parts import inlined, made_before
+from policy.programs.rewriting.parts import TwoParts, divisible
 from policy.programs.tracing.trace import Traced
 
 
@@ -31,8 +31,6 @@ class TrainStep:
       paths: the path of each array among its arguments.
       carried: the places of the outputs that are the next values of arguments, by theirs.
       params: the params.
-      flags: the outputs that tell whether the step is finite: floating scalars, and the flag of
-        `mixed_precision`. They depend on no new param.
     """
 
     call: Call
@@ -41,7 +39,6 @@ class TrainStep:
     paths: tuple[str, ...]
     carried: Mapping[int, int]
     params: tuple[Param, ...]
-    flags: tuple[int, ...]
 
     @classmethod
     def of(
@@ -65,8 +62,15 @@ class TrainStep:
                 "monitor found no params: the step should take floating params, and return new "
                 "ones under the same keys. Name the argument, as in params='weights'."
             )
-        jaxpr, flags = _flags(jaxpr, paths, carried)
-        return cls(call, shape, jaxpr, paths, carried, found, flags)
+        return cls(call, shape, jaxpr, paths, carried, found)
+
+    def parts(self, on_nonfinite: bool) -> TwoParts:
+        """Returns the program in two parts. With `on_nonfinite` the first one tells whether the
+        step is finite; else there is nothing in it.
+        """
+        if not on_nonfinite:
+            return TwoParts(self.jaxpr, ())
+        return _in_parts(self.jaxpr, self.paths, self.carried)
 
     @property
     def outputs(self) -> int:
@@ -159,12 +163,10 @@ def _beside(path: str, stored: Mapping[str, int]) -> int | None:
     return next((i for each, i in stored.items() if each.split("masters/", 1)[1] in ends), None)
 
 
-def _flags(
-    jaxpr: Any, paths: Sequence[str], carried: Mapping[int, int]
-) -> tuple[Any, tuple[int, ...]]:
-    """Returns a program, and those of its outputs that tell whether the step is finite.
+def _in_parts(jaxpr: Any, paths: Sequence[str], carried: Mapping[int, int]) -> TwoParts:
+    """Returns a program whose first part computes the outputs that tell whether the step is finite.
 
-    Functions of `jax.jit` that compute both them and new params are inlined.
+    They are floating scalars, and the flag of `mixed_precision`, that depend on no new param.
     """
     outputs = [atom.aval for atom in opened(jaxpr)[0].outvars]
     finite = {
@@ -176,9 +178,5 @@ def _flags(
         if i in finite or (aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating))
     ]
     arrays = [i for i in carried.values() if outputs[i].shape]
-    found = made_before(jaxpr, scalars, arrays)
-    if len(found) < len(scalars):
-        flat = inlined(jaxpr)
-        more = made_before(flat, scalars, arrays)
-        jaxpr, found = (flat, more) if len(more) > len(found) else (jaxpr, found)
-    return jaxpr, tuple(found)
+    divided, found = divisible(jaxpr, scalars, arrays)
+    return TwoParts(divided, found)

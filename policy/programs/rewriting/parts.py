@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened
-from policy.programs.rewriting.interpreter import Interpreter, call, has_options
+from policy.programs.jaxprs import Equation, OpenJaxpr, bind, opened, subprogram
+from policy.programs.rewriting.interpreter import Interpreter, call, has_options, manual_axes
 
 
 class AsTraced(Interpreter[Any]):
@@ -54,6 +57,9 @@ class TwoParts:
     Args:
       jaxpr: a closed jaxpr.
       first: the outputs that the first part computes, by their places.
+
+    Attributes:
+      between: the variables that the first part makes and the second reads.
     """
 
     def __init__(self, jaxpr: Any, first: Collection[int]):
@@ -66,7 +72,7 @@ class TwoParts:
         ]
         read = {atom for equation in parts[1] for atom in _variables(equation.invars)}
         read |= {*_variables(body.outvars)}
-        between = [v for equation in parts[0] for v in equation.outvars if v in read]
+        self.between = between = [v for e in parts[0] for v in e.outvars if v in read]
         outputs = [body.outvars[i] for i in self.first]
         self._parts = (
             _Part(body.constvars, body.invars, [*outputs, *between], parts[0]),
@@ -106,11 +112,85 @@ def made_before(jaxpr: Any, outputs: Iterable[int], others: Iterable[int]) -> li
     return [i for i in outputs if last.isdisjoint(_behind(body, [body.outvars[i]]))]
 
 
-def inlined(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr with the functions inlined that it calls by `jax.jit`."""
+def divisible(jaxpr: Any, outputs: Sequence[int], others: Sequence[int]) -> tuple[Any, list[int]]:
+    """Returns a program, and those of some outputs that depend on nothing that makes `others`.
+
+    Functions of `jax.jit` are inlined, and a `shard_map` is divided in two, if there are more of
+    them in the program then.
+
+    Args:
+      jaxpr: a closed jaxpr.
+      outputs, others: places of outputs.
+    """
+    found = made_before(jaxpr, outputs, others)
+    for rewrite in (_inlined, _with_divided_maps):
+        if len(found) < len(outputs):
+            rewritten = rewrite(jaxpr, outputs)
+            more = made_before(rewritten, outputs, others)
+            jaxpr, found = (rewritten, more) if len(more) >= len(found) else (jaxpr, found)
+    return jaxpr, found
+
+
+def _inlined(jaxpr: Any, _: Sequence[int]) -> Any:
+    return _again(jaxpr, AsTraced(inlines=True))
+
+
+def _again(jaxpr: Any, run: AsTraced) -> Any:
     body, consts = opened(jaxpr)
-    shapes = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in body.invars
-    ]
-    return jax.make_jaxpr(lambda *arrays: AsTraced(inlines=True).run(body, consts, arrays))(*shapes)
+    avals = (variable.aval for variable in body.invars)
+    return jax.make_jaxpr(lambda *arrays: run.run(body, consts, arrays))(*avals)
+
+
+def _with_divided_maps(jaxpr: Any, outputs: Sequence[int]) -> Any:
+    body, _ = opened(jaxpr)
+    return _again(jaxpr, _Dividing({*_variables(body.outvars[i] for i in outputs)}))
+
+
+class _Dividing(AsTraced):
+    """Evaluates a `shard_map` in two, of which the first computes some of its results.
+
+    Args:
+      first: the variables of these results.
+    """
+
+    def __init__(self, first: Collection[Any]):
+        super().__init__()
+        self.first = first
+
+    def equation(self, equation: Equation, values: list[Any]) -> list[Any]:
+        first = [i for i, variable in enumerate(equation.outvars) if variable in self.first]
+        if equation.primitive.name != "shard_map" or not first:
+            return super().equation(equation, values)
+        params = equation.params
+        parts = TwoParts(subprogram(equation, "shard").jaxpr, first)
+        axes = manual_axes(equation)
+        stacked = [_axes_of(variable, params["check_vma"], axes) for variable in parts.between]
+        specs = [PartitionSpec(each or None) for each in stacked]  # a device's own has a new axis
+
+        def begin(*arrays: Any) -> Any:
+            found, between = parts.begin(arrays)
+            return found, [jnp.expand_dims(x, 0) for x in between]
+
+        def finish(between: list[Any], *arrays: Any) -> Any:
+            return parts.finish(arrays, [jnp.squeeze(x, 0) for x in between])
+
+        mapped = functools.partial(
+            jax.shard_map,
+            mesh=params["mesh"],
+            check_vma=params["check_vma"],
+            axis_names=frozenset(axes),
+        )
+        given, results = tuple(params["in_specs"]), list(params["out_specs"])
+        out_specs = ([results[i] for i in first], specs)
+        found, between = mapped(begin, in_specs=given, out_specs=out_specs)(*values)
+        rest = mapped(finish, in_specs=(specs, *given), out_specs=results)(between, *values)
+        return [found[first.index(i)] if i in first else one for i, one in enumerate(rest)]
+
+
+def _axes_of(variable: Any, is_typed: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the mesh axes over which devices hold different values of a variable."""
+    if not is_typed:
+        return axes
+    kind = getattr(variable.aval, "manual_axis_type", None)
+    varying = frozenset[Any]() if kind is None else kind.varying
+    return tuple(axis for axis in axes if axis in varying)
