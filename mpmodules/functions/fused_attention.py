@@ -49,6 +49,11 @@ class Choice:
     attend: Attention | None
     reason: str
 
+    @property
+    def program(self) -> str:
+        """The text of an audit."""
+        return self.reason if self.attend else f"XLA: {self.reason}"
+
 
 IMPLEMENTATIONS = (None, "xla", "cudnn", "splash")
 _WIDEST_HEAD = 256  # the widest that splash attention is compiled for in the tests
@@ -67,6 +72,7 @@ def fused_kernel(
     precision: PrecisionLike = None,
     soft_cap: float | None = None,
     attention_axes: PartitionSpec | None = None,
+    formula: Attention | None = None,
     obstacles: dict[str, bool],
 ) -> Choice:
     """Chooses the kernel to compute attention with.
@@ -91,6 +97,8 @@ def fused_kernel(
       precision: None, which alone the kernels have.
       soft_cap: limits the logits, or None; cuDNN's kernel has none.
       attention_axes: the mesh axes of queries, (B, T, N, H); None for those of the policy's scope.
+      formula: computes the attention in a program for other platforms than the kernel's; None is
+        `mpmodules.functions.attention.dot_product_attention`.
       obstacles: other features that no kernel has, by name, and whether each is asked for.
 
     Raises:
@@ -134,6 +142,8 @@ def fused_kernel(
     if may_be_cudnn and (implementation == "cudnn" or _fits_cudnn(query, key, value, bias, mask)):
         return Choice(_cudnn(query, key, bias, mask, is_causal, shards), "cudnn")
     obstacles |= _splash_obstacles(query, key, value, bias)
+    kinds = {_varies_over(x) for x in (query, key, value)}
+    obstacles["operands that vary over different axes of shard_map"] = len(kinds) > 1
     pairs = KnownMask(None, None)
     if not any(obstacles.values()):  # else without a look at the mask, which may be on a device
         found = pairs if mask is None else known_mask(mask, query, key)
@@ -151,7 +161,25 @@ def fused_kernel(
     lengths = query.shape[-3], key.shape[-3]
     hides = _may_hide_all_keys(how, pairs.segments, *lengths)
     kernel = _kernel_with_uniform_rows if hides else splash_attention
-    return Choice(_splash(kernel, how, pairs.segments), "splash")
+    return Choice(_splash(kernel, how, pairs.segments, formula), "splash")
+
+
+def known_obstacle(query: Any, key: Any, value: Any) -> str:
+    """Returns what keeps every kernel from an attention of some shapes and dtypes; "" for nothing.
+
+    Args:
+      query, key, value: abstract arrays; see `fused_kernel`.
+
+    Example:
+      >>> x = jax.ShapeDtypeStruct((2, 100, 4, 8), jnp.bfloat16)
+      >>> fused_attention.known_obstacle(x, x, x)
+      '100 queries and 100 keys (both should be multiples of 128)'
+    """
+    if query.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"{query.dtype.name} queries"
+    if _fits_cudnn(query, key, value, None, None):
+        return ""
+    return _listed(_splash_obstacles(query, key, value, None))
 
 
 def _listed(obstacles: dict[str, bool]) -> str:
@@ -171,11 +199,18 @@ def _refuse(implementation: str, obstacles: dict[str, bool]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None) -> Attention:
+def _splash(
+    kernel: Callable[..., Array],
+    how: Splash,
+    segments: Segments | None,
+    formula: Attention | None,
+) -> Attention:
     """Returns splash attention of the pairs that are kept."""
     run: Any = functools.partial(kernel, how)
-    if not how.insists:
+    if not how.insists and formula is None:
         run = cached_inline_jit(_on_tpu, kernel, how)
+    elif not how.insists:
+        run = functools.partial(_on_tpu, kernel, how, formula=lambda q, k, v, *_: formula(q, k, v))
     ids = () if segments is None else (segments.query, segments.key)
     repeats = 1 if how.shards is None else how.shards.repeats
 
@@ -188,11 +223,14 @@ def _splash(kernel: Callable[..., Array], how: Splash, segments: Segments | None
 
 
 def _on_tpu(
-    kernel: Callable[..., Array], how: Splash, query: Array, key: Array, value: Array, *ids: Array
+    kernel: Callable[..., Array],
+    how: Splash,
+    *operands: Array,
+    formula: Callable[..., Array] | None = None,
 ) -> Array:
-    """Runs the kernel in a program that is lowered for TPUs, XLA's formula in others."""
+    """Runs the kernel in a program that is lowered for TPUs, a formula in others."""
     run = functools.partial(kernel, how)
-    return lax.platform_dependent(query, key, value, *ids, tpu=run, default=how.formula)
+    return lax.platform_dependent(*operands, tpu=run, default=formula or how.formula)
 
 
 def _kernel_with_uniform_rows(
@@ -237,10 +275,6 @@ def _splash_obstacles(
         ),
         f"heads of width {width} (at most {_WIDEST_HEAD})": not 0 < width <= _WIDEST_HEAD,
         "values that differ in shape from the keys": key.shape != value.shape,
-        "operands that vary over different axes of shard_map": len(
-            {_varies_over(x) for x in (query, key, value)}
-        )
-        > 1,
     }
 
 

@@ -64,6 +64,23 @@ def layer_in_own_code(function: F) -> F:
     return wrapped  # pyright: ignore[reportReturnType]
 
 
+def fused_in_own_code(
+    query: Array, key: Array, value: Array, *, reduction_dtype: np.dtype, **options: Any
+) -> tuple[Callable[..., Array] | None, str]:
+    """Chooses the kernel for an attention that a user's own code writes.
+
+    Args:
+      query, key, value: in compute_dtype; see `mpmodules.functions.fused_attention.fused_kernel`.
+      **options: `bias`, `mask`, `precision`, `soft_cap` and `formula` of that function.
+
+    Returns:
+      A function of queries, keys and values, or None; and what an audit has of it.
+    """
+    options |= {"is_causal": False, "obstacles": {}, "reduction_dtype": reduction_dtype}
+    choice = fused_kernel(None, query, key, value, **options)
+    return choice.attend, choice.program
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
     """The options of a call of Flax's attention functions, of queries (B..., T, N, H), keys
@@ -157,8 +174,7 @@ class AttentionCall:
             obstacles=obstacles,
         )
         attention.check_soft_cap(self.soft_cap)
-        program = choice.reason if choice.attend else f"XLA: {choice.reason}"
-        with marks.attention(program):
+        with marks.attention(choice.program):
             if upstream is not None:
                 return upstream()
             attention.check_shapes(query, key, value)

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax.extend import source_info_util
 
+from policy.autocasting.attention import Group, grouped, kernel_of
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.report import Report
@@ -48,6 +50,8 @@ class Evaluator(Interpreter[CastValue]):
       regions: the normalisations of the program that is being run.
       readers: the primitives that read each of its variables, and how often; "" stands for the
         program's caller.
+      attentions: the programs of attentions that no kernel takes, by the identity of their last
+        equations.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
     """
@@ -62,6 +66,7 @@ class Evaluator(Interpreter[CastValue]):
     is_whole: bool = False
     regions: Regions = NOWHERE
     readers: dict[Any, collections.Counter[str]] = dataclasses.field(default_factory=dict)
+    attentions: dict[int, str] = dataclasses.field(default_factory=dict)
     widened: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -154,13 +159,47 @@ class Evaluator(Interpreter[CastValue]):
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
-        return super(Evaluator, inner).run(jaxpr, consts, args)
+        program: Any = jaxpr
+        if self.report is None:  # which tells of single equations
+            program, inner.attentions = grouped(jaxpr, self.settings, inner.place_of)
+        return super(Evaluator, inner).run(program, consts, args)
 
     def equation(self, equation: Equation, values: Values) -> Values:
+        if isinstance(equation, Group):
+            return self._attended(equation, values)
+        if (program := self.attentions.get(id(equation))) is not None:
+            with marks.attention(program):
+                return self._noted_outputs(equation, values)
+        return self._noted_outputs(equation, values)
+
+    def _noted_outputs(self, equation: Equation, values: Values) -> Values:
         # Widened where it is first read: a report attributes the cast to that module.
         values = [value.widened_param() if value.is_shared else value for value in values]
         outputs = self._evaluated(equation, values)
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
+
+    def _attended(self, group: Group, values: Values) -> Values:
+        """Evaluates an attention by a kernel, or its equations one by one."""
+
+        def each(values: Values) -> Values:
+            return super(Evaluator, self).run(group, (), values)
+
+        def formula() -> Any:
+            # In a program of its own, which casts values again.
+            with source_info_util.reset_name_stack():
+                return each(self.refilled(values, self.flat(values)))[0].array
+
+        attend, program = kernel_of(
+            group, values, self.place_of(group.last), self.settings, formula
+        )
+        if attend is not None:
+            with marks.attention(program):
+                return [CastValue(attend())]
+        # The names of the equations take the place of that of the group.
+        stack = source_info_util.current_name_stack()
+        around = stack.stack[: len(stack.stack) - len(self.name_stack_of(group).stack)]
+        with source_info_util.set_name_stack(type(stack)(around)), marks.attention(program):
+            return each(values)
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:
         """Returns a param, noted as shared if it is stored in half and read several times.

@@ -142,7 +142,7 @@ def _apply(
     """Evaluates an equation; None where it is not known how."""
     if name in _MOVES:
         source = _MOVES[name](params, shapes[0], aval.shape)
-        if source is not None:
+        if source is not None and all(_used(x, len(shapes[0])) <= {*source} for x in inputs[0]):
             return tuple(with_axes(_of_rank(term, len(shapes[0])), source) for term in inputs[0])
     numbers = [value[0] for value in inputs if len(value) == 1]
     arrays = [number for number in numbers if isinstance(number, np.ndarray)]
@@ -162,6 +162,15 @@ def _of_rank(term: Term, rank: int) -> Term:
     if isinstance(term, np.ndarray) and term.ndim < rank:
         return term.reshape((1,) * (rank - term.ndim) + term.shape)
     return term
+
+
+def _used(term: Term, rank: int) -> set[int]:
+    """Returns the axes that a term is not the same along."""
+    if isinstance(term, Equal):
+        return {*term.left.used, *term.right.used}
+    if isinstance(term, Along):
+        return {*term.used}
+    return {at + rank - term.ndim for at, size in enumerate(term.shape) if size != 1}
 
 
 def with_axes(term: Term, source: Sequence[int | None]) -> Term:
@@ -232,12 +241,21 @@ def _broadcast(params: Any, _: Shape, shape: Shape) -> list[int | None]:
 
 
 def _reshaped(_: Any, old: Shape, shape: Shape) -> list[int | None] | None:
-    """Returns the old axis of each new one, where only axes of size 1 come and go."""
-    kept = [at for at, size in enumerate(old) if size != 1]
-    if [old[at] for at in kept] != [size for size in shape if size != 1]:
+    """Returns the old axis of each new one; None for axes of size 1, split axes and merged ones."""
+    if not all(isinstance(size, int) for size in (*old, *shape)):  # of `jax.export`
         return None
-    order = iter(kept)
-    return [None if size == 1 else next(order) for size in shape]
+    source: list[int | None] = [None] * len(shape)
+    at, to, before, after = 0, 0, 1, 1  # sizes of what is read of the axes that are merged or split
+    while at < len(old) and to < len(shape):
+        is_aligned = before == after
+        if is_aligned and old[at] == shape[to]:
+            source[to] = at
+            at, to = at + 1, to + 1
+        elif before < after or (is_aligned and shape[to] != 1):
+            before, at = before * old[at], at + 1
+        else:
+            after, to = after * shape[to], to + 1
+    return source
 
 
 def _iota(params: Any, aval: Any) -> np.ndarray:

@@ -136,7 +136,7 @@ class Interpreter(Generic[V]):
                 for atom in atoms
             ]
 
-        last = _last_reads(jaxpr)
+        last = _last_reads(jaxpr.eqns, jaxpr.outvars)
         for i, equation in enumerate(jaxpr.eqns):
             # New equations get the source line, the name stack and the settings of this one.
             info = equation.source_info
@@ -165,8 +165,9 @@ def run_at_once(jaxpr: Any) -> Callable[..., list[Any]]:
     Functions with derivative rules of their own are compiled as a whole.
     """
     body, consts = opened(jaxpr)
-    last = _last_reads(body)
-    steps = [(equation, *_calls(equation), last.get(i, ())) for i, equation in enumerate(body.eqns)]
+    live = _live(body)
+    last = _last_reads(live, body.outvars)
+    steps = [(equation, *_calls(equation), last.get(i, ())) for i, equation in enumerate(live)]
 
     def run(*arrays: Any) -> list[Any]:
         is_derived = any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -220,12 +221,23 @@ def _compiled(primitive: Any, **params: Any) -> _Operation:
     return jax.jit(call)
 
 
-def _last_reads(jaxpr: OpenJaxpr) -> dict[int, list[Any]]:
+def _live(jaxpr: OpenJaxpr) -> list[Equation]:
+    """Returns the equations that the outputs of a program depend on, and those with effects."""
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal)}
+    live = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not read.isdisjoint(equation.outvars):
+            live.append(equation)
+            read |= {atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
+    return live[::-1]
+
+
+def _last_reads(equations: Sequence[Any], outputs: Sequence[Any]) -> dict[int, list[Any]]:
     """Returns the variables that no later equation reads, by equation: their arrays are freed."""
     last: dict[Any, int] = {}
-    for i, equation in enumerate(jaxpr.eqns):
+    for i, equation in enumerate(equations):
         last |= {atom: i for atom in equation.invars if not isinstance(atom, jex_core.Literal)}
-    for atom in jaxpr.outvars:
+    for atom in outputs:
         if not isinstance(atom, jex_core.Literal):
             last.pop(atom, None)
     found: dict[int, list[Any]] = {}
