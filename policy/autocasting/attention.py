@@ -21,7 +21,7 @@ from jax import lax
 from jax.lax import DotAlgorithmPreset
 
 from policy.autocasting.settings import Place, Settings
-from policy.autocasting.values import CastValue, Values, cast
+from policy.autocasting.values import CastValue, Values, as_traced, cast
 from policy.programs import marks
 from policy.programs.dtypes import F32, is_half
 from policy.programs.frameworks import FRAMEWORKS
@@ -46,6 +46,11 @@ class Group:
         atoms = (atom for equation in attention.equations for atom in equation.invars)
         read = dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex_core.Literal))
         return cls(attention, [variable for variable in read if variable not in made])
+
+    @property
+    def has_masks(self) -> bool:
+        """Returns whether its operands are enough to compute its masks."""
+        return all({*mask.leaves} <= {*self.invars} for mask in self.attention.masks)
 
     @property
     def eqns(self) -> Sequence[Equation]:
@@ -73,9 +78,9 @@ def grouped(
 ) -> tuple[Any, dict[int, str]]:
     """Returns a program with the attentions that a kernel may take as groups.
 
-    Returns also what keeps kernels from the others, by the identities of their last equations.
+    Returns also what an audit has of the others, by the identities of their last equations.
     """
-    reasons: dict[int, str] = {}
+    programs: dict[int, str] = {}
     groups = {}
     for attention in attentions(jaxpr) if FRAMEWORKS else ():
         last = attention.equations[-1]
@@ -85,13 +90,12 @@ def grouped(
                 jax.ShapeDtypeStruct(x.shape, dtype)
                 for x in (attention.query, attention.key, attention.value)
             ]
-            reason = FRAMEWORKS[-1].attention_obstacle(*shapes)
-            if reason:
-                reasons[id(last)] = f"XLA: {reason}"
-            else:
-                groups[id(last)] = Group.of(attention)
+            if obstacle := FRAMEWORKS[-1].attention_obstacle(*shapes):
+                programs[id(last)] = f"XLA: {obstacle}"
+            elif (group := Group.of(attention)).has_masks:
+                groups[id(last)] = group
     if not groups:
-        return jaxpr, reasons
+        return jaxpr, programs
     inside = {id(equation) for group in groups.values() for equation in group.eqns}
     eqns = [
         groups.get(id(equation), equation)
@@ -99,7 +103,7 @@ def grouped(
         if id(equation) in groups or id(equation) not in inside
     ]
     variables = {name: getattr(jaxpr, name) for name in ("constvars", "invars", "outvars")}
-    return types.SimpleNamespace(**variables, eqns=eqns), reasons
+    return types.SimpleNamespace(**variables, eqns=eqns), programs
 
 
 def _dtype_of(
@@ -111,7 +115,12 @@ def _dtype_of(
     last = attention.equations[-1]
     place, stack = place_of(last), last.source_info.name_stack
     is_ruled = settings.category("dot_general") != "compute" or settings.category("exp") != "fp32"
-    if is_ruled or place.is_layer or place.region or marks.attention_of(stack) not in _UNDECIDED:
+    if (
+        is_ruled
+        or place.is_layer
+        or place.region
+        or marks.attention_of(stack) not in (None, UNDECIDED)
+    ):
         return None
     dtypes = {x.variable.aval.dtype for x in (attention.query, attention.key, attention.value)}
     dtypes.add(attention.out.variable.aval.dtype)
@@ -121,7 +130,8 @@ def _dtype_of(
     return place.compute if dtype == F32 else dtype
 
 
-_UNDECIDED = (None, f"XLA: {F32.name} queries")  # the second of a function that a layer's call traced
+# What an audit has of this library's functions where autocast traces them in float32.
+UNDECIDED = f"XLA: {F32.name} queries"
 
 
 def with_given_masks(equation: Equation) -> bool:
@@ -157,7 +167,7 @@ def kernel_of(
         x.laid_out(given[x.variable].as_dtype(dtype)) for x in (attention.key, attention.value)
     )
     masks = [
-        _of_pairs(attention, mask.array(lambda v: given[v].array), mask.axes)
+        _of_pairs(attention, mask.array(lambda v: as_traced([v], [given[v]])[0]), mask.axes)
         for mask in attention.masks
     ]
     precision = None if attention.precision in _OF_KERNELS else attention.precision

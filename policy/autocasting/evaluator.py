@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from policy.autocasting.attention import Group, grouped, kernel_of
+from policy.autocasting.attention import UNDECIDED, Group, grouped, kernel_of
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.report import Report
@@ -50,8 +50,8 @@ class Evaluator(Interpreter[CastValue]):
       regions: the normalisations of the program that is being run.
       readers: the primitives that read each of its variables, and how often; "" stands for the
         program's caller.
-      attentions: the programs of attentions that no kernel takes, by the identity of their last
-        equations.
+      attentions: what an audit has of attentions that no kernel takes, by the identities of their
+        last equations.
       widened: the operands of a softmax's ``x - max(x)``, read in float32, so that the maximum is
         one of the same numbers.
     """
@@ -229,7 +229,8 @@ class Evaluator(Interpreter[CastValue]):
         return outputs
 
     def name_stack_of(self, equation: Equation) -> Any:
-        return marks.without(equation.source_info.name_stack)
+        stack = marks.without(equation.source_info.name_stack)
+        return marks.without_attention(stack) if marks.attention_of(stack) == UNDECIDED else stack
 
     def path_of(self, equation: Equation) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)

@@ -24,7 +24,9 @@ from policy.programs.rewriting.interpreter import has_options
 
 _LARGE = -1e4  # a masked logit is at most this: of a lower one float32's exponential is 0
 
-_Label = tuple[str, int]  # of an axis: ("batch", 0), ("lhs", 1), ...; those of logits name its dots'
+_Label = tuple[
+    str, int
+]  # of an axis: ("batch", 0), ("lhs", 1), ...; those of logits name its dots'
 _Labels = tuple[_Label | None, ...]  # None is an axis of size 1, or one that numbers repeat along
 _WIDTH: _Label = ("width", 0)
 
@@ -34,7 +36,7 @@ class Mask:
     """The pairs that an attention keeps.
 
     Attributes:
-      leaves: the variables of the program that it is computed from, none floating.
+      leaves: the variables of the program that it is computed from.
       axes: its permutation to (batch..., heads..., queries, keys).
     """
 
@@ -45,7 +47,7 @@ class Mask:
     _is_inverted: bool
 
     def array(self, read: Callable[[Any], Any]) -> Any:
-        """Computes the mask from the arrays of its leaves."""
+        """Computes the mask from the arrays of its leaves, in their dtypes."""
         found = self._program.computed(self._value, read)
         return ~found if self._is_inverted else found
 
@@ -208,22 +210,22 @@ class _Program:
             return float(_NUMBERS[maker.name](maker.params, *numbers))
 
     def leaves(self, value: Any) -> set[Any] | None:
-        """Returns the variables of the program that a value of an inner one is computed from; None
-        where one of them is floating.
+        """Returns the variables of the program that a value of an inner one is computed from, or
+        None.
         """
         found, waiting = set(), [value]
         while waiting:
             x = waiting.pop()
-            name = self._names.get(x, x)
             if _is_literal(x) or getattr(x, "array", None) is not None:
                 continue
+            name = self._names.get(x, x)
             if not isinstance(name, _Inner):
                 found.add(name)
             elif x in self.makers:
                 waiting += self.makers[x].inputs
             else:
                 return None
-        return None if any(is_floating_dtype(v.aval.dtype) for v in found) else found
+        return found
 
     def computed(self, value: Any, read: Callable[[Any], Any]) -> Any:
         """Evaluates a value of an inner program from its `leaves`."""
@@ -390,7 +392,7 @@ def _chosen(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
     """Returns the role of masked logits: a select of logits or of a large negative number."""
     which, *cases = step.inputs
     places = [i for i, x in enumerate(cases) if not _is_literal(x) and x in roles]
-    if len(cases) != 2 or len(places) != 1 or which in roles:
+    if len(cases) != 2 or len(places) != 1:
         return None
     role, low = roles[cases[places[0]]], program.number(cases[1 - places[0]])
     if role.kind != "logits" or low is None or not low <= _LARGE:
@@ -409,7 +411,9 @@ _ALONE: dict[str, Callable[[_Step, _Role], _Next]] = {
     "tanh": _bounded,
     "reduce_max": lambda step, role: _reduced(step, role, ("logits", "highest")),
     "reduce_sum": lambda step, role: _reduced(step, role, ("exp", "total")),
-    "exp": lambda _, role: dataclasses.replace(role, kind="exp") if role.kind == "centred" else None,
+    "exp": lambda _, role: (
+        dataclasses.replace(role, kind="exp") if role.kind == "centred" else None
+    ),
 }
 _PAIRS = {"sub": ("logits", "highest", "centred"), "div": ("exp", "total", "weights")}
 _NUMBERS: dict[str, Callable[..., Any]] = {
@@ -510,9 +514,10 @@ def _weighted(step: _Step, side: int, weights: _Role) -> _Dot | None:
     if labels.count(None) != 1 or step.params.get("out_sharding") is not None:
         return None
     labels[labels.index(None)] = _WIDTH
-    free = [
-        label for axis, label in enumerate(weights.labels) if axis not in (*over, *shared)
-    ], [_WIDTH]
+    free = (
+        [label for axis, label in enumerate(weights.labels) if axis not in (*over, *shared)],
+        [_WIDTH],
+    )
     order = free if side == 0 else free[::-1]
     out = (*(weights.labels[axis] for axis in shared), *order[0], *order[1])
     sides = (weights.labels, tuple(labels)) if side == 0 else (tuple(labels), weights.labels)

@@ -140,7 +140,7 @@ class Interpreter(Generic[V]):
         for i, equation in enumerate(jaxpr.eqns):
             # New equations get the source line, the name stack and the settings of this one.
             info = equation.source_info
-            names = self.name_stack_of(equation) or info.name_stack
+            names = self.name_stack_of(equation)
             stack = source_info_util.current_name_stack() + names
             source = source_info_util.user_context(info.traceback, name_stack=stack)
             with source, equation.ctx.manager:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from mpmodules import linen, nnx
 from mpmodules.functions import splash_attention
+from mpmodules.functions.fused_attention import fused_kernel
+from mpmodules.layers import attention_calls
 from policy import use_policy
 
 RNG = np.random.default_rng(0)
@@ -180,6 +182,29 @@ def test_layers_run_it_under_scan_remat_and_vmap(wing):
             for each in (attend, formula)
         ]
     assert mapped[0].shape == mapped[1].shape
+
+
+class Own(linen.Module):
+    @linen.compact
+    def __call__(self, query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "axes"), [((AUTO, AUTO, AUTO), AXES), ((EXPLICIT, EXPLICIT, EXPLICIT), None)]
+)
+def test_attention_of_own_code_is_split_as_that_of_layers(monkeypatch, kinds, axes):
+    operands = [x.astype(jnp.float32) for x in qkv(key_heads=4)]
+    attend = functools.partial(Own(dtype_policy="mixed_bfloat16").apply, {})
+    with jax.set_mesh(mesh_of(*kinds)), use_policy(None, attention_axes=axes):
+        operands = jax.device_put(operands, AXES)
+        formula = value_and_gradients(attend)(*operands)
+        text = str(jax.make_jaxpr(attend)(*operands))
+        assert text.count("shard_map[") == text.count("splash_attention[") == 1
+        insisting = lambda _, *args, **options: fused_kernel("splash", *args, **options)  # noqa: E731
+        monkeypatch.setattr(attention_calls, "fused_kernel", insisting)
+        kernel = value_and_gradients(lambda *operands: attend(*operands))(*operands)
+        assert_agree(kernel, formula, tolerance=0.03)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], P]] = {
