@@ -207,10 +207,10 @@ def _splash(
 ) -> Attention:
     """Returns splash attention of the pairs that are kept."""
     run: Any = functools.partial(kernel, how)
-    if not how.insists and formula is None:
-        run = cached_inline_jit(_on_tpu, kernel, how)
+    if formula is not None and not how.insists:
+        run = functools.partial(_on_tpu, kernel, how, formula=lambda *x: formula(*x[:3]))
     elif not how.insists:
-        run = functools.partial(_on_tpu, kernel, how, formula=lambda q, k, v, *_: formula(q, k, v))
+        run = cached_inline_jit(_on_tpu, kernel, how)
     ids = () if segments is None else (segments.query, segments.key)
     repeats = 1 if how.shards is None else how.shards.repeats
 

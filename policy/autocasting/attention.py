@@ -26,7 +26,7 @@ from policy.programs import marks
 from policy.programs.dtypes import F32, is_half
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import Equation, OpenJaxpr, held_program, opened
-from policy.programs.reading.attention import Attention, Operand, attentions
+from policy.programs.reading.attention import Attention, attentions
 
 # The formats of operands, with float32 results: what the kernels compute.
 _OF_KERNELS = (DotAlgorithmPreset.BF16_BF16_F32, DotAlgorithmPreset.F16_F16_F32)
@@ -48,9 +48,13 @@ class Group:
         return cls(attention, [variable for variable in read if variable not in made])
 
     @property
-    def has_masks(self) -> bool:
-        """Returns whether its operands are enough to compute its masks."""
-        return all({*mask.leaves} <= {*self.invars} for mask in self.attention.masks)
+    def is_complete(self) -> bool:
+        """Returns whether it reads all that a kernel is given."""
+        attention = self.attention
+        read = {x.variable for x in (attention.query, attention.key, attention.value)}
+        read |= {leaf for mask in attention.masks for leaf in mask.leaves}
+        read |= {attention.bias[0]} if attention.bias else set()
+        return read <= {*self.invars}
 
     @property
     def eqns(self) -> Sequence[Equation]:
@@ -92,7 +96,7 @@ def grouped(
             ]
             if obstacle := FRAMEWORKS[-1].attention_obstacle(*shapes):
                 programs[id(last)] = f"XLA: {obstacle}"
-            elif (group := Group.of(attention)).has_masks:
+            elif (group := Group.of(attention)).is_complete:
                 groups[id(last)] = group
     if not groups:
         return jaxpr, programs

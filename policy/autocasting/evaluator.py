@@ -182,7 +182,8 @@ class Evaluator(Interpreter[CastValue]):
         """Evaluates an attention by a kernel, or its equations one by one."""
 
         def each(values: Values) -> Values:
-            return super(Evaluator, self).run(group, (), values)
+            program: Any = group
+            return super(Evaluator, self).run(program, (), values)
 
         def formula() -> Any:
             # In a program of its own, which casts values again.
@@ -228,7 +229,7 @@ class Evaluator(Interpreter[CastValue]):
             self.report.note(self.path_of(equation), name, done, [value.array for value in outputs])
         return outputs
 
-    def name_stack_of(self, equation: Equation) -> Any:
+    def name_stack_of(self, equation: Equation | Group) -> Any:
         stack = marks.without(equation.source_info.name_stack)
         return marks.without_attention(stack) if marks.attention_of(stack) == UNDECIDED else stack
 

@@ -13,20 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
-from policy.programs import primitives
 from policy.programs.dtypes import F32, is_floating_dtype
-from policy.programs.jaxprs import Equation, OpenJaxpr, bind, equations_within, subprogram
-from policy.programs.rewriting.interpreter import has_options
+from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
+from policy.programs.reading.inlined import MOVES, InlinedProgram, Step, is_literal
 
 _LARGE = -1e4  # a masked logit is at most this: of a lower one float32's exponential is 0
 
-_Label = tuple[
-    str, int
-]  # of an axis: ("batch", 0), ("lhs", 1), ...; those of logits name its dots'
+# Of an axis: ("batch", 0), ("lhs", 1), ..., as the first matmul has it.
+_Label = tuple[str, int]
 _Labels = tuple[_Label | None, ...]  # None is an axis of size 1, or one that numbers repeat along
 _WIDTH: _Label = ("width", 0)
 
@@ -43,7 +40,7 @@ class Mask:
     leaves: tuple[Any, ...]
     axes: tuple[int, ...]
     _value: Any
-    _program: _Program
+    _program: InlinedProgram
     _is_inverted: bool
 
     def array(self, read: Callable[[Any], Any]) -> Any:
@@ -114,155 +111,9 @@ def attentions(jaxpr: OpenJaxpr) -> list[Attention]:
         return []
     if not any(each.primitive.name == "exp" for each in equations_within(jaxpr, once=True)):
         return []
-    program = _Program(jaxpr)
+    program = InlinedProgram(jaxpr)
     found = (_match(program, step) for step in program.steps if step.name == "dot_general")
     return [attention for attention in found if attention is not None]
-
-
-# --------------------------------------------------------------------------------------------------
-# The program, with jitted functions inlined
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False)
-class _Inner:
-    """A value of a program inside an equation; `array` is that of a constant."""
-
-    aval: Any
-    array: Any = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """An equation, its operands and results, and the equation of the program that it stands in."""
-
-    equation: Equation
-    inputs: list[Any]
-    outputs: list[Any]
-    around: Equation
-
-    @property
-    def name(self) -> str:
-        return self.equation.primitive.name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.equation.params
-
-    @property
-    def is_outer(self) -> bool:
-        return self.equation is self.around
-
-
-class _Program:
-    """The steps of a program, in the order in which they run."""
-
-    def __init__(self, jaxpr: OpenJaxpr):
-        self.jaxpr = jaxpr
-        self.steps: list[_Step] = []
-        self.makers: dict[Any, _Step] = {}
-        self.readers: dict[Any, list[int]] = {}
-        self._inner: dict[Any, Any] = {}  # results of calls, and the values inside that they are
-        self._names: dict[Any, Any] = {}  # the reverse
-        for equation in jaxpr.eqns:
-            self._add(equation, list(equation.invars), list(equation.outvars), equation)
-
-    def _add(self, equation: Equation, inputs: list[Any], outputs: list[Any], around: Any) -> None:
-        inputs = [x if _is_literal(x) else self._inner.get(x, x) for x in inputs]
-        if not _is_inlined(equation):
-            step = _Step(equation, inputs, outputs, around)
-            for x in inputs:
-                if not _is_literal(x):
-                    self.readers.setdefault(x, []).append(len(self.steps))
-            self.makers |= dict.fromkeys(outputs, step)
-            self.steps.append(step)
-            return
-        program = subprogram(equation, "call")
-        values: dict[Any, Any] = dict(zip(program.body.invars, inputs, strict=True))
-        for variable, array in zip(program.body.constvars, program.consts, strict=True):
-            values[variable] = _Inner(variable.aval, array)
-
-        def read(atom: Any) -> Any:
-            return atom if _is_literal(atom) else values[atom]
-
-        for inner in program.body.eqns:
-            made = [_Inner(variable.aval) for variable in inner.outvars]
-            self._add(inner, list(map(read, inner.invars)), list(made), around)
-            values |= {v: self._inner.get(x, x) for v, x in zip(inner.outvars, made, strict=True)}
-        for variable, atom in zip(outputs, map(read, program.body.outvars), strict=True):
-            self._inner[variable] = atom
-            if not isinstance(variable, _Inner) and isinstance(atom, _Inner):
-                self._names.setdefault(atom, variable)
-
-    def number(self, atom: Any) -> float | None:
-        """Returns the number that a value is in all places, or None."""
-        if _is_literal(atom) or getattr(atom, "array", None) is not None:
-            number = np.asarray(atom.val if _is_literal(atom) else atom.array)
-            is_number = number.ndim == 0 and number.dtype.kind in "fiuV"
-            return float(number) if is_number else None
-        maker = self.makers.get(atom)
-        if maker is None or maker.name not in _NUMBERS:
-            return None
-        numbers = [self.number(x) for x in maker.inputs]
-        if any(number is None for number in numbers):
-            return None
-        with np.errstate(all="ignore"):
-            return float(_NUMBERS[maker.name](maker.params, *numbers))
-
-    def leaves(self, value: Any) -> set[Any] | None:
-        """Returns the variables of the program that a value of an inner one is computed from, or
-        None.
-        """
-        found, waiting = set(), [value]
-        while waiting:
-            x = waiting.pop()
-            if _is_literal(x) or getattr(x, "array", None) is not None:
-                continue
-            name = self._names.get(x, x)
-            if not isinstance(name, _Inner):
-                found.add(name)
-            elif x in self.makers:
-                waiting += self.makers[x].inputs
-            else:
-                return None
-        return found
-
-    def computed(self, value: Any, read: Callable[[Any], Any]) -> Any:
-        """Evaluates a value of an inner program from its `leaves`."""
-        name = self._names.get(value, value) if not _is_literal(value) else value
-        if _is_literal(name):
-            return np.asarray(name.val, name.aval.dtype)
-        if not isinstance(name, _Inner):
-            return read(name)
-        if name.array is not None:
-            return name.array
-        step = self.makers[name]
-        results = bind(step.equation, [self.computed(x, read) for x in step.inputs])
-        return results[step.outputs.index(name)]
-
-    def depends_on_arguments(self, value: Any) -> bool:
-        """Returns whether a value is computed from an argument of the program."""
-        waiting, seen = [value], set()
-        while waiting:
-            x = waiting.pop()
-            x = x if _is_literal(x) else self._inner.get(x, x)
-            if _is_literal(x) or x in seen:
-                continue
-            seen.add(x)
-            if x in self.makers:
-                waiting += self.makers[x].inputs
-            elif x in self.jaxpr.invars:
-                return True
-        return False
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
-
-
-def _is_inlined(equation: Equation) -> bool:
-    name = equation.primitive.name
-    return name in (*primitives.CALLS, "jit") and not has_options(equation)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,7 +158,7 @@ class _Role:
 _Next = _Role | None
 
 
-def _moved(step: _Step, role: _Role) -> _Next:
+def _moved(step: Step, role: _Role) -> _Next:
     """Returns the role of a value with other axes."""
     params, shape = step.params, step.outputs[0].aval.shape
     if step.name == "transpose":
@@ -328,17 +179,17 @@ def _moved(step: _Step, role: _Role) -> _Next:
     return dataclasses.replace(role, labels=tuple(labels))
 
 
-def _converted(step: _Step, role: _Role) -> _Next:
+def _converted(step: Step, role: _Role) -> _Next:
     """Returns the role of a cast: the weights alone may be rounded, as they are in a kernel."""
     dtype = step.params["new_dtype"]
     return role if dtype == F32 or (role.kind == "weights" and is_floating_dtype(dtype)) else None
 
 
-def _stopped(step: _Step, role: _Role) -> _Next:
+def _stopped(step: Step, role: _Role) -> _Next:
     return role if role.kind == "highest" else None
 
 
-def _bounded(step: _Step, role: _Role) -> _Next:
+def _bounded(step: Step, role: _Role) -> _Next:
     form = role.form
     if role.kind != "logits" or not form.is_scaling or form.is_bounded:
         return None
@@ -356,7 +207,7 @@ def _scaled(role: _Role, by: float | None) -> _Next:
     return dataclasses.replace(role, form=form)
 
 
-def _biased(step: _Step, role: _Role, other: Any) -> _Next:
+def _biased(step: Step, role: _Role, other: Any) -> _Next:
     form = role.form
     if role.kind != "logits" or form.bias is not None or not step.is_outer:
         return None
@@ -365,7 +216,7 @@ def _biased(step: _Step, role: _Role, other: Any) -> _Next:
     return dataclasses.replace(role, form=form)
 
 
-def _reduced(step: _Step, role: _Role, kinds: tuple[str, str]) -> _Next:
+def _reduced(step: Step, role: _Role, kinds: tuple[str, str]) -> _Next:
     """Returns the role of a reduction over the keys."""
     axes = [int(axis) for axis in step.params["axes"]]
     if role.kind != kinds[0] or len(axes) != 1:
@@ -388,14 +239,14 @@ def _combined(x: _Role, row: _Role, kinds: tuple[str, str, str]) -> _Next:
     return _Role(kinds[2], x.labels, row.form) if is_same and fits else None
 
 
-def _chosen(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
+def _chosen(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Next:
     """Returns the role of masked logits: a select of logits or of a large negative number."""
     which, *cases = step.inputs
-    places = [i for i, x in enumerate(cases) if not _is_literal(x) and x in roles]
+    places = [i for i, x in enumerate(cases) if not is_literal(x) and x in roles]
     if len(cases) != 2 or len(places) != 1:
         return None
     role, low = roles[cases[places[0]]], program.number(cases[1 - places[0]])
-    if role.kind != "logits" or low is None or not low <= _LARGE:
+    if role.kind != "logits" or low is None or not low <= _LARGE or which.aval.dtype != bool:
         return None
     if not _repeats(which, step, cases[places[0]]) or program.leaves(which) is None:
         return None
@@ -403,9 +254,8 @@ def _chosen(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
     return dataclasses.replace(role, form=dataclasses.replace(role.form, masks=masks))
 
 
-_MOVES = frozenset(("transpose", "broadcast_in_dim", "reshape", "squeeze"))
-_ALONE: dict[str, Callable[[_Step, _Role], _Next]] = {
-    **dict.fromkeys(_MOVES, _moved),
+_ALONE: dict[str, Callable[[Step, _Role], _Next]] = {
+    **dict.fromkeys(MOVES, _moved),
     "convert_element_type": _converted,
     "stop_gradient": _stopped,
     "tanh": _bounded,
@@ -416,23 +266,13 @@ _ALONE: dict[str, Callable[[_Step, _Role], _Next]] = {
     ),
 }
 _PAIRS = {"sub": ("logits", "highest", "centred"), "div": ("exp", "total", "weights")}
-_NUMBERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys((*_MOVES, "convert_element_type", "stop_gradient"), lambda _, x: x),
-    "sqrt": lambda _, x: np.sqrt(x),
-    "rsqrt": lambda _, x: 1 / np.sqrt(x),
-    "neg": lambda _, x: -x,
-    "mul": lambda _, x, y: x * y,
-    "div": lambda _, x, y: np.divide(x, y),
-    "integer_pow": lambda params, x: x ** params["y"],
-    "pow": lambda _, x, y: x**y,
-}
 
 
-def _role_of(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
+def _role_of(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Next:
     """Returns the role of a step's result, or None for a step that is no part of attention."""
     if len(step.outputs) != 1:
         return None
-    given = [None if _is_literal(x) else roles.get(x) for x in step.inputs]
+    given = [None if is_literal(x) else roles.get(x) for x in step.inputs]
     name, known = step.name, [role for role in given if role is not None]
     if name == "select_n":
         return _chosen(program, step, roles)
@@ -442,7 +282,7 @@ def _role_of(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
     if len(step.inputs) != 2:
         return None
     if len(known) == 2:
-        return _combined(*known, _PAIRS[name]) if name in _PAIRS else None
+        return _combined(known[0], known[1], _PAIRS[name]) if name in _PAIRS else None
     (role,), is_first = known, given[0] is not None
     x, other = step.inputs if is_first else step.inputs[::-1]
     number = program.number(other)
@@ -453,10 +293,10 @@ def _role_of(program: _Program, step: _Step, roles: dict[Any, _Role]) -> _Next:
     return _biased(step, role, other) if name == "add" and _repeats(other, step, x) else None
 
 
-def _repeats(other: Any, step: _Step, x: Any) -> bool:
+def _repeats(other: Any, step: Step, x: Any) -> bool:
     """Returns whether an operand beside logits has their shape, or repeats along some axes."""
     shape = step.outputs[0].aval.shape
-    if _is_literal(other) or x.aval.shape != shape or len(other.aval.shape) != len(shape):
+    if is_literal(other) or x.aval.shape != shape or len(other.aval.shape) != len(shape):
         return False
     return all(size in (1, whole) for size, whole in zip(other.aval.shape, shape, strict=True))
 
@@ -473,15 +313,17 @@ _LOWEST = float(np.finfo(np.float32).min)
 class _Dot:
     """A matmul of two operands, with labels of their axes and of those of the result."""
 
-    step: _Step
+    step: Step
     sides: tuple[_Labels, _Labels]
     out: _Labels
 
 
-def _labelled(step: _Step) -> _Dot | None:
+def _labelled(step: Step) -> _Dot | None:
     """Labels the axes of the first matmul, of one contraction."""
     contracted, batch = step.params["dimension_numbers"]
     if any(len(axes) != 1 for axes in contracted) or step.params.get("out_sharding") is not None:
+        return None
+    if not all(isinstance(n, int) for x in step.inputs for n in x.aval.shape):  # of `jax.export`
         return None
     sides, free = [], []
     for name, atom, over, shared in zip(
@@ -500,7 +342,7 @@ def _labelled(step: _Step) -> _Dot | None:
     return _Dot(step, (sides[0], sides[1]), (*shared, *free))
 
 
-def _weighted(step: _Step, side: int, weights: _Role) -> _Dot | None:
+def _weighted(step: Step, side: int, weights: _Role) -> _Dot | None:
     """Labels the axes of the second matmul, whose operand `side` is the weights."""
     contracted, batch = step.params["dimension_numbers"]
     value = step.equation.invars[1 - side]
@@ -524,14 +366,14 @@ def _weighted(step: _Step, side: int, weights: _Role) -> _Dot | None:
     return _Dot(step, sides, out)
 
 
-def _match(program: _Program, start: _Step) -> Attention | None:
+def _match(program: InlinedProgram, start: Step) -> Attention | None:
     """Returns the attention whose logits a matmul computes, or None."""
     first = _labelled(start) if start.is_outer and start.outputs[0].aval.dtype == F32 else None
     if first is None:
         return None
     roles = {start.outputs[0]: _Role("logits", first.out, _Form())}
     steps, waiting = [start], sorted(set(program.readers.get(start.outputs[0], ())))
-    second = None
+    second, form = None, _Form()
     while waiting:
         place = heapq.heappop(waiting)
         step = program.steps[place]
@@ -539,7 +381,7 @@ def _match(program: _Program, start: _Step) -> Attention | None:
             continue
         steps.append(step)
         if step.name == "dot_general":
-            sides = [i for i, x in enumerate(step.inputs) if not _is_literal(x) and x in roles]
+            sides = [i for i, x in enumerate(step.inputs) if not is_literal(x) and x in roles]
             weights = roles[step.inputs[sides[0]]]
             is_last = second is None and len(sides) == 1 and step.is_outer
             second = _weighted(step, sides[0], weights) if is_last else None
@@ -557,14 +399,15 @@ def _match(program: _Program, start: _Step) -> Attention | None:
 
 
 def _attention(
-    program: _Program, first: _Dot, second: _Dot, form: _Form, steps: Sequence[_Step]
+    program: InlinedProgram, first: _Dot, second: _Dot, form: _Form, steps: Sequence[Step]
 ) -> Attention | None:
     """Returns the attention of two matmuls, unless something else reads what is between them."""
     is_rhs = form.keys is not None and form.keys[0] == "rhs"
     of_query, of_key = first.sides if is_rhs else first.sides[::-1]
     of_value = next(labels for labels in second.sides if _WIDTH in labels)
     layout = _Layout.of(of_query, of_key, of_value, second.out, form.keys, _sizes(first))
-    if layout is None:
+    labels = [labels for _, labels, *_ in (*form.masks, *([form.bias] if form.bias else []))]
+    if layout is None or any({*each} != {*first.out} for each in labels):
         return None
     scale, operands = form.scale, []
     inner = [step.around for step in steps]
@@ -574,7 +417,7 @@ def _attention(
         scale, inner = scale * by, [*before, *inner]
     query, key = operands if is_rhs else operands[::-1]
     value = second.step.equation.invars[second.sides.index(of_value)]
-    if any(map(_is_literal, (query, key, value))):
+    if any(map(is_literal, (query, key, value))):
         return None
     equations = _closed(program, inner, second.step.equation)
     if equations is None:
@@ -601,12 +444,12 @@ def _attention(
     )
 
 
-def _unscaled(program: _Program, dot: _Step, side: int) -> tuple[Any, float, list[Equation]]:
+def _unscaled(program: InlinedProgram, dot: Step, side: int) -> tuple[Any, float, list[Equation]]:
     """Returns an operand of the first matmul before it was multiplied by a number, the number, and
     the equations in between that the matmul alone reads.
     """
     atom, by, between, is_alone = dot.equation.invars[side], 1.0, [], True
-    while not _is_literal(atom) and (maker := program.makers.get(atom)) is not None:
+    while not is_literal(atom) and (maker := program.makers.get(atom)) is not None:
         if not (maker.name in ("mul", "div") and maker.is_outer):
             break
         numbers = [program.number(x) for x in maker.inputs]
@@ -622,14 +465,14 @@ def _unscaled(program: _Program, dot: _Step, side: int) -> tuple[Any, float, lis
 
 
 def _closed(
-    program: _Program, equations: Sequence[Equation], last: Equation
+    program: InlinedProgram, equations: Sequence[Equation], last: Equation
 ) -> tuple[Equation, ...] | None:
     """Returns equations in the order of the program, or None where others read their results."""
     chosen = {id(equation) for equation in equations}
     made = {v for one in equations if one is not last for v in one.outvars}
     others = [one for one in program.jaxpr.eqns if id(one) not in chosen]
-    read = {v for one in others for v in one.invars if not _is_literal(v)}
-    read |= {v for v in program.jaxpr.outvars if not _is_literal(v)}
+    read = {v for one in others for v in one.invars if not is_literal(v)}
+    read |= {v for v in program.jaxpr.outvars if not is_literal(v)}
     if made & read or any(equation.effects for equation in equations):
         return None
     return tuple(one for one in program.jaxpr.eqns if id(one) in chosen)

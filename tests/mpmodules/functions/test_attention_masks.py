@@ -71,11 +71,21 @@ READ: dict[str, tuple[Any, bool, bool]] = {
         True,
         True,
     ),
+    "axes that are split and merged": (
+        lambda t: jnp.broadcast_to(
+            flax.linen.make_attention_mask(t, t, jnp.equal)[:, :, None] * CAUSAL, (2, 2, 2, T, T)
+        ).reshape(2, 4, T, T),
+        True,
+        True,
+    ),
     "a jitted function": (lambda t: jax.jit(lambda: jnp.triu(jnp.ones((T, T))))(), True, False),
 }
 UNKNOWN: dict[str, Any] = {
     "positions": lambda t: t[:, None, :, None] >= t[:, None, None, :],
     "an argument": lambda t: jnp.broadcast_to(t[:, None, None], (2, 1, T, T)) > 0,
+    "merged axes of ids": lambda t: (
+        (t[:, None, :, None] == t[:, None, None, :]).reshape(2, 1, 1, T * T).reshape(2, 1, T, T)
+    ),
     "two packings": lambda t: flax.linen.combine_masks(
         *[flax.linen.make_attention_mask(x, x, jnp.equal) for x in (t, t + 1)]
     ),
@@ -109,7 +119,7 @@ def test_a_mask_of_shapes_and_of_comparisons_is_read_while_tracing(kind):
     wanted = np.asarray(make(TOKENS)).astype(bool)
     wanted = wanted.reshape((1,) * (4 - wanted.ndim) + wanted.shape)
     found = np.asarray(read(TOKENS))
-    np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+    np.testing.assert_array_equal(*np.broadcast_arrays(found, wanted))
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
