@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from policy.programs import primitives
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
-from policy.programs.reading.inlined import MOVES, InlinedProgram, Step, is_literal
+from policy.programs.reading.inlined import InlinedProgram, Step, is_literal
 
 _LARGE = -1e4  # a masked logit is at most this: of a lower one float32's exponential is 0
 
@@ -255,7 +256,7 @@ def _chosen(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Ne
 
 
 _ALONE: dict[str, Callable[[Step, _Role], _Next]] = {
-    **dict.fromkeys(MOVES, _moved),
+    **dict.fromkeys(primitives.REARRANGES, _moved),
     "convert_element_type": _converted,
     "stop_gradient": _stopped,
     "tanh": _bounded,
@@ -450,7 +451,7 @@ def _unscaled(program: InlinedProgram, dot: Step, side: int) -> tuple[Any, float
     """
     atom, by, between, is_alone = dot.equation.invars[side], 1.0, [], True
     while not is_literal(atom) and (maker := program.makers.get(atom)) is not None:
-        if not (maker.name in ("mul", "div") and maker.is_outer):
+        if not (maker.name in primitives.PRODUCTS and maker.is_outer):
             break
         numbers = [program.number(x) for x in maker.inputs]
         at = int(numbers[0] is not None)

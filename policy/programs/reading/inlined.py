@@ -14,11 +14,10 @@ from policy.programs.dtypes import is_floating_dtype
 from policy.programs.jaxprs import Equation, OpenJaxpr, bind, subprogram
 from policy.programs.rewriting.interpreter import has_options
 
-MOVES = frozenset(("transpose", "broadcast_in_dim", "reshape", "squeeze"))
-"""Primitives that give an array other axes."""
-
 _NUMBERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys((*MOVES, "convert_element_type", "stop_gradient"), lambda _, x: x),
+    **dict.fromkeys(
+        (*primitives.REARRANGES, "convert_element_type", "stop_gradient"), lambda _, x: x
+    ),
     "sqrt": lambda _, x: np.sqrt(x),
     "rsqrt": lambda _, x: 1 / np.sqrt(x),
     "neg": lambda _, x: -x,
@@ -108,7 +107,9 @@ class InlinedProgram:
         maker = self.makers.get(atom)
         if maker is None or maker.name not in _NUMBERS:
             return None
-        if maker.name not in MOVES and not is_floating_dtype(maker.outputs[0].aval.dtype):
+        if maker.name not in primitives.REARRANGES and not is_floating_dtype(
+            maker.outputs[0].aval.dtype
+        ):
             return None  # integers divide in another way
         numbers = [self.number(x) for x in maker.inputs]
         if any(number is None for number in numbers):
