@@ -31,6 +31,9 @@ from policy.programs.reading.attention import Attention, attentions
 # The formats of operands, with float32 results: what the kernels compute.
 _OF_KERNELS = (DotAlgorithmPreset.BF16_BF16_F32, DotAlgorithmPreset.F16_F16_F32)
 
+UNDECIDED = f"XLA: {F32.name} queries"
+"""What this library's functions say of their program where autocast traces them in float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -117,14 +120,9 @@ def _dtype_of(
     a layer, one that was asked to be XLA's, or with other rules for its operations.
     """
     last = attention.equations[-1]
-    place, stack = place_of(last), last.source_info.name_stack
+    place, asked = place_of(last), marks.attention_of(last.source_info.name_stack)
     is_ruled = settings.category("dot_general") != "compute" or settings.category("exp") != "fp32"
-    if (
-        is_ruled
-        or place.is_layer
-        or place.region
-        or marks.attention_of(stack) not in (None, UNDECIDED)
-    ):
+    if is_ruled or place.is_layer or place.region or asked not in (None, UNDECIDED):
         return None
     dtypes = {x.variable.aval.dtype for x in (attention.query, attention.key, attention.value)}
     dtypes.add(attention.out.variable.aval.dtype)
@@ -132,10 +130,6 @@ def _dtype_of(
     if others or not (dtype == F32 or is_half(dtype)):
         return None
     return place.compute if dtype == F32 else dtype
-
-
-# What an audit has of this library's functions where autocast traces them in float32.
-UNDECIDED = f"XLA: {F32.name} queries"
 
 
 def with_given_masks(equation: Equation) -> bool:
@@ -201,12 +195,15 @@ def _scaled(attention: Attention, given: dict[Any, CastValue], dtype: np.dtype) 
 
 
 def _bias(attention: Attention, given: dict[Any, CastValue], dtype: np.dtype) -> Any:
-    """Returns the bias (batch..., heads, queries, keys): parameters in the dtype of queries."""
+    """Returns the bias (batch..., heads, queries, keys): parameters and inputs of a module's call in
+    the dtype of queries.
+    """
     if attention.bias is None:
         return None
     variable, axes = attention.bias
     value = given[variable]
-    return _of_pairs(attention, value.as_dtype(dtype) if value.yields else value.array, axes)
+    follows = value.yields or value.weak
+    return _of_pairs(attention, value.as_dtype(dtype) if follows else value.array, axes)
 
 
 def _of_pairs(attention: Attention, x: Any, axes: Sequence[int]) -> Any:

@@ -129,6 +129,7 @@ class _Form:
     Attributes:
       scale, soft_cap, bias, masks: as in `Attention`; a bias and masks with the labels of their
         axes, and a mask with whether it is inverted.
+      low: the masked logits, equal for all masks: a row without any key is then uniform.
       is_bounded: whether they are behind a tanh.
       keys: the axis of the softmax, once it is known.
     """
@@ -138,6 +139,7 @@ class _Form:
     soft_cap: float | None = None
     bias: tuple[Any, _Labels] | None = None
     masks: tuple[tuple[Any, _Labels, bool], ...] = ()
+    low: float | None = None
     keys: _Label | None = None
 
     @property
@@ -251,8 +253,10 @@ def _chosen(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Ne
         return None
     if not _repeats(which, step, cases[places[0]]) or program.leaves(which) is None:
         return None
+    if role.form.low not in (None, low):
+        return None
     masks = (*role.form.masks, (which, role.labels, places[0] == 0))
-    return dataclasses.replace(role, form=dataclasses.replace(role.form, masks=masks))
+    return dataclasses.replace(role, form=dataclasses.replace(role.form, masks=masks, low=low))
 
 
 _ALONE: dict[str, Callable[[Step, _Role], _Next]] = {

@@ -242,8 +242,6 @@ def _broadcast(params: Any, _: Shape, shape: Shape) -> list[int | None]:
 
 def _reshaped(_: Any, old: Shape, shape: Shape) -> list[int | None] | None:
     """Returns the old axis of each new one; None for axes of size 1, split axes and merged ones."""
-    if not all(isinstance(size, int) for size in (*old, *shape)):  # of `jax.export`
-        return None
     source: list[int | None] = [None] * len(shape)
     at, to, before, after = 0, 0, 1, 1  # sizes of what is read of the axes that are merged or split
     while at < len(old) and to < len(shape):
@@ -251,6 +249,8 @@ def _reshaped(_: Any, old: Shape, shape: Shape) -> list[int | None] | None:
         if is_aligned and old[at] == shape[to]:
             source[to] = at
             at, to = at + 1, to + 1
+        elif not (isinstance(old[at], int) and isinstance(shape[to], int)):  # of `jax.export`
+            return None
         elif before < after or (is_aligned and shape[to] != 1):
             before, at = before * old[at], at + 1
         else:

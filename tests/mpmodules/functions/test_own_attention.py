@@ -19,6 +19,7 @@ from mpmodules.functions.fused_attention import fused_kernel
 from mpmodules.layers import attention_calls
 from policy import audit, autocast, use_policy
 from policy.autocasting import evaluator
+from tests.mpmodules.functions.test_attention import kernel  # noqa: F401 (a fixture)
 from tests.mpmodules.functions.test_splash_attention import (
     CALL,
     assert_close,
@@ -240,11 +241,11 @@ def test_layers_that_are_scanned_and_rematerialised_run_it_and_agree_with_xla(
 
     operands = operands_of()
     loss = lambda *x: jnp.sum(jnp.square(KINDS[kind](function)(*x)))  # noqa: E731
-    kernel = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
+    fused = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
     assert "splash_attention[" in str(jax.make_jaxpr(loss)(*operands))
     monkeypatch.setattr(evaluator, "grouped", lambda jaxpr, *_: (jaxpr, {}))
     formula = jax.jit(jax.value_and_grad(lambda *x: loss(*x), (0, 1, 2)))(*operands)
-    for ours, plain in zip(jax.tree.leaves(kernel), jax.tree.leaves(formula), strict=True):
+    for ours, plain in zip(jax.tree.leaves(fused), jax.tree.leaves(formula), strict=True):
         np.testing.assert_allclose(ours, plain, atol=0.02 * float(jnp.abs(plain).max()))
 
 
@@ -341,11 +342,26 @@ def test_on_other_platforms_the_numbers_are_those_of_before(monkeypatch, kind):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_on_gpus_a_bias_and_causality_reach_cudnn(kernel, kind):  # noqa: F811
+    def function(q, k, v, bias):
+        logits = einsum(q, k) / 4 + bias * 0.5
+        return einsum_values(jax.nn.softmax(jnp.where(TRI[None, None, :6, :6], logits, -1e9)), v)
+
+    operands = operands_of(queries=6, keys=6)
+    bias = operands_of(queries=6, heads=1, width=6)[0].swapaxes(1, 2)
+    found = KINDS[kind](function)(*operands, bias)
+    call = kernel[-1]
+    assert call["is_causal"] and call["mask"] is None
+    assert (call["bias"].shape, call["bias"].dtype) == ((2, 1, 6, 6), jnp.bfloat16)
+    np.testing.assert_allclose(found, function(*operands, bias), atol=0.02)
+
+
 class Block(linen.Module):
     @linen.compact
     def __call__(self, x, mask):
-        kernel = self.param("kernel", linen.initializers.normal(0.1), (16, 16))
-        q, k, v = (x @ (kernel * n) for n in (1.0, 2.0, 3.0))
+        weights = self.param("weights", linen.initializers.normal(0.1), (16, 16))
+        q, k, v = (x @ (weights * n) for n in (1.0, 2.0, 3.0))
         x = x + attend(q, k, v, mask=mask)
         return x * jax.nn.sigmoid(x)
 
