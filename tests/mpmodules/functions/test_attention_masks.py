@@ -119,7 +119,8 @@ def test_a_mask_of_shapes_and_of_comparisons_is_read_while_tracing(kind):
     wanted = np.asarray(make(TOKENS)).astype(bool)
     wanted = wanted.reshape((1,) * (4 - wanted.ndim) + wanted.shape)
     found = np.asarray(read(TOKENS))
-    np.testing.assert_array_equal(*np.broadcast_arrays(found, wanted))
+    ours, true = np.broadcast_arrays(found, wanted)
+    np.testing.assert_array_equal(ours, true)
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
