@@ -195,8 +195,8 @@ def _scaled(attention: Attention, given: dict[Any, CastValue], dtype: np.dtype) 
 
 
 def _bias(attention: Attention, given: dict[Any, CastValue], dtype: np.dtype) -> Any:
-    """Returns the bias (batch..., heads, queries, keys): parameters and inputs of a module's call in
-    the dtype of queries.
+    """Returns the bias, (batch..., heads, queries, keys); parameters and inputs of a module's call
+    are cast to `dtype`.
     """
     if attention.bias is None:
         return None
