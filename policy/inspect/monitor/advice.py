@@ -23,7 +23,8 @@ def advise(records: Sequence[Record]) -> tuple[Advice, ...]:
     """
     rows = series_of([record for record in records if is_ordinary(record)])
     every = [*rows.values()]
-    found = [*not_finite(records), *skips(records), *spikes(every), *dead(every)]
+    inputs = [row for row in series_of(records).values() if row.kind == "input"]
+    found = [*not_finite(records), *skips(records), *spikes(inputs, every), *dead(every)]
     found += [advice for row in every for check in _BY_ROW for advice in check(row, rows)]
     order = list(ADVICE_KINDS)
     return tuple(sorted(_joined(found), key=lambda one: (order.index(one.kind), one.step)))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 Record = dict[str, Any]
-_LEAVES = ("gradient", "param", "update")  # rows by the path of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +39,6 @@ class Series:
         return self.numbers.get(name, np.full(len(self.steps), np.nan))
 
     @property
-    def module(self) -> str:
-        """The path of the module, as rules take it."""
-        return module_of(self.path, self.kind)
-
-    @property
     def lost(self) -> np.ndarray:
         """The shares of numbers that the row's dtype doesn't hold, or of updates that vanish."""
         names = ("lost",) if "lost" in self.numbers else ("below", "above", "nan", "inf")
@@ -60,14 +54,6 @@ class Series:
 
 RowKey = tuple[str, str, int | None]  # path, kind, layer
 Rows = Mapping[RowKey, Series]
-
-
-def module_of(path: str, kind: str) -> str:
-    """Returns the module that a row belongs to: ``params/head/kernel`` is of ``head``."""
-    if kind not in _LEAVES:
-        return path
-    names = path.split("/")[:-1]
-    return "/".join(names[1:] if names[:1] == ["params"] else names)
 
 
 def is_ordinary(record: Record) -> bool:

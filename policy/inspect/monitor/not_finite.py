@@ -134,7 +134,7 @@ def _of_one_device(bad: Sequence[Record]) -> Iterator[Advice]:
 def skips(records: Sequence[Record]) -> Iterator[Advice]:
     """Yields advice on the loss scale and on skipped steps."""
     scaled = [record for record in records if record["loss_scale"] is not None]
-    missed = [one for one in scaled if one["skipped"] and _direction(one) == "backward"]
+    missed = [one for one in scaled if one["skipped"] and _direction(one) != "forward"]
     low = [one for one in scaled if float(one["loss_scale"]) < 1]
     if low:
         scale = min(float(one["loss_scale"]) for one in low)

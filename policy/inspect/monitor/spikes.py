@@ -12,15 +12,16 @@ from policy.inspect.monitor.history import Series
 _RECENT = 8  # records before a spike, and the most after it, that it is compared with
 
 
-def spikes(rows: Sequence[Series]) -> Iterator[Advice]:
+def spikes(inputs: Sequence[Series], rows: Sequence[Series]) -> Iterator[Advice]:
     """Yields advice on steps whose inputs, gradients or updates are far larger than before.
 
     Args:
+      inputs: rows of the inputs, of all steps.
       rows: of the steps that are finite and not skipped.
     """
     yield from _devices(rows)
     found: dict[int, Advice] = {}
-    for row in (one for one in rows if one.kind == "input"):
+    for row in inputs:
         for place, times in _jumps(row["largest"]):
             step = int(row.steps[place])
             said = f"The largest number of the input {row.path} is {times:.3g} times that before"

@@ -59,7 +59,7 @@ def by_hand(data, dtype=F16):
     def step(params, opt_state, x, y):
         value, grads = gradients(params, x, y)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        return optax.apply_updates(params, updates), opt_state, value
 
     params = plain_params()
     del params["out"]

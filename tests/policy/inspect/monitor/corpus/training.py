@@ -111,7 +111,7 @@ def watch(
     snapshots = []
     for i, batch in enumerate(data):
         result, snapshot = watched(i, *state, *batch)
-        state = result[0] if isinstance(result, tuple) else state  # nnx updates its own
+        state = result[:-1] if isinstance(result, tuple) else state  # nnx updates its own
         snapshots.append(snapshot)
     return [json.loads(json.dumps(one)) for each in snapshots for one in each.records()]
 
@@ -127,7 +127,7 @@ def step_of(apply: Callable[..., Any], tx: Any, text: str | None, loss: Any = sq
         value, grads = jax.value_and_grad(lambda params: loss(apply(params, x), y))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return (params, opt_state), value
+        return params, opt_state, value
 
     def mixed(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         scaled = policy.value_and_grad(
@@ -137,7 +137,7 @@ def step_of(apply: Callable[..., Any], tx: Any, text: str | None, loss: Any = sq
         )
         value, grads = scaled(params)
         params, opt_state, _ = policy.apply_gradients(tx, params, opt_state, grads)
-        return (params, opt_state), value
+        return params, opt_state, value
 
     return plain if text is None else mixed
 
