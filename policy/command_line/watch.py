@@ -10,7 +10,7 @@ from typing import TextIO
 
 from policy.command_line.arguments import prefixed_errors
 from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import Record
+from policy.inspect.monitor.history import RunRecord
 from policy.inspect.monitor.page import run_page
 from policy.inspect.monitor.run_log import read_records
 from policy.inspect.monitor.text import run_text
@@ -52,7 +52,9 @@ def show_run(
         return advice
 
 
-def _show(records: list[Record], name: str, html: str | None, file: TextIO, clears: bool) -> None:
+def _show(
+    records: list[RunRecord], name: str, html: str | None, file: TextIO, clears: bool
+) -> None:
     if html != "-":
         colour = shows_colour(file)
         cleared = "\x1b[2J\x1b[H" if clears and colour else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from policy.inspect.monitor.advice_kinds import ADVICE_KINDS as ADVICE_KINDS
 from policy.inspect.monitor.advice_kinds import Advice as Advice
-from policy.inspect.monitor.history import Record, is_ordinary, series_of
+from policy.inspect.monitor.history import RunRecord, is_ordinary, series_of
 from policy.inspect.monitor.not_finite import not_finite, skips
 from policy.inspect.monitor.ranges import dead, eight_bits, near_overflow, underflow, vanished
 from policy.inspect.monitor.spikes import spikes
@@ -15,7 +15,7 @@ from policy.inspect.monitor.spikes import spikes
 _BY_ROW = (vanished, underflow, near_overflow, eight_bits)
 
 
-def advise(records: Sequence[Record]) -> tuple[Advice, ...]:
+def advise(records: Sequence[RunRecord]) -> tuple[Advice, ...]:
     """Returns what goes wrong in a run, the gravest kind first, and in a kind the earliest.
 
     Args:

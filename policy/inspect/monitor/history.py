@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-Record = dict[str, Any]
+RunRecord = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +56,12 @@ RowKey = tuple[str, str, int | None]  # path, kind, layer
 Rows = Mapping[RowKey, Series]
 
 
-def is_ordinary(record: Record) -> bool:
+def is_ordinary(record: RunRecord) -> bool:
     """Returns whether a step was finite and was not skipped."""
     return record["first"] is None and not record["skipped"]
 
 
-def series_of(records: Sequence[Record]) -> Rows:
+def series_of(records: Sequence[RunRecord]) -> Rows:
     """Returns the rows of records, in the order of the first record that has them."""
     found: dict[RowKey, list[tuple[int, dict[str, float], Any]]] = {}
     for record in records:

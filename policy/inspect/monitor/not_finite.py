@@ -24,19 +24,19 @@ from policy.inspect.monitor.advice_kinds import (
     rule,
     share,
 )
-from policy.inspect.monitor.history import Record
+from policy.inspect.monitor.history import RunRecord
 
 _DIVISIONS = ("div", "rsqrt", "log", "log1p", "pow", "integer_pow", "rem")
 
 
-def not_finite(records: Sequence[Record]) -> Iterator[Advice]:
+def not_finite(records: Sequence[RunRecord]) -> Iterator[Advice]:
     """Yields advice for each line that first is not finite, at its first step.
 
     A gradient that overflows under a loss scale, and is skipped, is the scale's own search: that is
     `skips`'. Params that are not finite after a step that was not are its consequence.
     """
     bad = [one for one in records if one["first"] is not None and not _is_search(one)]
-    origins: dict[tuple[Any, ...], list[Record]] = {}
+    origins: dict[tuple[Any, ...], list[RunRecord]] = {}
     for place, record in enumerate(bad):
         first = record["first"]
         entered = first["entered"]
@@ -48,7 +48,7 @@ def not_finite(records: Sequence[Record]) -> Iterator[Advice]:
     yield from _of_one_device(bad)
     for (_, path, _, is_param), alike in origins.items():
         first = alike[0]["first"]
-        kind, said = _cause(first, is_param)
+        kind, said = _cause(first, is_param, _dtype_of(alike[0]))
         steps = alike[0]["step"], alike[-1]["step"]
         times = f" In {len(alike)} steps until {steps[1]}." if len(alike) > 1 else ""
         layers = () if first["layer"] is None else (first["layer"],)
@@ -56,10 +56,9 @@ def not_finite(records: Sequence[Record]) -> Iterator[Advice]:
         yield Advice(kind, path, *steps, message, first["line"] or "", layers)
 
 
-def _cause(first: dict[str, Any], is_param: bool) -> tuple[str, tuple[str, str]]:
+def _cause(first: dict[str, Any], is_param: bool, dtype: str) -> tuple[str, tuple[str, str]]:
     """Returns the kind, and what happens and the remedy."""
-    path, operation, dtype = first["path"], first["operation"], first.get("dtype") or ""
-    entered = first["entered"]
+    path, operation, entered = first["path"], first["operation"], first["entered"]
     if is_param:
         said = f"{entered} is not finite before this step", "Look at the checkpoint, or at `init`."
         return PARAMS, said
@@ -87,6 +86,15 @@ def _cause(first: dict[str, Any], is_param: bool) -> tuple[str, tuple[str, str]]
     return NOT_FINITE, (what, f"{remedy}.{wide}")
 
 
+def _dtype_of(record: RunRecord) -> str:
+    """Returns the dtype of the first result that is not finite, or else of its module's values."""
+    first = record["first"]
+    kind = "cotangent" if first["direction"] == "backward" else "activation"
+    rows = [row for row in record["rows"] if row["kind"] in (kind, "activation")]
+    of_module = [row["dtype"] for row in rows if row["path"] == first["path"]]
+    return first.get("dtype") or next(iter([*of_module, *(row["dtype"] for row in rows)]), "")
+
+
 def _tiny(dtype: str) -> str:
     return {"float16": "6e-8 in float16", "bfloat16": "1e-38"}.get(dtype, "its dtype's range")
 
@@ -102,17 +110,17 @@ def _where(first: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _params_of(record: Record) -> set[str]:
+def _params_of(record: RunRecord) -> set[str]:
     return {row["path"] for row in record["rows"] if row["kind"] == "param"}
 
 
-def _is_search(record: Record) -> bool:
+def _is_search(record: RunRecord) -> bool:
     """Returns whether a dynamic loss scale handles it: gradients overflow, the step is skipped."""
     is_backward = record["first"]["direction"] == "backward" and not record["first"]["entered"]
     return bool(is_backward and record["skipped"] and (record["loss_scale"] or 1.0) != 1.0)
 
 
-def _of_one_device(bad: Sequence[Record]) -> Iterator[Advice]:
+def _of_one_device(bad: Sequence[RunRecord]) -> Iterator[Advice]:
     named: list[tuple[int, ...]] = [tuple(one["first"]["devices"] or ()) for one in bad]
     if len(bad) < 2 or len(set(named)) > 1 or len(named[0]) != 1:
         return
@@ -131,7 +139,7 @@ def _of_one_device(bad: Sequence[Record]) -> Iterator[Advice]:
 # --------------------------------------------------------------------------------------------------
 
 
-def skips(records: Sequence[Record]) -> Iterator[Advice]:
+def skips(records: Sequence[RunRecord]) -> Iterator[Advice]:
     """Yields advice on the loss scale and on skipped steps."""
     scaled = [record for record in records if record["loss_scale"] is not None]
     missed = [one for one in scaled if one["skipped"] and _direction(one) != "forward"]
@@ -149,8 +157,8 @@ def skips(records: Sequence[Record]) -> Iterator[Advice]:
     yield from _many(scaled)
 
 
-def _stays(missed: Sequence[Record]) -> Iterator[Advice]:
-    by_scale: dict[float, list[Record]] = {}
+def _stays(missed: Sequence[RunRecord]) -> Iterator[Advice]:
+    by_scale: dict[float, list[RunRecord]] = {}
     for record in missed:
         by_scale.setdefault(float(record["loss_scale"]), []).append(record)
     for scale, alike in by_scale.items():
@@ -160,7 +168,7 @@ def _stays(missed: Sequence[Record]) -> Iterator[Advice]:
             yield _on_scale(alike, f"{said}. {remedy}")
 
 
-def _many(scaled: Sequence[Record]) -> Iterator[Advice]:
+def _many(scaled: Sequence[RunRecord]) -> Iterator[Advice]:
     if not scaled:
         return
     start, end = scaled[0]["step"] + SETTLED, scaled[-1]["step"]
@@ -172,16 +180,16 @@ def _many(scaled: Sequence[Record]) -> Iterator[Advice]:
         yield _on_scale(missed, f"{said}. {remedy}.", SKIPS)
 
 
-def _on_scale(alike: Sequence[Record], message: str, kind: str = SCALE) -> Advice:
+def _on_scale(alike: Sequence[RunRecord], message: str, kind: str = SCALE) -> Advice:
     where = next((one["first"]["line"] for one in alike if one["first"]), "")
     return Advice(kind, _path(alike), alike[0]["step"], alike[-1]["step"], message, where or "")
 
 
-def _direction(record: Record) -> str:
+def _direction(record: RunRecord) -> str:
     return record["first"]["direction"] if record["first"] else ""
 
 
-def _path(records: Sequence[Record]) -> str:
+def _path(records: Sequence[RunRecord]) -> str:
     """Returns the module that is most often the first that is not finite."""
     paths = collections.Counter(one["first"]["path"] for one in records if one["first"])
     return paths.most_common(1)[0][0] if paths else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from policy.inspect.monitor.advice import ADVICE_KINDS, Advice, advise
-from policy.inspect.monitor.history import Record, Series, series_of
+from policy.inspect.monitor.history import RunRecord, Series, series_of
 from policy.inspect.monitor.text import advice_by_message, place_of, row_name, summary
 from policy.inspect.render.html import (
     Cell,
@@ -39,7 +39,7 @@ _KINDS = {
 _SHOWN = "zeros below above below_float16 above_float16 below_float8_e4m3fn above_float8_e4m3fn"
 
 
-def run_page(records: Sequence[Record], name: str) -> str:
+def run_page(records: Sequence[RunRecord], name: str) -> str:
     """Returns the page of a run: advice, a map of each kind of rows, and the last record's numbers.
 
     It contains its own style and scripts and fetches nothing; names from the program are escaped.
@@ -58,7 +58,7 @@ def run_page(records: Sequence[Record], name: str) -> str:
     return html_document(f"Run {name}", header, _sections(records, advice), style)
 
 
-def _sections(records: Sequence[Record], advice: Sequence[Advice]) -> Iterator[Markup]:
+def _sections(records: Sequence[RunRecord], advice: Sequence[Advice]) -> Iterator[Markup]:
     parts = [*_advice(advice)] or [tag("p", "None.", class_="clean")]
     yield section("findings", f"Advice ({len(advice_by_message(advice))})", *parts)
     if not records:
@@ -105,7 +105,7 @@ def _legend() -> Iterator[Markup]:
     yield tag("div", _svg(marks, x + 150, _ROW), class_="map")
 
 
-def _scale_map(records: Sequence[Record], steps: np.ndarray) -> Markup:
+def _scale_map(records: Sequence[RunRecord], steps: np.ndarray) -> Markup:
     """Draws the loss scale as bars of its logarithm, and the skipped steps."""
     scales = [float(one["loss_scale"]) if one["loss_scale"] is not None else 1 for one in records]
     heights = np.log2(np.clip(scales, 1, 2.0**32)) / 32 * 40

@@ -13,7 +13,7 @@ from policy.inspect.monitor.advice_kinds import (
     IDLE,
     LEAST,
     LOST_CODES,
-    NEAR,
+    NEAR_OVERFLOW,
     NO_UPDATE,
     SATURATED,
     SATURATION,
@@ -114,7 +114,7 @@ def near_overflow(row: Series, _: Rows) -> Iterator[Advice]:
         f"limit, and {late / early:.2g} times as large as in the first half: at this rate it "
         f"overflows in about {max(left, 1):.0f} steps. {rule(row.path)}; or take mixed_bfloat16."
     )
-    yield _advice(NEAR, row, (half, len(largest) - 1), message)
+    yield _advice(NEAR_OVERFLOW, row, (half, len(largest) - 1), message)
 
 
 def eight_bits(row: Series, _: Rows) -> Iterator[Advice]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import jax
 
 from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import Record
+from policy.inspect.monitor.history import RunRecord
 from policy.inspect.monitor.page import run_page
 from policy.inspect.monitor.text import run_text
 
@@ -96,7 +96,7 @@ class RunLog:
     ) -> None:
         self.close()
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RunRecord]:
         """Returns the records so far, in the order of their steps."""
         self.flush()
         return read_records(self.path) if self.path.exists() else []
@@ -137,7 +137,7 @@ class RunLog:
         self._file.flush()
 
 
-def read_records(path: str | Path) -> list[Record]:
+def read_records(path: str | Path) -> list[RunRecord]:
     """Returns the records of a log, in the order of their steps, without those that were replaced.
 
     A last line that is not complete, as of a run that was killed or still writes, is left out.
@@ -145,7 +145,7 @@ def read_records(path: str | Path) -> list[Record]:
     Raises:
       ValueError: there is no such file, or a line is not a record of this version.
     """
-    found: list[Record] = []
+    found: list[RunRecord] = []
     for number, line in enumerate(_complete_lines(Path(path)), 1):
         try:
             record = json.loads(line)
@@ -224,7 +224,7 @@ def _write_scalars(writer: Any, step: int, scalars: Mapping[str, float]) -> None
     writer.flush()
 
 
-def _scalars_of(record: Record) -> Iterator[tuple[str, float]]:
+def _scalars_of(record: RunRecord) -> Iterator[tuple[str, float]]:
     """Yields names and values: ``update/params/head/kernel/lost``; layers of a scan apart."""
     if record["loss_scale"] is not None:
         yield "loss_scale", float(record["loss_scale"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import Record, Series, series_of
+from policy.inspect.monitor.history import RunRecord, Series, series_of
 from policy.inspect.render.html import OUTSIDE
 from policy.inspect.render.text import Paint, short
 from policy.programs.paths import folded
@@ -19,7 +19,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 24  # of a row's history
 
 
-def run_text(records: Sequence[Record], name: str, *, colour: bool = False) -> str:
+def run_text(records: Sequence[RunRecord], name: str, *, colour: bool = False) -> str:
     """Returns a run as text: a summary, its advice, and the rows that lose most.
 
     Args:
@@ -36,7 +36,7 @@ def run_text(records: Sequence[Record], name: str, *, colour: bool = False) -> s
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
-def summary(records: Sequence[Record], advice: Sequence[Advice]) -> str:
+def summary(records: Sequence[RunRecord], advice: Sequence[Advice]) -> str:
     """Returns a run in a line: its steps, skipped ones, loss scale, and how much advice there is.
 
     >>> record = {"step": 3, "skipped": True, "loss_scale": 2.0, "first": None, "rows": []}
@@ -97,7 +97,7 @@ def _of_kind(advice: Sequence[Advice], paint: Paint) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _table(records: Sequence[Record]) -> Iterator[str]:
+def _table(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yields the rows that lose most, with the history of what they lose."""
     rows = [row for row in series_of(records).values() if row.lost.any()]
     rows.sort(key=lambda row: -float(np.mean(row.lost)))

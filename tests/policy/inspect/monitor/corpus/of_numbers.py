@@ -10,7 +10,7 @@ from policy.inspect.monitor.advice_kinds import (
     BATCH,
     DEAD,
     LOST_CODES,
-    NEAR,
+    NEAR_OVERFLOW,
     NO_UPDATE,
     SATURATED,
     SCALE,
@@ -179,7 +179,7 @@ def inputs_that_relus_cut_off_from_one_step_on():
     return plain(jax.nn.relu, data, dtype=F32, change=change, tx=optax.sgd(1e-4))
 
 
-@fault(NEAR, f"{INNER} or out or up or layers", 9)
+@fault(NEAR_OVERFLOW, f"{INNER} or out or up or layers", 9)
 def activations_grow_towards_the_limit_of_float16():
     grow = [lambda x, i=i: x * 1.35**i for i in range(18)]
     data = batches(18, **{f"at_{i}": change for i, change in enumerate(grow)})
