@@ -60,8 +60,8 @@ def test_a_clean_run_has_no_advice(case):
 
 
 def test_the_shares_that_are_named_and_flagged():
-    assert len(FAULTS) >= 40 and len(CLEAN) >= 20
-    assert len(NOT_NAMED) <= 2 and not FLAGGED
+    assert len(FAULTS) - len(NOT_NAMED) >= 38 and len(CLEAN) >= 20
+    assert {case.name for case in FAULTS} >= NOT_NAMED and not FLAGGED
 
 
 def main(names: list[str]) -> None:

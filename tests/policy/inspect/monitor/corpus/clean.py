@@ -62,6 +62,12 @@ def a_scale_that_settles():
 
 
 @clean
+def a_scale_that_settles_in_nnx():
+    options = {"loss_scale": DynamicLossScale(2.0**26)}
+    return nnx_run(jnp.tanh, batches(20), text="mixed_float16", options=options)
+
+
+@clean
 def bfloat16_params_with_their_remainders():
     return linen(jnp.tanh, batches(), tx=optax.adamw(1e-5), text="bfloat16", **HALF)
 

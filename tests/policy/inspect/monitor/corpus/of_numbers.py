@@ -12,6 +12,7 @@ from policy.inspect.monitor.advice_kinds import (
     LOST_CODES,
     NEAR_OVERFLOW,
     NO_UPDATE,
+    OVERFLOW,
     SATURATED,
     SCALE,
     SKIPS,
@@ -130,27 +131,27 @@ def gradients_that_vanish_over_a_stack():
     return linen(shrink, batches(), loss=small, scan=True)
 
 
-@fault(SCALE, "head or out or inner or up or layer_0 or ", 0)
+@fault(f"{SCALE} {OVERFLOW}", "head or out or layer_0 or ", 0)
 def a_static_loss_scale_that_is_too_large():
     options = {"loss_scale": 2.0**26}
     return linen(jnp.tanh, batches(), text="mixed_float16", options=options)
 
 
-@fault(SCALE, "head or out or inner or up or ", 0)
+@fault(SCALE, "", 2)
 def gradients_that_overflow_without_a_loss_scale():
     options = {"loss_scale": DynamicLossScale(4.0)}
     tx, text = optax.sgd(1e-9), "mixed_float16"
     return plain(jnp.tanh, batches(), tx=tx, text=text, options=options, loss=large)
 
 
-@fault(SCALE, "head or out or inner or up or ", 0)
+@fault(SCALE, "head or out or inner or up or ", 2)
 def a_loss_scale_without_a_minimum():
     options = {"loss_scale": DynamicLossScale(2.0, min_loss_scale=2.0**-20)}
     tx, text = optax.sgd(1e-9), "mixed_float16"
     return nnx_run(jnp.tanh, batches(), tx=tx, text=text, options=options, loss=large)
 
 
-@fault(SKIPS, "head or out or inner or up or layer_0 or ", 30)
+@fault(SKIPS, "head or out or inner or up or layer_0 or ", 32)
 def a_loss_scale_that_doubles_after_two_steps():
     options = {"loss_scale": DynamicLossScale(2.0**15, period=2)}
     return linen(jnp.tanh, batches(steps=70), text="mixed_float16", options=options)
@@ -186,7 +187,7 @@ def activations_grow_towards_the_limit_of_float16():
     return nnx_run(lambda h: 20 * h, data, tx=optax.sgd(1e-9), loss=tiny)
 
 
-@fault(SATURATED, INNER, 0)
+@fault(SATURATED, f"{INNER} or out/input", 0)
 def a_static_scale_of_float8_that_is_too_small():
     def cast(h):
         codes = jnp.clip(h / 1e-3, -448, 448).astype(jnp.float8_e4m3fn)
@@ -195,7 +196,7 @@ def a_static_scale_of_float8_that_is_too_small():
     return linen(cast, batches(), dtype=BF16)
 
 
-@fault(SATURATED, INNER, 6)
+@fault(SATURATED, f"{INNER} or out/input", 6)
 def a_static_scale_of_int8_that_data_outgrow():
     def cast(h):
         codes = jnp.clip(jnp.round(h * 30), -127, 127).astype(jnp.int8)
@@ -204,7 +205,7 @@ def a_static_scale_of_int8_that_data_outgrow():
     return plain(cast, batches(from_6=times(8.0)), dtype=BF16)
 
 
-@fault(LOST_CODES, INNER, 0)
+@fault(LOST_CODES, f"{INNER} or out/input", 0)
 def a_static_scale_of_int8_that_is_too_large():
     def cast(h):
         codes = jnp.clip(jnp.round(h / 100), -127, 127).astype(jnp.int8)

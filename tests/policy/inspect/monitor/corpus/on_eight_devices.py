@@ -40,7 +40,7 @@ FLAGS = "--xla_force_host_platform_device_count=8"
 def by_hand(data, dtype=F16):
     """Trains data-parallel, by a `shard_map` that averages the gradients."""
     mesh = jax.make_mesh((8,), (MESH,), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = optax.sgd(1e-3)
+    tx = optax.apply_if_finite(optax.sgd(1e-3), 100)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P(MESH), P(MESH)), out_specs=P(), check_vma=False
