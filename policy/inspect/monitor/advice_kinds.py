@@ -24,7 +24,7 @@ SPIKE = "update-spike"
 LEAST = 3  # records in a row, for what one record does not show
 HALF = 0.5  # the share that is too much of updates, gradients and codes
 SATURATION = 0.1
-SPIKE_RATIO = 10.0  # times the largest of the records before it
+TIMES = 10.0  # times the largest of the records before it
 BEFORE = 5  # records that a spike needs before it
 SAME_SCALE = 4  # skipped steps at one loss scale
 SKIPPED = 0.1  # the share of skipped steps, after the first ones
@@ -37,7 +37,7 @@ ADVICE_KINDS = {
     DIVISION: "A division, root or logarithm is not finite: its operand is 0, or was rounded to 0.",
     PARAMS: "Params were NaN or infinite before the first recorded step.",
     BATCH: "The inputs of a step are not finite; or they, or its gradients, are over "
-    f"{SPIKE_RATIO:.0f} times as large as in the {BEFORE} or more records before, and normal after it.",
+    f"{TIMES:.0f} times as large as in the {BEFORE} or more records before, and normal after it.",
     DEVICE: "In two or more records, one and the same device of several is not finite or far off.",
     SCALE: "The loss scale is below 1, or at 1 and gradients still overflow in "
     f"{LEAST} or more steps; or {SAME_SCALE} or more overflow at one scale, that stays.",
@@ -52,9 +52,9 @@ ADVICE_KINDS = {
     SATURATED: f"{SATURATION:.0%} or more of 8-bit codes are at the limit, in two or more records.",
     LOST_CODES: f"{HALF:.0%} or more of 8-bit codes are 0 where numbers are not, in two or more "
     "records.",
-    NEAR_OVERFLOW: "The largest float16 activation is within 1/8 of the limit, has grown, and at its rate "
-    "overflows before the run is twice as long.",
-    SPIKE: f"Updates are over {SPIKE_RATIO:.0f} times as large as in the {BEFORE} or more records before, "
+    NEAR_OVERFLOW: "The largest float16 activation is within 1/8 of the limit, has grown, and at "
+    "its rate overflows before the run is twice as long.",
+    SPIKE: f"Updates are over {TIMES:.0f} times as large as in the {BEFORE} or more records before, "
     "and gradients are not.",
 }
 

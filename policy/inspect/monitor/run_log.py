@@ -30,9 +30,16 @@ class RunLog:
     a restart from a checkpoint, replaces the records from that step on: readers leave them out.
 
     >>> import tempfile
-    >>> with policy.RunLog(tempfile.mkdtemp() + "/run.jsonl") as log:  # and log.write(snapshot)
-    ...     log.records(), log.advice()
-    ([], ())
+    >>> import jax.numpy as jnp
+    >>> import policy
+    >>> step = policy.monitor(lambda params, x: {"w": params["w"] - 0.01 * x}, every=1)
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+    >>> with policy.RunLog(tempfile.mkdtemp() + "/run.jsonl") as log:
+    ...     for i in range(3):
+    ...         params, snapshot = step(i, params, jnp.full(2, 0.01, jnp.bfloat16))
+    ...         log.write(snapshot)
+    >>> [(advice.kind, advice.path, advice.step) for advice in log.advice()]
+    [('vanished-updates', 'w', 0)]
 
     Args:
       path: of the file.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor.advice_kinds import BATCH, BEFORE, DEVICE, SPIKE, SPIKE_RATIO, Advice
+from policy.inspect.monitor.advice_kinds import BATCH, BEFORE, DEVICE, SPIKE, TIMES, Advice
 from policy.inspect.monitor.history import Series
 
 _RECENT = 8  # records before a spike, and the most after it, that it is compared with
@@ -55,14 +55,14 @@ def _of_batch(path: str, step: int, said: str) -> Advice:
 def _jumps(values: np.ndarray) -> Iterator[tuple[int, float]]:
     """Yields the places of spikes and how many times they exceed what was before.
 
-    A spike exceeds `SPIKE_RATIO` times the recent records and twice all before, and what follows is nearer
+    A spike exceeds `TIMES` times the recent records and twice all before, and what follows is nearer
     to what was before than to it.
     """
     values = np.nan_to_num(values)
     for place in range(BEFORE, len(values)):
         before, after = values[:place], values[place + 1 : place + 1 + _RECENT]
         recent = before[-_RECENT:].max()
-        if np.median(before) <= 0 or values[place] <= max(SPIKE_RATIO * recent, 2 * before.max()):
+        if np.median(before) <= 0 or values[place] <= max(TIMES * recent, 2 * before.max()):
             continue
         if after.size and np.median(after) > np.sqrt(values[place] * recent):
             continue
