@@ -54,8 +54,8 @@ ADVICE_KINDS = {
     "records.",
     NEAR_OVERFLOW: "The largest float16 activation is within 1/8 of the limit, has grown, and at "
     "its rate overflows before the run is twice as long.",
-    SPIKE: f"Updates are over {TIMES:.0f} times as large as in the {BEFORE} or more records before, "
-    "and gradients are not.",
+    SPIKE: f"Updates are over {TIMES:.0f} times as large as in the {BEFORE} or more records "
+    "before, and gradients are not.",
 }
 
 

@@ -55,8 +55,8 @@ def _of_batch(path: str, step: int, said: str) -> Advice:
 def _jumps(values: np.ndarray) -> Iterator[tuple[int, float]]:
     """Yields the places of spikes and how many times they exceed what was before.
 
-    A spike exceeds `TIMES` times the recent records and twice all before, and what follows is nearer
-    to what was before than to it.
+    A spike exceeds `TIMES` times the recent records and twice all before, and what follows is
+    nearer to what was before than to it.
     """
     values = np.nan_to_num(values)
     for place in range(BEFORE, len(values)):
