@@ -101,6 +101,21 @@ class XNet(nnx.Module):
         return self.head(self.norm(nnx.relu(self.stem(x))))
 
 
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        y = linen.Dense(16, name="up")(linen.LayerNorm(name="norm")(x))
+        return x + linen.Dense(8, name="down")(linen.gelu(y)), None
+
+
+class Deep(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        options: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = linen.scan(linen.remat(Layer), length=3, **options)(name="layers")(x, None)
+        return linen.Dense(4, name="head")(x)
+
+
 def plain(params: Any, x: Any) -> Any:
     for name in ("stem", "head"):
         with jax.named_scope(name):
@@ -110,16 +125,20 @@ def plain(params: Any, x: Any) -> Any:
 
 def loss_of(wing: str) -> tuple[Any, Any]:
     """Returns a loss and its first argument; an nnx model captures its policy."""
-    if wing == "linen":
-        variables = Net().init(jax.random.key(0), normal(4, 8))
-        return lambda v, x: jnp.square(apply(Net(), v, x)).mean(), variables
+    if wing in ("linen", "scanned"):
+        net = Net() if wing == "linen" else Deep()
+        variables = net.init(jax.random.key(0), normal(4, 8))
+        return lambda v, x: jnp.square(apply(net, v, x)).mean(), variables
     if wing == "nnx":
         return lambda model, x: jnp.square(model(x)).mean(), XNet(nnx.Rngs(0))
     params = {"stem": normal(8, 8), "head": normal(8, 4)}
     return lambda params, x: jnp.square(plain(params, x)).mean(), params
 
 
-@pytest.mark.parametrize("wing", ["linen", "nnx", "plain"])
+SCANNED = pytest.param("scanned", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("wing", ["linen", "nnx", "plain", SCANNED])
 def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(wing: str) -> None:
     loss, params = loss_of(wing)
     options: Any = {"policy": "mixed_bfloat16", "backward": True, "loss_scale": 8.0}
@@ -278,6 +297,30 @@ def test_scanned_layers_are_compared_step_by_step() -> None:
     steps = found["block"].steps
     assert found.first_jump == "block" and found.jump_step == 1
     assert steps[0] == 0 < steps[1] and len(steps) == 3
+
+
+@pytest.mark.parametrize(("rows", "keeps_axis"), [(2, True), (2, False), (LENGTH, False)])
+def test_a_scan_over_tokens_stands_for_an_axis_where_one_alone_can(rows: int, keeps_axis: bool):
+    def layers(x: Any, ws: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            with jax.named_scope("block"):
+                return jnp.tanh(x @ w), None
+
+        return lax.scan(layer, x, ws)[0]
+
+    def by_token(x: Any, ws: Any) -> Any:
+        def step(_: Any, x: Any) -> Any:
+            y = layers(x[:, None], ws)[:, 0] if keeps_axis else layers(x, ws)
+            return None, y
+
+        return lax.scan(step, None, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    for pair in ((layers, by_token), (by_token, layers)):
+        found = compare(pair[0], normal(rows, LENGTH, 8), normal(3, 8, 8), beside=pair[1])
+        if rows == LENGTH:  # the tokens may be the first axis or the second
+            assert found.alone == ("block",) and found.error < 1e-6
+        else:
+            assert len(found["block"].steps) == 3 and found["block"].error < 1e-6
 
 
 def test_modules_without_a_counterpart_are_listed_and_outputs_compared() -> None:
