@@ -135,10 +135,7 @@ def loss_of(wing: str) -> tuple[Any, Any]:
     return lambda params, x: jnp.square(plain(params, x)).mean(), params
 
 
-SCANNED = pytest.param("scanned", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("wing", ["linen", "nnx", "plain", SCANNED])
+@pytest.mark.parametrize("wing", ["linen", "nnx", "plain", "scanned"])
 def test_beside_the_policy_float32_is_beside_float32_forward_and_backward(wing: str) -> None:
     loss, params = loss_of(wing)
     options: Any = {"policy": "mixed_bfloat16", "backward": True, "loss_scale": 8.0}
