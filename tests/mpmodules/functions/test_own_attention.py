@@ -421,7 +421,6 @@ def value_and_gradients(*operands):
 
 
 @needs_one_device
-@pytest.mark.slow
 def test_programs_for_tpus_have_the_kernel_on_one_device_and_over_a_mesh(topology):  # noqa: F811
     one = jax.sharding.SingleDeviceSharding(topology.devices[0])
     mesh = topology.mesh({"data": 2, "model": 2})
