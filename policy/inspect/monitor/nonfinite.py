@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policy.inspect.monitor.tensor_statistics import bits_of
+from policy.programs import primitives
 from policy.programs.jaxprs import Equation
-from policy.programs.primitives import EXACT, MOVES_DATA
 from policy.programs.rewriting.upcast import dtype_of
 
-FINITE, INFINITE, NAN = 0, 1, 2
 _LAST = 2**24  # more than operations; float32 has all whole numbers up to it
-_EXACT = (EXACT | MOVES_DATA) - {"select_n", "scatter", "clamp", "max", "min"}
+
+# Make infinities or NaN of finite numbers that are not at the end of the range of float32. Sums and
+# products of numbers that are make them as well: then a later operation is named.
+_MAKES = frozenset(
+    (
+        *("div", "rem", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "square"),
+        *("exp", "exp2", "expm1", "log", "log1p", "tan", "sinh", "cosh", "asin", "acos"),
+        *("acosh", "atanh", "erf_inv", "lgamma", "digamma", "igamma", "logistic_grad"),
+    )
+)
+_KEEPS = (primitives.ELEMENTWISE | primitives.EXACT | primitives.MOVES_DATA) - _MAKES - {"select_n"}
 
 
 class Operation(NamedTuple):
@@ -39,68 +48,102 @@ class Flag(NamedTuple):
 
     Attributes:
       number: the place of the operation in program order.
-      is_made: () bool, whether it made infinities of finite numbers, or NaN of others.
+      results: the codes of its results, by their places in `Codes`.
+      operands: those of its operands.
     """
 
     number: int
-    is_made: Any
+    results: Collection[int]
+    operands: Collection[int]
 
 
-def code_of(array: Any) -> Any:
-    """Returns `FINITE`, `INFINITE` or `NAN`: the worst number of an array, () int32.
+class Codes:
+    """How finite some arrays of one program are: 1 for those with infinities, 2 for those with NaN.
 
-    That of a constant is a number.
+    A code is a set of places, of the arrays that a value was computed from by operations that make
+    no infinities.
     """
-    dtype = getattr(array, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return FINITE
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return lax.max(*(jnp.int32(code_of(part)) for part in (lax.real(array), lax.imag(array))))
-    if not isinstance(array, jax.core.Tracer):
-        wide = np.asarray(array).astype(np.float64)
-        return NAN if np.isnan(wide).any() else INFINITE if np.isinf(wide).any() else FINITE
-    bits = bits_of(array)
-    worst = jnp.max(bits.numbers, initial=0)
-    infinite = bits.of(np.inf)
-    return (worst >= infinite).astype(jnp.int32) + (worst > infinite).astype(jnp.int32)
+
+    def __init__(self) -> None:
+        self._worst: list[Any] = []  # the largest bits of each array, unsigned
+        self._infinite: list[int] = []  # those of infinity
+
+    def of(self, array: Any) -> frozenset[int]:
+        """Returns the code of an array. That of a finite constant is empty."""
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            return frozenset()
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return self.of(lax.real(array)) | self.of(lax.imag(array))
+        if not isinstance(array, jax.core.Tracer):
+            if np.isfinite(np.asarray(array).astype(np.float64)).all():
+                return frozenset()
+            array = jnp.asarray(array)
+        if dtype not in _BITS:
+            array = array.astype(jnp.float32)
+        unsigned = _BITS[array.dtype]
+        bits = lax.bitcast_convert_type(array, unsigned) & unsigned(jnp.iinfo(unsigned).max // 2)
+        self._worst.append(lax.reduce_max(bits, tuple(range(bits.ndim))))
+        self._infinite.append(int(np.asarray(np.inf, array.dtype).view(unsigned)))
+        return frozenset((len(self._worst) - 1,))
+
+    def numbers(self) -> jax.Array:
+        """Returns 0, 1 or 2 for each place, and a 0 at last, int32."""
+        found, order = [jnp.zeros(1, jnp.int32)], [len(self._worst)]
+        for unsigned in dict.fromkeys(worst.dtype for worst in self._worst):
+            places = [i for i, worst in enumerate(self._worst) if worst.dtype == unsigned]
+            worst = jnp.stack([self._worst[i] for i in places])
+            infinite = np.array([self._infinite[i] for i in places], unsigned)
+            found.append(sum(x.astype(jnp.int32) for x in (worst >= infinite, worst > infinite)))
+            order += places
+        return jnp.concatenate(found)[np.argsort(order)]
 
 
-def worst_of(codes: Iterable[Any]) -> Any:
-    """Returns the largest of some codes."""
-    found = list(codes)
-    fixed = max((code for code in found if isinstance(code, int)), default=FINITE)
-    traced = [code for code in found if not isinstance(code, int)]
-    if not traced or fixed == NAN:
-        return fixed
-    worst = traced[0]
-    for code in traced[1:]:
-        worst = lax.max(worst, code)
-    return lax.max(worst, jnp.int32(fixed)) if fixed else worst
+_BITS = {
+    np.dtype(jnp.float32): np.uint32,
+    np.dtype(jnp.bfloat16): np.uint16,
+    np.dtype(jnp.float16): np.uint16,
+    np.dtype(jnp.float64): np.uint64,
+}
 
 
 def keeps_finite(equation: Equation) -> bool:
-    """Returns whether the results of an equation are as finite as its operands."""
+    """Returns whether the results of an equation are taken to be as finite as its operands."""
     name = equation.primitive.name
+    after = dtype_of(equation.outvars[0])
     if name == "convert_element_type":
-        before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+        before = dtype_of(equation.invars[0])
         if not jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact):
             return True
         return float(jnp.finfo(after).max) >= float(jnp.finfo(before).max)
-    return name in _EXACT or name == "sharding_constraint"
+    if name in primitives.MOVES_DATA | primitives.EXACT:
+        return name != "select_n"
+    is_wide = after is None or after == jnp.bfloat16 or after.itemsize >= 4
+    return is_wide and name in _KEEPS
 
 
-def first_made(flags: Sequence[Flag], axes: Mapping[str, int]) -> jax.Array:
-    """Returns the first operation whose flag is set, as a number that is larger for earlier ones.
+def first_made(flags: Sequence[Flag], codes: Codes, axes: Mapping[str, int]) -> jax.Array:
+    """Returns the first operation that makes infinities of finite numbers, or NaN of others.
 
-    It is int32, 0 for none, of each device of some mesh axes: (devices,).
+    It is a number that is larger for earlier ones, 0 for none, int32, of each device of some mesh
+    axes: (devices,).
     """
-    numbers = jnp.array([_LAST - flag.number for flag in flags], jnp.int32)
-    is_made = jnp.stack([jnp.asarray(flag.is_made) for flag in flags])
-    first = jnp.max(jnp.where(is_made, numbers, 0), initial=0)
+    numbers = np.array([_LAST - flag.number for flag in flags], np.int32)
+    after = worst(codes, [flag.results for flag in flags])
+    before = worst(codes, [flag.operands for flag in flags])
+    first = jnp.max(jnp.where(after > before, numbers, np.int32(0)))
     if not axes:
         return first[None]
-    names, count = tuple(axes), int(np.prod(list(axes.values())))
+    names, count = tuple(axes), math.prod(axes.values())
     return lax.psum(jnp.where(jnp.arange(count) == lax.axis_index(names), first, 0), names)
+
+
+def worst(codes: Codes, places: Sequence[Collection[int]]) -> jax.Array:
+    """Returns the largest number of each of some codes, (codes,) int32."""
+    table = np.full((len(places), max(1, *map(len, places))), -1)  # the place of a 0
+    for row, of in zip(table, places, strict=True):
+        row[: len(of)] = sorted(of)
+    return jnp.max(codes.numbers()[table], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

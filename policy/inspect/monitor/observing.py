@@ -49,11 +49,9 @@ _PASSES = ("forward", "backward")
 
 @dataclasses.dataclass(eq=False)
 class _Origin(ValueOrigin):
-    """The origin of a value. `code` is that of its worst number, see `nonfinite.code_of`; None if
-    it is not known yet.
-    """
+    """The origin of a value. `code` is one of `nonfinite.Codes`, None if it is not known yet."""
 
-    code: Any = None
+    code: frozenset[int] | None = None
 
 
 def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[int, Any]]:
@@ -69,9 +67,8 @@ def observed(step: TrainStep, log: StepLog, keep: Keep) -> Callable[..., dict[in
                 observer.measure_leaf(kind, i, array)
         given = [PlacedValue([array], _Origin(ModulePass())) for array in arrays]
         observer.body(body, list(map(observer.constant, consts)), given)
-        codes = [jnp.int32(nonfinite.code_of(array)) for array in arrays]
         log.entered = log.new_key(NumbersPlace((), ()))
-        return observer.notes | {log.entered: jnp.stack(codes)}
+        return observer.notes | {log.entered: _codes_of(arrays)}
 
     return run
 
@@ -97,6 +94,7 @@ class Observer(ModuleValueInterpreter):
         self.place_of_numbers = NumbersPlace((), ())
         self.sizes: dict[str, int] = {}  # of the mesh axes around
         self.flags: list[nonfinite.Flag] = []
+        self.finite = nonfinite.Codes()
         batch = (array for i, array in enumerate(step.arrays) if i not in step.carried)
         lengths = collections.Counter(array.shape[0] for array in batch if array.ndim)
         self.examples = max(lengths, key=lengths.__getitem__, default=0)
@@ -120,7 +118,7 @@ class Observer(ModuleValueInterpreter):
 
     def tracing(self, program: Any) -> Self:
         inner = super().tracing(program)
-        inner.flags = []
+        inner.flags, inner.finite = [], nonfinite.Codes()
         return inner
 
     def run(
@@ -171,19 +169,25 @@ class Observer(ModuleValueInterpreter):
     ) -> Any:
         """Returns the worst number of an equation's results, and flags it if that is new."""
         if not any(is_measured(dtype_of(variable)) for variable in equation.outvars):
-            return nonfinite.FINITE
-        before = nonfinite.worst_of(map(_code, values))
+            return frozenset()
+        before = frozenset[int]().union(*map(self._code, values))
         if nonfinite.keeps_finite(equation):
             return before
-        after = nonfinite.worst_of(map(nonfinite.code_of, outputs))
+        after = frozenset[int]().union(*map(self.finite.of, outputs))
         place = self.place_of(equation)
         if place.direction != "again":
             leaf = self.reads.leaves.get((self.chain, id(equation)))
             where = place if leaf is None else self.paths[leaf]
-            self.flags.append(nonfinite.Flag(len(self.log.operations), after > before))
+            self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
             operation, line = made_by
             self.log.operations.append((where, operation, line.partition(" (")[0]))
         return after
+
+    def _code(self, value: PlacedValue) -> frozenset[int]:
+        if value.origin is None or value.origin.code is None:
+            value.origin = value.origin or _Origin(ModulePass())
+            value.origin.code = self.finite.of(value.arrays[0])
+        return value.origin.code
 
     # Measurements ---------------------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class Observer(ModuleValueInterpreter):
         if self.flags:
             key = self.log.new_key(self.place_of_numbers)
             self.log.firsts.append(key)
-            self.notes[key] = nonfinite.first_made(self.flags, self.sizes)
+            self.notes[key] = nonfinite.first_made(self.flags, self.finite, self.sizes)
         return [PlacedValue(value.arrays, _without_code(value.origin)) for value in outputs]
 
     def _entering(self, value: PlacedValue) -> PlacedValue:
@@ -286,13 +290,11 @@ def _without_code(origin: Any) -> Any:
     return origin and dataclasses.replace(origin, code=None, made=None)
 
 
-def _code(value: PlacedValue) -> Any:
-    """Returns the worst number of a value."""
-    if value.origin is None or value.origin.code is None:
-        code = nonfinite.code_of(value.arrays[0])
-        value.origin = value.origin or _Origin(ModulePass())
-        value.origin.code = code
-    return value.origin.code
+def _codes_of(arrays: Sequence[Any]) -> Any:
+    """Returns 0 for each finite array, 1 for those with infinities, and 2 for those with NaN."""
+    codes = nonfinite.Codes()
+    places = [codes.of(array) for array in arrays]
+    return nonfinite.worst(codes, places)
 
 
 def is_measured(dtype: Any) -> bool:

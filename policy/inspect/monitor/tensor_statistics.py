@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -77,7 +78,8 @@ def narrower(dtype: DTypeLike) -> tuple[str, ...]:
     return eight_bits if dtype == np.float16 else ("float16", *eight_bits)
 
 
-def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any:
+@functools.partial(jax.jit, static_argnames="axes")
+def statistics_of(array: Any, axes: tuple[str, ...] = (), lost: Any = None) -> Any:
     """Returns `STATISTICS` of an array, as a float32 vector, float64 for float64.
 
     A complex array is measured as its real and imaginary parts.
@@ -114,7 +116,7 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     found = [jnp.where(is_finite, numbers, none), inverse, *places]
     maxima = jnp.stack(_reduced(found, lax.max))
     if axes:
-        maxima = lax.pmax(maxima, tuple(axes))
+        maxima = lax.pmax(maxima, axes)
     places = [one.astype(bits.wide) for one in maxima[2:]]
     maxima = [*lax.bitcast_convert_type(maxima[:2], bits.wide), *places]
     masks = _masks(array.dtype, bits, maxima[0])
@@ -125,7 +127,7 @@ def statistics_of(array: Any, axes: Sequence[str] = (), lost: Any = None) -> Any
     found = _reduced([shares * shares, *(mask.astype(count) for mask in masks.values())], lax.add)
     sums = jnp.stack([one.astype(bits.wide) for one in found])
     if axes:
-        sums = lax.psum(sums, tuple(axes))
+        sums = lax.psum(sums, axes)
     counts = dict(zip(("squares", *masks), sums, strict=True))
     zero = jnp.zeros((), bits.wide)
     return jnp.stack([*maxima, *(counts.get(name, zero) for name in STATISTICS[_MAXIMA:])])

@@ -453,9 +453,22 @@ def cond(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]:
         return call
 
     which = run.flat(values[:1])[0]
-    outputs, notes = lax.switch(which, list(map(merged, branches)), *arrays)
+    if is_for_platforms(equation):  # the others can't be lowered for this one
+        outputs, notes = _platform_switch(equation, which, list(map(merged, branches)), arrays)
+    else:
+        outputs, notes = lax.switch(which, list(map(merged, branches)), *arrays)
     run.notes.update(notes)
     return _like(run, like, branches[0].outputs, outputs)
+
+
+def _platform_switch(
+    equation: Equation, which: Any, branches: Sequence[Callable[..., Any]], arrays: Sequence[Any]
+) -> Any:
+    """Returns the result of the branch for the platform that the program is lowered for."""
+    traced = [jax.make_jaxpr(branch, return_shape=True)(*arrays) for branch in branches]
+    params = with_subprograms(equation, [jaxpr for jaxpr, _ in traced])
+    results = bind(equation, [which, *arrays], params)
+    return jax.tree.unflatten(jax.tree.structure(traced[0][1]), results)
 
 
 def _zeros(notes: Mapping[int, Any]) -> Notes:
