@@ -92,6 +92,9 @@ class _Reader:
         # The equation that made a tracer is known to the traces of `jax.jit` alone.
         equation = getattr(x, "parent", None)
         if equation is None:
+            outer = x.get_referent() if hasattr(x, "get_referent") else x  # if it is closed over
+            if outer is not x:
+                return self.read(outer)
             lowered = x.full_lower() if hasattr(x, "full_lower") else x
             return None if isinstance(lowered, Tracer) else self.read(lowered)
         if len(self._read) > _MOST_EQUATIONS or not hasattr(equation, "in_tracers"):

@@ -313,14 +313,24 @@ def settled(run: Interpreter[V], values: Sequence[V], like: Sequence[V | None]) 
 class _Staged(Generic[V]):
     """A body that is traced once, where loops and conditionals would trace it again.
 
+    Args:
+      body: the body.
+      arrays: its arguments, or their shapes.
+      closed: the places of arguments that it closes over, which are no arguments of its program.
+
     Attributes:
       jaxpr: its program.
       outputs: those of the body.
       notes: shapes of the notes of the body.
     """
 
-    def __init__(self, body: Body[V], arrays: Sequence[Any]):
-        self.jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
+    def __init__(self, body: Body[V], arrays: Sequence[Any], closed: Sequence[int] = ()):
+        def run(*given: Any) -> Any:
+            rest = iter(given)
+            return body(*(x if i in closed else next(rest) for i, x in enumerate(arrays)))
+
+        given = [x for i, x in enumerate(arrays) if i not in closed]
+        self.jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
         self.outputs, self.notes = body.outputs, shapes[1]
         self._structure = jax.tree.structure(shapes)
 
@@ -357,12 +367,16 @@ def rebound(run: Interpreter[V], equation: Equation, values: list[V]) -> list[V]
     """
     (program,), arrays = subprograms(equation), run.flat(values)
     body = Body(run.inside(equation), program, values, run.merge(equation, values))
-    staged = _Staged(body, arrays)
-    jaxpr, consts = staged.jaxpr, []
     if program.role == "remat":
-        jaxpr, consts = with_consts_as_arguments(jaxpr)
-    results = bind(equation, [*consts, *arrays], with_subprograms(equation, [jaxpr]))
-    outputs, notes = staged.returned(results)
+        # Masks are closed over: a kernel of attention reads them from the equations that make them.
+        masks = [i for i, array in enumerate(arrays) if array.dtype == bool]
+        staged = _Staged(body, arrays, masks)
+        jaxpr, consts = with_consts_as_arguments(staged.jaxpr)
+        arrays = [*consts, *(array for i, array in enumerate(arrays) if i not in masks)]
+    else:
+        staged = _Staged(body, arrays)
+        jaxpr = staged.jaxpr
+    outputs, notes = staged.returned(bind(equation, arrays, with_subprograms(equation, [jaxpr])))
     run.notes.update(notes)
     return run.refilled(body.outputs, outputs)
 

@@ -147,6 +147,7 @@ def test_ids_of_a_closure_are_read_under_scan_and_as_arguments_they_are_not():
 
         def body(carry, given):
             assert known_mask(mask, QUERY, QUERY) is not None
+            assert known_mask(mask.astype(bool) & CAUSAL, QUERY, QUERY) is not None
             assert known_mask(given, QUERY, QUERY) is None
             return carry, None
 
