@@ -31,7 +31,7 @@ _MAKES = frozenset(
 _KEEPS = (primitives.ELEMENTWISE | primitives.EXACT | primitives.MOVES_DATA) - _MAKES - {"select_n"}
 
 
-class Operation(NamedTuple):
+class StepOperation(NamedTuple):
     """An equation that may make infinities or NaN.
 
     Attributes: those of `first` in a record.
@@ -48,7 +48,7 @@ class Flag(NamedTuple):
 
     Attributes:
       number: the place of the operation in program order.
-      results: the codes of its results, by their places in `Codes`.
+      results: the codes of its results, by their places in `FinitenessCodes`.
       operands: those of its operands.
     """
 
@@ -57,7 +57,7 @@ class Flag(NamedTuple):
     operands: Collection[int]
 
 
-class Codes:
+class FinitenessCodes:
     """How finite some arrays of one program are: 1 for those with infinities, 2 for those with NaN.
 
     A code is a set of places, of the arrays that a value was computed from by operations that make
@@ -89,7 +89,8 @@ class Codes:
 
     def numbers(self) -> jax.Array:
         """Returns 0, 1 or 2 for each place, and a 0 at last, int32."""
-        found, order = [jnp.zeros(1, jnp.int32)], [len(self._worst)]
+        found: list[Any] = [jnp.zeros(1, jnp.int32)]
+        order = [len(self._worst)]
         for unsigned in dict.fromkeys(worst.dtype for worst in self._worst):
             places = [i for i, worst in enumerate(self._worst) if worst.dtype == unsigned]
             worst = jnp.stack([self._worst[i] for i in places])
@@ -122,7 +123,7 @@ def keeps_finite(equation: Equation) -> bool:
     return is_wide and name in _KEEPS
 
 
-def first_made(flags: Sequence[Flag], codes: Codes, axes: Mapping[str, int]) -> jax.Array:
+def first_made(flags: Sequence[Flag], codes: FinitenessCodes, axes: Mapping[str, int]) -> jax.Array:
     """Returns the first operation that makes infinities of finite numbers, or NaN of others.
 
     It is a number that is larger for earlier ones, 0 for none, int32, of each device of some mesh
@@ -138,7 +139,7 @@ def first_made(flags: Sequence[Flag], codes: Codes, axes: Mapping[str, int]) -> 
     return lax.psum(jnp.where(jnp.arange(count) == lax.axis_index(names), first, 0), names)
 
 
-def worst(codes: Codes, places: Sequence[Collection[int]]) -> jax.Array:
+def worst(codes: FinitenessCodes, places: Sequence[Collection[int]]) -> jax.Array:
     """Returns the largest number of each of some codes, (codes,) int32."""
     table = np.full((len(places), max(1, *map(len, places))), -1)  # the place of a 0
     for row, of in zip(table, places, strict=True):

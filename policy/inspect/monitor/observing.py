@@ -17,7 +17,7 @@ from policy.inspect.monitor import nonfinite
 from policy.inspect.monitor.keep import Keep
 from policy.inspect.monitor.snapshot import Kind
 from policy.inspect.monitor.step import TrainStep
-from policy.inspect.monitor.step_log import NumbersPlace, StepLog, kind_of
+from policy.inspect.monitor.step_log import NumbersPlace, StepLog, row_kind
 from policy.inspect.monitor.tensor_statistics import statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
@@ -49,7 +49,7 @@ _PASSES = ("forward", "backward")
 
 @dataclasses.dataclass(eq=False)
 class _Origin(ValueOrigin):
-    """The origin of a value. `code` is one of `nonfinite.Codes`, None if it is not known yet."""
+    """The origin of a value; `code` is one of `nonfinite.FinitenessCodes`, None before it is known."""
 
     code: frozenset[int] | None = None
 
@@ -94,7 +94,7 @@ class Observer(ModuleValueInterpreter):
         self.place_of_numbers = NumbersPlace((), ())
         self.sizes: dict[str, int] = {}  # of the mesh axes around
         self.flags: list[nonfinite.Flag] = []
-        self.finite = nonfinite.Codes()
+        self.finite = nonfinite.FinitenessCodes()
         batch = (array for i, array in enumerate(step.arrays) if i not in step.carried)
         lengths = collections.Counter(array.shape[0] for array in batch if array.ndim)
         self.examples = max(lengths, key=lengths.__getitem__, default=0)
@@ -118,7 +118,7 @@ class Observer(ModuleValueInterpreter):
 
     def tracing(self, program: Any) -> Self:
         inner = super().tracing(program)
-        inner.flags, inner.finite = [], nonfinite.Codes()
+        inner.flags, inner.finite = [], nonfinite.FinitenessCodes()
         return inner
 
     def run(
@@ -198,7 +198,7 @@ class Observer(ModuleValueInterpreter):
     def _leaves(self, value: PlacedValue, left: Mapping[ModulePass, None], dtype: Any) -> None:
         """Measures a value that leaves modules for the first time."""
         origin, (array,) = value.origin, value.arrays
-        kind = kind_of(origin.place)
+        kind = row_kind(origin.place)
         if not is_measured(dtype):
             return
         kept = {place: None for place in left if self.keep(place.path, kind)}
@@ -292,7 +292,7 @@ def _without_code(origin: Any) -> Any:
 
 def _codes_of(arrays: Sequence[Any]) -> Any:
     """Returns 0 for each finite array, 1 for those with infinities, and 2 for those with NaN."""
-    codes = nonfinite.Codes()
+    codes = nonfinite.FinitenessCodes()
     places = [codes.of(array) for array in arrays]
     return nonfinite.worst(codes, places)
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from policy.inspect.monitor import tensor_statistics as statistics
-from policy.inspect.monitor.nonfinite import FirstSpan, Operation
+from policy.inspect.monitor.nonfinite import FirstSpan, StepOperation
 
 Kind = Literal["activation", "cotangent", "gradient", "param", "update", "codes", "input"]
 KINDS: tuple[Kind, ...] = (
@@ -113,7 +113,7 @@ class SnapshotRows:
     """
 
     rows: tuple[SnapshotRow, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[StepOperation, ...]
     firsts: tuple[FirstSpan, ...]
     entered: Span
     paths: tuple[str, ...]
@@ -125,14 +125,14 @@ class SnapshotRows:
         or an update, or was given to the step.
         """
         spans = sorted({span for row in self.rows for span in row.spans if row.kind != "codes"})
-        bad = [span for span in spans if span.of(numbers)[..., statistics.NOT_FINITE].any()]
+        bad = [span for span in spans if span.of(numbers)[..., statistics.COUNTS_NOT_FINITE].any()]
         codes = self.entered.of(numbers).ravel()
         entered = [path for path, code in zip(self.paths, codes, strict=True) if code]
         made = [found for span in self.firsts if (found := span.found(numbers))]
         if (not bad and not entered) or not (made or entered):
             return None
         if entered:
-            operation = Operation(entered[0], "forward", "argument", "")
+            operation = StepOperation(entered[0], "forward", "argument", "")
             layer = devices = None
         else:
             number, layer, devices = min(made, key=lambda found: found[0])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policy.inspect.monitor.nonfinite import FirstSpan, Operation
+from policy.inspect.monitor.nonfinite import FirstSpan, StepOperation
 from policy.inspect.monitor.snapshot import KINDS, Kind, SnapshotRow, SnapshotRows, Span
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.traced.module_values import ModuleValue
@@ -85,9 +85,9 @@ class StepLog:
         with naming(place.path for place in places):
             rows = self._rows(step, spans, text)
             operations = tuple(
-                Operation(made, "update", name, line)
+                StepOperation(made, "update", name, line)
                 if isinstance(made, str)
-                else Operation(text(made.path), made.direction, name, line)
+                else StepOperation(text(made.path), made.direction, name, line)
                 for made, name, line in self.operations
             )
         ordered = sorted(rows.items(), key=lambda item: KINDS.index(item[0][1]))
@@ -114,7 +114,7 @@ class StepLog:
         for value in (value for value in self.values if value.key in spans):
             line = value.source.partition(" (")[0]
             for place in value.left:
-                row = text(place.path), kind_of(value.made), str(np.dtype(value.dtype))
+                row = text(place.path), row_kind(value.made), str(np.dtype(value.dtype))
                 rows.setdefault(row, (line, {}))[1][spans[value.key]] = None
         for (kind, leaf), (key, dtype) in self.leaves.items():
             if key in spans:
@@ -126,5 +126,5 @@ class StepLog:
         return rows
 
 
-def kind_of(made: ModulePass) -> Kind:
+def row_kind(made: ModulePass) -> Kind:
     return "cotangent" if made.direction == "backward" else "activation"

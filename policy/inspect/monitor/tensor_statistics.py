@@ -24,7 +24,7 @@ STATISTICS = (
 )
 """The numbers of an array, in the order of `statistics_of`."""
 _PLACES = {name: i for i, name in enumerate(STATISTICS)}
-NOT_FINITE = [_PLACES["nan"], _PLACES["inf"]]
+COUNTS_NOT_FINITE = [_PLACES["nan"], _PLACES["inf"]]
 _MAXIMA = 4  # of them, at the start
 
 
