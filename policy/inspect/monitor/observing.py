@@ -49,7 +49,10 @@ _PASSES = ("forward", "backward")
 
 @dataclasses.dataclass(eq=False)
 class _Origin(ValueOrigin):
-    """The origin of a value; `code` is one of `nonfinite.FinitenessCodes`, None before it is known."""
+    """The origin of a value.
+
+    Its `code` is one of `nonfinite.FinitenessCodes`, None before it is known.
+    """
 
     code: frozenset[int] | None = None
 
