@@ -15,6 +15,7 @@ from policy.programs.paths import folded
 
 _WIDTH = 100
 _ROWS = 12  # of the table
+_SHOWN = 1e-3  # the least share, on average, that is shown
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 24  # of a row's history
 
@@ -99,7 +100,7 @@ def _of_kind(advice: Sequence[Advice], paint: Paint) -> Iterator[str]:
 
 def _table(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yields the rows that lose most, with the history of what they lose."""
-    rows = [row for row in series_of(records).values() if row.lost.any()]
+    rows = [row for row in series_of(records).values() if row.lost.mean() >= _SHOWN]
     rows.sort(key=lambda row: -float(np.mean(row.lost)))
     if not rows:
         return

@@ -196,22 +196,22 @@ def a_static_scale_of_float8_that_is_too_small():
     return linen(cast, batches(), dtype=BF16)
 
 
-@fault(SATURATED, f"{INNER} or out/input", 6)
+def int8_product(h, scale):
+    codes = jnp.clip(jnp.round(h / scale), -127, 127).astype(jnp.int8)
+    weight = (100 * jnp.eye(h.shape[-1])).astype(jnp.int8)
+    product = jax.lax.dot(codes, weight, preferred_element_type=jnp.int32)
+    return h + jax.lax.stop_gradient(product.astype(BF16) * (scale / 100) - h)
+
+
+@fault(SATURATED, f"{INNER}/input", 6)
 def a_static_scale_of_int8_that_data_outgrow():
-    def cast(h):
-        codes = jnp.clip(jnp.round(h * 30), -127, 127).astype(jnp.int8)
-        return h + jax.lax.stop_gradient(codes.astype(BF16) / 30 - h)
-
-    return plain(cast, batches(from_6=times(8.0)), dtype=BF16)
+    data = batches(from_6=times(8.0))
+    return plain(lambda h: int8_product(h, 0.03), data, dtype=BF16)
 
 
-@fault(LOST_CODES, f"{INNER} or out/input", 0)
+@fault(LOST_CODES, f"{INNER}/input", 0)
 def a_static_scale_of_int8_that_is_too_large():
-    def cast(h):
-        codes = jnp.clip(jnp.round(h / 100), -127, 127).astype(jnp.int8)
-        return h + jax.lax.stop_gradient(codes.astype(BF16) * 100 - h)
-
-    return nnx_run(cast, batches(), dtype=BF16)
+    return nnx_run(lambda h: int8_product(h, 100.0), batches(), dtype=BF16)
 
 
 # --------------------------------------------------------------------------------------------------
