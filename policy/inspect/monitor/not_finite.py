@@ -6,24 +6,8 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from policy.inspect.monitor.advice_kinds import (
-    BATCH,
-    BEFORE,
-    DEVICE,
-    DIVISION,
-    LEAST,
-    NOT_FINITE,
-    OVERFLOW,
-    PARAMS,
-    SAME_SCALE,
-    SCALE,
-    SETTLED,
-    SKIPPED,
-    SKIPS,
-    Advice,
-    rule,
-    share,
-)
+from policy.inspect.monitor import advice_kinds as kinds
+from policy.inspect.monitor.advice_kinds import Advice, rule, share
 from policy.inspect.monitor.history import RunRecord
 
 _DIVISIONS = ("div", "rsqrt", "log", "log1p", "pow", "integer_pow", "rem")
@@ -61,29 +45,30 @@ def _cause(first: dict[str, Any], is_param: bool, dtype: str) -> tuple[str, tupl
     path, operation, entered = first["path"], first["operation"], first["entered"]
     if is_param:
         said = f"{entered} is not finite before this step", "Look at the checkpoint, or at `init`."
-        return PARAMS, said
+        return kinds.PARAMS, said
     if entered is not None:
         remedy = "Look at this batch: its data are not finite before the model runs."
-        return BATCH, (f"The input {entered} is not finite", remedy)
+        return kinds.BATCH, (f"The input {entered} is not finite", remedy)
     what = f"{operation} ({first['direction']}) is not finite"
     keep = rule(path)
     if operation in _DIVISIONS:
         remedy = f"Its operand is 0 or was rounded to 0: an epsilon below {_tiny(dtype)} is 0. Take"
         if first["direction"] == "update":
-            return DIVISION, (what, f"{remedy} a larger one, or policy.mixed_precision(tx, ...).")
-        return DIVISION, (what, f"{remedy} a larger one. {keep}.")
+            keep = "Or run the optimizer in float32: policy.mixed_precision(tx, ...)"
+        return kinds.DIVISION, (what, f"{remedy} a larger one. {keep}.")
     if dtype == "float16":
-        is_sum = "Sum in float32, as policy.reductions do. " if "reduce" in operation else ""
+        wide = "Sum in float32, as policy.reductions do. " if "reduce" in operation else ""
+        what = f"{what}: it exceeds 65504"
         if first["direction"] == "backward":
             remedy = 'Take mixed_precision(..., loss_scale="dynamic"), which lowers a scale that is'
-            return OVERFLOW, (f"{what}: it exceeds 65504", f"{remedy} too large. {keep}.")
-        return OVERFLOW, (f"{what}: it exceeds 65504", f"{is_sum}{keep}; or take mixed_bfloat16.")
+            return kinds.OVERFLOW, (what, f"{remedy} too large. {keep}.")
+        return kinds.OVERFLOW, (what, f"{wide}{keep}; or take mixed_bfloat16.")
     if first["direction"] == "update":
         remedy = "Gradients were finite: run the optimizer in policy.mixed_precision(...), and clip"
-        return NOT_FINITE, (what, f"{remedy} with clip_global_norm=.")
+        return kinds.NOT_FINITE, (what, f"{remedy} with clip_global_norm=.")
     remedy = "If it is NaN in float32 too, lower the learning rate, or clip_global_norm=1.0"
     wide = f" {keep}." if dtype not in ("float32", "float64") else ""
-    return NOT_FINITE, (what, f"{remedy}.{wide}")
+    return kinds.NOT_FINITE, (what, f"{remedy}.{wide}")
 
 
 def _dtype_of(record: RunRecord) -> str:
@@ -131,7 +116,7 @@ def _of_one_device(bad: Sequence[RunRecord]) -> Iterator[Advice]:
         "the same program."
     )
     steps = bad[0]["step"], bad[-1]["step"]
-    yield Advice(DEVICE, first["path"], *steps, message, first["line"] or "")
+    yield Advice(kinds.DEVICE, first["path"], *steps, message, first["line"] or "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,7 +135,7 @@ def skips(records: Sequence[RunRecord]) -> Iterator[Advice]:
         remedy = 'that no scale mends. Take loss_scale="dynamic", whose minimum is 1.'
         yield _on_scale(low, f"{said} {remedy}")
     at_floor = [one for one in missed if float(one["loss_scale"]) == 1]
-    if len(at_floor) >= LEAST:
+    if len(at_floor) >= kinds.LEAST:
         said = f"The loss scale is at its minimum of 1, and {len(at_floor)} steps still overflow"
         yield _on_scale(at_floor, f"{said}. {rule(_path(at_floor))}, or clip its inputs.")
     yield from _stays(missed)
@@ -162,7 +147,7 @@ def _stays(missed: Sequence[RunRecord]) -> Iterator[Advice]:
     for record in missed:
         by_scale.setdefault(float(record["loss_scale"]), []).append(record)
     for scale, alike in by_scale.items():
-        if scale > 1 and len(alike) >= SAME_SCALE and len(by_scale) == 1:
+        if scale > 1 and len(alike) >= kinds.SAME_SCALE and len(by_scale) == 1:
             said = f"Gradients overflow at the loss scale {scale:g} in {len(alike)} steps"
             remedy = 'The scale stays: take loss_scale="dynamic", which halves it.'
             yield _on_scale(alike, f"{said}. {remedy}")
@@ -171,16 +156,16 @@ def _stays(missed: Sequence[RunRecord]) -> Iterator[Advice]:
 def _many(scaled: Sequence[RunRecord]) -> Iterator[Advice]:
     if not scaled:
         return
-    start, end = scaled[0]["step"] + SETTLED, scaled[-1]["step"]
+    start, end = scaled[0]["step"] + kinds.SETTLED, scaled[-1]["step"]
     missed = [one for one in scaled if one["skipped"] and one["step"] >= start]
-    if len(missed) >= BEFORE and len(missed) > SKIPPED * (end - start + 1):
+    if len(missed) >= kinds.BEFORE and len(missed) > kinds.SKIPPED * (end - start + 1):
         part = share(len(missed) / (end - start + 1))
         said = f"{len(missed)} steps are skipped, {part} of those after step {start}"
         remedy = f"A dynamic scale skips one in 2000. {rule(_path(missed))}, or take mixed_bfloat16"
-        yield _on_scale(missed, f"{said}. {remedy}.", SKIPS)
+        yield _on_scale(missed, f"{said}. {remedy}.", kinds.SKIPS)
 
 
-def _on_scale(alike: Sequence[RunRecord], message: str, kind: str = SCALE) -> Advice:
+def _on_scale(alike: Sequence[RunRecord], message: str, kind: str = kinds.SCALE) -> Advice:
     where = next((one["first"]["line"] for one in alike if one["first"]), "")
     return Advice(kind, _path(alike), alike[0]["step"], alike[-1]["step"], message, where or "")
 

@@ -7,22 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor.advice_kinds import (
-    DEAD,
-    HALF,
-    IDLE,
-    LEAST,
-    LOST_CODES,
-    NEAR_OVERFLOW,
-    NO_UPDATE,
-    SATURATED,
-    SATURATION,
-    UNDERFLOW,
-    VANISHED,
-    Advice,
-    rule,
-    share,
-)
+from policy.inspect.monitor import advice_kinds as kinds
+from policy.inspect.monitor.advice_kinds import Advice, rule, share
 from policy.inspect.monitor.history import Rows, Series, longest_streak
 
 _LIMIT = 65504.0  # of float16
@@ -36,7 +22,7 @@ def _advice(kind: str, row: Series, places: tuple[int, int], message: str) -> Ad
     return Advice(kind, row.path, *steps, message, row.line, layers)
 
 
-def _lasting(flags: np.ndarray, least: int = LEAST) -> tuple[int, int] | None:
+def _lasting(flags: np.ndarray, least: int = kinds.LEAST) -> tuple[int, int] | None:
     """Returns the first and last place of the longest streak; None if it is too short."""
     found = longest_streak(flags)
     return found if found is not None and found[1] - found[0] + 1 >= least else None
@@ -54,7 +40,7 @@ def vanished(row: Series, rows: Rows) -> Iterator[Advice]:
         return
     param = rows.get((row.path, "param", row.layer))
     dtype = row.dtype if param is None else param.dtype
-    places = _lasting(_of_nonzero(row, "lost") >= HALF)
+    places = _lasting(_of_nonzero(row, "lost") >= kinds.HALF)
     if dtype in _WIDE or places is None:
         return
     part = share(float(np.median(_of_nonzero(row, "lost")[places[0] : places[1] + 1])))
@@ -63,19 +49,19 @@ def vanished(row: Series, rows: Rows) -> Iterator[Advice]:
         'digit. Wrap the optimizer: policy.mixed_precision(tx, ..., master_weights="auto") keeps '
         "the float32 value; or store the param in float32."
     )
-    yield _advice(VANISHED, row, places, message)
+    yield _advice(kinds.VANISHED, row, places, message)
 
 
 def underflow(row: Series, rows: Rows) -> Iterator[Advice]:
     """Yields advice on float16 gradients and updates that are too small for it."""
     if row.dtype != "float16" or row.kind not in ("cotangent", "gradient", "update"):
         return
-    flags, what = _of_nonzero(row, "below") >= HALF, "subnormal in float16"
+    flags, what = _of_nonzero(row, "below") >= kinds.HALF, "subnormal in float16"
     gradient = rows.get((row.path, "gradient", row.layer))
     if row.kind == "update" and gradient is not None and len(gradient.steps) == len(row.steps):
         zeros = np.nan_to_num(row["zeros"])
         # All of them are 0 where a param is frozen.
-        flags |= (zeros - np.nan_to_num(gradient["zeros"]) >= HALF) & (zeros < 1)
+        flags |= (zeros - np.nan_to_num(gradient["zeros"]) >= kinds.HALF) & (zeros < 1)
         what = "0 or subnormal in float16"
     places = _lasting(flags)
     if places is None:
@@ -88,7 +74,7 @@ def underflow(row: Series, rows: Rows) -> Iterator[Advice]:
         if row.kind == "update"
         else 'Scale the loss: mixed_precision(..., loss_scale="dynamic"); or take mixed_bfloat16.'
     )
-    yield _advice(UNDERFLOW, row, places, f"{part} of these {noun} are {what}. {remedy}")
+    yield _advice(kinds.UNDERFLOW, row, places, f"{part} of these {noun} are {what}. {remedy}")
 
 
 def near_overflow(row: Series, _: Rows) -> Iterator[Advice]:
@@ -96,7 +82,7 @@ def near_overflow(row: Series, _: Rows) -> Iterator[Advice]:
 
     Gradients are left out: a dynamic loss scale keeps them near the limit.
     """
-    if row.dtype != "float16" or row.kind != "activation" or len(row.steps) < 2 * LEAST:
+    if row.dtype != "float16" or row.kind != "activation" or len(row.steps) < 2 * kinds.LEAST:
         return
     largest = row["largest"]
     if not np.isfinite(largest).all() or largest.min() <= 0 or largest[-1] < _LIMIT / 8:
@@ -114,24 +100,26 @@ def near_overflow(row: Series, _: Rows) -> Iterator[Advice]:
         f"limit, and {late / early:.2g} times as large as in the first half: at this rate it "
         f"overflows in about {max(left, 1):.0f} steps. {rule(row.path)}; or take mixed_bfloat16."
     )
-    yield _advice(NEAR_OVERFLOW, row, (half, len(largest) - 1), message)
+    yield _advice(kinds.NEAR_OVERFLOW, row, (half, len(largest) - 1), message)
 
 
 def eight_bits(row: Series, _: Rows) -> Iterator[Advice]:
     """Yields advice on 8-bit codes whose scale is too small or too large."""
     if row.kind != "codes":
         return
-    dynamic = 'The scale of the policy\'s matmul="f8" or "i8" is computed from the array itself'
-    for kind, name, least, what in (
-        (SATURATED, "above", SATURATION, f"at the limit of {row.dtype}: the scale is too small"),
-        (LOST_CODES, "below", HALF, f"0, though the numbers are not: the scale of {row.dtype} is "
-         "too large, or few numbers are far larger than the others"),
-    ):  # fmt: skip
-        places = _lasting(np.nan_to_num(row[name]) >= least, least=2)
-        if places is not None:
+    large = "too large, or few numbers are far larger than the others"
+    limits = {
+        kinds.SATURATED: ("above", kinds.SATURATION, f"at the limit of {row.dtype}", "too small"),
+        kinds.LOST_CODES: ("below", kinds.HALF, "0 though the numbers are not", large),
+    }
+    for kind, (name, least, what, scale) in limits.items():
+        if places := _lasting(np.nan_to_num(row[name]) >= least, least=2):
             part = share(float(np.median(row[name][places[0] : places[1] + 1])))
-            remedy = f"{dynamic}. {rule(row.path, 'bfloat16')}."
-            yield _advice(kind, row, places, f"{part} of the codes are {what}. {remedy}")
+            dynamic = 'A policy\'s matmul="f8" or "i8" computes the scale from the array itself'
+            module = row.path.rpartition("/")[0]  # the operand's name is the last one
+            remedy = f"{dynamic}. {rule(module, 'bfloat16')}."
+            message = f"{part} of the codes are {what}: the scale is {scale}. {remedy}"
+            yield _advice(kind, row, places, message)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,12 +140,14 @@ def dead(rows: Sequence[Series]) -> Iterator[Advice]:
         after = (row["zeros"] >= 1) & (row.steps > start)
         if row.kind == "activation" and row.size > 1 and (places := _lasting(after)):
             said = "All outputs of this module are 0"
-            remedy = "Look at its initial values and at what multiplies its result"
-            yield _advice(DEAD, row, places, f"{said}. {remedy}; a lower learning rate may help.")
+            remedy = (
+                "Look at its initial values, its inputs and the learning rate before that step."
+            )
+            yield _advice(kinds.DEAD, row, places, f"{said}. {remedy}")
         elif row.kind == "cotangent" and row.size > 1:
             others = np.array([reaching.get(int(step), 0.0) > 0 for step in row.steps])
             if places := _lasting(after & others):
-                yield _advice(DEAD, row, places, _dead_gradients(row, reaching, places))
+                yield _advice(kinds.DEAD, row, places, _dead_gradients(row, reaching, places))
 
 
 def _dead_gradients(row: Series, reaching: dict[int, float], places: tuple[int, int]) -> str:
@@ -181,12 +171,12 @@ def _no_update(updates: Sequence[Series], gradients: Sequence[Series]) -> Iterat
     there = _largest_by_step(gradients)
     row = updates[0]
     flags = np.array([there.get(int(step), 0.0) > 0 for step in row.steps])
-    if places := _lasting(flags, IDLE):
+    if places := _lasting(flags, kinds.IDLE):
         said = "All updates of the run are 0, and its gradients are not"
         remedy = "Look at the learning rate's schedule. In float16 small updates are 0"
         message = f"{said}. {remedy}: policy.mixed_precision(tx, ...) runs tx in float32."
         steps = int(row.steps[places[0]]), int(row.steps[places[1]])
-        yield Advice(NO_UPDATE, "", *steps, message)
+        yield Advice(kinds.NO_UPDATE, "", *steps, message)
 
 
 def _largest_by_step(rows: Sequence[Series]) -> dict[int, float]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor.advice_kinds import BATCH, BEFORE, DEVICE, SPIKE, TIMES, Advice
+from policy.inspect.monitor import advice_kinds as kinds
+from policy.inspect.monitor.advice_kinds import Advice
 from policy.inspect.monitor.history import Series
 
 _RECENT = 8  # records before a spike, and the most after it, that it is compared with
@@ -44,12 +45,12 @@ def spikes(inputs: Sequence[Series], rows: Sequence[Series]) -> Iterator[Advice]
             f"The updates are {times:.3g} times as large as before, and the gradients are not: "
             "look at the learning rate's schedule at this step, and at the optimizer's epsilon."
         )
-        yield Advice(SPIKE, path, step, step, message)
+        yield Advice(kinds.SPIKE, path, step, step, message)
 
 
 def _of_batch(path: str, step: int, said: str) -> Advice:
     remedy = f"Look at batch {step}; clip_global_norm= in mixed_precision bounds what it does"
-    return Advice(BATCH, path, step, step, f"{said}. {remedy}.")
+    return Advice(kinds.BATCH, path, step, step, f"{said}. {remedy}.")
 
 
 def _jumps(values: np.ndarray) -> Iterator[tuple[int, float]]:
@@ -59,10 +60,10 @@ def _jumps(values: np.ndarray) -> Iterator[tuple[int, float]]:
     nearer to what was before than to it.
     """
     values = np.nan_to_num(values)
-    for place in range(BEFORE, len(values)):
+    for place in range(kinds.BEFORE, len(values)):
         before, after = values[:place], values[place + 1 : place + 1 + _RECENT]
         recent = before[-_RECENT:].max()
-        if np.median(before) <= 0 or values[place] <= max(TIMES * recent, 2 * before.max()):
+        if np.median(before) <= 0 or values[place] <= max(kinds.TIMES * recent, 2 * before.max()):
             continue
         if after.size and np.median(after) > np.sqrt(values[place] * recent):
             continue
@@ -108,4 +109,4 @@ def _devices(rows: Sequence[Series]) -> Iterator[Advice]:
                 f"The numbers of device {device} are far larger than those of the others, in "
                 f"{len(steps)} records. Look at the data that it gets, and at the device."
             )
-            yield Advice(DEVICE, row.path, steps[0], steps[-1], message, row.line)
+            yield Advice(kinds.DEVICE, row.path, steps[0], steps[-1], message, row.line)

@@ -17,14 +17,10 @@ from tests.policy.inspect.monitor.corpus.training import CLEAN, FAULTS, Case
 assert mpmodules  # names modules
 assert clean and not_finite and of_numbers and on_eight_devices  # add to the corpus
 
-NOT_NAMED = {
-    "a loss scale without a minimum",
-    "a static scale of int8 that data outgrow",
-    "a static scale of int8 that is too large",
-}
+NOT_NAMED: set[str] = set()
 """Faults whose advice misses the kind, the module, the step or the line, by their names."""
 
-FLAGGED = {"a scale that settles in nnx"}
+FLAGGED: set[str] = set()
 """Clean runs that have advice."""
 
 
@@ -64,7 +60,7 @@ def test_a_clean_run_has_no_advice(case):
 
 
 def test_the_shares_that_are_named_and_flagged():
-    assert len(FAULTS) - len(NOT_NAMED) >= 38 and len(CLEAN) - len(FLAGGED) >= 20
+    assert len(FAULTS) - len(NOT_NAMED) >= 38 and len(CLEAN) >= 20 and not FLAGGED
     assert {case.name for case in FAULTS} >= NOT_NAMED
 
 
