@@ -18,7 +18,7 @@ from policy.inspect.monitor.keep import Keep
 from policy.inspect.monitor.snapshot import Kind
 from policy.inspect.monitor.step import TrainStep
 from policy.inspect.monitor.step_log import NumbersPlace, StepLog, row_kind
-from policy.inspect.monitor.tensor_statistics import statistics_of
+from policy.inspect.monitor.tensor_statistics import largest_by_device, statistics_of
 from policy.inspect.monitor.updates import ArrayRead, is_lost, reads_of
 from policy.inspect.traced.module_values import (
     ModuleValue,
@@ -212,13 +212,21 @@ class Observer(ModuleValueInterpreter):
                 self._new_key(array), origin.primitive, origin.source, dtype, origin.place
             )
             self.log.values.append(origin.measurement)
-            self.notes[origin.measurement.key] = statistics_of(array, self._axes_of(array))
+            self.notes[origin.measurement.key] = self._statistics(array)
         origin.measurement.left.update(kept)
 
     def _axes_of(self, array: Any) -> tuple[str, ...]:
         """Returns the mesh axes around over which devices have their own parts of an array."""
         (own,) = axes_of_leaves([array], self.axes)
         return tuple(axis for axis in self.axes if axis in own)
+
+    def _statistics(self, array: Any, lost: Any = None) -> Any:
+        """Returns the statistics of an array, and the largest number of each device around."""
+        axes = self._axes_of(array)
+        found = statistics_of(array, axes, lost)
+        if not axes:
+            return found
+        return jnp.concatenate([found, largest_by_device(array, self.sizes).astype(found.dtype)])
 
     def _new_key(self, array: Any) -> int:
         """Returns a key for the numbers of an array."""
@@ -238,7 +246,7 @@ class Observer(ModuleValueInterpreter):
         if (kind, leaf) not in self.log.leaves:
             self.log.leaves[kind, leaf] = self._new_key(array), array.dtype
         key, _ = self.log.leaves[kind, leaf]
-        self.notes[key] = statistics_of(array, self._axes_of(array), lost)
+        self.notes[key] = self._statistics(array, lost)
 
     def _measure_read(self, read: ArrayRead, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         array, lost = arrays[read.operand], None

@@ -67,7 +67,8 @@ class SnapshotRow:
 
     def record(self, numbers: np.ndarray) -> dict[str, Any]:
         """Returns the row for JSON from all numbers of a snapshot."""
-        found = [span.of(numbers) for span in self.spans]
+        whole = [span.of(numbers) for span in self.spans]
+        found = [each[..., : len(statistics.STATISTICS)] for each in whole]
         if len({each.shape[1:] for each in found}) > 1:  # some are in a scan, and some are not
             found = [each.reshape(-1, each.shape[-1]) for each in found]
         sizes = np.concatenate(
@@ -78,7 +79,7 @@ class SnapshotRow:
         of = named(every, sizes, np.dtype(self.dtype))
         if self.kind == "update":
             of["lost"] = statistics.share_of_count("lost", every, sizes)
-        return {
+        row: dict[str, Any] = {
             "path": self.path,
             "kind": self.kind,
             "dtype": self.dtype,
@@ -86,6 +87,10 @@ class SnapshotRow:
             "size": sum(span.size for span in self.spans),
             "numbers": {name: _json(number) for name, number in of.items()},
         }
+        own = [each[..., len(statistics.STATISTICS) :] for each in whole if self.kind != "codes"]
+        devices = [statistics.outlying(each) for each in own if each.shape[-1]]
+        found = sorted({device for each in devices for device in each or ()})
+        return row | ({"devices": found} if found else {})
 
 
 def _of_codes(found: np.ndarray, sizes: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:
