@@ -19,7 +19,9 @@ from jax.typing import ArrayLike
 
 from policy.core.arrays import is_typed
 from policy.core.scope import current_policy, reduction_dtype_of
-from policy.functions.linear_cross_entropy_chunks import Options, loss_of
+from policy.functions.linear_cross_entropy_chunks import loss_of
+from policy.functions.linear_cross_entropy_options import Options
+from policy.functions.linear_cross_entropy_slices import counts_in_slices
 from policy.functions.losses import check_weights
 from policy.programs.dtypes import explicit_sharding
 
@@ -84,9 +86,10 @@ def linear_softmax_cross_entropy(
         itself, and with `jax.set_mesh` gathers a kernel that is split along d once.
       label_smoothing, z_loss: as in `softmax_cross_entropy_with_integer_labels`.
       soft_cap: positive: logits become ``soft_cap * tanh(logits / soft_cap)``.
-      chunk_size: examples of a device whose derivatives by the logits are in memory together, in
-        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048: fewer take
-        longer.
+      chunk_size: examples of a device whose derivatives by the logits are in memory together, in two
+        bytes each in half precision. Beside them are a slice of their float32 logits in bfloat16
+        (None takes 1368 to 2048 examples); with `bias`, `label_smoothing`, another dtype or XLA's
+        sharding, the logits of a quarter of them (1638 to 2048). Fewer take longer.
 
     Returns:
       A scalar, or (...) without a `reduction`, in reduction_dtype.
@@ -106,10 +109,14 @@ def linear_softmax_cross_entropy(
     is_on_mesh = sharding is not None or (not mesh.empty and {*mesh.axis_types} == {AxisType.Auto})
     matmul, reduces = None if policy is None else policy.matmul, reduction in ("mean", "sum")
     chunks, parts, size = _counts(labels.size, mesh.size if is_on_mesh else 1, chunk_size)
+    operands, slices = x.dtype if policy is None else policy.compute_dtype, 0
     if matmul:
         parts, size = 1, parts * size
+    is_half = operands == jnp.bfloat16 and wide == jnp.float32
+    if is_half and bias is None and not (matmul or is_on_mesh or label_smoothing):
+        chunks, size, slices = counts_in_slices(labels.size, kernel.shape[axis], chunk_size)
     options = Options(
-        operands=x.dtype if policy is None else policy.compute_dtype,
+        operands=operands,
         wide=wide,
         matmul=matmul,
         axis=axis % 2,
@@ -120,6 +127,7 @@ def linear_softmax_cross_entropy(
         chunks=chunks,
         parts=parts,
         size=size,
+        slices=slices,
         reduces=reduces,
         is_on_mesh=is_on_mesh,
     )

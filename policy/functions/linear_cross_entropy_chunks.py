@@ -7,56 +7,22 @@ whole chunk's slopes each: the sum of the kernel's gradient is read and written 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from policy.core.arrays import alike_varying, is_typed, make_varying, varying_axes
-from policy.core.dtypes import ScaledMatmul
 from policy.core.reverse_mode import in_reverse_mode
 from policy.eight_bits.scaled_matmul import scaled_dot_general
+from policy.functions.linear_cross_entropy_options import Options, counted
+from policy.functions.linear_cross_entropy_slices import in_slices
 
 _FLOAT16_SCALE = 2.0**10  # of slopes in float16: most are far below 1, and few above
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a loss, as a static argument.
-
-    Attributes:
-      operands: the dtype that is multiplied.
-      wide: the dtype of accumulators, sums and the loss.
-      matmul: the 8-bit dtypes of the matmuls, or None.
-      axis: the axis of the classes in the kernel.
-      axis_names: the mesh axes that the classes are split over by `jax.shard_map`.
-      smoothing, z_loss, soft_cap: as in `linear_softmax_cross_entropy`.
-      chunks: the number of chunks.
-      parts: the number of parts of each.
-      size: the number of examples of a part.
-      reduces: whether the loss is a sum.
-      is_on_mesh: whether a mesh is in force, whose axes XLA splits arrays over.
-    """
-
-    operands: np.dtype
-    wide: np.dtype
-    matmul: ScaledMatmul | None
-    axis: int
-    axis_names: tuple[Any, ...]
-    smoothing: float
-    z_loss: float
-    soft_cap: float | None
-    chunks: int
-    parts: int
-    size: int
-    reduces: bool
-    is_on_mesh: bool
 
 
 def loss_of(options: Options, x: Array, labels: Array, weight: Array, *parameters: Array) -> Array:
@@ -71,11 +37,9 @@ def loss_of(options: Options, x: Array, labels: Array, weight: Array, *parameter
     operands = alike_varying(x, *parameters)
     x, *operands = (in_reverse_mode(_NO_FORWARD_MODE, one) for one in operands)
     shape, count = labels.shape, labels.size
-    padding = (0, options.chunks * options.parts * options.size - count)
-    x = jnp.pad(x.reshape(count, x.shape[-1]), (padding, (0, 0)))
-    labels, weight = (jnp.pad(a.reshape(count), padding) for a in (labels, weight))
+    x, labels, weight = x.reshape(count, x.shape[-1]), labels.reshape(count), weight.reshape(count)
     loss: Any = _loss(options, x, labels, weight, *operands)
-    return loss if options.reduces else loss[:count].reshape(shape)
+    return loss if options.reduces else loss.reshape(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,6 +124,12 @@ def _in_chunks(
 
     Without weights there are no gradients.
     """
+    if options.slices:
+        return in_slices(options, _in_chunks, x, labels, weight, kernel)
+    count = labels.size
+    padding = (0, options.chunks * options.parts * options.size - count)
+    x, labels = jnp.pad(x, (padding, (0, 0))), jnp.pad(labels, padding)
+    weight = None if weight is None else jnp.pad(weight, padding)
     parameters = [a for a in (kernel, bias) if a is not None] if weight is not None else []
     zeros = [jnp.zeros_like(a, dtype=options.wide) for a in parameters]
     zeros = [make_varying(zero, varying_axes(x)) for zero in zeros]
@@ -180,8 +150,8 @@ def _in_chunks(
     else:
         sums, (losses, of_x) = lax.scan(step, zeros, rows)
     sums[:1] = [_whole_in_features(options, total) for total in sums[:1]]
-    losses = _in_order(options, losses)
-    return losses, [] if weight is None else [_in_order(options, of_x), *sums]
+    losses = _in_order(options, losses)[:count]
+    return losses, [] if weight is None else [_in_order(options, of_x)[:count], *sums]
 
 
 def _rows(options: Options, array: Array) -> Array:
@@ -297,7 +267,7 @@ def _loss_and_slope(
     logits = logits if tanh is None or cap is None else cap * tanh
     classes = logits.shape[1] * (lax.axis_size(names) if names else 1)
     first = lax.axis_index(names) * logits.shape[1] if names else 0
-    labels = _counted(labels, classes)[:, None]
+    labels = counted(labels, classes)[:, None]
     is_class = labels >= 0
     chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels - first
     largest = lax.stop_gradient(jnp.max(logits, 1, keepdims=True))
@@ -325,14 +295,3 @@ def _loss_and_slope(
     weight = weight[:, None]
     slope = jnp.where(weight == 0, 0, slope * weight)
     return loss, slope.astype(options.operands), [] if bias is None else [jnp.sum(slope, 0)]
-
-
-def _counted(labels: Array, classes: int) -> Array:
-    """Returns labels as int32: negative ones count from the end, and -1 is out of range."""
-    if labels.dtype.itemsize < 4:
-        labels = labels.astype(jnp.int32)
-    is_beyond = labels >= classes
-    if jnp.issubdtype(labels.dtype, jnp.signedinteger):
-        is_beyond |= labels < -classes
-        labels = jnp.where(labels < 0, labels + classes, labels)
-    return jnp.where(is_beyond, -1, jnp.where(is_beyond, 0, labels).astype(jnp.int32))

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from policy import compare, mixed_precision
+from policy import compare, mixed_precision, use_policy
 from policy.losses import linear_softmax_cross_entropy
 from policy.sharding import all_reduce, collectives_of
 from tests.policy.functions.linear_operands import KERNEL, LABELS, OPTIONS, X
@@ -113,17 +113,23 @@ def test_the_axes_of_a_mesh_of_two_are_told_apart_in_what_xla_wrote():
 KERNEL_48 = np.ascontiguousarray(KERNEL[:, :48])  # divides over eight devices
 
 
-def _last_layer(mode: AxisType | None, check_vma: bool = True, kernel_spec: Any = (None, "model")):
+def _last_layer(
+    mode: AxisType | None,
+    check_vma: bool = True,
+    kernel_spec: Any = (None, "model"),
+    given: Any = OPTIONS[1],
+):
     """Returns the loss of a last layer on a mesh: examples over one axis, classes over the other.
 
     Args:
       mode: of the mesh's axes; None is manual, inside `jax.shard_map`.
       kernel_spec: the axes that the kernel (d, K) is split over.
+      given: options of the loss.
     """
     kinds = (AxisType.Auto if mode is None else mode,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     examples, columns = PartitionSpec("data"), PartitionSpec(*kernel_spec)
-    options: dict[str, Any] = OPTIONS[1] | {"chunk_size": 2}
+    options: dict[str, Any] = given | {"chunk_size": 2}
     all_labels = LABELS % 48
 
     def loss(x, kernel):
@@ -157,6 +163,16 @@ def test_a_last_layer_split_over_examples_and_classes_has_one_devices_loss(mode,
     found, truth = placed(X, KERNEL), jax.value_and_grad(loss, (0, 1))(X, KERNEL)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_bfloat16_every_device_has_its_own_exponentials(check_vma):
+    placed, loss = _last_layer(None, check_vma, given={"z_loss": 1e-2})
+    x = X * np.where(np.arange(4) == 1, 32, 1)[:, None, None].astype(np.float32)
+    with use_policy("mixed_bfloat16"):
+        found, truth = placed(x, KERNEL), jax.value_and_grad(loss, (0, 1))(x, KERNEL)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        assert np.linalg.norm(np.asarray(a) - b) < 2**-10 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
