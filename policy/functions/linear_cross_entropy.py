@@ -86,10 +86,10 @@ def linear_softmax_cross_entropy(
         itself, and with `jax.set_mesh` gathers a kernel that is split along d once.
       label_smoothing, z_loss: as in `softmax_cross_entropy_with_integer_labels`.
       soft_cap: positive: logits become ``soft_cap * tanh(logits / soft_cap)``.
-      chunk_size: examples of a device whose derivatives by the logits are in memory together, in two
-        bytes each in half precision. Beside them are a slice of their float32 logits in bfloat16
-        (None takes 1368 to 2048 examples); with `bias`, `label_smoothing`, another dtype or XLA's
-        sharding, the logits of a quarter of them (1638 to 2048). Fewer take longer.
+      chunk_size: examples of a device whose derivatives by the logits are in memory together, in
+        compute_dtype, beside the logits of a quarter of them. None takes 1638 to 2048: fewer take
+        longer. A number in bfloat16, without `bias`, `label_smoothing` and XLA's sharding, keeps
+        their exponentials in two bytes instead, beside a slice of their logits.
 
     Returns:
       A scalar, or (...) without a `reduction`, in reduction_dtype.
@@ -113,7 +113,8 @@ def linear_softmax_cross_entropy(
     if matmul:
         parts, size = 1, parts * size
     is_half = operands == jnp.bfloat16 and wide == jnp.float32
-    if is_half and bias is None and not (matmul or is_on_mesh or label_smoothing):
+    is_plain = bias is None and not (matmul or is_on_mesh or label_smoothing)
+    if chunk_size is not None and is_half and is_plain:
         chunks, size, slices = counts_in_slices(labels.size, kernel.shape[axis], chunk_size)
     options = Options(
         operands=operands,

@@ -25,20 +25,16 @@ Chunks = Callable[..., tuple[Array, list[Array]]]
 # logit is at most this much above it. Otherwise a second pass is relative to the largest itself.
 _WINDOW = 44.0
 _UNIT = 2.0**63  # of codes: exponentials below 2**64 then have 7 bits of an exponent
-# Examples of a chunk. With fewer, reading and writing the sum of the kernel's gradient takes longer
-# than its matmul on TPUs.
-_CHUNKS, _FEWEST, _MOST = 6, 1368, 2048
 _SLICE_BYTES = 48 << 20  # of a slice's logits, which XLA for TPU keeps in the chip's own memory
 _TILE = 128  # classes of a tile of a TPU
 
 
-def counts_in_slices(examples: int, classes: int, chunk_size: int | None) -> tuple[int, int, int]:
+def counts_in_slices(examples: int, classes: int, chunk_size: int) -> tuple[int, int, int]:
     """Returns the numbers of chunks, of examples in each, and of slices of the classes.
 
     Chunks may overlap.
     """
-    most = chunk_size or min(max(-(-examples // _CHUNKS), _FEWEST), _MOST)
-    size = -(-examples // max(1, -(-examples // most)))
+    size = -(-examples // max(1, -(-examples // chunk_size)))
     size = min(examples, -(-size // 8) * 8)  # tiles of a TPU have 8 rows
     chunks = max(1, -(-examples // max(1, size)))
     return chunks, size, max(1, -(-4 * size * classes // _SLICE_BYTES))
