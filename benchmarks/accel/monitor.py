@@ -85,21 +85,21 @@ def costs(target: Target, function: Any, arguments: Any, donated: tuple[int, ...
     return Costs(found.time, found.bytes, compiled.memory_analysis().temp_size_in_bytes)
 
 
+@policy.use_policy(POLICY)
 def rows(small: bool = False) -> Iterator[Row]:
     """Yields a row of each quantity for both choices of `on_nonfinite`; one of them if `small`."""
     target, tokens = Target(TARGET), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    with policy.use_policy(POLICY):
-        params = jax.eval_shape(Decoder().init, jax.random.key(0), tokens)
-        given = params, jax.eval_shape(TX.init, params), tokens, tokens
-        alone = costs(target, train_step, given, (0, 1))
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        for on_nonfinite in (True,) if small else (True, False):
-            step = policy.monitor(train_step, on_nonfinite=on_nonfinite)
-            found = costs(target, step, (number, *given), (1, 2))
-            name = f"monitor, on_nonfinite={on_nonfinite}, {TARGET}"
-            yield Row("cycles", name, found.cycles, alone.cycles, BOUND)
-            yield Row("bytes", name, found.bytes, alone.bytes, BOUND)
-            yield Row("temporary", name, found.temporary, alone.temporary)
+    params = jax.eval_shape(Decoder().init, jax.random.key(0), tokens)
+    given = params, jax.eval_shape(TX.init, params), tokens, tokens
+    alone = costs(target, train_step, given, (0, 1))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for on_nonfinite in (True,) if small else (True, False):
+        step = policy.monitor(train_step, on_nonfinite=on_nonfinite)
+        found = costs(target, step, (number, *given), (1, 2))
+        name = f"monitor, on_nonfinite={on_nonfinite}, {TARGET}"
+        yield Row("cycles", name, found.cycles, alone.cycles, BOUND)
+        yield Row("bytes", name, found.bytes, alone.bytes, BOUND)
+        yield Row("temporary", name, found.temporary, alone.temporary)
 
 
 if __name__ == "__main__":

@@ -179,4 +179,4 @@ def _in_parts(jaxpr: Any, paths: Sequence[str], carried: Mapping[int, int]) -> T
     ]
     arrays = [i for i in carried.values() if outputs[i].shape]
     divided, found = divisible(jaxpr, scalars, arrays)
-    return TwoParts(divided, found)
+    return TwoParts(divided, found, arrays if found else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,15 +57,19 @@ class TwoParts:
     Args:
       jaxpr: a closed jaxpr.
       first: the outputs that the first part computes, by their places.
+      others: those that it leaves to the second part. If there are any, the first part has the
+        whole backward pass: what it saves of the forward pass is freed then.
 
     Attributes:
       between: the variables that the first part makes and the second reads.
     """
 
-    def __init__(self, jaxpr: Any, first: Collection[int]):
+    def __init__(self, jaxpr: Any, first: Collection[int], others: Collection[int] = ()):
         body, self._consts = opened(jaxpr)
         self.first = sorted(first)
-        needed = _behind(body, [body.outvars[i] for i in self.first])
+        outputs = [body.outvars[i] for i in self.first]
+        gradients = _made_backward(body, [body.outvars[i] for i in others]) if others else ()
+        needed = _behind(body, [*outputs, *gradients])
         parts = [
             [e for i, e in enumerate(body.eqns) if (i in needed) is is_first]
             for is_first in (True, False)
@@ -73,7 +77,6 @@ class TwoParts:
         read = {atom for equation in parts[1] for atom in _variables(equation.invars)}
         read |= {*_variables(body.outvars)}
         self.between = between = [v for e in parts[0] for v in e.outvars if v in read]
-        outputs = [body.outvars[i] for i in self.first]
         self._parts = (
             _Part(body.constvars, body.invars, [*outputs, *between], parts[0]),
             _Part(body.constvars, [*body.invars, *between], body.outvars, parts[1]),
@@ -102,6 +105,18 @@ def _behind(body: OpenJaxpr, atoms: Iterable[Any]) -> set[int]:
             needed.add(i)
             wanted.update(_variables(equation.invars))
     return needed
+
+
+def _made_backward(body: OpenJaxpr, others: Iterable[Any]) -> Iterator[Any]:
+    """Yields the results of the backward pass that depend on no equation that makes one of some
+    variables.
+    """
+    after = {*_variables(others)}
+    for equation in body.eqns:
+        if not after.isdisjoint((*equation.outvars, *_variables(equation.invars))):
+            after.update(equation.outvars)
+        elif "transpose(" in str(equation.source_info.name_stack):
+            yield from equation.outvars
 
 
 def made_before(jaxpr: Any, outputs: Iterable[int], others: Iterable[int]) -> list[int]:
