@@ -23,8 +23,12 @@ def advise(records: Sequence[RunRecord]) -> tuple[Advice, ...]:
     """
     rows = series_of([record for record in records if is_ordinary(record)])
     every = [*rows.values()]
-    inputs = [row for row in series_of(records).values() if row.kind == "input"]
-    found = [*not_finite(records), *skips(records), *spikes(inputs, every), *dead(every)]
+    inputs = [
+        {**record, "rows": [row for row in record["rows"] if row["kind"] == "input"]}
+        for record in records
+    ]
+    found = [*not_finite(records), *skips(records), *dead(every)]
+    found += spikes([*series_of(inputs).values()], every)
     found += [advice for row in every for check in _BY_ROW for advice in check(row, rows)]
     order = list(ADVICE_KINDS)
     return tuple(sorted(_joined(found), key=lambda one: (order.index(one.kind), one.step)))

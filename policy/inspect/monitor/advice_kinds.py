@@ -23,7 +23,8 @@ SPIKE = "update-spike"
 
 LEAST = 3  # records in a row, for what one record does not show
 HALF = 0.5  # the share that is too much of updates, gradients and codes
-SATURATION = 0.1
+SATURATION = 0.3  # a scale by the largest of each row puts 1 of n numbers at the limit
+GROWN = (0.2, 3.0)  # the share of codes, and times the least of the run, that is too much as well
 TIMES = 10.0  # times the largest of the records before it
 BEFORE = 5  # records that a spike needs before it
 SAME_SCALE = 4  # skipped steps at one loss scale
@@ -49,7 +50,8 @@ ADVICE_KINDS = {
     f"{LEAST} or more records in a row, or that share of updates is 0 where gradients are not.",
     DEAD: f"All outputs of a module, or all gradients through it, are 0 in {LEAST} or more records "
     "in a row, after the first update.",
-    SATURATED: f"{SATURATION:.0%} or more of 8-bit codes are at the limit, in two or more records.",
+    SATURATED: f"{SATURATION:.0%} or more of 8-bit codes are at the limit, or {GROWN[0]:.0%} and "
+    f"{GROWN[1]:.0f} times the least of the run, in two or more records.",
     LOST_CODES: f"{HALF:.0%} or more of 8-bit codes are 0 where numbers are not, in two or more "
     "records.",
     NEAR_OVERFLOW: "The largest float16 activation is within 1/8 of the limit, has grown, and at "

@@ -108,13 +108,15 @@ def eight_bits(row: Series, _: Rows) -> Iterator[Advice]:
     if row.kind != "codes":
         return
     large = "too large, or few numbers are far larger than the others"
-    limits = {
-        kinds.SATURATED: ("above", kinds.SATURATION, f"at the limit of {row.dtype}", "too small"),
-        kinds.LOST_CODES: ("below", kinds.HALF, "0 though the numbers are not", large),
-    }
-    for kind, (name, least, what, scale) in limits.items():
-        if places := _lasting(np.nan_to_num(row[name]) >= least, least=2):
-            part = share(float(np.median(row[name][places[0] : places[1] + 1])))
+    above, below = np.nan_to_num(row["above"]), np.nan_to_num(row["below"])
+    grown = (above >= kinds.GROWN[0]) & (above >= kinds.GROWN[1] * above.min())
+    at_limit = (above >= kinds.SATURATION) | grown
+    for kind, shares, flags, what, scale in (
+        (kinds.SATURATED, above, at_limit, f"at the limit of {row.dtype}", "too small"),
+        (kinds.LOST_CODES, below, below >= kinds.HALF, "0 though the numbers are not", large),
+    ):
+        if places := _lasting(flags, least=2):
+            part = share(float(np.median(shares[places[0] : places[1] + 1])))
             dynamic = 'A policy\'s matmul="f8" or "i8" computes the scale from the array itself'
             module = row.path.rpartition("/")[0]  # the operand's name is the last one
             remedy = f"{dynamic}. {rule(module, 'bfloat16')}."

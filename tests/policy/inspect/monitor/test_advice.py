@@ -116,6 +116,8 @@ CLEAN = {
     "a loss scale that settles": [
         record(step, found=first("block", direction="backward"), scale=2.0 ** (15 - step),
                skipped=True) for step in range(8)] + run_of(scale=256.0, steps=30),
+    "a scale of 8 bits from the largest of four": run_of(
+        lambda step: row("block", "codes", "int8", above=1 / 4)),
     "a scale of 8 bits from the largest": run_of(
         lambda step: row("block", "codes", "int8", above=1 / 64, below=0.02)),
     "restarts of a schedule": run_of(

@@ -7,7 +7,9 @@ import pytest
 import policy
 from policy.command_line.command import main
 from policy.command_line.watch import show_run
+from policy.inspect.monitor.advice import ADVICE_KINDS
 from policy.inspect.monitor.page import run_page
+from tests.eight_devices import ROOT
 from tests.policy.inspect.monitor.hand_made import first, record, row, run_of, written
 
 HOSTILE = "<script>document.title='taken'</script>\"'&"
@@ -97,6 +99,12 @@ def test_a_page_of_many_steps_has_no_more_columns_than_fit():
     records = run_of(lambda step: row("a", below=float(step % 2)), steps=500)
     page = run_page(records, "run")
     assert "a, step 0 to 499: 100.00% lost" in page and len(page) < 100_000
+
+
+def test_the_guide_has_the_kinds_of_advice_and_their_thresholds():
+    guide = (ROOT / "docs" / "monitor.md").read_text(encoding="utf-8")
+    table = [f"| `{kind}` | {meaning} |" for kind, meaning in ADVICE_KINDS.items()]
+    assert "\n".join(table) in guide
 
 
 def test_an_empty_log_has_a_page():

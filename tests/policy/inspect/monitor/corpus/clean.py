@@ -5,17 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import policy
+from mpmodules import linen as nn
 from policy import DynamicLossScale
 from tests.policy.inspect.monitor.corpus.training import (
     BF16,
     F32,
+    OUT,
+    ROWS,
     STEPS,
+    WIDTH,
     batches,
     clean,
     linen,
     nnx_run,
     plain,
+    step_of,
     times,
+    watch,
 )
 
 DYNAMIC = {"loss_scale": "dynamic"}
@@ -131,9 +138,30 @@ def codes_by_their_largest_number():
     return linen(cast, batches(), dtype=BF16)
 
 
+def layers_of(text, **options):
+    """Trains mpmodules' own layers under a policy."""
+    layers = [nn.Dense(64), nn.LayerNorm(), nn.relu, nn.Dense(64), nn.relu, nn.Dense(OUT)]
+    tx = policy.mixed_precision(optax.adamw(1e-3), text, **options)
+    with policy.use_policy(text):
+        model = nn.Sequential(layers)
+        params = model.init(jax.random.key(0), jnp.ones((ROWS, WIDTH)))["params"]
+        step = step_of(lambda params, x: model.apply({"params": params}, x), tx, text)
+        return watch(step, (params, tx.init(params)), batches())
+
+
 @clean
-def matmuls_in_float8():
-    return nnx_run(jnp.tanh, batches(), dtype=BF16, text="mixed_float8")
+def layers_in_float8():
+    return layers_of("mixed_float8")
+
+
+@clean
+def layers_in_int8():
+    return layers_of("mixed_int8")
+
+
+@clean
+def layers_in_float16():
+    return layers_of("mixed_float16", **DYNAMIC)
 
 
 @clean
