@@ -385,6 +385,9 @@ LINEAR_IN_ALL = ADDITIONS | UPDATES | frozenset(("neg", "select_n", "concatenate
 ONE_FOR_EACH = SUMMING_COLLECTIVES | frozenset(("optimization_barrier",))
 """Return one result for each operand."""
 
+NOT_STACKED = frozenset(("while", "shard_map"))
+"""Run programs whose values have no shape outside: as often as needed, or on each device."""
+
 REBUILT = frozenset(("jit", "while"))
 """Return the dtypes that they were traced with, where autocast rebuilds them."""
 
@@ -461,6 +464,17 @@ READS_BITS = _with("reads_bits")
 STATES_BITS = _with("states_bits")
 """Say how many bits the result has: it is the same of the same numbers, be they half or float32."""
 
+BITWISE = frozenset(("and", "or", "xor", "shift_left", "shift_right_logical"))
+"""Join and split the bits of integers."""
+
+REASSEMBLES = (MOVES_DATA | EXACT | BITWISE) - MINMAX | frozenset(
+    (
+        *("convert_element_type", "bitcast_convert_type", "reduce_precision"),
+        *("select_n", "optimization_barrier", "copy"),
+    )
+)
+"""Widen, split, join or move a stored number: it is the same number still, or half of its bits."""
+
 SQUARE_ROOTS = _with("square_roots")
 """Square roots, inverse or not."""
 
@@ -469,6 +483,17 @@ POWERS = _with("powers")
 
 INFINITE_AT_ZERO = _with("infinite_at_zero")
 """Functions of one number that are infinite at zero."""
+
+DIVIDES = frozenset(("div", "integer_pow", "log", "log1p", "pow", "rem", "rsqrt"))
+"""Not finite at zero, or at minus one: quotients, logarithms and powers."""
+
+MAKES_NONFINITE = DIVIDES | frozenset(
+    (
+        *("sqrt", "cbrt", "square", "exp", "exp2", "expm1", "tan", "sinh", "cosh", "asin", "acos"),
+        *("acosh", "atanh", "erf_inv", "lgamma", "digamma", "igamma", "logistic_grad"),
+    )
+)
+"""Make infinities or NaN of finite numbers that are far from the end of their range."""
 
 GENTLE = _with("gentle")
 """Powers, parts of derivatives of bounded functions, and the function that draws normal numbers."""

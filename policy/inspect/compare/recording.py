@@ -29,7 +29,7 @@ from policy.programs.jaxprs import (
     scan_arity,
 )
 from policy.programs.paths import divided, once
-from policy.programs.primitives import INLINED
+from policy.programs.primitives import INLINED, NOT_STACKED
 from policy.programs.rewriting.interpreter import CONTROL_FLOW, is_for_platforms
 from policy.programs.rewriting.upcast import (
     Device,
@@ -39,9 +39,6 @@ from policy.programs.rewriting.upcast import (
     in_passes,
     is_in_passes,
 )
-
-# How often a while runs is not known when it is traced; in a shard_map devices have other values.
-_WHOLE = frozenset(("while", "shard_map"))
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +86,7 @@ class Recorder(ModuleValueInterpreter):
         if name not in INLINED:
             for value, atom in zip(values, equation.invars, strict=True):
                 self._read(value, place, dtype_of(atom))
-        if name in CONTROL_FLOW and name not in _WHOLE and not is_for_platforms(equation):
+        if name in CONTROL_FLOW and name not in NOT_STACKED and not is_for_platforms(equation):
             self._rows = len(values) - sum(scan_arity(equation)) if name == "scan" else 0
             return self._numbered(CONTROL_FLOW[name](self, equation, values))
         arrays = [value.arrays[0] for value in values]

@@ -19,16 +19,12 @@ from policy.programs.rewriting.upcast import dtype_of
 
 _LAST = 2**24  # more than operations; float32 has all whole numbers up to it
 
-# Make infinities or NaN of finite numbers that are not at the end of the range of float32. Sums and
-# products of numbers that are make them as well: then a later operation is named.
-_MAKES = frozenset(
-    (
-        *("div", "rem", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "square"),
-        *("exp", "exp2", "expm1", "log", "log1p", "tan", "sinh", "cosh", "asin", "acos"),
-        *("acosh", "atanh", "erf_inv", "lgamma", "digamma", "igamma", "logistic_grad"),
-    )
+# Sums and products that overflow keep finite here: then a later operation is named.
+_KEEPS = (
+    (primitives.ELEMENTWISE | primitives.EXACT | primitives.MOVES_DATA)
+    - primitives.MAKES_NONFINITE
+    - {"select_n"}
 )
-_KEEPS = (primitives.ELEMENTWISE | primitives.EXACT | primitives.MOVES_DATA) - _MAKES - {"select_n"}
 
 
 class StepOperation(NamedTuple):

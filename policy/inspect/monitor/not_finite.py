@@ -9,8 +9,7 @@ from typing import Any
 from policy.inspect.monitor import advice_kinds as kinds
 from policy.inspect.monitor.advice_kinds import Advice, rule, share
 from policy.inspect.monitor.history import RunRecord
-
-_DIVISIONS = ("div", "rsqrt", "log", "log1p", "pow", "integer_pow", "rem")
+from policy.programs.primitives import DIVIDES
 
 
 def not_finite(records: Sequence[RunRecord]) -> Iterator[Advice]:
@@ -51,7 +50,7 @@ def _cause(first: dict[str, Any], is_param: bool, dtype: str) -> tuple[str, tupl
         return kinds.BATCH, (f"The input {entered} is not finite", remedy)
     what = f"{operation} ({first['direction']}) is not finite"
     keep = rule(path)
-    if operation in _DIVISIONS:
+    if operation in DIVIDES:
         remedy = f"Its operand is 0 or was rounded to 0: an epsilon below {_tiny(dtype)} is 0. Take"
         if first["direction"] == "update":
             keep = "Or run the optimizer in float32: policy.mixed_precision(tx, ...)"

@@ -14,11 +14,9 @@ from jax import lax
 
 from policy.inspect.monitor.tensor_statistics import bits_of
 from policy.optim.storage_modes import STORAGE_MODES, StorageMode
-from policy.programs.primitives import EXACT, MOVES_DATA
+from policy.programs.primitives import ADDITIONS, BITWISE, DRAWS, REASSEMBLES
 from policy.programs.reading.graph import Graph, Node, Value, is_joint
 from policy.programs.reading.matmul_operands import CastPlace, is_cotangent, place_of_site
-
-_ADDS = ("add", "sub", "add_any")
 
 
 class ArrayRead(NamedTuple):
@@ -99,7 +97,7 @@ def _reads(
         )
     each = [_additions(graph.outputs[output], held) for output in param.outputs]
     adds, seen = next((one for one in each if one[0]), each[0])
-    if any(node.name in ("iota", "random_bits", "random_wrap") for node in seen):
+    if any(node.name in DRAWS or node.name == "iota" for node in seen):
         mode = None
     gradients, between = _gradients(adds, backward)
     reads = [(node, ArrayRead("update", param.leaf, i, dtype, mode)) for node, i in adds]
@@ -118,7 +116,7 @@ def _additions(new: Value, held: Sequence[Value]) -> tuple[list[tuple[Node, int]
         node = value.maker
         if node is None:
             continue
-        is_sum = node.name in _ADDS and value.is_float and len(node.inputs) == 2
+        is_sum = node.name in ADDITIONS and value.is_float and len(node.inputs) == 2
         sides = [i for i, one in enumerate(node.inputs) if is_sum and _holds(one, held)]
         if is_sum and len(sides) == 1 and not (node.name == "sub" and sides[0] == 1):
             found.append((node, 1 - sides[0]))
@@ -148,8 +146,8 @@ def _holds(value: Value, held: Sequence[Value], depth: int = 24) -> bool:
         node = one.maker
         is_exact = node is not None and (
             is_joint(node)
-            or node.name in _JOINS
-            or (not one.is_float and node.name in ("add", "sub", "or", "and", "xor"))
+            or node.name in REASSEMBLES
+            or (not one.is_float and node.name in ADDITIONS | BITWISE)
         )
         if node is None or not is_exact or is_cotangent(node):
             continue
@@ -158,12 +156,6 @@ def _holds(value: Value, held: Sequence[Value], depth: int = 24) -> bool:
                 met.add(id(each))
                 waiting.append(each)
     return False
-
-
-_JOINS = (MOVES_DATA | EXACT) - {"max", "min"} | {
-    *("convert_element_type", "bitcast_convert_type", "select_n", "optimization_barrier"),
-    *("shift_left", "shift_right_logical", "and", "or", "xor", "reduce_precision", "copy"),
-}
 
 
 def _gradients(

@@ -15,9 +15,9 @@ from policy.programs.jaxprs import Equation, OpenJaxpr, bind, subprogram
 from policy.programs.rewriting.interpreter import has_options
 
 _NUMBERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (*primitives.REARRANGES, "convert_element_type", "stop_gradient"), lambda _, x: x
-    ),
+    **dict.fromkeys(primitives.REARRANGES, lambda _, x: x),
+    "convert_element_type": lambda _, x: x,
+    "stop_gradient": lambda _, x: x,
     "sqrt": lambda _, x: np.sqrt(x),
     "rsqrt": lambda _, x: 1 / np.sqrt(x),
     "neg": lambda _, x: -x,
