@@ -37,7 +37,7 @@ from policy.inspect.hlo.costs import costs_of
 TARGET = "v5e:1x1"
 POLICY = "mixed_bfloat16"
 BOUND = 1.01
-WIDTH, VOCABULARY, BATCH, LENGTH = 256, 1024, 8, 256
+WIDTH, VOCABULARY, BATCH, LENGTH = 1024, 8192, 8, 512
 
 
 class Decoder(nn.Module):
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
         h = nn.LayerNorm()(x)
-        attention = nn.MultiHeadDotProductAttention(num_heads=4, name="attention")
+        attention = nn.MultiHeadDotProductAttention(num_heads=8, name="attention")
         x = x + attention(h, h, mask=nn.make_causal_mask(tokens))
         h = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm()(x)))
         x = x + nn.Dense(WIDTH, name="down")(h)

@@ -37,6 +37,7 @@ class StepOperation(NamedTuple):
     direction: str
     operation: str
     line: str
+    dtype: str
 
 
 class Flag(NamedTuple):

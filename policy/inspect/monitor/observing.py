@@ -183,7 +183,8 @@ class Observer(ModuleValueInterpreter):
             where = place if leaf is None else self.paths[leaf]
             self.flags.append(nonfinite.Flag(len(self.log.operations), after, before))
             operation, line = made_by
-            self.log.operations.append((where, operation, line.partition(" (")[0]))
+            dtype = str(dtype_of(equation.outvars[0]))
+            self.log.operations.append((where, operation, line.partition(" (")[0], dtype))
         return after
 
     def _code(self, value: PlacedValue) -> frozenset[int]:

@@ -114,7 +114,7 @@ class SnapshotRows:
       operations: those that may make infinities, in program order.
       firsts: the numbers of the first of them that did.
       entered: the codes of the step's arguments.
-      paths: of these arguments.
+      paths, dtypes: of these arguments.
     """
 
     rows: tuple[SnapshotRow, ...]
@@ -122,22 +122,24 @@ class SnapshotRows:
     firsts: tuple[FirstSpan, ...]
     entered: Span
     paths: tuple[str, ...]
+    dtypes: tuple[str, ...]
 
-    def first(self, numbers: np.ndarray) -> dict[str, Any] | None:
+    def first(self, numbers: np.ndarray, is_finite: bool) -> dict[str, Any] | None:
         """Returns the first value of a step that is not finite, for JSON; None if there is none.
 
-        An operation that makes infinities counts if one leaves a module, is in a gradient, a param
-        or an update, or was given to the step.
+        An operation that makes infinities counts if the step is not finite, or if one leaves a
+        module, is in a gradient, a param or an update, or was given to the step.
         """
         spans = sorted({span for row in self.rows for span in row.spans if row.kind != "codes"})
         bad = [span for span in spans if span.of(numbers)[..., statistics.COUNTS_NOT_FINITE].any()]
         codes = self.entered.of(numbers).ravel()
         entered = [path for path, code in zip(self.paths, codes, strict=True) if code]
         made = [found for span in self.firsts if (found := span.found(numbers))]
-        if (not bad and not entered) or not (made or entered):
+        if (is_finite and not bad and not entered) or not (made or entered):
             return None
         if entered:
-            operation = StepOperation(entered[0], "forward", "argument", "")
+            dtype = self.dtypes[self.paths.index(entered[0])]
+            operation = StepOperation(entered[0], "forward", "argument", "", dtype)
             layer = devices = None
         else:
             number, layer, devices = min(made, key=lambda found: found[0])
@@ -219,7 +221,7 @@ class Snapshot:
                     "reason": REASONS[int(reason)],
                     "loss_scale": None if np.isnan(loss_scale) else float(loss_scale),
                     "skipped": bool(skipped),
-                    "first": self.layout.first(numbers),
+                    "first": self.layout.first(numbers, int(reason) < 2),
                     "rows": [
                         row.record(numbers)
                         for row in self.layout.rows

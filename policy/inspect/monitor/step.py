@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from policy.autocasting.parameters import ParamsArgument, parameters
+from policy.grads.loss_scale import StaticLossScale
 from policy.inspect.audit.flow import State, states_of
 from policy.inspect.monitor.updates import Param
 from policy.inspect.traced.call import Call, input_paths, leaf_path
+from policy.optim.state import states_in
 from policy.programs.jaxprs import opened
 from policy.programs.rewriting.parts import TwoParts, divisible
 from policy.programs.tracing.trace import Traced
@@ -52,7 +54,7 @@ class TrainStep:
         call = Call.of(fn, args, kwargs, params)
         jaxpr, shape = call.traced()
         called = None if call.lowered else fn
-        traced = Traced(jaxpr, shape, call.arguments, called)
+        traced = Traced(jaxpr, _without_nesting(shape), call.arguments, called)
         paths = tuple(_named_paths(call, fn))
         states = states_of(traced)
         carried = {state.argument: state.output for state in reversed(states)}
@@ -92,12 +94,22 @@ class TrainStep:
         finite, by `mixed_precision`'s flag, () bool.
         """
         scale, finite = jnp.float32(jnp.nan), jnp.array(True)
+        for state in states_in(self.call.arguments.filled(arrays)):
+            if isinstance(state.loss_scale, StaticLossScale):
+                scale = jnp.float32(state.loss_scale.loss_scale)
         for i, array in enumerate(arrays):
             if _is_state(self.paths[i], "loss_scale") and not array.shape:
                 scale = array.astype(jnp.float32)
             if _is_state(self.paths[i], "finite") and i in self.carried:
                 finite = finite & jnp.all(results[self.carried[i]])
         return scale, finite
+
+
+def _without_nesting(shape: Any) -> Any:
+    """Returns a result with the elements of tuples in a tuple as its own: the carry of a scan."""
+    if type(shape) is not tuple:
+        return shape
+    return tuple(itertools.chain(*(one if type(one) is tuple else (one,) for one in shape)))
 
 
 def _named_paths(call: Call, fn: Any) -> list[str]:

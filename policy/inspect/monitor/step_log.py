@@ -50,7 +50,9 @@ class StepLog:
     values: list[ModuleValue] = dataclasses.field(default_factory=list)
     leaves: dict[tuple[Kind, int], tuple[int, Any]] = dataclasses.field(default_factory=dict)
     codes: dict[int, tuple[Path, str, str]] = dataclasses.field(default_factory=dict)
-    operations: list[tuple[ModulePass | str, str, str]] = dataclasses.field(default_factory=list)
+    operations: list[tuple[ModulePass | str, str, str, str]] = dataclasses.field(
+        default_factory=list
+    )
     firsts: list[int] = dataclasses.field(default_factory=list)
     entered: int = -1
 
@@ -85,10 +87,10 @@ class StepLog:
         with naming(place.path for place in places):
             rows = self._rows(step, spans, text)
             operations = tuple(
-                StepOperation(made, "update", name, line)
+                StepOperation(made, "update", *rest)
                 if isinstance(made, str)
-                else StepOperation(text(made.path), made.direction, name, line)
-                for made, name, line in self.operations
+                else StepOperation(text(made.path), made.direction, *rest)
+                for made, *rest in self.operations
             )
         ordered = sorted(rows.items(), key=lambda item: KINDS.index(item[0][1]))
         firsts = (
@@ -106,6 +108,7 @@ class StepLog:
             tuple(firsts),
             spans[self.entered],
             step.paths,
+            tuple(str(array.dtype) for array in step.arrays),
         )
 
     def _rows(self, step: TrainStep, spans: Mapping[int, Span], text: Any) -> dict[Any, Any]:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import policy
@@ -116,3 +117,20 @@ def test_functions_that_the_step_jits_are_looked_into():
     step = jax.jit(sgd)
     record = jax.jit(policy.monitor(lambda params, x: step(params, x)))(3, params, x * jnp.nan)[1]
     assert record.record()["reason"] == "nonfinite"
+
+
+def test_a_static_loss_scale_and_a_result_like_the_carry_of_a_scan():
+    tx = policy.mixed_precision(optax.sgd(0.1), "mixed_float16", loss_scale=1024.0)
+    params, x = given()
+
+    def step(params, state, x):
+        loss, gradients = jax.value_and_grad(
+            lambda params: jnp.mean((x @ params["up"] @ params["head"]) ** 2)
+        )(params)
+        gradients = jax.tree.map(lambda g: 1024 * g, gradients)
+        params, state, _ = policy.apply_gradients(tx, params, state, gradients)
+        return (params, state), loss
+
+    record = jax.jit(policy.monitor(step))(0, params, tx.init(params), x)[1].record()
+    assert record["loss_scale"] == 1024
+    assert {path for path, kind in rows_of(record) if kind == "update"} == {"up", "head"}
