@@ -1,1 +1,1 @@
-"""What a training run's numbers do, step by step: statistics, a log of them, and advice."""
+"""Statistics of a training run, step by step: a log of them, and advice."""

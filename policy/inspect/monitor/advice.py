@@ -1,4 +1,4 @@
-"""Advice about a run: what goes wrong, where and since when, and the remedy."""
+"""Advice about a run: its faults, their places and first steps, and the remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BY_ROW = (vanished, underflow, near_overflow, eight_bits)
 
 
 def advise(records: Sequence[RunRecord]) -> tuple[Advice, ...]:
-    """Returns what goes wrong in a run, the gravest kind first, and in a kind the earliest.
+    """Returns the faults of a run, the gravest kind first, and in a kind the earliest.
 
     Args:
       records: of a run, in the order of their steps, as `RunLog.records` returns them.

@@ -1,4 +1,4 @@
-"""Kinds of advice, the gravest first, with the thresholds that decide; and what all checks say."""
+"""Kinds of advice, the gravest first, with the thresholds that decide, and parts of messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTLED = 30  # steps, in which a loss scale finds its level
 IDLE = 10  # records in a row without any update
 
 ADVICE_KINDS = {
-    NOT_FINITE: "A result is NaN or infinite, though what it is computed of was finite.",
+    NOT_FINITE: "A result is NaN or infinite, though its operands were finite.",
     OVERFLOW: "A float16 result exceeds 65504.",
     DIVISION: "A division, root or logarithm is not finite: its operand is 0, or was rounded to 0.",
     PARAMS: "Params were NaN or infinite before the first recorded step.",
@@ -63,7 +63,7 @@ ADVICE_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What goes wrong in a run, and the remedy.
+    """A fault of a run, and the remedy.
 
     >>> from policy.inspect.monitor.advice import advise
     >>> record = {"step": 7, "skipped": True, "loss_scale": 0.5, "first": None, "rows": []}
@@ -74,7 +74,7 @@ class Advice:
       kind: one of `policy.inspect.monitor.advice_kinds.ADVICE_KINDS`.
       path: of the module, or of the array for params and their updates; "" outside of any.
       step, until: the first and last step that show it.
-      message: what happens, and the remedy, in a sentence or two each.
+      message: the fault and the remedy, in a sentence or two each.
       line: the line of the user's code, or "".
       layers: the steps of a scan over layers, where it happens in one.
     """

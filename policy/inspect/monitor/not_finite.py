@@ -40,7 +40,7 @@ def not_finite(records: Sequence[RunRecord]) -> Iterator[Advice]:
 
 
 def _cause(first: dict[str, Any], is_param: bool, dtype: str) -> tuple[str, tuple[str, str]]:
-    """Returns the kind, and what happens and the remedy."""
+    """Returns the kind, the fault and the remedy."""
     path, operation, entered = first["path"], first["operation"], first["entered"]
     if is_param:
         said = f"{entered} is not finite before this step", "Look at the checkpoint, or at `init`."

@@ -109,7 +109,7 @@ class RunLog:
         return read_records(self.path) if self.path.exists() else []
 
     def advice(self) -> tuple[Advice, ...]:
-        """Returns what goes wrong in the run, the gravest first."""
+        """Returns the faults of the run, the gravest first."""
         return advise(self.records())
 
     def to_html(self) -> str:

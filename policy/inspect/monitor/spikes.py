@@ -54,10 +54,10 @@ def _of_batch(path: str, step: int, said: str) -> Advice:
 
 
 def _jumps(values: np.ndarray) -> Iterator[tuple[int, float]]:
-    """Yields the places of spikes and how many times they exceed what was before.
+    """Yields the places of spikes and how many times they exceed the records before.
 
-    A spike exceeds `TIMES` times the recent records and twice all before, and what follows is
-    nearer to what was before than to it.
+    A spike exceeds `TIMES` times the recent records and twice all before, and those that follow
+    are nearer to the recent ones.
     """
     values = np.nan_to_num(values)
     for place in range(kinds.BEFORE, len(values)):

@@ -99,7 +99,7 @@ def _of_kind(advice: Sequence[Advice], paint: Paint) -> Iterator[str]:
 
 
 def _table(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Yields the rows that lose most, with the history of what they lose."""
+    """Yields the rows that lose most, with the history of the share lost."""
     rows = [row for row in series_of(records).values() if row.lost.mean() >= _SHOWN]
     rows.sort(key=lambda row: -float(np.mean(row.lost)))
     if not rows:
