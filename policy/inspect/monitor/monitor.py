@@ -58,9 +58,9 @@ def monitor(
         matches are left out. The kinds are "activation", "cotangent", "gradient", "param",
         "update", "codes" and "input". None keeps all.
       on_nonfinite: whether a step is also monitored if a floating scalar that it returns (such as
-        the loss) is infinite or NaN, or `mixed_precision` skips it. Steps that are not monitored
-        then take a few percent longer on a TPU: 4% of the cycles of a decoder with 29 million
-        params on v5e, and 0.3% with False, by the compiler (`benchmarks/accel/monitor.py`).
+        the loss) is infinite or NaN, or `mixed_precision` skips it. A step that is not monitored
+        takes 4.2% more cycles on v5e for a decoder with 29 million params, and 3.5% with False, by
+        the compiler (`benchmarks/accel/monitor.py`); 0.3% with one million.
 
     Returns:
       A function of the number of the step, () int32, and the arguments of `fn`. It returns the
