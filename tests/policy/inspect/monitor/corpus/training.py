@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen
@@ -16,7 +16,7 @@ import policy
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 STEPS, ROWS, WIDTH, OUT, LAYERS = 14, 8, 16, 4, 4
-Batch = tuple[np.ndarray, np.ndarray]
+Batch = Sequence[Any]  # inputs and targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,7 @@ def clean(run: Callable[[], Any]) -> Callable[[], Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def batches(
-    steps: int = STEPS, rows: int = ROWS, **at: Callable[[np.ndarray], np.ndarray]
-) -> Iterable[Batch]:
+def batches(steps: Any = STEPS, rows: Any = ROWS, **at: Any) -> Iterable[Batch]:
     """Yields inputs (rows, WIDTH) and targets (rows, OUT); `at_6=f` changes the inputs of step 6.
 
     `from_6=f` changes those of all steps from there on.
@@ -188,7 +186,7 @@ class Linen(flax.linen.Module):
         h = flax.linen.Dense(WIDTH, name="up", **given)(x)
         of = (self.body, self.dtype, self.param_dtype)
         if self.scan:
-            rngs = {"params": True}
+            rngs: Any = {"params": True}
             stack = flax.linen.scan(
                 Layer, variable_axes={"params": 0}, split_rngs=rngs, length=LAYERS
             )
@@ -306,7 +304,11 @@ def nnx_run(
 
 def plain_params(param_dtype: Any = F32, layers: int | None = None) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(0), 3))
-    shapes = {"up": (WIDTH, WIDTH), "out": (WIDTH, WIDTH), "head": (WIDTH, OUT)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "up": (WIDTH, WIDTH),
+        "out": (WIDTH, WIDTH),
+        "head": (WIDTH, OUT),
+    }
     if layers is not None:
         shapes["out"] = (layers, WIDTH, WIDTH)
     return {
