@@ -145,14 +145,9 @@ def fused_kernel(
     kinds = {_varies_over(x) for x in (query, key, value)}
     obstacles["operands that vary over different axes of shard_map"] = len(kinds) > 1
     pairs = KnownMask(None, None)
-    if not any(obstacles.values()):  # else without a look at the mask, which may be on a device
-        found = pairs if mask is None else known_mask(mask, query, key)
-        unknown = "a mask that is not known while tracing, or differs within the batch"
-        obstacles[unknown] = found is None
-        pairs = found or pairs
-        by_head = pairs.static is not None and len(pairs.static) > 1
-        split = shards is not None and bool(shards.heads)
-        obstacles["a mask that differs between heads, which are sharded"] = by_head and split
+    if mask is not None and not any(obstacles.values()):  # else not read: it may be on a device
+        pairs, of_mask = _known_pairs(mask, query, key, shards)
+        obstacles |= of_mask
     if insists:
         _refuse("splash", obstacles)
     if any(obstacles.values()):
@@ -162,6 +157,19 @@ def fused_kernel(
     hides = _may_hide_all_keys(how, pairs.segments, *lengths)
     kernel = _kernel_with_uniform_rows if hides else splash_attention
     return Choice(_splash(kernel, how, pairs.segments, formula), "splash")
+
+
+def _known_pairs(
+    mask: Any, query: Array, key: Array, shards: Shards | None
+) -> tuple[KnownMask, dict[str, bool]]:
+    """Returns a mask as it is known while tracing, and what of it keeps splash attention away."""
+    found = known_mask(mask, query, key)
+    pairs = found or KnownMask(None, None)
+    by_head = pairs.static is not None and len(pairs.static) > 1
+    split = shards is not None and bool(shards.heads)
+    unknown = "a mask that is not known while tracing, or differs within the batch"
+    by_shard = "a mask that differs between heads, which are sharded"
+    return pairs, {unknown: found is None, by_shard: by_head and split}
 
 
 def known_obstacle(query: Any, key: Any, value: Any) -> str:

@@ -467,12 +467,7 @@ STATES_BITS = _with("states_bits")
 BITWISE = frozenset(("and", "or", "xor", "shift_left", "shift_right_logical"))
 """Join and split the bits of integers."""
 
-REASSEMBLES = (MOVES_DATA | EXACT | BITWISE) - MINMAX | frozenset(
-    (
-        *("convert_element_type", "bitcast_convert_type", "reduce_precision"),
-        *("select_n", "optimization_barrier", "copy"),
-    )
-)
+REASSEMBLES = (MOVES_DATA | EXACT | BITWISE | CASTS | {"bitcast_convert_type"}) - MINMAX
 """Widen, split, join or move a stored number: it is the same number still, or half of its bits."""
 
 SQUARE_ROOTS = _with("square_roots")
@@ -487,12 +482,7 @@ INFINITE_AT_ZERO = _with("infinite_at_zero")
 DIVIDES = frozenset(("div", "integer_pow", "log", "log1p", "pow", "rem", "rsqrt"))
 """Not finite at zero, or at minus one: quotients, logarithms and powers."""
 
-MAKES_NONFINITE = DIVIDES | frozenset(
-    (
-        *("sqrt", "cbrt", "square", "exp", "exp2", "expm1", "tan", "sinh", "cosh", "asin", "acos"),
-        *("acosh", "atanh", "erf_inv", "lgamma", "digamma", "igamma", "logistic_grad"),
-    )
-)
+MAKES_NONFINITE = DIVIDES | ROOTS | of_kinds("transcendental", "special")
 """Make infinities or NaN of finite numbers that are far from the end of their range."""
 
 GENTLE = _with("gentle")
