@@ -47,6 +47,7 @@ def text_of(line: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:cpu has no .* matmuls")
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_a_fault_is_named(case):
     found = advice_on(case)
@@ -54,6 +55,7 @@ def test_a_fault_is_named(case):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:cpu has no .* matmuls")
 @pytest.mark.parametrize("case", CLEAN, ids=lambda case: case.name)
 def test_a_clean_run_has_no_advice(case):
     assert bool(advice_on(case)) == (case.name in FLAGGED)
