@@ -14,6 +14,8 @@ temporary  the peak of temporary memory, which the branch that takes a snapshot 
 XLA fetches operands of the conditional to the chip's own memory beforehand. With 29 million params
 (WIDTH 1024, VOCABULARY 8192, 8 x 512 tokens) that is 3.5% of the cycles and 23% of the bytes, with
 `on_nonfinite=True` 4.2% and 35%: gradients are then held in memory while the snapshot is taken.
+With 180 million (2048, 32000, 8 x 1024) the step takes 0.91 of the cycles with either, 1.7% and
+1.9% more bytes, and 1.9 and 2.2 times the temporary memory.
 Rows with `on_nonfinite=True` only report.
 """
 
