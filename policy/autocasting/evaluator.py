@@ -160,22 +160,22 @@ class Evaluator(Interpreter[CastValue]):
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         program: Any = jaxpr
-        if self.report is None:  # which tells of single equations
+        is_short = len(jaxpr.eqns) < 3  # shorter than any attention
+        if self.report is None and not is_short:  # a report tells of single equations
             program, inner.attentions = grouped(jaxpr, self.settings, inner.place_of)
         return super(Evaluator, inner).run(program, consts, args)
 
     def equation(self, equation: Equation, values: Values) -> Values:
         if isinstance(equation, Group):
             return self._attended(equation, values)
-        if (program := self.attentions.get(id(equation))) is not None:
-            with marks.attention(program):
-                return self._noted_outputs(equation, values)
-        return self._noted_outputs(equation, values)
-
-    def _noted_outputs(self, equation: Equation, values: Values) -> Values:
         # Widened where it is first read: a report attributes the cast to that module.
         values = [value.widened_param() if value.is_shared else value for value in values]
-        outputs = self._evaluated(equation, values)
+        program = self.attentions.get(id(equation))
+        if program is None:
+            outputs = self._evaluated(equation, values)
+        else:
+            with marks.attention(program):
+                outputs = self._evaluated(equation, values)
         return [self._noted(v, one) for v, one in zip(equation.outvars, outputs, strict=True)]
 
     def _attended(self, group: Group, values: Values) -> Values:

@@ -108,7 +108,7 @@ def attentions(jaxpr: OpenJaxpr) -> list[Attention]:
 
     Its masks, softmax and other operations may stand in jitted functions.
     """
-    if sum(each.primitive.name == "dot_general" for each in jaxpr.eqns) < 2:
+    if [each.primitive.name for each in jaxpr.eqns].count("dot_general") < 2:
         return []
     if not any(each.primitive.name == "exp" for each in equations_within(jaxpr, once=True)):
         return []
