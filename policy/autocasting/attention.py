@@ -6,15 +6,12 @@ as without a group.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,57 +24,13 @@ from policy.programs.dtypes import F32, is_half
 from policy.programs.frameworks import FRAMEWORKS
 from policy.programs.jaxprs import Equation, OpenJaxpr, held_program, opened
 from policy.programs.reading.attention import Attention, attentions
+from policy.programs.rewriting.groups import Group, with_groups
 
 # The formats of operands, with float32 results: what the kernels compute.
 _OF_KERNELS = (DotAlgorithmPreset.BF16_BF16_F32, DotAlgorithmPreset.F16_F16_F32)
 
 UNDECIDED = f"XLA: {F32.name} queries"
 """What this library's functions say of their program where autocast traces them in float32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """The equations of an attention: an equation to a program, and a program itself."""
-
-    attention: Attention
-    invars: Sequence[Any]
-    constvars = ()
-
-    @classmethod
-    def of(cls, attention: Attention) -> Group:
-        made = {v for equation in attention.equations for v in equation.outvars}
-        atoms = (atom for equation in attention.equations for atom in equation.invars)
-        read = dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex_core.Literal))
-        return cls(attention, [variable for variable in read if variable not in made])
-
-    @property
-    def is_complete(self) -> bool:
-        """Returns whether it reads all that a kernel is given."""
-        attention = self.attention
-        read = {x.variable for x in (attention.query, attention.key, attention.value)}
-        read |= {leaf for mask in attention.masks for leaf in mask.leaves}
-        read |= {attention.bias[0]} if attention.bias else set()
-        return read <= {*self.invars}
-
-    @property
-    def eqns(self) -> Sequence[Equation]:
-        return self.attention.equations
-
-    @property
-    def last(self) -> Equation:
-        return self.eqns[-1]
-
-    @property
-    def outvars(self) -> Sequence[Any]:
-        return self.last.outvars
-
-    @property
-    def source_info(self) -> Any:
-        return self.last.source_info
-
-    @property
-    def ctx(self) -> Any:
-        return self.last.ctx
 
 
 def grouped(
@@ -103,14 +56,7 @@ def grouped(
                 groups[id(last)] = group
     if not groups:
         return jaxpr, programs
-    inside = {id(equation) for group in groups.values() for equation in group.eqns}
-    eqns = [
-        groups.get(id(equation), equation)
-        for equation in jaxpr.eqns
-        if id(equation) in groups or id(equation) not in inside
-    ]
-    variables = {name: getattr(jaxpr, name) for name in ("constvars", "invars", "outvars")}
-    return types.SimpleNamespace(**variables, eqns=eqns), programs
+    return with_groups(jaxpr, groups), programs
 
 
 def _dtype_of(

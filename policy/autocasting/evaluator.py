@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from policy.autocasting.attention import UNDECIDED, Group, grouped, kernel_of
+from policy.autocasting.attention import UNDECIDED, grouped, kernel_of
 from policy.autocasting.normalizations import NOWHERE, Regions, normalizations
 from policy.autocasting.operations import CastOperation, fits_in_range
 from policy.autocasting.report import Report
@@ -26,6 +26,7 @@ from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, programs_of
 from policy.programs.paths import Path, path_of
 from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
+from policy.programs.rewriting.groups import Group, names_around
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 
@@ -160,7 +161,7 @@ class Evaluator(Interpreter[CastValue]):
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         program: Any = jaxpr
-        is_short = len(jaxpr.eqns) < 3  # shorter than any attention
+        is_short = len(equations_of(jaxpr)) < 3  # shorter than any attention
         if self.report is None and not is_short:  # a report tells of single equations
             program, inner.attentions = grouped(jaxpr, self.settings, inner.place_of)
         return super(Evaluator, inner).run(program, consts, args)
@@ -197,9 +198,7 @@ class Evaluator(Interpreter[CastValue]):
             with marks.attention(program):
                 return [CastValue(attend())]
         # The names of the equations take the place of that of the group.
-        stack = source_info_util.current_name_stack()
-        around = stack.stack[: len(stack.stack) - len(self.name_stack_of(group).stack)]
-        with source_info_util.set_name_stack(type(stack)(around)), marks.attention(program):
+        with names_around(self.name_stack_of(group)), marks.attention(program):
             return each(values)
 
     def _noted(self, variable: Any, value: CastValue) -> CastValue:

@@ -21,7 +21,7 @@ from policy.inspect.compare.statistics import NAMES, has_nan, is_discrete, limit
 from policy.inspect.compare.two_programs import (
     beside_each_other,
     name_of,
-    reference_of,
+    other_program,
     require_alike,
 )
 from policy.inspect.traced.call import (
@@ -123,7 +123,7 @@ def compare(
     if beside is None:
         found = _beside_float32(program_of(call, policy, rules), on)
     else:
-        other = reference_of(beside, fn, args, kwargs, policy, params, scale)
+        other = other_program(beside, fn, args, kwargs, policy, params, scale)
         found = _beside_another((call.under(policy, rules), name_of(fn)), other, on)
     return _comparison(found, name_of(fn), "" if policy is None else short_text(policy))
 

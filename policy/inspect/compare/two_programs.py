@@ -172,7 +172,7 @@ def _move(shape: Sequence[int], scans: int, wanted: Sequence[int]) -> Move | Non
 # --------------------------------------------------------------------------------------------------
 
 
-def reference_of(
+def other_program(
     beside: Any,
     fn: Any,
     args: tuple[Any, ...],

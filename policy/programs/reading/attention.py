@@ -19,7 +19,7 @@ from jax import lax
 from policy.programs import primitives
 from policy.programs.dtypes import F32, is_floating_dtype
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_within
-from policy.programs.reading.inlined import InlinedProgram, Step, is_literal
+from policy.programs.reading.inlined import InlinedProgram, InlinedStep, is_literal
 
 _LARGE = -1e4  # a masked logit is at most this: of a lower one float32's exponential is 0
 
@@ -161,7 +161,7 @@ class _Role:
 _Next = _Role | None
 
 
-def _moved(step: Step, role: _Role) -> _Next:
+def _moved(step: InlinedStep, role: _Role) -> _Next:
     """Returns the role of a value with other axes."""
     params, shape = step.params, step.outputs[0].aval.shape
     if step.name == "transpose":
@@ -182,17 +182,17 @@ def _moved(step: Step, role: _Role) -> _Next:
     return dataclasses.replace(role, labels=tuple(labels))
 
 
-def _converted(step: Step, role: _Role) -> _Next:
+def _converted(step: InlinedStep, role: _Role) -> _Next:
     """Returns the role of a cast: the weights alone may be rounded, as they are in a kernel."""
     dtype = step.params["new_dtype"]
     return role if dtype == F32 or (role.kind == "weights" and is_floating_dtype(dtype)) else None
 
 
-def _stopped(step: Step, role: _Role) -> _Next:
+def _stopped(step: InlinedStep, role: _Role) -> _Next:
     return role if role.kind == "highest" else None
 
 
-def _bounded(step: Step, role: _Role) -> _Next:
+def _bounded(step: InlinedStep, role: _Role) -> _Next:
     form = role.form
     if role.kind != "logits" or not form.is_scaling or form.is_bounded:
         return None
@@ -210,7 +210,7 @@ def _scaled(role: _Role, by: float | None) -> _Next:
     return dataclasses.replace(role, form=form)
 
 
-def _biased(step: Step, role: _Role, other: Any) -> _Next:
+def _biased(step: InlinedStep, role: _Role, other: Any) -> _Next:
     form = role.form
     if role.kind != "logits" or form.bias is not None or not step.is_outer:
         return None
@@ -219,7 +219,7 @@ def _biased(step: Step, role: _Role, other: Any) -> _Next:
     return dataclasses.replace(role, form=form)
 
 
-def _reduced(step: Step, role: _Role, kinds: tuple[str, str]) -> _Next:
+def _reduced(step: InlinedStep, role: _Role, kinds: tuple[str, str]) -> _Next:
     """Returns the role of a reduction over the keys."""
     axes = [int(axis) for axis in step.params["axes"]]
     if role.kind != kinds[0] or len(axes) != 1:
@@ -242,7 +242,7 @@ def _combined(x: _Role, row: _Role, kinds: tuple[str, str, str]) -> _Next:
     return _Role(kinds[2], x.labels, row.form) if is_same and fits else None
 
 
-def _chosen(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Next:
+def _chosen(program: InlinedProgram, step: InlinedStep, roles: dict[Any, _Role]) -> _Next:
     """Returns the role of masked logits: a select of logits or of a large negative number."""
     which, *cases = step.inputs
     places = [i for i, x in enumerate(cases) if not is_literal(x) and x in roles]
@@ -259,7 +259,7 @@ def _chosen(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Ne
     return dataclasses.replace(role, form=dataclasses.replace(role.form, masks=masks, low=low))
 
 
-_ALONE: dict[str, Callable[[Step, _Role], _Next]] = {
+_ALONE: dict[str, Callable[[InlinedStep, _Role], _Next]] = {
     **dict.fromkeys(primitives.REARRANGES, _moved),
     "convert_element_type": _converted,
     "stop_gradient": _stopped,
@@ -273,7 +273,7 @@ _ALONE: dict[str, Callable[[Step, _Role], _Next]] = {
 _PAIRS = {"sub": ("logits", "highest", "centred"), "div": ("exp", "total", "weights")}
 
 
-def _role_of(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _Next:
+def _role_of(program: InlinedProgram, step: InlinedStep, roles: dict[Any, _Role]) -> _Next:
     """Returns the role of a step's result, or None for a step that is no part of attention."""
     if len(step.outputs) != 1:
         return None
@@ -298,7 +298,7 @@ def _role_of(program: InlinedProgram, step: Step, roles: dict[Any, _Role]) -> _N
     return _biased(step, role, other) if name == "add" and _repeats(other, step, x) else None
 
 
-def _repeats(other: Any, step: Step, x: Any) -> bool:
+def _repeats(other: Any, step: InlinedStep, x: Any) -> bool:
     """Returns whether an operand beside logits has their shape, or repeats along some axes."""
     shape = step.outputs[0].aval.shape
     if is_literal(other) or x.aval.shape != shape or len(other.aval.shape) != len(shape):
@@ -318,12 +318,12 @@ _LOWEST = float(np.finfo(np.float32).min)
 class _Dot:
     """A matmul of two operands, with labels of their axes and of those of the result."""
 
-    step: Step
+    step: InlinedStep
     sides: tuple[_Labels, _Labels]
     out: _Labels
 
 
-def _labelled(step: Step) -> _Dot | None:
+def _labelled(step: InlinedStep) -> _Dot | None:
     """Labels the axes of the first matmul, of one contraction."""
     contracted, batch = step.params["dimension_numbers"]
     if any(len(axes) != 1 for axes in contracted) or step.params.get("out_sharding") is not None:
@@ -347,7 +347,7 @@ def _labelled(step: Step) -> _Dot | None:
     return _Dot(step, (sides[0], sides[1]), (*shared, *free))
 
 
-def _weighted(step: Step, side: int, weights: _Role) -> _Dot | None:
+def _weighted(step: InlinedStep, side: int, weights: _Role) -> _Dot | None:
     """Labels the axes of the second matmul, whose operand `side` is the weights."""
     contracted, batch = step.params["dimension_numbers"]
     value = step.equation.invars[1 - side]
@@ -371,7 +371,7 @@ def _weighted(step: Step, side: int, weights: _Role) -> _Dot | None:
     return _Dot(step, sides, out)
 
 
-def _match(program: InlinedProgram, start: Step) -> Attention | None:
+def _match(program: InlinedProgram, start: InlinedStep) -> Attention | None:
     """Returns the attention whose logits a matmul computes, or None."""
     first = _labelled(start) if start.is_outer and start.outputs[0].aval.dtype == F32 else None
     if first is None:
@@ -404,7 +404,7 @@ def _match(program: InlinedProgram, start: Step) -> Attention | None:
 
 
 def _attention(
-    program: InlinedProgram, first: _Dot, second: _Dot, form: _Form, steps: Sequence[Step]
+    program: InlinedProgram, first: _Dot, second: _Dot, form: _Form, steps: Sequence[InlinedStep]
 ) -> Attention | None:
     """Returns the attention of two matmuls, unless something else reads what is between them."""
     is_rhs = form.keys is not None and form.keys[0] == "rhs"
@@ -449,7 +449,9 @@ def _attention(
     )
 
 
-def _unscaled(program: InlinedProgram, dot: Step, side: int) -> tuple[Any, float, list[Equation]]:
+def _unscaled(
+    program: InlinedProgram, dot: InlinedStep, side: int
+) -> tuple[Any, float, list[Equation]]:
     """Returns an operand of the first matmul before it was multiplied by a number, the number, and
     the equations in between that the matmul alone reads.
     """

@@ -37,7 +37,7 @@ class Inner:
 
 
 @dataclasses.dataclass(eq=False)
-class Step:
+class InlinedStep:
     """An equation, its operands and results, and the equation of the program that it stands in."""
 
     equation: Equation
@@ -63,8 +63,8 @@ class InlinedProgram:
 
     def __init__(self, jaxpr: OpenJaxpr):
         self.jaxpr = jaxpr
-        self.steps: list[Step] = []
-        self.makers: dict[Any, Step] = {}
+        self.steps: list[InlinedStep] = []
+        self.makers: dict[Any, InlinedStep] = {}
         self.readers: dict[Any, list[int]] = {}
         self._inner: dict[Any, Any] = {}  # results of calls, and the values inside that they are
         self._names: dict[Any, Any] = {}  # the reverse
@@ -74,7 +74,7 @@ class InlinedProgram:
     def _add(self, equation: Equation, inputs: list[Any], outputs: list[Any], around: Any) -> None:
         inputs = [x if is_literal(x) else self._inner.get(x, x) for x in inputs]
         if not _is_inlined(equation):
-            step = Step(equation, inputs, outputs, around)
+            step = InlinedStep(equation, inputs, outputs, around)
             for x in inputs:
                 if not is_literal(x):
                     self.readers.setdefault(x, []).append(len(self.steps))
