@@ -1,6 +1,6 @@
 """Costs of a monitored train step on a TPU in the steps that are not due, beside the step alone.
 
-    python -m benchmarks.accel.monitor          # the table: 4 minutes on two cores, nothing is run
+    python -m benchmarks.accel.monitor          # the table: half an hour, nothing is run
     python -m benchmarks.accel.monitor --check  # exits with 1 where a ratio misses its bound
 
 A decoder of one layer, AdamW through `mixed_precision`, params and state donated. Of the
@@ -11,12 +11,9 @@ bytes      moved by kernels, by the shapes in the program's text.
 temporary  the peak of temporary memory, which the branch that takes a snapshot shares: reported
            without a bound.
 
-XLA fetches operands of the conditional to the chip's own memory beforehand. With 29 million params
-(WIDTH 1024, VOCABULARY 8192, 8 x 512 tokens) that is 3.5% of the cycles and 23% of the bytes, with
-`on_nonfinite=True` 4.2% and 35%: gradients are then held in memory while the snapshot is taken.
-With 180 million (2048, 32000, 8 x 1024) the step takes 0.91 of the cycles with either, 1.7% and
-1.9% more bytes, and 1.9 and 2.2 times the temporary memory.
-Rows with `on_nonfinite=True` only report.
+XLA fetches operands of the conditional to the chip's own memory beforehand, about 0.25 GB whatever
+the size of the step. Only the smallest step has bounds, without `on_nonfinite`: with it gradients
+are held in memory while the snapshot is taken.
 """
 
 from __future__ import annotations
@@ -44,34 +41,59 @@ from policy.inspect.hlo.costs import costs_of
 TARGET = "v5e:1x1"
 POLICY = "mixed_bfloat16"
 BOUND = 1.01
-WIDTH, VOCABULARY, BATCH, LENGTH = 256, 1024, 8, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of a decoder and its batch of 8 texts."""
+
+    width: int
+    vocabulary: int
+    length: int
+
+
+SIZES = {  # by the number of params
+    "1M": Size(256, 1024, 256),
+    "29M": Size(1024, 8192, 512),
+    "180M": Size(2048, 32000, 1024),
+}
 
 
 class Decoder(nn.Module):
     """Tokens in, logits out."""
 
+    size: Size
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        width, vocabulary = self.size.width, self.size.vocabulary
+        x = nn.Embed(vocabulary, width)(tokens)
         h = nn.LayerNorm()(x)
         attention = nn.MultiHeadDotProductAttention(num_heads=4, name="attention")
         x = x + attention(h, h, mask=nn.make_causal_mask(tokens))
-        h = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm()(x)))
-        x = x + nn.Dense(WIDTH, name="down")(h)
-        return nn.Dense(VOCABULARY, name="logits")(nn.LayerNorm(name="norm")(x))
+        h = nn.gelu(nn.Dense(4 * width, name="up")(nn.LayerNorm()(x)))
+        x = x + nn.Dense(width, name="down")(h)
+        return nn.Dense(vocabulary, name="logits")(nn.LayerNorm(name="norm")(x))
 
 
 TX = policy.mixed_precision(optax.adamw(1e-3), POLICY)
 
 
-def train_step(params: Any, opt_state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-    def loss_fn(params: Any) -> Any:
-        logits: Any = Decoder().apply(params, tokens)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def step_of(size: Size) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a train step, and the shapes of its arguments."""
+    model, tokens = Decoder(size), jax.ShapeDtypeStruct((8, size.length), jnp.int32)
 
-    loss, gradients = policy.value_and_grad(loss_fn)(params)
-    params, opt_state, _ = policy.apply_gradients(TX, params, opt_state, gradients)
-    return params, opt_state, loss
+    def train_step(params: Any, opt_state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        def loss_fn(params: Any) -> Any:
+            logits: Any = model.apply(params, tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, gradients = policy.value_and_grad(loss_fn)(params)
+        params, opt_state, _ = policy.apply_gradients(TX, params, opt_state, gradients)
+        return params, opt_state, loss
+
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return train_step, (params, jax.eval_shape(TX.init, params), tokens, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +116,19 @@ def costs(target: Target, function: Any, arguments: Any, donated: tuple[int, ...
 
 @policy.use_policy(POLICY)
 def rows(small: bool = False) -> Iterator[Row]:
-    """Yields a row of each quantity for both choices of `on_nonfinite`; one of them if `small`."""
-    target, tokens = Target(TARGET), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    params = jax.eval_shape(Decoder().init, jax.random.key(0), tokens)
-    given = params, jax.eval_shape(TX.init, params), tokens, tokens
-    alone = costs(target, train_step, given, (0, 1))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    for on_nonfinite in (False,) if small else (False, True):
-        step = policy.monitor(train_step, on_nonfinite=on_nonfinite)
-        found = costs(target, step, (number, *given), (1, 2))
-        bound = None if on_nonfinite else BOUND
-        name = f"monitor, on_nonfinite={on_nonfinite}, {TARGET}"
-        yield Row("cycles", name, found.cycles, alone.cycles, bound)
-        yield Row("bytes", name, found.bytes, alone.bytes, bound)
-        yield Row("temporary", name, found.temporary, alone.temporary)
+    """Yields a row of each quantity by size, for both choices of `on_nonfinite`; one if `small`."""
+    target, number = Target(TARGET), jax.ShapeDtypeStruct((), jnp.int32)
+    for size in ("1M",) if small else SIZES:
+        train_step, given = step_of(SIZES[size])
+        alone = costs(target, train_step, given, (0, 1))
+        for on_nonfinite in (False,) if small else (False, True):
+            step = policy.monitor(train_step, on_nonfinite=on_nonfinite)
+            found = costs(target, step, (number, *given), (1, 2))
+            bound = BOUND if size == "1M" and not on_nonfinite else None
+            name = f"monitor, {size} params, on_nonfinite={on_nonfinite}, {TARGET}"
+            yield Row("cycles", name, found.cycles, alone.cycles, bound)
+            yield Row("bytes", name, found.bytes, alone.bytes, bound)
+            yield Row("temporary", name, found.temporary, alone.temporary)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,18 @@ from policy.programs import marks
 from policy.programs.dtypes import F32, float_dtype, is_floating_dtype, is_half
 from policy.programs.jaxprs import Equation, OpenJaxpr, equations_of, programs_of
 from policy.programs.paths import Path, path_of
-from policy.programs.primitives import FORWARD_ADDITIONS, READS_LOGITS, REBUILT
+from policy.programs.primitives import DOTS, FORWARD_ADDITIONS, READS_LOGITS, REBUILT
 from policy.programs.rewriting.groups import Group, names_around
 from policy.programs.rewriting.interpreter import Interpreter, readers_of
 from policy.programs.rewriting.outlining import is_part
 
 AutocastHandler = Callable[["Evaluator", Any, Values], Values]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in_result(name_stack: Any) -> Any:
+    stack = marks.without(name_stack)
+    return marks.without_attention(stack) if marks.attention_of(stack) == UNDECIDED else stack
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,13 +163,14 @@ class Evaluator(Interpreter[CastValue]):
         inner = copy.copy(self)
         inner.regions, inner.readers = regions, readers_of(jaxpr)
         inner.widened = set()
+        matmuls = 0
         for each in equations_of(jaxpr):
+            matmuls += each.primitive.name in DOTS
             if each.primitive.name in FORWARD_ADDITIONS and inner._category(each) == "fp32":
                 inner.widened |= {v for v in each.invars if not isinstance(v, jex_core.Literal)}
         args = [inner._noted(v, value) for v, value in zip(jaxpr.invars, args, strict=True)]
         program: Any = jaxpr
-        is_short = len(equations_of(jaxpr)) < 3  # shorter than any attention
-        if self.report is None and not is_short:  # a report tells of single equations
+        if self.report is None and matmuls > 1:  # a report tells of single equations
             program, inner.attentions = grouped(jaxpr, self.settings, inner.place_of)
         return super(Evaluator, inner).run(program, consts, args)
 
@@ -229,8 +237,7 @@ class Evaluator(Interpreter[CastValue]):
         return outputs
 
     def name_stack_of(self, equation: Equation | Group) -> Any:
-        stack = marks.without(equation.source_info.name_stack)
-        return marks.without_attention(stack) if marks.attention_of(stack) == UNDECIDED else stack
+        return _names_in_result(equation.source_info.name_stack)
 
     def path_of(self, equation: Equation) -> Path:
         return path_of(str(equation.source_info.name_stack), self.path, marks=True)

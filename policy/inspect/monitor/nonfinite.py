@@ -55,7 +55,7 @@ class Flag(NamedTuple):
 
 
 class FinitenessCodes:
-    """How finite some arrays of one program are: 1 for those with infinities, 2 for those with NaN.
+    """Codes of some arrays of one program: 1 for those with infinities, 2 for those with NaN.
 
     A code is a set of places, of the arrays that a value was computed from by operations that make
     no infinities.

@@ -1,4 +1,4 @@
-"""What was measured in the program of a step, and the rows that records have of it."""
+"""Measurements in the program of a step, and the rows that records have of them."""
 
 from __future__ import annotations
 

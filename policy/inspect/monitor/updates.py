@@ -52,7 +52,7 @@ class Param(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Where an optimizer works on params.
+    """The equations at which an optimizer works on params.
 
     Attributes:
       arrays: gradients and updates, by the equation that reads them.
