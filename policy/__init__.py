@@ -26,7 +26,7 @@ from policy.core.scope import (
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.report import Estimate
 from policy.inspect.estimate.rows import PolicyCost
-from policy.inspect.monitor.run_log import RunLog
+from policy.inspect.runs.run_log import RunLog
 from policy.grads.finiteness import all_finite, select_tree
 from policy.grads.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from policy.grads.loss_scale import ScaledGradients

@@ -41,7 +41,7 @@ from policy.inspect.audit.findings import FINDING_KINDS
 from policy.inspect.estimate.estimate import estimate
 from policy.inspect.estimate.search import MOST_COMPILES
 from policy.inspect.estimate.targets import Target
-from policy.inspect.monitor.advice import ADVICE_KINDS
+from policy.inspect.runs.advice import ADVICE_KINDS
 from policy.inspect.suggest.eight_bits import SMALLEST
 from policy.inspect.suggest.on_target import require_timed
 from policy.inspect.suggest.suggest import POINTS, suggest

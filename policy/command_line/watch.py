@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TextIO
 
 from policy.command_line.arguments import prefixed_errors
-from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import RunRecord
-from policy.inspect.monitor.page import run_page
-from policy.inspect.monitor.run_log import read_records
-from policy.inspect.monitor.text import run_text
 from policy.inspect.render.text import shows_colour
+from policy.inspect.runs.advice import Advice, advise
+from policy.inspect.runs.history import RunRecord
+from policy.inspect.runs.page import run_page
+from policy.inspect.runs.run_log import read_records
+from policy.inspect.runs.text import run_text
 
 _PAUSE = 2.0  # seconds between two looks at the file
 

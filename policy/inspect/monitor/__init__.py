@@ -1,1 +1,1 @@
-"""Statistics of a training run, step by step: a log of them, and advice."""
+"""A train step that returns statistics of its arrays."""

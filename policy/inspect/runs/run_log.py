@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 import jax
 
-from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import RunRecord
-from policy.inspect.monitor.page import run_page
-from policy.inspect.monitor.text import run_text
+from policy.inspect.runs.advice import Advice, advise
+from policy.inspect.runs.history import RunRecord
+from policy.inspect.runs.page import run_page
+from policy.inspect.runs.text import run_text
 
 VERSION = 1
 _MOST_WAITING = 256  # snapshots that wait for their arrays, before `write` waits for the oldest

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor import advice_kinds as kinds
-from policy.inspect.monitor.advice_kinds import Advice
-from policy.inspect.monitor.history import Series
+from policy.inspect.runs import advice_kinds as kinds
+from policy.inspect.runs.advice_kinds import Advice
+from policy.inspect.runs.history import Series
 
 _RECENT = 8  # records before a spike, and the most after it, that it is compared with
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from policy.inspect.monitor.advice_kinds import BATCH, DIVISION, NOT_FINITE, OVERFLOW
-from tests.policy.inspect.monitor.corpus.training import (
+from policy.inspect.runs.advice_kinds import BATCH, DIVISION, NOT_FINITE, OVERFLOW
+from tests.policy.inspect.runs.corpus.training import (
     BF16,
     F16,
     F32,

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor.advice import ADVICE_KINDS, Advice, advise
-from policy.inspect.monitor.history import RunRecord, Series, series_of
-from policy.inspect.monitor.text import advice_by_message, place_of, row_name, summary
 from policy.inspect.render.html import (
     Cell,
     Columns,
@@ -23,6 +20,9 @@ from policy.inspect.render.html import (
     table,
     tag,
 )
+from policy.inspect.runs.advice import ADVICE_KINDS, Advice, advise
+from policy.inspect.runs.history import RunRecord, Series, series_of
+from policy.inspect.runs.text import advice_by_message, place_of, row_name, summary
 
 _COLUMNS = 120  # the most columns of a map; each is the worst of its steps
 _CELL, _ROW, _LABEL = 8, 14, 330  # pixels
@@ -54,7 +54,7 @@ def run_page(records: Sequence[RunRecord], name: str) -> str:
         tag("p", summary(records, advice), class_="summary"),
         search_box("path, kind, dtype …"),
     ]
-    style = resource("policy.inspect.monitor", "run.css")
+    style = resource("policy.inspect.runs", "run.css")
     return html_document(f"Run {name}", header, _sections(records, advice), style)
 
 

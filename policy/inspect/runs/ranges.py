@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor import advice_kinds as kinds
-from policy.inspect.monitor.advice_kinds import Advice, rule, share
-from policy.inspect.monitor.history import Rows, Series, longest_streak
+from policy.inspect.runs import advice_kinds as kinds
+from policy.inspect.runs.advice_kinds import Advice, rule, share
+from policy.inspect.runs.history import Rows, Series, longest_streak
 
 _LIMIT = 65504.0  # of float16
 _SMALL = 2.0**-14  # the least normal number of float16

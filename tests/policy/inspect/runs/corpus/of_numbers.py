@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from policy import DynamicLossScale, NoOpLossScale
-from policy.inspect.monitor.advice_kinds import (
+from policy.inspect.runs.advice_kinds import (
     BATCH,
     DEAD,
     LOST_CODES,
@@ -20,7 +20,7 @@ from policy.inspect.monitor.advice_kinds import (
     UNDERFLOW,
     VANISHED,
 )
-from tests.policy.inspect.monitor.corpus.training import (
+from tests.policy.inspect.runs.corpus.training import (
     BF16,
     F16,
     F32,

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from policy.inspect.monitor import advice_kinds as kinds
-from policy.inspect.monitor.advice_kinds import Advice, rule, share
-from policy.inspect.monitor.history import RunRecord
+from policy.inspect.runs import advice_kinds as kinds
+from policy.inspect.runs.advice_kinds import Advice, rule, share
+from policy.inspect.runs.history import RunRecord
 from policy.programs.primitives import DIVIDES
 
 

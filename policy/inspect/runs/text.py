@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policy.inspect.monitor.advice import Advice, advise
-from policy.inspect.monitor.history import RunRecord, Series, series_of
 from policy.inspect.render.html import OUTSIDE
 from policy.inspect.render.text import Paint, short
+from policy.inspect.runs.advice import Advice, advise
+from policy.inspect.runs.history import RunRecord, Series, series_of
 from policy.programs.paths import folded
 
 _WIDTH = 100

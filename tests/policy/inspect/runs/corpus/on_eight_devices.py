@@ -1,7 +1,7 @@
 """Runs on eight devices: one that goes wrong, a bad shard of a batch, and clean ones.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m \\
-        tests.policy.inspect.monitor.corpus.on_eight_devices NAME    # prints the records
+        tests.policy.inspect.runs.corpus.on_eight_devices NAME    # prints the records
 """
 
 import functools
@@ -15,9 +15,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policy.inspect.monitor.advice_kinds import BATCH, DEVICE
+from policy.inspect.runs.advice_kinds import BATCH, DEVICE
 from tests.eight_devices import run_python
-from tests.policy.inspect.monitor.corpus.training import (
+from tests.policy.inspect.runs.corpus.training import (
     BF16,
     CLEAN,
     F16,
@@ -86,7 +86,7 @@ RUNS = {
 
 
 def in_a_process(name):
-    module = "tests.policy.inspect.monitor.corpus.on_eight_devices"
+    module = "tests.policy.inspect.runs.corpus.on_eight_devices"
     return json.loads(run_python("-m", module, name, XLA_FLAGS=FLAGS).splitlines()[-1])
 
 

@@ -1,6 +1,6 @@
 """Faults that are planted in training runs are named by module, step and line; clean runs are not.
 
-python -m tests.policy.inspect.monitor.test_corpus    # prints the table: some minutes
+python -m tests.policy.inspect.runs.test_corpus    # prints the table: some minutes
 """
 
 import sys
@@ -10,9 +10,9 @@ import jax
 import pytest
 
 import mpmodules
-from policy.inspect.monitor.advice import Advice, advise
-from tests.policy.inspect.monitor.corpus import clean, not_finite, of_numbers, on_eight_devices
-from tests.policy.inspect.monitor.corpus.training import CLEAN, FAULTS, Case
+from policy.inspect.runs.advice import Advice, advise
+from tests.policy.inspect.runs.corpus import clean, not_finite, of_numbers, on_eight_devices
+from tests.policy.inspect.runs.corpus.training import CLEAN, FAULTS, Case
 
 assert mpmodules  # names modules
 assert clean and not_finite and of_numbers and on_eight_devices  # add to the corpus

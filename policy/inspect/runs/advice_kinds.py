@@ -65,13 +65,13 @@ ADVICE_KINDS = {
 class Advice:
     """A fault of a run, and the remedy.
 
-    >>> from policy.inspect.monitor.advice import advise
+    >>> from policy.inspect.runs.advice import advise
     >>> record = {"step": 7, "skipped": True, "loss_scale": 0.5, "first": None, "rows": []}
     >>> [(one.kind, one.step) for one in advise([record])]
     [('loss-scale', 7)]
 
     Attributes:
-      kind: one of `policy.inspect.monitor.advice_kinds.ADVICE_KINDS`.
+      kind: one of `policy.inspect.runs.advice_kinds.ADVICE_KINDS`.
       path: of the module, or of the array for params and their updates; "" outside of any.
       step, until: the first and last step that show it.
       message: the fault and the remedy, in a sentence or two each.

@@ -8,7 +8,7 @@ import optax
 import policy
 from mpmodules import linen as nn
 from policy import DynamicLossScale
-from tests.policy.inspect.monitor.corpus.training import (
+from tests.policy.inspect.runs.corpus.training import (
     BF16,
     F32,
     OUT,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import policy
-from policy.inspect.monitor.run_log import read_records
-from tests.policy.inspect.monitor.hand_made import record, row, run_of, written
+from policy.inspect.runs.run_log import read_records
+from tests.policy.inspect.runs.hand_made import record, row, run_of, written
 
 
 class Pending:

@@ -7,10 +7,10 @@ import pytest
 import policy
 from policy.command_line.command import main
 from policy.command_line.watch import show_run
-from policy.inspect.monitor.advice import ADVICE_KINDS
-from policy.inspect.monitor.page import run_page
+from policy.inspect.runs.advice import ADVICE_KINDS
+from policy.inspect.runs.page import run_page
 from tests.eight_devices import ROOT
-from tests.policy.inspect.monitor.hand_made import first, record, row, run_of, written
+from tests.policy.inspect.runs.hand_made import first, record, row, run_of, written
 
 HOSTILE = "<script>document.title='taken'</script>\"'&"
 KERNEL = "params/block_0/kernel"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from policy.inspect.monitor.advice import ADVICE_KINDS, advise
-from tests.policy.inspect.monitor.hand_made import first, record, row, run_of
+from policy.inspect.runs.advice import ADVICE_KINDS, advise
+from tests.policy.inspect.runs.hand_made import first, record, row, run_of
 
 KERNEL = "params/block/kernel"
 

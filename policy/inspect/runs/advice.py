@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from policy.inspect.monitor.advice_kinds import ADVICE_KINDS as ADVICE_KINDS
-from policy.inspect.monitor.advice_kinds import Advice as Advice
-from policy.inspect.monitor.history import RunRecord, is_ordinary, series_of
-from policy.inspect.monitor.not_finite import not_finite, skips
-from policy.inspect.monitor.ranges import dead, eight_bits, near_overflow, underflow, vanished
-from policy.inspect.monitor.spikes import spikes
+from policy.inspect.runs.advice_kinds import ADVICE_KINDS as ADVICE_KINDS
+from policy.inspect.runs.advice_kinds import Advice as Advice
+from policy.inspect.runs.history import RunRecord, is_ordinary, series_of
+from policy.inspect.runs.not_finite import not_finite, skips
+from policy.inspect.runs.ranges import dead, eight_bits, near_overflow, underflow, vanished
+from policy.inspect.runs.spikes import spikes
 
 _BY_ROW = (vanished, underflow, near_overflow, eight_bits)
 

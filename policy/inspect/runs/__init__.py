@@ -1,0 +1,1 @@
+"""The log of a training run: its page, and advice."""
