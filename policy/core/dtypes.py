@@ -97,6 +97,47 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Caches of keys and values
+# --------------------------------------------------------------------------------------------------
+
+# The names of the dtypes of a cache; texts print the first and the second one.
+cache_dtype_to_names: dict[Any, tuple[str, ...]] = {
+    jnp.int8: ("int8", "i8"),
+    jnp.float8_e4m3fn: ("float8", "f8", "float8_e4m3fn"),
+    **{dtype: dtype_to_names[dtype] for dtype in (jnp.bfloat16, jnp.float16, jnp.float32)},
+}
+_name_to_cache_dtype = {
+    name: jnp.dtype(dtype) for dtype, names in cache_dtype_to_names.items() for name in names
+}
+
+
+def cache_dtype_of(value: DTypeLike | None) -> np.dtype | None:
+    """Returns the dtype of a cache of keys and values: None for None, the compute_dtype.
+
+    >>> from policy.core.dtypes import cache_dtype_of
+    >>> cache_dtype_of("float8")
+    dtype(float8_e4m3fn)
+
+    Raises:
+      ValueError: no dtype that a cache is stored in.
+    """
+    if value is None:
+        return None
+    named = _name_to_cache_dtype.get(value) if isinstance(value, str) else None
+    dtype = dtype_or_none(value) if named is None else named
+    if dtype is None or dtype not in _name_to_cache_dtype.values():
+        known = ", ".join(names[0] for names in cache_dtype_to_names.values())
+        given = repr(value) if dtype is None else dtype.name
+        raise ValueError(f"Policy(cache_dtype={given}): it should be one of {known}.")
+    return dtype
+
+
+def cache_dtype_name(dtype: np.dtype) -> str:
+    """Returns the name of a cache's dtype in a policy's text."""
+    return next(names[0] for known, names in cache_dtype_to_names.items() if dtype == known)
+
+
+# --------------------------------------------------------------------------------------------------
 # Matmuls with weights in 8 bits
 #
 # The formats are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv:2209.05433).

@@ -13,6 +13,9 @@ from jax.typing import DTypeLike
 from policy.core.arrays import cast_floating
 from policy.core.dtypes import (
     ScaledMatmul,
+    cache_dtype_name,
+    cache_dtype_of,
+    cache_dtype_to_names,
     dtype_names,
     dtype_or_none,
     dtype_to_names,
@@ -40,9 +43,10 @@ _FIELDS = {
     "reduction": "reduction_dtype",
     "matmul": "matmul",
     "precision": "precision",
+    "cache": "cache_dtype",
     "inputs": "cast_inputs",
 }
-_SHORT = {key: key[0] for key in _FIELDS} | {"precision": "x", "inputs": "inputs"}
+_SHORT = {key: key[0] for key in _FIELDS} | {"precision": "x", "cache": "k", "inputs": "inputs"}
 _KEYS = _FIELDS | {_SHORT[key]: field for key, field in _FIELDS.items()}
 
 
@@ -104,10 +108,13 @@ class Policy:
         name of a `jax.lax.DotAlgorithmPreset` that multiplies `compute_dtype`. None is JAX's
         default, but "highest" for a module in float32 inside a half-precision model: see the page
         "float32 on a TPU and GPU".
+      cache_dtype: the dtype of keys and values in the cache of an attention that decodes: int8,
+        float8_e4m3fn ("float8"), bfloat16, float16 or float32. The 8-bit ones have a scale for
+        each head and position. None is `compute_dtype`.
 
     Raises:
-      ValueError: a field is not a floating dtype of at least 16 bits, `matmul` is unknown, or
-        `precision` is unknown or does not fit `compute_dtype`.
+      ValueError: a field is not a floating dtype of at least 16 bits, `matmul` or
+        `cache_dtype` is unknown, or `precision` is unknown or does not fit `compute_dtype`.
       TypeError: `cast_inputs` is not a bool, `matmul` neither a ScaledMatmul nor a text, or
         `precision` neither a text nor JAX's.
     """
@@ -119,6 +126,7 @@ class Policy:
     cast_inputs: bool
     matmul: ScaledMatmul | None
     precision: str | None
+    cache_dtype: np.dtype | None
     follows_caller: bool = dataclasses.field(init=False)
 
     def __init__(
@@ -131,6 +139,7 @@ class Policy:
         cast_inputs: bool = True,
         matmul: ScaledMatmul | str | None = None,
         precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
+        cache_dtype: DTypeLike | None = None,
     ):
         if not isinstance(cast_inputs, bool):
             raise TypeError(f"Policy(cast_inputs={cast_inputs!r}): it should be True or False.")
@@ -159,6 +168,7 @@ class Policy:
             "cast_inputs": cast_inputs,
             "matmul": matmul,
             "precision": precision_named(precision, compute),
+            "cache_dtype": cache_dtype_of(cache_dtype),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -227,6 +237,8 @@ class Policy:
             parts.append(f"matmul={self.matmul.text}")
         if self.precision is not None:
             parts.append(f"precision={self.precision}")
+        if self.cache_dtype is not None:
+            parts.append(f"cache={cache_dtype_name(self.cache_dtype)}")
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -238,7 +250,8 @@ class Policy:
 
         `get_policy` parses it.
         """
-        names = {long: short for long, short, *_ in dtype_to_names.values()}
+        known = (*dtype_to_names.values(), *cache_dtype_to_names.values())
+        names = {long: short for long, short, *_ in known}
         parts = (part.split("=") for part in str(self).split(","))
         return ",".join(f"{_SHORT[key]}={names.get(value, value)}" for key, value in parts)
 
@@ -263,8 +276,8 @@ def get_policy(policy: Policy | str) -> Policy:
     - a bare dtype for all three fields: ``f32``, ``bf16``, ``f16``, ``full``, or ``half`` (the
       backend's preferred one);
     - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
-      ``reduction=DTYPE``, ``inputs=keep``, ``matmul=f8`` and ``precision=highest`` (short ``x=``)
-      if they are not the default. Spaces are allowed. Missing parts follow jmp's grammar: params
+      ``reduction=DTYPE``, ``inputs=keep``, ``matmul=f8``, ``precision=highest`` (short ``x=``) and
+      ``cache=int8`` (short ``k=``) if they are not the default. Spaces are allowed. Missing parts follow jmp's grammar: params
       default to float32, compute to params, output to compute. ``output=caller`` is the
       compute_dtype of the code around the module.
 
@@ -319,7 +332,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
         if key not in _KEYS:
             raise ValueError(
                 f"Unknown key '{key}' in '{text}': it should be params, compute, output, "
-                "reduction, matmul, precision or inputs (short p, c, o, r, m, x)."
+                "reduction, matmul, precision, cache or inputs (short p, c, o, r, m, x, k)."
             )
         field = _KEYS[key]
         if field in fields:
@@ -329,7 +342,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
                 known = "it should be 'keep' or 'cast'"
                 raise ValueError(f"Unknown value '{value}' for inputs in '{text}': {known}.")
             fields[field] = value == "cast"
-        elif field in ("matmul", "precision") or value == CALLER:
+        elif field in ("matmul", "precision", "cache_dtype") or value == CALLER:
             fields[field] = value
         else:
             fields[field] = parse_dtype(value)

@@ -133,6 +133,28 @@ def test_a_precision_is_canonical_and_survives_its_text(given, compute, name):
 
 
 @pytest.mark.parametrize(
+    ("given", "short", "dtype"),
+    [
+        ("int8", "i8", "int8"),
+        (jnp.int8, "i8", "int8"),
+        ("float8", "f8", "float8_e4m3fn"),
+        (jnp.float8_e4m3fn, "f8", "float8_e4m3fn"),
+        ("bf16", "bf16", "bfloat16"),
+        (np.float16, "f16", "float16"),
+        ("full", "f32", "float32"),
+    ],
+)
+def test_the_dtype_of_a_cache_survives_its_text(given, short, dtype):
+    policy = Policy("f32", "bf16", "f32", cache_dtype=given)
+    assert policy.cache_dtype == jnp.dtype(dtype)
+    assert policy.short == f"p=f32,c=bf16,o=f32,k={short}"
+    assert get_policy(f"p=f32,c=bf16,o=f32,cache={short}") == policy
+    assert policy.replace(output_dtype="bf16").cache_dtype == policy.cache_dtype
+    assert policy.replace(cache_dtype=None) == get_policy("mixed_bfloat16")
+    survives(policy)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         *("f8", "i8", "f8:tensor", "i8:compute", "f8:tensor:compute:fast"),
@@ -188,6 +210,11 @@ def test_8bit_is_the_kind_that_a_device_is_faster_in(platform, kind, expected):
         ("c=f32,x=F64_F64_F64", "does not multiply float32"),
         ("c=f32,x=ANY_F8_ANY_F8_F32", "does not multiply float32"),
         ("x=high,x=high", "second time"),
+        ("cache=int4", r"Policy\(cache_dtype=int4\): it should be one of int8, float8, bfloat16"),
+        ("k=float64", r"Policy\(cache_dtype=float64\): it should be one of int8"),
+        ("k=float8_e5m2", r"Policy\(cache_dtype=float8_e5m2\): it should be one of int8"),
+        ("k=nf4", r"Policy\(cache_dtype='nf4'\): it should be one of int8"),
+        ("k=i8,cache=i8", "sets cache_dtype a second time"),
     ],
 )
 def test_an_unfit_matmul_or_precision_is_refused_with_those_that_fit(text, message):
