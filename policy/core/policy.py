@@ -277,9 +277,9 @@ def get_policy(policy: Policy | str) -> Policy:
       backend's preferred one);
     - ``params=float32,compute=bfloat16,output=float32``, short ``p=f32,c=bf16,o=f32``, with
       ``reduction=DTYPE``, ``inputs=keep``, ``matmul=f8``, ``precision=highest`` (short ``x=``) and
-      ``cache=int8`` (short ``k=``) if they are not the default. Spaces are allowed. Missing parts follow jmp's grammar: params
-      default to float32, compute to params, output to compute. ``output=caller`` is the
-      compute_dtype of the code around the module.
+      ``cache=int8`` (short ``k=``) if they are not the default. Spaces are allowed. Missing parts
+      follow jmp's grammar: params default to float32, compute to params, output to compute.
+      ``output=caller`` is the compute_dtype of the code around the module.
 
     `str(policy)` is such a text, and ``get_policy(str(policy)) == policy``.
 
