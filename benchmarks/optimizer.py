@@ -200,6 +200,7 @@ def pipelines() -> list[Pipeline]:
         "remainder, no skipping": {"master_weights": "remainder", "skip_nonfinite": False},
         "remainder, tx.update": {"master_weights": "remainder", "through_optax": True},
         "full masters, tx.update": {"master_weights": "full", "through_optax": True},
+        "remainder8": {"master_weights": "remainder8", "key": key},
         "kahan": {"master_weights": "kahan"},
         "stochastic": {"master_weights": "stochastic", "key": key},
         "no masters": {"master_weights": "none"},

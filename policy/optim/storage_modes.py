@@ -4,6 +4,7 @@
 |---|---|---|
 | full | the float32 master | the master |
 | remainder | the low 16 bits of the master, uint16 | the param's bits above the low ones |
+| remainder8 | the upper 8 of those bits, uint8; stochastically rounded | as of a remainder |
 | kahan | the rounding error, in the param's dtype | param + rounding error |
 | stochastic, none | nothing | the param |
 
@@ -27,7 +28,9 @@ from jax.typing import DTypeLike
 
 from policy.core.arrays import axes_of_leaves, working_dtype
 
-MasterWeights: TypeAlias = Literal["auto", "full", "remainder", "kahan", "stochastic", "none"]
+MasterWeights: TypeAlias = Literal[
+    "auto", "full", "remainder", "remainder8", "kahan", "stochastic", "none"
+]
 
 Stored: TypeAlias = jax.Array | optax.MaskedNode
 """An array of the param's shape, or an empty node where a mode stores nothing."""
@@ -214,8 +217,8 @@ class StorageMode:
     Attributes:
       name: the mode's name in `MasterWeights`.
       code: the mode's number in `MixedPrecisionState.mode`, see `storage_code`; 0 for modes that
-        store nothing. Checkpoints hold it, so it never changes. After 3 comes 16, as 4 to 15 stand
-        for float16.
+        store nothing. Checkpoints hold it, so it never changes. 4 to 15 stand for float16; the next
+        one is 17.
       init: maps a param that equals its float32 value to its stored array. The array is computed
         from the param, so that it is sharded alike.
       join: maps a param and its stored array to the value that the inner transform sees: float32,
@@ -299,6 +302,39 @@ REMAINDER = StorageMode(
 )
 
 
+def _encode_24_bits(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> jax.Array:
+    """Packs float32, rounded to 24 bits: stochastically, or without a key to nearest."""
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    noise = jnp.uint32(0x80) if key is None else random_bits(key, value.shape, 8)
+    rounded = lax.bitcast_convert_type((bits + noise) & ~jnp.uint32(0xFF), jnp.float32)
+    # numbers that the carry could make infinite, infinities and NaN are cut instead, by `decode`
+    is_below = jnp.abs(value) < np.float32(jnp.finfo(jnp.bfloat16).max)
+    return pack(jnp.where(is_below, rounded, value))
+
+
+def _low_byte(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+    param, low = split(encoded)
+    return param, (low >> jnp.uint16(8)).astype(jnp.uint8)
+
+
+def _low_bits(stored: jax.Array) -> jax.Array:
+    return stored.astype(jnp.uint16) << jnp.uint16(8)
+
+
+REMAINDER8 = dataclasses.replace(
+    REMAINDER,
+    name="remainder8",
+    code=16,
+    init=lambda param: jnp.zeros_like(param, jnp.uint8),
+    join=lambda param, stored: join_master(param, _low_bits(stored)),
+    encode=_encode_24_bits,
+    encode_same=lambda param, stored: packed(param, _low_bits(stored)),
+    decode=lambda encoded, dtype: _low_byte(encoded),
+    stored_dtype=lambda dtype: np.dtype("uint8"),
+    needs_key=True,
+)
+
+
 def _join_kahan(param: jax.Array, stored: jax.Array) -> jax.Array:
     wide = param.astype(working_dtype(param.dtype))
     error = stored.astype(wide.dtype)
@@ -333,7 +369,7 @@ KAHAN = StorageMode(
 )
 
 STORAGE_MODES: dict[str, StorageMode] = {
-    mode.name: mode for mode in (FULL, REMAINDER, KAHAN, STOCHASTIC, NONE)
+    mode.name: mode for mode in (FULL, REMAINDER, REMAINDER8, KAHAN, STOCHASTIC, NONE)
 }
 
 

@@ -62,6 +62,8 @@ def mixed_precision(
         "full": +4, a float32 master.
         "remainder": +2, the low 16 bits of that master, whose high half is the param; bfloat16
         only. The same numbers as "full", bit for bit.
+        "remainder8": +1, the upper 8 of these 16 bits; bfloat16 only. A step is rounded to 24 bits
+        stochastically, right on average; needs `key`.
         "kahan": +2, the rounding error, in the param's dtype.
         "stochastic": +0, each step is rounded up or down by chance, right on average; needs `key`.
         "none" or None: +0, each step is rounded to nearest, and steps below half an ulp are lost.

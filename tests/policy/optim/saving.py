@@ -19,7 +19,7 @@ from flax import serialization
 
 import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import DynamicLossScale
-from tests.policy.optim.steps import MODES, bits, stepped, wrapped
+from tests.policy.optim.steps import MODES, RANDOM, bits, stepped, wrapped
 
 EIGHT_BITS = "moments in 8 bits"
 MOMENTS: Any = {"auto": "bfloat16", EIGHT_BITS: {"mu": "int8", "nu": "float8"}}
@@ -34,7 +34,7 @@ def transform(mode: Any) -> Any:
     adamw: Any = optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), 2)
     scale = DynamicLossScale(2.0**10, period=4, factor=4, min_loss_scale=0.5, hysteresis=2)
     options = {"loss_scale": scale, "moment_dtype": MOMENTS.get(mode), "clip_global_norm": 1.0}
-    if mode in (*MOMENTS, "stochastic"):
+    if mode in (*MOMENTS, *RANDOM):
         options["key"] = jax.random.key(3)
     return wrapped(adamw, "bfloat16", "auto" if mode == EIGHT_BITS else mode, **options)
 

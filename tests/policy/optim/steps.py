@@ -8,13 +8,14 @@ import optax
 
 from policy import NoOpLossScale, apply_gradients, mixed_precision
 
-MODES: list[Any] = ["auto", "full", "remainder", "kahan", "stochastic", "none"]
+MODES: list[Any] = ["auto", "full", "remainder", "remainder8", "kahan", "stochastic", "none"]
+RANDOM: list[Any] = ["remainder8", "stochastic"]  # they need a key
 BOTH_WAYS: list[Any] = [False, True]  # `apply_gradients`, and optax's own contract
 
 
 def wrapped(tx: Any = None, policy: Any = "float32", mode: Any = "auto", **options: Any) -> Any:
     """Returns `mixed_precision` around `tx`, or Adam, with a key where the mode needs one."""
-    if mode == "stochastic":
+    if mode in RANDOM:
         options = {"key": jax.random.key(0), **options}
     options = {"loss_scale": NoOpLossScale(), "master_weights": mode, **options}
     return mixed_precision(optax.adam(0.1) if tx is None else tx, policy, **options)

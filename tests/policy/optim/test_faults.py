@@ -21,7 +21,7 @@ from policy import (
 )
 from tests.policy.optim.steps import BOTH_WAYS, assert_same, bits, stepped, unchanged, wrapped
 
-MODES = ["full", "remainder", "kahan", "stochastic", "none"]
+MODES = ["full", "remainder", "remainder8", "kahan", "stochastic", "none"]
 PARAMS = {
     "a": jnp.linspace(-1, 1, 6).astype(jnp.bfloat16),
     "b": {"c": jnp.ones((2, 2)), "d": jnp.bfloat16(0.3)},

@@ -20,7 +20,7 @@ import mpmodules  # noqa: F401  (tells Flax of the states)
 from policy import DynamicLossScale, ScaledGradients, loss_scale_of, master_params
 from policy.optim import convert, resync
 from policy.optim.storage_modes import round_to
-from tests.policy.optim.steps import assert_same, stepped, unchanged, wrapped
+from tests.policy.optim.steps import RANDOM, assert_same, stepped, unchanged, wrapped
 
 pytestmark = pytest.mark.random
 
@@ -35,7 +35,7 @@ TRANSFORMS: dict[str, Any] = {
     "adafactor": lambda: optax.adafactor(0.05),
 }
 MODES = {"float32": ["auto"], "float16": ["auto", "full", "kahan", "none"]}
-MODES["bfloat16"] = [*MODES["float16"], "remainder", "stochastic"]
+MODES["bfloat16"] = [*MODES["float16"], "remainder", *RANDOM]
 FAULTS = (np.nan, np.inf, -np.inf, 1e20, -3e38)
 
 

@@ -18,6 +18,7 @@ from policy.inspect.testing import spacing
 from policy.optim import convert, init_from_master, resync, storage_modes
 from policy.optim.storage_modes import (
     KAHAN,
+    REMAINDER8,
     STORAGE_MODES,
     MasterWeights,
     StorageMode,
@@ -92,6 +93,25 @@ def test_a_written_param_beside_a_stale_low_half_is_honoured_to_within_an_ulp(lo
     assert_same(split(packed(param, stale)), (param, stale))
 
 
+@pytest.mark.parametrize("key", [None, jax.random.key(0)])
+def test_a_remainder_of_8_bits_rounds_to_24_bits_and_stays(key):
+    dtype = np.dtype(jnp.bfloat16)
+    param, stored = REMAINDER8.decode(REMAINDER8.encode(jnp.asarray(FLOATS), dtype, key), dtype)
+    assert stored.dtype == jnp.uint8
+    is_nan = np.isnan(FLOATS)
+    np.testing.assert_array_equal(jnp.isnan(param), is_nan)
+    wide = round_to(jnp.asarray(FLOATS), jnp.bfloat16)
+    np.testing.assert_array_equal(jnp.isfinite(param), jnp.isfinite(wide))
+    joined, is_finite = np.asarray(REMAINDER8.join(param, stored)), np.isfinite(FLOATS)
+    off = np.abs(
+        joined.view(np.int32)[is_finite].astype(np.int64) - FLOATS.view(np.int32)[is_finite]
+    )
+    assert off.max() <= (0x80 if key is None else 0xFF)  # of the fraction's last bits
+    assert_same(REMAINDER8.decode(REMAINDER8.encode_same(param, stored), dtype), (param, stored))
+    again = REMAINDER8.decode(REMAINDER8.encode(jnp.asarray(joined), dtype, key), dtype)
+    assert_same([x[~is_nan] for x in again], [x[~is_nan] for x in (param, stored)])
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(dtype):
     param = jnp.asarray(EVERY_16_BITS.view(dtype))
@@ -109,6 +129,7 @@ def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(
 NAN_BITS = [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF]  # quiet, negative, signalling, all ones
 STORED = [
     ("remainder", "bfloat16"),
+    ("remainder8", "bfloat16"),
     *itertools.product(["kahan", "full", "stochastic", "none"], ["bfloat16", "float16"]),
 ]
 
@@ -195,7 +216,7 @@ def _encode(value: jax.Array, dtype: np.dtype, key: jax.Array | None) -> Any:
 # the rounding error in float16, which no mode stores; records hold names that types don't list
 ERROR = StorageMode(
     name="error",  # pyright: ignore[reportArgumentType]
-    code=16,
+    code=17,
     init=lambda param: jnp.zeros_like(param, jnp.float16),
     join=lambda param, error: param.astype(jnp.float32) + error.astype(jnp.float32),
     encode=_encode,
@@ -215,7 +236,7 @@ def test_every_record_is_listed_under_its_name_with_a_code_of_its_own():
         assert mode.name == name
         assert mode.stores == (mode.code > 0)
     codes = [mode.code for mode in STORAGE_MODES.values() if mode.stores]
-    assert sorted(codes) == [1, 2, 3]  # checkpoints hold them
+    assert sorted(codes) == [1, 2, 3, 16]  # checkpoints hold them
 
 
 def test_a_sixth_record_is_a_mode(sixth):
@@ -306,8 +327,12 @@ def test_adamw_masters_equal_plain_float32_optax_bit_for_bit(dtype, mode, throug
     jax.tree.map(lambda p, m: np.testing.assert_array_equal(p, round_to(m, dtype)), stored, masters)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("mode", ["auto", "full", "kahan", "stochastic", "none"])
+HALF_MODES = ["auto", "full", "kahan", "stochastic", "none"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [*itertools.product(HALF, HALF_MODES), (jnp.bfloat16, "remainder8")]
+)
 def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_master(dtype, mode):
     params = jnp.ones(256, dtype)
     tx = wrapped(optax.sgd(1e-4), "bfloat16", mode)
@@ -317,7 +342,8 @@ def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_ma
     moved = np.asarray(master_params(end, state)).mean()
     # stochastic: each element walks at random by ulps, with a variance of 1000 · 1e-4 · ulp; four
     # sigma of the mean
-    allowed = {"kahan": 1e-3, "stochastic": 4 * (0.1 * ulp / 256) ** 0.5}.get(mode, 3e-5)
+    by_chance = 4 * (0.1 * ulp / 256) ** 0.5
+    allowed = {"kahan": 1e-3, "stochastic": by_chance, "remainder8": by_chance / 16}.get(mode, 3e-5)
     assert abs(moved - (1.0 if mode == "none" else 0.9)) < allowed
     np.testing.assert_allclose(end.astype(jnp.float32).mean(), moved, atol=ulp)
 
@@ -328,6 +354,7 @@ def test_a_thousand_small_steps_move_a_half_precision_weight_unless_it_has_no_ma
         ("remainder", "bfloat16", 24),
         ("full", "bfloat16", 24),
         ("full", "float16", 24),
+        ("remainder8", "bfloat16", 16),
         ("kahan", "bfloat16", 17),
         ("kahan", "float16", 23),
         ("stochastic", "bfloat16", 8),
@@ -377,7 +404,7 @@ def test_resync_follows_what_was_written_and_keeps_the_rest():
     assert state.count == 1
 
 
-@pytest.mark.parametrize("mode", ["remainder", "kahan"])
+@pytest.mark.parametrize("mode", ["remainder", "remainder8", "kahan"])
 def test_resync_starts_from_the_params_where_nothing_tells_what_was_written(mode):
     params = jnp.ones(4, jnp.bfloat16)
     tx = wrapped(optax.sgd(1e-3), "bfloat16", mode)
