@@ -112,6 +112,26 @@ def test_a_remainder_of_8_bits_rounds_to_24_bits_and_stays(key):
     assert_same([x[~is_nan] for x in again], [x[~is_nan] for x in (param, stored)])
 
 
+def test_small_steps_in_24_bits_add_up_by_chance_and_are_lost_to_nearest():
+    def end(key):
+        def step(number, weights):
+            wide = REMAINDER8.join(*weights) + np.float32(1e-6)
+            draw = None if key is None else jax.random.fold_in(key, number)
+            return REMAINDER8.decode(REMAINDER8.encode(wide, dtype, draw), dtype)
+
+        start = jnp.ones(1024, dtype), jnp.zeros(1024, jnp.uint8)
+        return np.asarray(REMAINDER8.join(*lax.fori_loop(0, 10_000, step, start)), np.float64) - 1
+
+    dtype = np.dtype(jnp.bfloat16)
+    np.testing.assert_array_equal(end(None), 0)
+    deviation = (0.01 * 2.0**-15) ** 0.5
+    moved = end(jax.random.key(0))
+    assert (
+        abs(moved.mean() - 0.01) < 4 * deviation / 32 + 5e-4
+    )  # float32's own steps: 8 ulps of 8.4
+    assert moved.std() < 1.1 * deviation
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_written_param_beside_a_stale_kahan_term_is_honoured_to_within_an_ulp(dtype):
     param = jnp.asarray(EVERY_16_BITS.view(dtype))
